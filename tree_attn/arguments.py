@@ -1,0 +1,145 @@
+"""The shared vocabulary as one bundle of options, and its checks.
+
+A wrong call is one clear error before anything is compiled or moved.
+"""
+
+import dataclasses
+import math
+import numbers
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
+Window = tuple[int | None, int | None]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key_value_seq_lengths", "query_positions", "sinks"],
+    meta_fields=["is_causal", "local_window_size", "logits_soft_cap", "scale", "implementation"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """The options every attention function takes, as one argument. Meanings: `tree_attn.local.attend`.
+
+    Arrays are pytree leaves, the rest is static. `check` raises; the constructor does not, since JAX rebuilds
+    pytrees around placeholders.
+    """
+
+    key_value_seq_lengths: Int[Array, " B"] | None = None
+    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None
+    sinks: Float[Array, " N"] | None = None
+    is_causal: bool = False
+    local_window_size: int | Window | None = None
+    logits_soft_cap: float | None = None
+    scale: float | None = None
+    implementation: str | None = None
+
+    def check(self, query, key, value, *, num_keys: int) -> None:
+        """Raises ValueError or TypeError, naming the argument, unless options and arrays fit each other.
+
+        `num_keys` counts the keys of all shards. Values of lengths are checked only where they are concrete; inside
+        jit they are clipped to `[0, num_keys]` instead.
+        """
+        batch, num_queries, num_heads, _ = query.shape
+        _check_lengths(self.key_value_seq_lengths, batch, num_keys)
+        if not isinstance(self.is_causal, bool | np.bool_):
+            raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
+        _check_positions(self.query_positions, batch, num_queries)
+        _check_window(self.local_window_size)
+        cap, scale = self.logits_soft_cap, self.scale
+        if cap is not None and not (_is_real(cap) and 0 < cap < math.inf):
+            raise ValueError(f"logits_soft_cap must be None or a positive number, got {cap!r}")
+        if scale is not None and not (_is_real(scale) and math.isfinite(scale)):
+            raise ValueError(f"scale must be None (H ** -0.5) or a finite Python number, got {scale!r}")
+        if self.sinks is not None and jnp.shape(self.sinks) != (num_heads,):
+            raise ValueError(f"sinks must have shape [N] = ({num_heads},), got {jnp.shape(self.sinks)}")
+
+
+def default_scale(scale: float | None, head_dim: int) -> float:
+    """Returns `scale`, or the field's default `head_dim ** -0.5`."""
+    return float(head_dim) ** -0.5 if scale is None else float(scale)
+
+
+def one_of(name: str, given, allowed) -> None:
+    """Raises ValueError unless `given` is one of `allowed`."""
+    if given not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
+
+
+def check_arrays(query, key, value) -> None:
+    """Raises ValueError or TypeError unless query `[B, T, N, H]`, key and value `[B, S, K, H]` belong together."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        layout = "[B, T, N, H]" if name == "query" else "[B, S, K, H]"
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"{name} must be an array {layout}, got {type(x).__name__}")
+        if len(x.shape) != 4:
+            raise ValueError(f"{name} must be {layout}, got shape {tuple(x.shape)}")
+        if str(x.dtype) not in ATTENTION_DTYPES:
+            raise ValueError(f"{name}.dtype must be one of {', '.join(ATTENTION_DTYPES)}, got {x.dtype}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"query, key and value must have one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"value must agree with key {tuple(key.shape)} in B, S and K, got shape {tuple(value.shape)}")
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got {key.shape[0]}")
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"key must have the head dim of query, {query.shape[3]}, got {key.shape[3]}")
+    if min(query.shape) < 1 or min(key.shape[2:]) < 1 or value.shape[3] < 1:
+        raise ValueError(f"query and key must not have empty axes, got {tuple(query.shape)} and {tuple(key.shape)}")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"query heads must be a multiple of key heads, got N={query.shape[2]} and K={key.shape[2]}")
+
+
+def _check_lengths(lengths, batch: int, num_keys: int) -> None:
+    if lengths is None:
+        return
+    if jnp.shape(lengths) != (batch,):
+        raise ValueError(f"key_value_seq_lengths must have shape [B] = ({batch},), got {jnp.shape(lengths)}")
+    _check_integers("key_value_seq_lengths", lengths)
+    values = _concrete(lengths)
+    if values is not None and values.size and (values.min() < 0 or values.max() > num_keys):
+        raise ValueError(f"key_value_seq_lengths must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}")
+
+
+def _check_positions(positions, batch: int, num_queries: int) -> None:
+    if positions is None:
+        return
+    allowed = ((batch, num_queries), (num_queries,))
+    if jnp.shape(positions) not in allowed:
+        raise ValueError(f"query_positions must have shape [B, T] or [T], {allowed}, got {jnp.shape(positions)}")
+    _check_integers("query_positions", positions)
+
+
+def _check_window(window) -> None:
+    if window is None:
+        return
+    pair = window if isinstance(window, tuple) else (window,)
+    is_side = lambda side: isinstance(side, int | np.integer) and not isinstance(side, bool) and side >= 0
+    if isinstance(window, tuple) and (len(window) != 2 or not all(side is None or is_side(side) for side in pair)):
+        raise ValueError(f"local_window_size must be (left, right), each None or an integer >= 0, got {window!r}")
+    if not isinstance(window, tuple) and not is_side(window):
+        raise ValueError(f"local_window_size must be None, an integer >= 0 or a pair, got {window!r}")
+
+
+def _check_integers(name: str, x) -> None:
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got dtype {dtype}")
+
+
+def _concrete(x) -> np.ndarray | None:
+    """The values of `x` if they are at hand without waiting for a program under way to be traced, else None."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def _is_real(x) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)

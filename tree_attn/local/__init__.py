@@ -1,0 +1,131 @@
+"""Attention on one device: one meaning, one file per backend.
+
+A backend is a module with
+  unavailable() -> str | None                  why it cannot run on this machine
+  unsupported(query, key, value, ...) -> str | None   which option it cannot do
+  attend(query, key, value, *, scale, logits_soft_cap, visible) -> SoftmaxState
+"""
+
+import logging
+
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AttentionOptions, Window, check_arrays, default_scale, one_of
+from tree_attn.local import cudnn, flash_attn, xla
+from tree_attn.masking import sink_state, visibility
+from tree_attn.placement import Shard
+from tree_attn.state import SoftmaxState, merge_state
+
+# Also the order in which `implementation=None` tries them: flash_attn repeats K and V per query head, so it is named
+# or not used at all.
+IMPLEMENTATIONS = {"cudnn": cudnn, "xla": xla, "flash_attn": flash_attn}
+_AUTOMATIC = ("cudnn", "xla")
+_log = logging.getLogger("tree_attn")
+
+
+def attend(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    is_causal: bool = False,
+    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
+    local_window_size: int | Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    shard: Shard | None = None,
+    implementation: str | None = None,
+) -> SoftmaxState:
+    """Exact attention of `query` over the keys on this device, with its log-sum-exp.
+
+    logits = cap(scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
+    out    = sum exp(logits - lse) value
+
+    Args:
+      query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]` with `N = K * G`, one float dtype. S may be 0.
+      key_value_seq_lengths: int32 `[B]`, valid keys per sequence, counted over all shards; default: all.
+      is_causal: query t sees the keys at positions up to its own.
+      query_positions: int32 `[B, T]` or `[T]`; default: the last T positions of each sequence.
+      local_window_size: an int or (left, right), inclusive, around the query's position; None is unlimited.
+      logits_soft_cap: logits become `cap * tanh(logits / cap)`.
+      sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`).
+      scale: multiplies the logits, default `H ** -0.5`.
+      shard: which positions of the sequence `key` holds; default: all of it.
+      implementation: "xla", "cudnn" or "flash_attn"; None takes the first of cudnn, xla that can run and logs which.
+    Returns:
+      `SoftmaxState(out [B, T, N, Hv] in query's dtype, lse float32 [B, T, N])`; where a query sees nothing, 0 and -inf.
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+      NotImplementedError: the named implementation cannot do an option, or cannot run here. It never falls back.
+
+    Example:
+      >>> state = attend(query, key, value, key_value_seq_lengths=jnp.array([5, 0]), implementation="xla")
+
+    Source: Tree Attention, Algorithm 3, line 2.
+    """
+    shard = Shard() if shard is None else shard
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_positions=query_positions,
+        sinks=sinks,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        scale=scale,
+        implementation=implementation,
+    )
+    check_arrays(query, key, value)
+    options.check(query, key, value, num_keys=key.shape[1] * shard.num_shards)
+    check_implementation(implementation)
+    state = attend_shard(query, key, value, options, shard)
+    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+
+
+def attend_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already."""
+    visible = visibility(
+        options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard
+    )
+    cap = options.logits_soft_cap
+    name = choose(query, key, value, logits_soft_cap=cap, visible=visible, implementation=options.implementation)
+    scale = default_scale(options.scale, query.shape[-1])
+    return IMPLEMENTATIONS[name].attend(query, key, value, scale=scale, logits_soft_cap=cap, visible=visible)
+
+
+def choose(query, key, value, *, logits_soft_cap, visible, implementation: str | None) -> str:
+    """Returns the backend that will run: the named one, or the first of the automatic order that can.
+
+    Raises:
+      NotImplementedError: the named backend cannot run here, or cannot do what is asked; with the reason.
+    """
+    if implementation is not None:
+        reason = why_not(implementation, query, key, value, logits_soft_cap=logits_soft_cap, visible=visible)
+        if reason is not None:
+            raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
+        return implementation
+    for name in _AUTOMATIC:
+        reason = why_not(name, query, key, value, logits_soft_cap=logits_soft_cap, visible=visible)
+        if reason is None:
+            _log.info("implementation=None picked %r", name)
+            return name
+        _log.debug("implementation=None passed over %r: %s", name, reason)
+    raise AssertionError("xla does everything")
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError unless `implementation` is None or the name of a backend."""
+    if implementation is not None:
+        one_of("implementation", implementation, sorted(IMPLEMENTATIONS))
+
+
+def why_not(name: str, query, key, value, *, logits_soft_cap, visible) -> str | None:
+    """Returns why backend `name` cannot compute this attention here, or None if it can."""
+    backend = IMPLEMENTATIONS[name]
+    return backend.unavailable() or backend.unsupported(
+        query, key, value, logits_soft_cap=logits_soft_cap, visible=visible
+    )
+
+
+__all__ = ["IMPLEMENTATIONS", "attend", "attend_shard", "check_implementation", "choose", "why_not"]

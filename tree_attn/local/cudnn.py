@@ -1,0 +1,75 @@
+"""cuDNN's fused attention, with the float32 lse that `jax.nn` rounds away.
+
+`jax.nn.dot_product_attention(..., return_residual=True)` casts the lse to the input's dtype, which bends merged
+weights by up to 3 %. The function below it does not. It is private to JAX, so it is named in `_fused_attention`
+alone, and a test fails loudly when JAX moves it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tree_attn.masking import Visibility
+from tree_attn.state import SoftmaxState
+
+
+def unavailable() -> str | None:
+    """Returns why cuDNN cannot run here (no CUDA GPU, no cuDNN, JAX moved the private entry), or None."""
+    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
+        return f"cudnn needs a CUDA GPU; JAX's default backend here is {jax.default_backend()!r}"
+    try:
+        _fused_attention().check_cudnn_version()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"cudnn cannot be used with this JAX ({jax.__version__}): {error}"
+    return None
+
+
+def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> str | None:
+    """Returns which option cuDNN's fused attention cannot do, or None."""
+    if logits_soft_cap is not None:
+        return "cudnn does not support logits_soft_cap"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cudnn supports dtype bfloat16 and float16, not {query.dtype}"
+    if query.shape[-1] > 256 or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]:
+        return (
+            f"cudnn supports one head dim that is a multiple of 8 up to 256, not {query.shape[-1]} for keys "
+            f"and {value.shape[-1]} for values"
+        )
+    if key.shape[1] == 0:
+        return "cudnn does not support key and value with no slots (S = 0)"
+    return None
+
+
+def attend(query, key, value, *, scale: float, logits_soft_cap: None, visible: Visibility) -> SoftmaxState:
+    """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
+
+    Lengths alone become cuDNN's padding mask, which reads no more than the valid keys; causal offsets and windows
+    become an additive bias `[B, 1, T, S]`, read once beside K and V.
+    """
+    fused = _fused_attention()
+    options = {}
+    lengths = visible.local_lengths()
+    if visible.by_length_only and lengths is not None:
+        # cuDNN's row statistics are undefined for a sequence of no keys, so it is given one and masked below.
+        options = {
+            "mask_type": fused.MaskType.PADDING,
+            "q_seqlen": jnp.full(lengths.shape, query.shape[1], jnp.int32),
+            "kv_seqlen": jnp.maximum(lengths, 1),
+        }
+    elif not visible.by_length_only:
+        shape = (query.shape[0], query.shape[1], key.shape[1])
+        options = {"mask": jnp.broadcast_to(visible.mask(), shape)[:, None]}
+    out, lse = fused.dot_product_attention(query, key, value, scale=scale, return_residual=True, **options)
+    lse = jnp.swapaxes(lse, 1, 2)  # [B, N, T] -> [B, T, N]
+    if visible.is_total:
+        return SoftmaxState(out, lse)
+    sees_any = (lengths > 0)[:, None, None] if visible.by_length_only else jnp.any(visible.mask(), -1)[:, :, None]
+    return SoftmaxState(
+        jnp.where(sees_any[..., None], out, jnp.zeros_like(out)), jnp.where(sees_any, lse, jnp.full_like(lse, -jnp.inf))
+    )
+
+
+def _fused_attention():
+    """The one place that names JAX's private module."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo

@@ -1,0 +1,126 @@
+"""The backend that does everything everywhere: plain XLA, tiled so that memory does not grow with T or S.
+
+Queries are cut into tiles, keys into chunks; each (tile, chunk) gives a state, folded by `merge_state`. A pair in
+which nothing is visible is skipped at run time, so that causal prefill costs half and short sequences in long
+buffers cost what their lengths do.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from tree_attn.masking import Visibility
+from tree_attn.state import SoftmaxState, empty_like, merge_state
+
+MAX_TILE_QUERIES = 512
+# float32 logits held at once; 16 MiB. One chunk covers most decode steps, so that a GPU sees no loop at all.
+MAX_LOGITS_PER_CHUNK = 1 << 22
+MIN_CHUNK_KEYS = 256
+
+
+def unavailable() -> str | None:
+    """Returns None: XLA is always there."""
+    return None
+
+
+def unsupported(query, key, value, *, logits_soft_cap, visible) -> str | None:
+    """Returns None: every option is supported."""
+    return None
+
+
+def attend(query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility) -> SoftmaxState:
+    """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
+    num_queries = query.shape[1]
+    tile = partial(_attend_tile, key=key, value=value, scale=scale, soft_cap=logits_soft_cap)
+    if num_queries <= MAX_TILE_QUERIES:
+        return tile(query, visible)
+    num_tiles = -(-num_queries // MAX_TILE_QUERIES)
+    padding = num_tiles * MAX_TILE_QUERIES - num_queries
+
+    def tiles_first(x, pad_mode):  # [B, T, ...] -> [tiles, B, tile, ...]
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), mode=pad_mode)
+        return jnp.moveaxis(x.reshape(x.shape[0], num_tiles, MAX_TILE_QUERIES, *x.shape[2:]), 1, 0)
+
+    def queries_first(x):  # [tiles, B, tile, ...] -> [B, T, ...]
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_queries]
+
+    # "edge" repeats the last position, so that a padded tile is not given work by its padding.
+    positions = visible.query_positions
+    tiled_positions = None if positions is None else tiles_first(positions, "edge")
+
+    def one_tile(args):
+        tile_query, tile_positions = args
+        return tile(tile_query, dataclasses.replace(visible, query_positions=tile_positions))
+
+    state = jax.lax.map(one_tile, (tiles_first(query, "constant"), tiled_positions))
+    return jax.tree.map(queries_first, state)
+
+
+def _attend_tile(query, visible: Visibility, *, key, value, scale, soft_cap) -> SoftmaxState:
+    """Folds the state of one tile of queries over chunks of keys."""
+    batch, num_queries, num_heads, _ = query.shape
+    num_keys = key.shape[1]
+    rows = (batch, num_queries, num_heads)
+    empty = empty_like(SoftmaxState(jnp.zeros((*rows, value.shape[-1]), jnp.float32), jnp.zeros(rows, jnp.float32)))
+    if num_keys == 0:
+        return SoftmaxState(empty.out.astype(query.dtype), empty.lse)
+    chunk_keys = min(num_keys, _chunk_keys(batch * num_queries * num_heads))
+    num_chunks = -(-num_keys // chunk_keys)
+
+    def chunk_state(start, first_slot):
+        """State of slots `start ..`, of which those before `first_slot` belong to the previous chunk."""
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk_keys, axis=1)
+        mask = visible.mask(start, chunk_keys)
+        mask = mask & (start + jnp.arange(chunk_keys) >= first_slot)[None, None, :]
+        return _attend_chunk(query, take(key), take(value), mask, scale=scale, soft_cap=soft_cap)
+
+    if num_chunks == 1:
+        mask = None if visible.is_total else visible.mask()
+        state = _attend_chunk(query, key, value, mask, scale=scale, soft_cap=soft_cap)
+        return SoftmaxState(state.out.astype(query.dtype), state.lse)
+
+    @jax.checkpoint  # the backward pass recomputes a chunk's logits rather than keep those of all chunks
+    def step(state, i):
+        # The last chunk starts early rather than read past the end; its overlap is masked.
+        start = jnp.minimum(i * chunk_keys, num_keys - chunk_keys)
+        is_needed = jnp.any(visible.mask(start, chunk_keys))
+        merged = jax.lax.cond(
+            is_needed, lambda s: merge_state(s, chunk_state(start, i * chunk_keys)), lambda s: s, state
+        )
+        return merged, None
+
+    state, _ = jax.lax.scan(step, empty, jnp.arange(num_chunks, dtype=jnp.int32))
+    return SoftmaxState(state.out.astype(query.dtype), state.lse)
+
+
+def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
+    """Attention over one chunk, float32 `out`. `mask` is bool `[B or 1, T or 1, S]`, or None when all is visible."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    # Full float32 products for float32 inputs: a GPU's default would be tf32, wrong in the third digit.
+    dot = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    grouped = query.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    logits = dot("btkgh,bskh->btkgs", grouped, key) * jnp.float32(scale)  # [B, T, K, G, S]
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    if mask is not None:
+        logits = jnp.where(mask[:, :, None, None, :], logits, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    sees_any = top > -jnp.inf
+    weights = jnp.exp(logits - jnp.where(sees_any, top, 0.0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    safe_total = jnp.where(sees_any, total, 1.0)
+    # The weights meet V in V's dtype, as in every flash kernel; their sum was taken before that rounding.
+    out = dot("btkgs,bskv->btkgv", weights.astype(value.dtype), value) / safe_total
+    lse = jnp.where(sees_any, top + jnp.log(safe_total), -jnp.inf)
+    rows = (batch, num_queries, num_heads)
+    return SoftmaxState(out.reshape(*rows, value.shape[-1]), lse.reshape(rows))
+
+
+def _chunk_keys(num_rows: int) -> int:
+    """Returns how many keys per chunk keep `num_rows * keys` logits within the limit."""
+    return max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_rows)
+

@@ -1,0 +1,121 @@
+"""What a query may see, in one place: lengths, causal offsets, windows, and the extra logits called sinks."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tree_attn.arguments import AttentionOptions, Window
+from tree_attn.placement import Shard
+from tree_attn.state import SoftmaxState
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lengths", "query_positions", "shard"],
+    meta_fields=["num_slots", "is_causal", "window"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Which of a shard's keys each query sees.
+
+    Key at position k is visible to the query at position q of sequence b iff
+    `k < lengths[b]`, and `k <= q` if causal, and `q - left <= k <= q + right` within the window.
+
+    lengths:          int32 `[B]`, valid keys counted over all shards; None when every slot of every shard is valid
+    query_positions:  int32 `[B, T]`; None when no rule depends on them (plain decoding)
+    shard:            which positions the `num_slots` keys at hand have
+    """
+
+    lengths: Int[Array, " B"] | None
+    query_positions: Int[Array, "B T"] | None
+    shard: Shard
+    num_slots: int
+    is_causal: bool
+    window: Window | None
+
+    @property
+    def by_length_only(self) -> bool:
+        """True when each sequence's visible slots are a prefix, the same for all its queries (static)."""
+        return not self.is_causal and self.window is None
+
+    @property
+    def is_total(self) -> bool:
+        """True when every query sees every key (static)."""
+        return self.by_length_only and self.lengths is None
+
+    def local_lengths(self) -> Int[Array, " B"] | None:
+        """Returns how many slots of this shard are valid, int32 `[B]`; None when all are."""
+        return None if self.lengths is None else self.shard.local_lengths(self.lengths, self.num_slots)
+
+    def mask(self, start: Int[Array, ""] | int = 0, size: int | None = None) -> Bool[Array, "#B #T size"]:
+        """Returns the visible slots among `start .. start + size`, bool `[B or 1, T or 1, size]`."""
+        keys = self.shard.positions(self.num_slots, start, size)[None, None, :]
+        visible = jnp.ones_like(keys, dtype=bool)
+        if self.lengths is not None:
+            visible = visible & (keys < self.lengths[:, None, None])
+        if self.query_positions is None:
+            return visible
+        queries = self.query_positions[:, :, None]
+        if self.is_causal:
+            visible = visible & (keys <= queries)
+        left, right = self.window or (None, None)
+        if left is not None:
+            visible = visible & (keys >= queries - left)
+        if right is not None:
+            visible = visible & (keys <= queries + right)
+        return visible
+
+
+def visibility(options: AttentionOptions, *, batch: int, num_queries: int, num_slots: int, shard: Shard) -> Visibility:
+    """Normalises the masking options of the vocabulary into one `Visibility` (they are checked already).
+
+    Without `query_positions` the T queries are the last T positions of each sequence; then a single query sees every
+    valid key whether causal or not, and the causal rule is dropped so that the plainest kernel can run.
+    """
+    num_keys = num_slots * shard.num_shards
+    lengths, is_causal = options.key_value_seq_lengths, options.is_causal
+    if lengths is not None:
+        lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, num_keys)
+    window = normalise_window(options.local_window_size)
+    if options.query_positions is None and num_queries == 1:
+        is_causal = False
+        window = None if window is None or window[0] is None else (window[0], None)
+    positions = None
+    if is_causal or window is not None:
+        positions = _positions(batch, num_queries, num_keys, lengths, options.query_positions)
+    return Visibility(
+        lengths=lengths,
+        query_positions=positions,
+        shard=shard,
+        num_slots=num_slots,
+        is_causal=is_causal,
+        window=window,
+    )
+
+
+def normalise_window(local_window_size: int | Window | None) -> Window | None:
+    """Returns `(left, right)`, inclusive, or None when nothing is limited. An int limits both sides."""
+    if local_window_size is None or local_window_size == (None, None):
+        return None
+    return local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
+
+
+def sink_state(sinks: Float[Array, " N"], like: SoftmaxState) -> SoftmaxState:
+    """Returns the sinks as a state to merge: each head's extra logit weighs in the denominator and adds no value.
+
+    lse[b, t, n] = sinks[n],    out = 0
+    """
+    lse = jnp.broadcast_to(jnp.asarray(sinks, like.lse.dtype)[None, None, :], like.lse.shape)
+    return SoftmaxState(jnp.zeros_like(like.out), lse)
+
+
+def _positions(batch, num_queries, num_keys, lengths, query_positions) -> Int[Array, "B T"]:
+    if query_positions is not None:
+        positions = jnp.asarray(query_positions, jnp.int32)
+        positions = positions[None, :] if positions.ndim == 1 else positions
+        return jnp.broadcast_to(positions, (batch, num_queries))
+    ends = jnp.full((batch,), num_keys, jnp.int32) if lengths is None else lengths
+    return ends[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32)[None, :]

@@ -1,0 +1,80 @@
+"""Where each key of a sequence lives when the sequence is sharded: contiguous or block-cyclic.
+
+Contiguous (`block_size=None`): shard i holds the i-th run of keys. Appending then fills the last shard only.
+Block-cyclic (`block_size=b`): b consecutive keys go to each shard in turn, so that a growing sequence stays balanced
+to within one block; `b=1` is the striping that balances causal prefill. In both, the valid keys of a shard are a
+prefix of its slots, and their positions ascend.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["num_shards", "block_size"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Names one shard of a sequence: the `index`-th of `num_shards`, in the placement given by `block_size`.
+
+    `index` may be traced (`jax.lax.axis_index`); the others are static.
+
+    Example:
+      >>> Shard(index=1, num_shards=2, block_size=2).positions(4)   # keys 2, 3 and 6, 7 of a sequence of 8
+    """
+
+    index: Int[Array, ""] | int = 0
+    num_shards: int = 1
+    block_size: int | None = None
+
+    def positions(self, num_slots: int, start: Int[Array, ""] | int = 0, size: int | None = None) -> Int[Array, " size"]:
+        """Returns the global position held by each of the slots `start .. start + size` of `num_slots`, int32."""
+        slots = start + jnp.arange(num_slots if size is None else size, dtype=jnp.int32)
+        if self.block_size is None:
+            return self.index * num_slots + slots
+        block, offset = slots // self.block_size, slots % self.block_size
+        return (block * self.num_shards + self.index) * self.block_size + offset
+
+    def local_lengths(self, lengths: Int[Array, " B"], num_slots: int) -> Int[Array, " B"]:
+        """Returns how many of this shard's slots hold valid keys, given lengths counted over all shards, int32 `[B]`."""
+        if self.block_size is None:
+            return jnp.clip(lengths - self.index * num_slots, 0, num_slots).astype(jnp.int32)
+        whole_rounds, rest = lengths // (self.num_shards * self.block_size), lengths % (self.num_shards * self.block_size)
+        in_last_round = jnp.clip(rest - self.index * self.block_size, 0, self.block_size)
+        return jnp.clip(whole_rounds * self.block_size + in_last_round, 0, num_slots).astype(jnp.int32)
+
+
+def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> np.ndarray:
+    """Returns the permutation `p` with `stored = natural[:, p]`: stored index i holds the key at position `p[i]`.
+
+    Stored arrays are sharded evenly along the sequence; shard s holds stored indices `s * num_tokens / num_shards` on.
+
+    Args:
+      num_tokens: length of the sequence; a multiple of `num_shards` (contiguous) or `num_shards * block_size`.
+      block_size: None for contiguous, else keys per block.
+    Returns:
+      numpy int32 `[num_tokens]`. Its inverse is `np.argsort(p)`.
+    Raises:
+      ValueError: `num_tokens` is not such a multiple.
+
+    Example:
+      >>> storage_order(8, num_shards=2, block_size=2)   # array([0, 1, 4, 5, 2, 3, 6, 7])
+    """
+    check_block_size(block_size)
+    unit = num_shards * (block_size or 1)
+    if num_tokens % unit:
+        raise ValueError(f"num_tokens must be a multiple of num_shards * block_size = {unit}, got {num_tokens}")
+    if block_size is None:
+        return np.arange(num_tokens, dtype=np.int32)
+    blocks = np.arange(num_tokens, dtype=np.int32).reshape(-1, num_shards, block_size)
+    return blocks.transpose(1, 0, 2).reshape(-1)
+
+
+def check_block_size(block_size: int | None) -> None:
+    """Raises ValueError unless `block_size` is None (contiguous) or an integer of at least 1 (block-cyclic)."""
+    is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
+    if block_size is not None and not (is_int and block_size >= 1):
+        raise ValueError(f"block_size must be None (contiguous) or an integer of at least 1, got {block_size!r}")
