@@ -1,0 +1,92 @@
+"""Tree Attention decoding: each device attends to its shard of the keys, then partial results meet in collectives."""
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AttentionOptions, Window
+from tree_attn.local import attend_shard
+from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import Shard
+from tree_attn.reduce import choose_reduction, reduce_state
+from tree_attn.sharded import over_shards
+from tree_attn.state import SoftmaxState
+
+
+def tree_decode(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    axis_name: AxisName,
+    mesh: Mesh | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    block_size: int | None = None,
+    is_causal: bool = False,
+    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
+    local_window_size: int | Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    reduction: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Exact attention of a replicated query over keys and values sharded along the sequence.
+
+    With key set S = S_1 + ... + S_p over p devices, and (out_i, lse_i) the attention over S_i on device i,
+      lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i.
+
+    Call it from plain (jitted) code with `mesh`, or with `jax.set_mesh`, where arrays are global; or inside an
+    existing `shard_map` that binds `axis_name`, where `key` and `value` are this device's shards.
+
+    Args:
+      query: `[B, T, N, H]`, the same on every device of the axes; T is 1 for plain decoding, more for speculation.
+      key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S. Contiguous placement may have any S (the array is
+        padded, a copy, where the devices do not divide it).
+      axis_name: mesh axis, or an ordered tuple of axes, fastest link first. Any number of devices.
+      mesh: the mesh, unless the axes are bound or a context mesh is set.
+      key_value_seq_lengths: int32 `[B]`, valid keys over all shards; may end anywhere, shards may hold nothing.
+      block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn.
+      is_causal, query_positions, local_window_size, logits_soft_cap, sinks, scale: as in `tree_attn.local.attend`;
+        the T queries are the last T positions of each sequence unless `query_positions` says otherwise.
+      implementation: the kernel on each device, see `tree_attn.local.attend`.
+      reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "hierarchical" or a
+        tuple of one of the former per axis; None: "gather" over one axis, "hierarchical" over several.
+      return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
+    Returns:
+      `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. Where a
+      query sees no key: `out = 0, lse = -inf`.
+    Raises:
+      ValueError, TypeError: an argument does not fit, an axis is unknown, or no mesh; the message names it.
+      NotImplementedError: the named implementation cannot do what is asked; it never falls back.
+
+    Example:
+      >>> mesh = make_mesh({"seq": 8})
+      >>> out = jax.jit(functools.partial(tree_decode, axis_name="seq", mesh=mesh))(query, key, value)
+
+    Source: Tree Attention, section 5.2, Algorithm 3.
+    """
+    axes = axis_tuple(axis_name)
+    reduction = choose_reduction(reduction, axes)
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_positions=query_positions,
+        sinks=sinks,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        scale=scale,
+        implementation=implementation,
+    )
+
+    def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+        with jax.named_scope("tree_decode_local"):
+            state = attend_shard(query, key, value, options, shard)
+        with jax.named_scope("tree_decode_reduce"):
+            return reduce_state(state, axes, reduction)
+
+    state = over_shards(
+        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
+    )
+    return (state.out, state.lse) if return_lse else state.out

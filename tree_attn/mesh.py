@@ -1,0 +1,67 @@
+"""Meshes and their axes, in one helper each: axis types, axis order and what is bound where."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AxisName = str | tuple[str, ...]
+
+
+def make_mesh(axis_shapes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh with the named axes, all of type Auto (JAX's own default changed to Explicit in 0.12).
+
+    Args:
+      axis_shapes: axis name -> size, e.g. `{"device": 4, "node": 2}`: for a tuple `axis_name`, fastest link first.
+      devices: which devices, in order; default: the first ones of `jax.devices()`.
+    Raises:
+      ValueError: a size is not positive, or there are fewer devices than the axes ask for.
+
+    Example:
+      >>> mesh = make_mesh({"seq": 8})
+    """
+    needed = math.prod(axis_shapes.values())
+    if not axis_shapes or min(axis_shapes.values()) < 1:
+        raise ValueError(f"axis_shapes must name axes of size at least 1, got {axis_shapes}")
+    devices = list(jax.devices() if devices is None else devices)
+    if len(devices) < needed:
+        raise ValueError(f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}")
+    # Neighbours in the device order share the fastest link, so the first axis must vary fastest.
+    grid = np.array(devices[:needed]).reshape(tuple(reversed(axis_shapes.values()))).T
+    return Mesh(grid, tuple(axis_shapes), axis_types=(AxisType.Auto,) * len(axis_shapes))
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+    """Returns `axis_name` as a tuple of distinct names.
+
+    Raises:
+      ValueError: it is neither a name nor a non-empty tuple of names, or a name occurs twice.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"axis_name must be a mesh axis or a non-empty tuple of axes, got {axis_name!r}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis_name must not name an axis twice, got {axis_name!r}")
+    return names
+
+
+def bound_axis_sizes(axes: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Returns the axes' sizes where they are bound (inside `shard_map`), None where none of them is.
+
+    Raises:
+      ValueError: some of the axes are bound and others are not.
+    """
+    sizes = []
+    for axis in axes:
+        try:
+            sizes.append(jax.lax.axis_size(axis))
+        except NameError:
+            sizes.append(None)
+    if all(size is None for size in sizes):
+        return None
+    if None in sizes:
+        missing = [axis for axis, size in zip(axes, sizes) if size is None]
+        raise ValueError(f"axis_name {axes} is bound only in part: not bound here are {missing}")
+    return tuple(sizes)

@@ -1,0 +1,107 @@
+"""The one `shard_map`: how an attention function is run over the shards of a sequence.
+
+Tree and Ring Attention differ only in the body they hand to `over_shards`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from tree_attn.arguments import AttentionOptions, check_arrays
+from tree_attn.local import check_implementation
+from tree_attn.masking import sink_state
+from tree_attn.mesh import AxisName, axis_tuple, bound_axis_sizes
+from tree_attn.placement import Shard, check_block_size
+from tree_attn.state import SoftmaxState, merge_state
+
+Body = Callable[..., SoftmaxState]
+
+
+def over_shards(
+    body: Body,
+    query,
+    key,
+    value,
+    options: AttentionOptions,
+    *,
+    axis_name: AxisName,
+    mesh: Mesh | None,
+    block_size: int | None,
+    shard_query: bool,
+) -> SoftmaxState:
+    """Checks the call, then runs `body(query, key, value, options, shard)` once per shard and joins the sinks.
+
+    Inside an existing `shard_map` that binds `axis_name`, `body` is called as it is. Otherwise it is wrapped in one
+    `shard_map` over `mesh` (or the context mesh), manual in `axis_name` only, so that the caller's sharding over other
+    axes is kept.
+
+    Args:
+      body: gets this device's shard of key and value, and returns the state over all shards.
+      shard_query: whether the query, and so the result, is sharded along the sequence (prefill) or whole (decoding).
+    Raises:
+      ValueError: arguments that do not fit; no mesh where the axes are not bound; a mesh that lacks an axis.
+    """
+    axes = axis_tuple(axis_name)
+    check_block_size(block_size)
+    check_implementation(options.implementation)
+    check_arrays(query, key, value)
+    bound_sizes = bound_axis_sizes(axes)
+    options.check(query, key, value, num_keys=key.shape[1] * math.prod(bound_sizes or (1,)))
+
+    def on_shard(query, key, value, options: AttentionOptions) -> SoftmaxState:
+        num_shards = math.prod(bound_axis_sizes(axes))
+        # The first axis varies slowest, as in PartitionSpec((first, second)).
+        shard = Shard(index=jax.lax.axis_index(axes), num_shards=num_shards, block_size=block_size)
+        state = body(query, key, value, options, shard)
+        # Sinks belong to the whole set of keys, so they join once, at the end.
+        return state if options.sinks is None else merge_state(state, sink_state(options.sinks, state))
+
+    if bound_sizes is not None:
+        if mesh is not None:
+            raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
+        return on_shard(query, key, value, options)
+    mesh = _mesh_with(axes, mesh)
+    key, value, options = _fit(key, value, options, math.prod(mesh.shape[axis] for axis in axes), block_size)
+    along_sequence = P(None, axes)
+    query_spec = along_sequence if shard_query else P()
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        axis_names=set(axes),
+        in_specs=(query_spec, along_sequence, along_sequence, P()),
+        out_specs=query_spec,
+        check_vma=False,  # a merged state is the same on every device, which the checker cannot see
+    )(query, key, value, jax.tree.map(jnp.asarray, options))
+
+
+def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None):
+    """Returns the mesh to map over: the given one or the context's, which must have all of `axes`."""
+    context = jax.sharding.get_abstract_mesh()
+    if mesh is None and context.empty:
+        raise ValueError(f"mesh must be given where no surrounding shard_map binds axis_name {axes}, got None")
+    chosen = context if mesh is None else mesh
+    missing = [axis for axis in axes if axis not in chosen.axis_names]
+    if missing:
+        raise ValueError(f"axis_name {axes} must name axes of the mesh {chosen.axis_names}, not found: {missing}")
+    return chosen
+
+
+def _fit(key, value, options: AttentionOptions, num_shards: int, block_size: int | None):
+    """Pads contiguous keys to a multiple of the shards; lengths hide the padding."""
+    num_keys = key.shape[1]
+    padding = -num_keys % (num_shards * (block_size or 1))
+    if not padding:
+        return key, value, options
+    if block_size is not None:
+        raise ValueError(
+            f"key must hold a multiple of num_shards * block_size = {num_shards * block_size} slots, got {num_keys}"
+        )
+    if options.key_value_seq_lengths is None:
+        options = dataclasses.replace(options, key_value_seq_lengths=jnp.full(key.shape[:1], num_keys, jnp.int32))
+    widths = [(0, 0), (0, padding), (0, 0), (0, 0)]
+    return jnp.pad(key, widths), jnp.pad(value, widths), options
