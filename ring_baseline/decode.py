@@ -1,0 +1,110 @@
+"""Ring Attention decoding: the query stays, every shard of K and V visits every device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from ring_baseline.rotate import source, to_next
+from tree_attn.arguments import AttentionOptions, Window, one_of
+from tree_attn.local import attend_shard
+from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import Shard
+from tree_attn.sharded import over_shards
+from tree_attn.state import SoftmaxState, merge_states
+
+VARIANTS = ("overlapped", "public")
+
+
+def ring_decode(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    axis_name: AxisName,
+    mesh: Mesh | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    block_size: int | None = None,
+    is_causal: bool = False,
+    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
+    local_window_size: int | Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    variant: str = "overlapped",
+    return_lse: bool = False,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Exact attention of a replicated query over sequence-sharded keys, by rotating K and V: the baseline.
+
+    The formula, arguments, result and errors are those of `tree_attn.tree_decode`; there is no `reduction`. Each
+    device ends with the states of all p shards and merges them in shard order, so that all hold the same bits.
+
+    Args:
+      variant: "overlapped": p - 1 hops, the next hop's transfer started before this hop's attention so that they can
+        overlap; each device sends `2 B S K H (p - 1) / p` elements. "public": p hops in a loop, attention first and
+        then the transfer, as the public JAX rings do it (the last hop brings every shard home again).
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `tree_attn.tree_decode`; an unknown `variant`.
+
+    Example:
+      >>> out = ring_decode(query, key, value, axis_name="seq", mesh=make_mesh({"seq": 8}))
+
+    Source: Ring Attention as Tree Attention compares with it, sections 5.3 and 6; volume: equation 10.
+    """
+    axes = axis_tuple(axis_name)
+    one_of("variant", variant, VARIANTS)
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_positions=query_positions,
+        sinks=sinks,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        scale=scale,
+        implementation=implementation,
+    )
+    rotate = _overlapped if variant == "overlapped" else _public
+
+    def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+        def attend_to(key_value, hop) -> SoftmaxState:
+            visiting = dataclasses.replace(shard, index=source(shard.index, hop, shard.num_shards))
+            return attend_shard(query, *key_value, options, visiting)
+
+        by_hop = rotate(attend_to, (key, value), axes, shard.num_shards)
+        # Every device met the shards in another order; in shard order the merge rounds alike everywhere.
+        order = source(shard.index, jnp.arange(shard.num_shards), shard.num_shards)
+        return merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
+
+    state = over_shards(
+        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
+    )
+    return (state.out, state.lse) if return_lse else state.out
+
+
+def _overlapped(attend_to, key_value, axes, num_shards) -> SoftmaxState:
+    """p - 1 hops, unrolled, so that a transfer lands in a buffer of its own while the previous shard is read."""
+    states = []
+    for hop in range(num_shards):
+        arriving = to_next(key_value, axes, num_shards) if hop < num_shards - 1 else None
+        with jax.named_scope(f"ring_decode_hop_{hop}"):
+            states.append(attend_to(key_value, hop))
+        key_value = arriving
+    return jax.tree.map(lambda *hops: jnp.stack(hops), *states)
+
+
+def _public(attend_to, key_value, axes, num_shards) -> SoftmaxState:
+    """p hops in a loop: attend, then send, the last time to no purpose."""
+
+    def step(key_value, hop):
+        state = attend_to(key_value, hop)
+        # Without the barrier XLA may start the transfer first, which is what the other variant is for.
+        key_value, state = jax.lax.optimization_barrier((key_value, state))
+        return to_next(key_value, axes, num_shards), state
+
+    _, states = jax.lax.scan(step, key_value, jnp.arange(num_shards, dtype=jnp.int32))
+    return states
+
+
