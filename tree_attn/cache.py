@@ -1,0 +1,229 @@
+"""The KV cache: sharded along the sequence, block-cyclic so that growth stays balanced, updated in place."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import check_block_size
+
+
+class CacheFullError(ValueError):
+    """More tokens than the cache has room for; nothing was overwritten."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "value", "lengths", "overflowed"],
+    meta_fields=["mesh", "axis_name", "block_size"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of every sequence of a batch, sharded along the sequence over `axis_name`.
+
+    Token p of a sequence lives on shard `(p // block_size) % n`, so that n shards differ by at most one block whatever
+    the length. Functional: every method returns a new cache; donate the old one to the jitted step, and the update
+    happens in place:
+
+      >>> step = jax.jit(KVCache.append, donate_argnums=0)
+      >>> cache.check_room(1)          # raises CacheFullError on the host, before anything runs
+      >>> cache = step(cache, key, value)
+
+    key, value: `[B, S, K, H]`, or `[L, B, S, K, H]` for L layers; S slots in storage order (`tree_attn.placement`)
+    lengths:    int32 `[B]`, tokens held by each sequence
+    overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
+                left the sequence as it was; `check_room` raises from then on.
+    """
+
+    key: Float[Array, "*L B S K H"]
+    value: Float[Array, "*L B S K H"]
+    lengths: Int[Array, " B"]
+    overflowed: Bool[Array, " B"]
+    mesh: Mesh
+    axis_name: AxisName
+    block_size: int
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+        mesh: Mesh,
+        axis_name: AxisName,
+        block_size: int = 1,
+        num_layers: int | None = None,
+    ) -> "KVCache":
+        """Returns an empty cache, each shard allocated on its own device.
+
+        Args:
+          capacity: tokens per sequence; rounded up to a multiple of shards x block_size.
+          block_size: consecutive tokens per shard; 1 is the order `ring_attention` prefills in.
+          num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
+        Raises:
+          ValueError: a size is not a positive integer, or `axis_name` is not of the mesh.
+        """
+        sizes = dict(batch=batch, capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        sizes |= {} if num_layers is None else {"num_layers": num_layers}
+        for name, size in sizes.items():
+            if not isinstance(size, int | np.integer) or size < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+        if block_size is None:
+            raise ValueError("block_size must be an integer of at least 1, got None: contiguous caches do not grow evenly")
+        check_block_size(block_size)
+        axes = axis_tuple(axis_name)
+        missing = [axis for axis in axes if axis not in mesh.axis_names]
+        if missing:
+            raise ValueError(f"axis_name {axes} must name axes of the mesh {mesh.axis_names}, not found: {missing}")
+        unit = block_size * int(np.prod([mesh.shape[axis] for axis in axes]))
+        num_slots = -(-capacity // unit) * unit
+        layers = () if num_layers is None else (num_layers,)
+        sharding = NamedSharding(mesh, P(*([None] * (len(layers) + 1)), axes))
+        zeros = partial(jnp.zeros, (*layers, batch, num_slots, num_kv_heads, head_dim), dtype, device=sharding)
+        whole = NamedSharding(mesh, P())
+        return cls(
+            key=zeros(),
+            value=zeros(),
+            lengths=jnp.zeros((batch,), jnp.int32, device=whole),
+            overflowed=jnp.zeros((batch,), bool, device=whole),
+            mesh=mesh,
+            axis_name=axis_name,
+            block_size=block_size,
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that each sequence has room for."""
+        return self.key.shape[-3]
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards the sequence is cut into."""
+        return int(np.prod([self.mesh.shape[axis] for axis in axis_tuple(self.axis_name)]))
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises CacheFullError unless every sequence has room for `num_tokens` more (waits for pending steps).
+
+        It names the first sequence without room, its length and the capacity. Call it outside jit.
+        """
+        lengths, overflowed = np.asarray(self.lengths), np.asarray(self.overflowed)
+        for b in np.flatnonzero(overflowed | (lengths + num_tokens > self.capacity)):
+            was = " (an earlier write was refused already)" if overflowed[b] else ""
+            raise CacheFullError(
+                f"cache is full: sequence {b} holds {lengths[b]} of {self.capacity} tokens, no room for {num_tokens} "
+                f"more{was}; create it with a larger capacity"
+            )
+
+    def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> "KVCache":
+        """Writes T new tokens after each sequence's last and counts them: `write`, then `advance`.
+
+        Raises:
+          ValueError: the shapes or dtypes do not fit the cache.
+          CacheFullError: outside jit, when a sequence lacks room; nothing is written then.
+        """
+        _check_new("key", key, self)
+        if not isinstance(self.lengths, jax.core.Tracer):
+            self.check_room(key.shape[1])
+        return self.write(key, value).advance(key.shape[1])
+
+    def write(self, key, value, layer: int | Array | None = None) -> "KVCache":
+        """Writes T new tokens `[B, T, K, H]` at positions `lengths .. lengths + T`, without counting them.
+
+        A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache.
+        """
+        _check_new("key", key, self)
+        _check_new("value", value, self)
+        positions = self.lengths[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, :]  # [B, T]
+        has_room = self.lengths + key.shape[1] <= self.capacity
+        positions = jnp.where(has_room[:, None], positions, self.capacity)
+
+        def put(stored, new, positions, layer):
+            num_slots = stored.shape[-3]
+            shard, slot = _locate(positions, self.num_shards, self.block_size)
+            is_mine = (shard == jax.lax.axis_index(axis_tuple(self.axis_name))) & (positions < self.capacity)
+            slot = jnp.where(is_mine, slot, num_slots)  # out of range, hence dropped
+            row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
+            where = (row, slot) if layer is None else (layer, row, slot)
+            return stored.at[where].set(new, mode="drop")
+
+        return self._update(put, key, value, positions, layer)
+
+    def write_prefix(self, key, value, layer: int | Array | None = None) -> "KVCache":
+        """Writes the first S0 tokens `[B, S0, K, H]`, given in storage order and sharded on S0 as prefill makes them.
+
+        No data moves between devices. Follow it by `with_lengths`.
+
+        Raises:
+          CacheFullError: S0 is more than the capacity.
+          ValueError: S0 does not divide into shards of whole blocks; shapes or dtypes that do not fit.
+        """
+        _check_new("key", key, self)
+        _check_new("value", value, self)
+        num_new, unit = key.shape[1], self.num_shards * self.block_size
+        if num_new > self.capacity:
+            raise CacheFullError(f"cache is full: a prefix of {num_new} tokens does not fit a capacity of {self.capacity}")
+        if num_new % unit:
+            raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
+
+        def put(stored, new, _, layer):
+            start = (0, 0, 0, 0) if layer is None else (layer, 0, 0, 0, 0)
+            return jax.lax.dynamic_update_slice(stored, new if layer is None else new[None], start)
+
+        return self._update(put, key, value, self.lengths, layer, new_spec=P(None, axis_tuple(self.axis_name)))
+
+    def advance(self, num_tokens: int) -> "KVCache":
+        """Counts `num_tokens` more tokens for each sequence with room for them; marks the others `overflowed`."""
+        has_room = self.lengths + num_tokens <= self.capacity
+        return dataclasses.replace(
+            self,
+            lengths=jnp.where(has_room, self.lengths + num_tokens, self.lengths),
+            overflowed=self.overflowed | ~has_room,
+        )
+
+    def with_lengths(self, lengths: Int[Array, " B"]) -> "KVCache":
+        """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest tokens."""
+        if jnp.shape(lengths) != self.lengths.shape:
+            raise ValueError(f"lengths must have shape [B] = {self.lengths.shape}, got {jnp.shape(lengths)}")
+        return dataclasses.replace(self, lengths=jnp.asarray(lengths, jnp.int32))
+
+    def _update(self, put, key, value, positions, layer, new_spec=P()) -> "KVCache":
+        if (self.key.ndim == 5) != (layer is not None):
+            raise ValueError(f"layer must be given for a layered cache, and only then: cache {self.key.shape}, {layer=}")
+        axes = axis_tuple(self.axis_name)
+        stored_spec = P(*([None] * (self.key.ndim - 3)), axes)
+        layer_spec = None if layer is None else P()
+        mapped = jax.shard_map(
+            lambda stored, new, positions, layer: jax.tree.map(lambda s, n: put(s, n, positions, layer), stored, new),
+            mesh=self.mesh,
+            axis_names=set(axes),
+            in_specs=(stored_spec, new_spec, P(), layer_spec),
+            out_specs=stored_spec,
+            check_vma=False,
+        )
+        layer = None if layer is None else jnp.asarray(layer, jnp.int32)
+        new_key, new_value = mapped((self.key, self.value), (key, value), positions, layer)
+        return dataclasses.replace(self, key=new_key, value=new_value)
+
+
+def _locate(positions, num_shards: int, block_size: int):
+    """Returns which shard and which of its slots hold each position; the inverse of `Shard.positions`."""
+    block, offset = positions // block_size, positions % block_size
+    return block % num_shards, (block // num_shards) * block_size + offset
+
+
+def _check_new(name: str, new, cache: KVCache) -> None:
+    batch, _, num_kv_heads, head_dim = cache.key.shape[-4:]
+    shape = jnp.shape(new)
+    if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
+        raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
+    if new.dtype != cache.key.dtype:
+        raise ValueError(f"{name} must have the cache's dtype {cache.key.dtype}, got {new.dtype}")
