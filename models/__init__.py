@@ -1,0 +1,1 @@
+"""Models that decode with the attention of this library; one package per family."""

@@ -1,0 +1,131 @@
+"""The attentions a Llama can be given, by name: what runs over whole prompts, and what runs for each new token."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ring_baseline
+import tree_attn
+from models.llama.sharding import LlamaSharding
+from tree_attn.local import attend
+from tree_attn.placement import storage_order
+
+# One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
+BLOCK_SIZE = 1
+
+ATTENTIONS = ("tree", "ring", "single")
+
+
+class StorageOrder(NamedTuple):
+    """Where tokens are kept: `positions[i]` is the position stored at index `i`, `indices[p]` the index of position `p`."""
+
+    positions: np.ndarray
+    indices: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """An attention to give to a Llama.
+
+    Attributes:
+      name: one of `ATTENTIONS`.
+      reduction: how `tree` reduces across devices; None for the others, and for tree's own choice.
+      num_shards: shards of the sequence.
+      prefill: `(query, key, value, lengths) -> out`, causal, all in storage order; `[B, S, N, H]` and `[B, S, K, H]`.
+      decode: `(query, key, value, lengths) -> out`; query `[B, T, N, H]` at the last `T` positions, keys in storage order.
+    """
+
+    name: str
+    reduction: str | None
+    num_shards: int
+    prefill: Callable[..., jax.Array]
+    decode: Callable[..., jax.Array]
+
+    def storage_order(self, num_tokens: int) -> StorageOrder:
+        """The order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""
+        positions = storage_order(num_tokens, self.num_shards, BLOCK_SIZE)
+        return StorageOrder(positions=positions, indices=np.argsort(positions).astype(np.int32))
+
+
+def by_name(
+    name: str, sharding: LlamaSharding, *, reduction: str | None = None, implementation: str | None = None
+) -> Attention:
+    """The attention called `name`, over the devices of `sharding.sequence`.
+
+    Args:
+      name: `tree` (Tree Attention), `ring` (Ring Attention) or `single` (all keys on one device). The first two prefill
+        with `ring_attention`.
+      sharding: gives the mesh and the axis.
+      reduction: across devices, for `tree` only.
+      implementation: local kernel.
+
+    Raises:
+      ValueError: an unknown name, a reduction for an attention that has none, or `single` on more than one device.
+
+    Example:
+      >>> attention = by_name("tree", sharding, reduction="allreduce")
+    """
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention={name!r}: must be one of {', '.join(ATTENTIONS)}")
+    if reduction is not None and name != "tree":
+        raise ValueError(f"{reduction=}: attention={name!r} does not reduce across devices; only 'tree' takes one")
+    num_shards = sharding.num_shards("sequence")
+    if name == "single" and num_shards != 1:
+        raise ValueError(f"attention='single': the mesh gives sequence {num_shards} devices; it must be 1")
+    if name == "single":
+        prefill, decode = _single(implementation)
+    else:
+        options = dict(axis_name=sharding.sequence, mesh=sharding.mesh, implementation=implementation)
+        prefill, decode = _sharded(name, options, reduction)
+    return Attention(name=name, reduction=reduction, num_shards=num_shards, prefill=prefill, decode=decode)
+
+
+def _sharded(name: str, options: dict[str, Any], reduction: str | None) -> tuple[Callable, Callable]:
+    def prefill(query, key, value, lengths):
+        return ring_baseline.ring_attention(
+            query, key, value, key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, **options
+        )
+
+    def decode(query, key, value, lengths):
+        method, extra = (tree_attn.tree_decode, {"reduction": reduction}) if name == "tree" else (ring_baseline.ring_decode, {})
+        return method(
+            query,
+            key,
+            value,
+            key_value_seq_lengths=lengths,
+            block_size=BLOCK_SIZE,
+            is_causal=query.shape[1] > 1,
+            **options,
+            **extra,
+        )
+
+    return prefill, decode
+
+
+def _single(implementation: str | None) -> tuple[Callable, Callable]:
+    def prefill(query, key, value, lengths):
+        # Padding lies to the right, so position t is index t whatever the length.
+        positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32)[None, :], query.shape[:2])
+        state = attend(
+            query,
+            key,
+            value,
+            key_value_seq_lengths=lengths,
+            is_causal=True,
+            query_positions=positions,
+            implementation=implementation,
+        )
+        return state.out
+
+    def decode(query, key, value, lengths):
+        is_causal = query.shape[1] > 1
+        state = attend(
+            query, key, value, key_value_seq_lengths=lengths, is_causal=is_causal, implementation=implementation
+        )
+        return state.out
+
+    return prefill, decode

@@ -1,0 +1,144 @@
+"""The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs, so that loading only reshapes.
+
+Every layer's parameters are stacked along a leading `layers` axis; `Llama` scans over it, and the code below then sees
+one layer's slice.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.llama.config import LlamaConfig
+from models.llama.parameters import Create, Parameter
+from models.llama.rope import apply_rotation
+from models.llama.sharding import LlamaSharding, as_tuple
+from tree_attn.cache import KVCache
+
+
+class Attend(Protocol):
+    """Attention and its cache, for one layer: `(query, key, value, cache, layer) -> (out, cache)`."""
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: KVCache, layer: jax.Array
+    ) -> tuple[jax.Array, KVCache]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What the layers of one forward pass share.
+
+    Attributes:
+      cosine_sine: of the tokens' positions, from `rope.rotation`.
+      attend: writes the new keys and values to the cache and attends.
+      sharding: where the parts of an intermediate array go.
+      token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
+    """
+
+    cosine_sine: tuple[jax.Array, jax.Array]
+    attend: Attend
+    sharding: LlamaSharding
+    token_axis: str | None
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last dimension, worked out in float32."""
+
+    def __init__(self, parameter: Parameter, eps: float, create: Create):
+        self.scale = nnx.Param(create(parameter))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        # Rounded before the scale is applied, as the published implementations do.
+        return normalised.astype(x.dtype) * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class SelfAttention(nnx.Module):
+    """Projections and rotary embedding around an attention that is passed in."""
+
+    def __init__(self, config: LlamaConfig, create: Create):
+        def projection(name: str, num_heads: int, axis: str) -> nnx.Param:
+            shape = (config.num_layers, num_heads, config.head_dim, config.hidden_size)
+            axes = ("layers", axis, "head_dim", "embed")
+            name = f"layers.attention.{name}"
+            return nnx.Param(create(Parameter(name=name, shape=shape, axes=axes, fan_in=config.hidden_size)))
+
+        self.query = projection("query", config.num_heads, "heads")
+        self.key = projection("key", config.num_kv_heads, "kv_heads")
+        self.value = projection("value", config.num_kv_heads, "kv_heads")
+        self.output = nnx.Param(
+            create(
+                Parameter(
+                    name="layers.attention.output",
+                    shape=(config.num_layers, config.hidden_size, config.num_heads, config.head_dim),
+                    axes=("layers", "embed", "heads", "head_dim"),
+                    fan_in=config.num_heads * config.head_dim,
+                )
+            )
+        )
+
+    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array, shared: Pass) -> tuple[jax.Array, KVCache]:
+        """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
+        with jax.named_scope("project"):
+            query = jnp.einsum("btd,nhd->btnh", x, self.query[...])
+            key = jnp.einsum("btd,khd->btkh", x, self.key[...])
+            value = jnp.einsum("btd,khd->btkh", x, self.value[...])
+        with jax.named_scope("rope"):
+            query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
+        with jax.named_scope("attend"):
+            out, cache = shared.attend(query, key, value, cache, layer)
+        with jax.named_scope("output"):
+            return jnp.einsum("btnh,dnh->btd", out, self.output[...]), cache
+
+
+class GatedMLP(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: LlamaConfig, create: Create):
+        wide, narrow = config.intermediate_size, config.hidden_size
+
+        def kernel(name: str, fan_out: int, fan_in: int, axes: tuple[str, str]) -> nnx.Param:
+            shape = (config.num_layers, fan_out, fan_in)
+            name = f"layers.mlp.{name}"
+            return nnx.Param(create(Parameter(name=name, shape=shape, axes=("layers", *axes), fan_in=fan_in)))
+
+        self.gate = kernel("gate", wide, narrow, ("mlp", "embed"))
+        self.up = kernel("up", wide, narrow, ("mlp", "embed"))
+        self.down = kernel("down", narrow, wide, ("embed", "mlp"))
+
+    def __call__(self, x: jax.Array, shared: Pass) -> jax.Array:
+        # An axis holds one dimension at a time: when the MLP's is the tokens', tokens gather here and scatter after `down`.
+        clash = set(as_tuple(shared.sharding.mlp)) & set(as_tuple(shared.sharding.sequence))
+        token_axis = None if clash else shared.token_axis
+        gate = jnp.einsum("btd,fd->btf", x, self.gate[...])
+        up = jnp.einsum("btd,fd->btf", x, self.up[...])
+        hidden = shared.sharding.constrain(jax.nn.silu(gate) * up, "batch", token_axis, "mlp")
+        return jnp.einsum("btf,df->btd", hidden, self.down[...])
+
+
+class LlamaLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and added to what came in."""
+
+    def __init__(self, config: LlamaConfig, create: Create):
+        def norm(name: str) -> RMSNorm:
+            shape = (config.num_layers, config.hidden_size)
+            parameter = Parameter(name=f"layers.{name}.scale", shape=shape, axes=("layers", "embed"))
+            return RMSNorm(parameter, config.rms_norm_eps, create)
+
+        self.attention_norm = norm("attention_norm")
+        self.attention = SelfAttention(config, create)
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = GatedMLP(config, create)
+
+    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array, shared: Pass) -> tuple[jax.Array, KVCache]:
+        """`x` is `[B, T, D]`; `layer` is the index of this layer in the cache."""
+        with jax.named_scope("attention"):
+            update, cache = self.attention(self.attention_norm(x), cache, layer, shared)
+            x = shared.sharding.constrain(x + update, "batch", shared.token_axis, "embed")
+        with jax.named_scope("mlp"):
+            x = x + self.mlp(self.mlp_norm(x), shared)
+            return shared.sharding.constrain(x, "batch", shared.token_axis, "embed"), cache

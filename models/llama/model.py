@@ -1,0 +1,126 @@
+"""The Llama: embedding, a scan over its layers, and a head. Attention is passed in; the cache goes through the scan."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.llama.attention import Attention
+from models.llama.config import LlamaConfig
+from models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
+from models.llama.parameters import Create, Parameter
+from models.llama.rope import rotation
+from models.llama.sharding import LlamaSharding
+from tree_attn.cache import KVCache
+
+
+class Llama(nnx.Module):
+    """A Llama whose keys and values are sharded along the sequence.
+
+    The layers are one module with its parameters stacked, run by `lax.scan`: the program, and so the time to compile it,
+    does not grow with the depth.
+
+    Args:
+      config: the model's shape.
+      sharding: where parameters and intermediate arrays go.
+      create: makes each declared parameter; see `parameters.py`.
+
+    Example:
+      >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
+    """
+
+    def __init__(self, config: LlamaConfig, sharding: LlamaSharding, create: Create):
+        def table(name: str) -> nnx.Param:
+            shape = (config.vocab_size, config.hidden_size)
+            return nnx.Param(
+                create(Parameter(name=name, shape=shape, axes=("vocab", "embed"), fan_in=config.hidden_size))
+            )
+
+        self.config = config
+        self.sharding = sharding
+        self.embedding = table("embedding")
+        self.layers = LlamaLayer(config, create)
+        norm = Parameter(name="final_norm.scale", shape=(config.hidden_size,), axes=("embed",))
+        self.final_norm = RMSNorm(norm, config.rms_norm_eps, create)
+        if not config.tie_embeddings:
+            self.head = table("head")
+
+    def prefill(
+        self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, attention: Attention, *, all_logits: bool = False
+    ) -> tuple[jax.Array, KVCache]:
+        """Reads whole prompts into an empty cache.
+
+        Args:
+          tokens: int32 `[B, S]` in the cache's storage order (`generate.lay_out` makes them), padded on the right with any
+            token; `S` is a multiple of shards * block size.
+          lengths: int32 `[B]`, tokens of each prompt; 1 or more.
+          cache: an empty cache with room for `S`.
+          attention: from `attention.by_name`.
+          all_logits: whether to apply the head to every token rather than to each prompt's last one.
+
+        Returns:
+          Logits, float32: `[B, V]`, or `[B, S, V]` in storage order if `all_logits`. And the cache.
+        """
+        order = attention.storage_order(tokens.shape[1])
+        positions = jnp.broadcast_to(jnp.asarray(order.positions)[None, :], tokens.shape)
+
+        def attend(query, key, value, cache, layer):
+            out = attention.prefill(query, key, value, lengths)
+            return out, cache.write_prefix(key, value, layer=layer)
+
+        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
+        cache = cache.with_lengths(lengths)
+        if all_logits:
+            return self._logits(x), cache
+        last = jnp.asarray(order.indices)[lengths - 1]
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)
+        return self._logits(x)[:, 0], cache
+
+    def decode(self, tokens: jax.Array, cache: KVCache, attention: Attention) -> tuple[jax.Array, KVCache]:
+        """Appends `T` tokens to each sequence.
+
+        Args:
+          tokens: int32 `[B, T]`; `T` is 1, or more for tokens that are to be verified together.
+          cache: with room for `T` more.
+          attention: from `attention.by_name`.
+
+        Returns:
+          Logits, float32 `[B, T, V]`, and the cache, `T` longer.
+        """
+        num_tokens = tokens.shape[1]
+        positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+        lengths = cache.lengths + num_tokens
+
+        def attend(query, key, value, cache, layer):
+            cache = cache.write(key, value, layer=layer)
+            return attention.decode(query, cache.key[layer], cache.value[layer], lengths), cache
+
+        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
+        return self._logits(x), cache.advance(num_tokens)
+
+    def _run_layers(
+        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, attend: Attend, token_axis: str | None
+    ) -> tuple[jax.Array, KVCache]:
+        with jax.named_scope("embed"):
+            x = self.embedding[...].at[tokens].get(mode="clip")
+            x = self.sharding.constrain(x, "batch", token_axis, "embed")
+        shared = Pass(
+            cosine_sine=rotation(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
+        )
+        structure, stacked = nnx.split(self.layers)
+
+        def step(carry, index_and_parameters):
+            x, cache = carry
+            index, parameters = index_and_parameters
+            return nnx.merge(structure, parameters)(x, cache, index, shared), None
+
+        with jax.named_scope("layers"):
+            indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+            (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
+        return x, cache
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        """`[B, T, D]` to float32 `[B, T, V]`: bfloat16 logits would tie tokens that differ."""
+        with jax.named_scope("head"):
+            table = self.embedding if self.config.tie_embeddings else self.head
+            x = self.final_norm(x)
+            return jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)

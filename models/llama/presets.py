@@ -1,0 +1,84 @@
+"""The published Llama and SmolLM2 sizes by name."""
+
+import functools
+
+from models.llama.config import Llama3RopeScaling, LlamaConfig
+
+
+def _llama_2(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int):
+    return LlamaConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        vocab_size=32000,
+        max_position=4096,
+    )
+
+
+_llama_3 = functools.partial(
+    LlamaConfig,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position=8192,
+    rope_theta=500000.0,
+    bos_token_id=128000,
+    eos_token_ids=(128001, 128009),
+)
+
+_llama_3_1 = functools.partial(
+    _llama_3,
+    max_position=131072,
+    rope_scaling=Llama3RopeScaling(factor=8.0),
+    eos_token_ids=(128001, 128008, 128009),
+)
+
+_llama_3_2 = functools.partial(_llama_3_1, rope_scaling=Llama3RopeScaling(factor=32.0), tie_embeddings=True)
+
+_smollm2 = functools.partial(
+    LlamaConfig,
+    head_dim=64,
+    vocab_size=49152,
+    max_position=8192,
+    rope_theta=100000.0,
+    tie_embeddings=True,
+)
+
+_8B = dict(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32)
+_70B = dict(num_layers=80, hidden_size=8192, intermediate_size=28672, num_heads=64)
+
+PRESETS: dict[str, LlamaConfig] = {
+    "llama-2-7b": _llama_2(32, 4096, 11008, 32, 32),
+    "llama-2-13b": _llama_2(40, 5120, 13824, 40, 40),
+    "llama-2-70b": _llama_2(80, 8192, 28672, 64, 8),
+    "llama-3-8b": _llama_3(**_8B),
+    "llama-3-70b": _llama_3(**_70B),
+    "llama-3.1-8b": _llama_3_1(**_8B),
+    "llama-3.1-70b": _llama_3_1(**_70B),
+    "llama-3.1-405b": _llama_3_1(num_layers=126, hidden_size=16384, intermediate_size=53248, num_heads=128),
+    "llama-3.2-1b": _llama_3_2(num_layers=16, hidden_size=2048, intermediate_size=8192, num_heads=32, head_dim=64),
+    "llama-3.2-3b": _llama_3_2(num_layers=28, hidden_size=3072, intermediate_size=8192, num_heads=24),
+    "smollm2-135m": _smollm2(num_layers=30, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3),
+    "smollm2-360m": _smollm2(num_layers=32, hidden_size=960, intermediate_size=2560, num_heads=15, num_kv_heads=5),
+    "smollm2-1.7b": _smollm2(
+        num_layers=24, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=32, rope_theta=130000.0
+    ),
+}
+
+
+def preset(name: str) -> LlamaConfig:
+    """The configuration of a published model.
+
+    Raises:
+      ValueError: no such name; the message lists them.
+
+    Example:
+      >>> preset("llama-3.1-8b").num_kv_heads
+      8
+    """
+    if name not in PRESETS:
+        raise ValueError(f"{name=}: must be one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,66 @@
+"""Rotary position embedding: plain, and with the frequency scaling of Llama 3.1."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.llama.config import Llama3RopeScaling, LlamaConfig
+
+
+def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians per position of each rotated pair, float32 `[H/2]`.
+
+    Formula: `theta ** (-2 i / H)`, then scaled as `Llama3RopeScaling` says. Worked out in float64 on the host and
+    rounded once: an error here is multiplied by the position.
+    """
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequencies = float(config.rope_theta) ** -exponents
+    if config.rope_scaling is not None:
+        frequencies = frequencies / frequency_divisors(frequencies, config.rope_scaling)
+    return frequencies.astype(np.float32)
+
+
+def frequency_divisors(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
+    """What `llama3` scaling divides each frequency by: 1 for short wavelengths, `factor` for long ones.
+
+    Between the two cut-offs the scaled frequency is `(1 - s) f / factor + s f`, with `s` rising linearly from 0 to 1 in
+    `original_max_position / wavelength`.
+    """
+    turns = scaling.original_max_position * frequencies / (2 * np.pi)
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)
+
+
+def rotation(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine for each position, float32 `[B, T, 1, H/2]`.
+
+    Args:
+      config: gives the frequencies.
+      positions: int32 `[B, T]`.
+
+    The angles are float32 even in a bfloat16 model: bfloat16 cannot tell position 257 from 256.
+    """
+    angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config)[None, None, :]
+    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+
+
+def apply_rotation(heads: jax.Array, cosine_sine: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns every pair `(x[i], x[i + H/2])` of each head by its position's angle.
+
+    This pairing is Hugging Face's. The original checkpoints, and GGUF files, pair neighbours instead; their query and
+    key rows are put in this order when they are read (`gguf.py`).
+
+    Args:
+      heads: `[B, T, N, H]`, any float dtype.
+      cosine_sine: from `rotation`, float32 `[B, T, 1, H/2]`.
+
+    Returns:
+      `[B, T, N, H]` in the dtype of `heads`, worked out in float32.
+
+    Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.
+    """
+    cosine, sine = cosine_sine
+    first, second = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(heads.dtype)

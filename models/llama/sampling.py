@@ -1,0 +1,85 @@
+"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+      temperature: 0 is greedy; otherwise divides the logits.
+      top_k: draw among the k most likely tokens only; None is all of them.
+      top_p: draw among the fewest most likely tokens whose probabilities sum to p or more; None is all of them.
+      seed: the same seed draws the same tokens.
+
+    Raises:
+      ValueError: a field is out of range.
+
+    Example:
+      >>> Sampling(temperature=0.7, top_p=0.9, seed=1)
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a finite number above it")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k!r}: must be 1 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
+
+
+def choose(logits: jax.Array, sampling: Sampling, key: jax.Array, num_shards: int = 1) -> jax.Array:
+    """The next token of each sequence.
+
+    Args:
+      logits: float32 `[B, V]`.
+      sampling: its seed is not used; `key` is.
+      key: a JAX random key, for this step.
+      num_shards: pieces that the vocabulary is cut into; a greedy choice then moves one candidate of each between
+        devices, where a plain argmax would move all logits.
+
+    Returns:
+      int32 `[B]`. Of equal logits, greedy takes the lowest token.
+    """
+    if sampling.temperature == 0:
+        return _greedy(logits, num_shards)
+    logits = logits / sampling.temperature
+    if sampling.top_k is not None:
+        logits = _keep_top_k(logits, min(sampling.top_k, logits.shape[-1]))
+    if sampling.top_p is not None:
+        logits = _keep_top_p(logits, sampling.top_p)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+
+
+def _greedy(logits: jax.Array, num_shards: int) -> jax.Array:
+    batch, vocab_size = logits.shape
+    pieces = logits.reshape(batch, num_shards, vocab_size // num_shards)
+    winners = jnp.argmax(pieces, axis=-1).astype(jnp.int32)  # [B, shards], within each piece
+    shard = jnp.argmax(jnp.max(pieces, axis=-1), axis=-1).astype(jnp.int32)  # [B]
+    winner = jnp.take_along_axis(winners, shard[:, None], axis=-1)[:, 0]
+    return shard * (vocab_size // num_shards) + winner
+
+
+def _keep_top_k(logits: jax.Array, top_k: int) -> jax.Array:
+    threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
+    return jnp.where(logits < threshold, -jnp.inf, logits)
+
+
+def _keep_top_p(logits: jax.Array, top_p: float) -> jax.Array:
+    descending = jnp.sort(logits, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    # A token stays while those before it have not reached p, so the most likely one always does.
+    stays = jnp.cumsum(probabilities, axis=-1) - probabilities < top_p
+    threshold = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits < threshold, -jnp.inf, logits)

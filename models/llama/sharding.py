@@ -1,0 +1,105 @@
+"""Which mesh axis, if any, each logical axis of the Llama is spread over: one frozen dataclass."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.llama.config import LlamaConfig
+
+MeshAxes = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaSharding:
+    """Maps logical axes to axes of `mesh`; None is replicated.
+
+    `sequence` carries keys, values and, in prefill, tokens; it must name an axis, for the attention folds over it.
+    Weights are replicated unless said otherwise. `mlp` and `vocab` may name the same mesh axis as `sequence`: a weight has
+    no sequence axis, so the same devices then hold a slice of the weights each.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or one axis named twice in a tuple.
+
+    Example:
+      >>> sharding = LlamaSharding(mesh=jax.make_mesh((8,), ("sequence",)), sequence="sequence", mlp="sequence")
+      >>> sharding.spec("mlp", "embed")
+      PartitionSpec('sequence', None)
+    """
+
+    mesh: Mesh
+    sequence: str | tuple[str, ...] = "sequence"
+    batch: MeshAxes = None
+    embed: MeshAxes = None
+    heads: MeshAxes = None
+    kv_heads: MeshAxes = None
+    head_dim: MeshAxes = None
+    mlp: MeshAxes = None
+    vocab: MeshAxes = None
+    layers: MeshAxes = None
+
+    def __post_init__(self) -> None:
+        if not self.sequence:
+            raise ValueError(f"sequence={self.sequence!r}: must name one or more of the mesh axes {self.mesh.axis_names}")
+        for field in dataclasses.fields(self):
+            if field.name == "mesh":
+                continue
+            axes = as_tuple(getattr(self, field.name))
+            for axis in axes:
+                if axis not in self.mesh.shape:
+                    raise ValueError(f"{field.name}={axis!r}: must be one of the mesh axes {self.mesh.axis_names}")
+            if len(set(axes)) != len(axes):
+                raise ValueError(f"{field.name}={axes!r}: must name each mesh axis once")
+
+    def num_shards(self, logical_axis: str) -> int:
+        """How many pieces the logical axis is cut into."""
+        size = 1
+        for axis in as_tuple(getattr(self, logical_axis)):
+            size *= self.mesh.shape[axis]
+        return size
+
+    def spec(self, *logical_axes: str | None) -> PartitionSpec:
+        """The partition of an array whose dimensions are these logical axes (None: replicated)."""
+        return PartitionSpec(*(None if name is None else getattr(self, name) for name in logical_axes))
+
+    def named(self, *logical_axes: str | None) -> NamedSharding:
+        """`spec`, on the mesh."""
+        return NamedSharding(self.mesh, self.spec(*logical_axes))
+
+    def constrain(self, array: jax.Array, *logical_axes: str | None) -> jax.Array:
+        """Tells the compiler how an intermediate array is spread."""
+        return jax.lax.with_sharding_constraint(array, self.named(*logical_axes))
+
+    def check_divides(self, shape: tuple[int, ...], logical_axes: tuple[str | None, ...], name: str) -> None:
+        """Raises ValueError where a dimension of parameter `name` does not divide evenly over its mesh axes."""
+        for size, axis in zip(shape, logical_axes, strict=True):
+            if axis is not None and size % self.num_shards(axis):
+                raise ValueError(
+                    f"{axis}={getattr(self, axis)!r}: {name} has {size} along it, which must be a multiple of "
+                    f"{self.num_shards(axis)} devices; leave {axis} as None to replicate it"
+                )
+
+
+def spread_over(config: LlamaConfig, mesh: Mesh, sequence: str | tuple[str, ...] = "sequence") -> LlamaSharding:
+    """The sharding that `demo` and `generate` use: MLP and vocabulary go over the sequence's devices where they divide.
+
+    Those are most of a small model's weights, so each device reads and holds about 1 / n of the model.
+
+    Example:
+      >>> spread_over(preset("smollm2-135m"), jax.make_mesh((8,), ("sequence",))).mlp
+      'sequence'
+    """
+    plain = LlamaSharding(mesh=mesh, sequence=sequence)
+    num_devices = plain.num_shards("sequence")
+    return dataclasses.replace(
+        plain,
+        mlp=sequence if config.intermediate_size % num_devices == 0 else None,
+        vocab=sequence if config.vocab_size % num_devices == 0 else None,
+    )
+
+
+def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes named by one entry, as a tuple."""
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
