@@ -1,0 +1,152 @@
+"""The energy view: attention is the gradient of a scalar function, its variance the second derivative.
+
+F(zeta) = log sum_a exp(scale q . k_a + zeta . v_a)
+
+is the cumulant generating function of the values under the attention distribution `P_a = softmax(scale q . k)_a`:
+its gradient at zeta = 0 is attention's output, its Hessian there the covariance of the values, and so on.
+
+Source: Tree Attention, section 4 (equations 5 to 7), section 5 (Algorithms 1 and 2), appendix C (moments, causal
+sources) and appendix F (safe softmax: the maximum that is subtracted does not change any derivative).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AttentionOptions, Window, check_arrays, default_scale
+from tree_attn.local import attend_shard
+from tree_attn.masking import sink_state
+from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import Shard
+from tree_attn.sharded import over_shards
+from tree_attn.state import SoftmaxState, finite_max, from_sums, merge_state, numerator_and_denominator
+
+MAX_ORDER = 4
+
+
+def energy(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    source: Float[Array, "B T N Hv"],
+    *,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    block_size: int | None = None,
+    is_causal: bool = False,
+    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
+    local_window_size: int | Window | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T N"]:
+    """The energy of each query under its own source: `F(zeta) = log sum_a exp(scale q . k_a + zeta . v_a)`.
+
+    `jax.grad(lambda z: energy(q, k, v, z).sum())(zeros)` is attention: query t of head n feels its own source only, so
+    the sum over queries is the F_tot of equation 27. Stable for logits of any size (appendix F), and over shards one
+    maximum and one sum cross the devices (Algorithm 1); reverse mode adds one more sum (Algorithm 2).
+
+    Args:
+      source: zeta, `[B, T, N, Hv]`, query's dtype: one vector per query and head, as values have.
+      axis_name, mesh, block_size: None for one device; else as in `tree_attn.tree_decode`.
+      The other arguments as in `tree_attn.local.attend`. There is no soft cap: it would bend zeta . v as well.
+    Returns:
+      float32 `[B, T, N]`, natural log; -inf where a query sees no key.
+    Raises:
+      ValueError, TypeError: an argument does not fit (`scale` may not be 0 here); the message names it.
+
+    Example:
+      >>> out = jax.grad(lambda zeta: energy(query, key, value, zeta).sum())(jnp.zeros_like(query))
+
+    Source: Tree Attention, equations 6, 7, 25 to 28; Algorithm 1.
+    """
+    check_arrays(query, key, value)
+    _check_source(query, value, source, scale)
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_positions=query_positions,
+        sinks=sinks,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        scale=default_scale(scale, query.shape[-1]),
+        implementation="xla",  # differentiated any number of times, which the fused kernels are not
+    )
+    # scale [q, zeta / scale] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys, so the
+    # kernel's tiling and masks serve unchanged. Of the values one column is kept, since only the lse is wanted.
+    query = jnp.concatenate([query, source / jnp.asarray(options.scale, source.dtype)], axis=-1)
+    key = jnp.concatenate([key, value], axis=-1)
+    value = value[..., :1]
+    if axis_name is None:
+        options.check(query, key, value, num_keys=key.shape[1])
+        state = attend_shard(query, key, value, options, Shard())
+        return (state if sinks is None else merge_state(state, sink_state(sinks, state))).lse
+
+    def body(query, key, value, options, shard) -> SoftmaxState:
+        return _reduce_energy(attend_shard(query, key, value, options, shard), axis_tuple(axis_name))
+
+    return over_shards(
+        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
+    ).lse
+
+
+def attention_moments(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    order: int,
+    **options,
+) -> tuple[Array, ...]:
+    """Cumulants of the values under the attention distribution, from derivatives of `energy` at zeta = 0.
+
+    order 1: mean `<v>`, which is attention's output         `[B, T, N, Hv]`
+    order 2: covariance `<v v> - <v><v>`                     `[B, T, N, Hv, Hv]`; its diagonal is the variance
+    order 3: third cumulant                                  `[B, T, N, Hv, Hv, Hv]`, and so on
+
+    Args:
+      order: the highest order wanted, 1 to 4 (an array of order r has `Hv ** r` numbers per query).
+      options: the keyword arguments of `energy`.
+    Returns:
+      `(order 1, ..., order `order`)`, float32.
+    Raises:
+      ValueError: `order` is out of range, or as `energy`.
+
+    Example:
+      >>> mean, covariance = attention_moments(query, key, value, order=2)
+      >>> variance = jnp.diagonal(covariance, axis1=-2, axis2=-1)
+
+    Source: Tree Attention, appendix C.1, equations 20 to 24 (F = log Z generates the cumulants).
+    """
+    if not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
+        raise ValueError(f"order must be an integer from 1 to {MAX_ORDER}, got {order!r}")
+    rows = (*query.shape[:3], value.shape[-1])
+
+    # Queries do not interact, so one shared source vector differentiates all of them at once.
+    def shared_source(zeta: Float[Array, " Hv"]) -> Float[Array, "B T N"]:
+        return energy(query, key, value, jnp.broadcast_to(zeta[None, None, None, :], rows), **options)
+
+    derivatives: list[Callable] = [shared_source]
+    for _ in range(order):
+        derivatives.append(jax.jacfwd(derivatives[-1]))
+    zero = jnp.zeros((value.shape[-1],), query.dtype)
+    return tuple(derivative(zero) for derivative in derivatives[1:])
+
+
+def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
+    """Algorithm 1, lines 4 to 6: one all-reduce of the maximum, one of the sum. `out` is left as it is."""
+    max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
+    _, denominator = numerator_and_denominator(state, max_lse)
+    denominator = jax.lax.psum(denominator, axes)
+    return from_sums(jnp.zeros_like(state.out), denominator, max_lse, state.out.dtype)
+
+
+def _check_source(query, value, source, scale) -> None:
+    expected = (*query.shape[:3], value.shape[-1])
+    if jnp.shape(source) != expected:
+        raise ValueError(f"source must have shape [B, T, N, Hv] = {expected}, got {jnp.shape(source)}")
+    if source.dtype != query.dtype:
+        raise ValueError(f"source must have query's dtype {query.dtype}, got {source.dtype}")
+    if scale == 0:
+        raise ValueError("scale must not be 0 in energy, got 0")
