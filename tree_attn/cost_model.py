@@ -1,0 +1,235 @@
+"""What the paper predicts, and what physics allows: memory, communication and time of one decoding step.
+
+Symbols, as in section 6 of Tree Attention:
+
+    b    batch size                          p    number of devices
+    t    keys per device, N / p              d    hidden size, d_h * n_h (head dim times query heads)
+    n_h  query heads
+
+The paper counts elements and has as many key heads as query heads. `d_kv = d_h * n_kv` is the width of one key under
+grouped queries (GQA); it defaults to d, which gives the paper's formulas back. Only terms that hold keys and values
+shrink with it: queries, outputs and softmax states keep n_h heads.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+# Bytes per second that one device reads from its own memory: the best rate measured from any kernel (not the
+# datasheet's), by a part of `jax.Device.device_kind`.
+MEMORY_BYTES_PER_S = {"H200": 4.3e12}
+# Bytes per second that one device sends to one neighbour, measured with a `ppermute` of 256 MB.
+LINK_BYTES_PER_S = {"H200": 215e9}
+
+STATE_BYTES = 4  # softmax states travel as float32, whatever the dtype of K and V
+STRATEGIES = ("tree", "ring_overlapped", "ring_public")
+
+
+def ring_memory_elements(*, b: int, t: int, d: int, d_kv: int | None = None) -> int:
+    """Equation 8, peak memory of Ring Attention per device in elements: `4 b t d + 2 b d` (GQA: `4 b t d_kv + 2 b d`).
+
+    Two shards of keys and values (the one in use and the one arriving), a query and an output.
+
+    Example:
+        >>> ring_memory_elements(b=1, t=1024, d=2048)
+        8392704
+    """
+    _check_positive(b=b, t=t, d=d, d_kv=d_kv)
+    return 4 * b * t * (d if d_kv is None else d_kv) + 2 * b * d
+
+
+def tree_memory_elements(*, b: int, t: int, d: int, n_h: int, d_kv: int | None = None) -> int:
+    """Equation 9, peak memory of Tree Attention per device in elements: `2 b t d + 2 b d + 2 b n_h`.
+
+    One shard of keys and values, a query, a numerator, and a denominator and a maximum per head (GQA: `2 b t d_kv`).
+    """
+    _check_positive(b=b, t=t, d=d, n_h=n_h, d_kv=d_kv)
+    return 2 * b * t * (d if d_kv is None else d_kv) + 2 * b * d + 2 * b * n_h
+
+
+def ring_volume_elements(*, b: int, t: int, d: int, p: int, d_kv: int | None = None) -> int:
+    """Equation 10, elements that Ring Attention communicates: `2 b t d p` (GQA: `2 b t d_kv p`).
+
+    Each of p hops moves a shard of keys and values, `2 b t d`, so this is what one device sends in a whole pass (and,
+    equally, what all p devices send in one hop). A ring that leaves out the last hop, which only brings every shard
+    home, sends `(p - 1) / p` of it.
+    """
+    _check_positive(b=b, t=t, d=d, p=p, d_kv=d_kv)
+    return 2 * b * t * (d if d_kv is None else d_kv) * p
+
+
+def allreduce_volume_elements(numel: float, *, p: int) -> float:
+    """Equation 12, elements each device sends in an all-reduce of `numel` elements: `2 (p - 1) / p * numel`."""
+    _check_positive(p=p)
+    if numel < 0:
+        raise ValueError(f"numel must be at least 0, got {numel}")
+    return 2 * (p - 1) / p * numel
+
+
+def tree_volume_elements(*, b: int, d: int, n_h: int, p: int) -> float:
+    """Equation 14, elements each device sends in Tree Attention: `2 (p - 1) / p * (b d + 2 b n_h)`.
+
+    Equation 12 of numerator, denominator and maximum; the number of keys does not occur in it. d and n_h are those of
+    the query, so GQA changes nothing.
+
+    Example:
+        >>> tree_volume_elements(b=1, d=2048, n_h=16, p=8)
+        3640.0
+    """
+    _check_positive(b=b, d=d, n_h=n_h, p=p)
+    return allreduce_volume_elements(b * d + 2 * b * n_h, p=p)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """The shape of one decoding step over keys sharded on p devices; validates itself.
+
+    Attributes:
+        batch, num_keys: b, and N, the keys of each sequence over all devices.
+        num_heads, num_kv_heads: query heads n_h and key heads; the first a multiple of the second.
+        head_dim: d_h, of queries, keys and values.
+        dtype: of queries, keys and values, for example "bfloat16".
+        n_devices: p.
+        num_queries: T query tokens per sequence; the paper's formulas have 1.
+    """
+
+    batch: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    n_devices: int
+    num_queries: int = 1
+
+    def __post_init__(self):
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "dtype"}
+        _check_positive(**sizes)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got num_heads={self.num_heads} and "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+        itemsize(self.dtype)
+
+    @property
+    def keys_per_device(self) -> int:
+        """t, rounded up: the devices that hold most."""
+        return -(-self.num_keys // self.n_devices)
+
+    @property
+    def key_value_bytes_per_device(self) -> int:
+        """`2 b t d_kv` in bytes: keys and values that one device holds, and reads once in a step."""
+        return 2 * self.batch * self.keys_per_device * self.num_kv_heads * self.head_dim * itemsize(self.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """`b d + 2 b n_h` in float32: numerator, denominator and maximum of all queries (equation 13)."""
+        return self.batch * self.num_queries * self.num_heads * (self.head_dim + 2) * STATE_BYTES
+
+
+def peak_memory_bytes(step: DecodeStep, strategy: str) -> int:
+    """Predicted peak memory of one device: equation 9 for "tree", equation 8 for either ring, in bytes.
+
+    Every element is counted in the dtype of K and V, as the paper does; the float32 states would add `O(b d)` bytes,
+    nothing beside `b t d`. With T queries, the terms without t are multiplied by T.
+
+    Raises:
+        ValueError: `strategy` is not one of `STRATEGIES`.
+    """
+    _check_strategy(strategy)
+    b, t, n_h, d = step.batch, step.keys_per_device, step.num_heads, step.num_heads * step.head_dim
+    per_key = 2 * b * t * step.num_kv_heads * step.head_dim
+    per_query = 2 * b * d * step.num_queries
+    tree = per_key + per_query + 2 * b * n_h * step.num_queries
+    ring = 2 * per_key + per_query
+    return (tree if strategy == "tree" else ring) * itemsize(step.dtype)
+
+
+def bytes_sent_per_device(step: DecodeStep, strategy: str, reduction: str | None = None, *, axis_sizes=None) -> float:
+    """Predicted bytes that each device sends in one step, by the ring model of each collective (`tree_attn.hlo`).
+
+        tree, "allreduce"      equation 14 in float32:  2 (p - 1) / p * (b d + 2 b n_h) * 4
+        tree, "gather"         (p - 1) * (b d + b n_h) * 4:  one packed `[out, lse]` from everyone
+        tree, "hierarchical"   the gather of each level, summed over `axis_sizes` (p_1, p_2, ...)
+        ring_overlapped        (p - 1) / p of equation 10, in the dtype of K and V
+        ring_public            equation 10, in the dtype of K and V
+
+    Raises:
+        ValueError: an unknown strategy or reduction, or `axis_sizes` whose product is not `n_devices`.
+    """
+    _check_strategy(strategy)
+    p = step.n_devices
+    if strategy == "ring_overlapped":
+        return float((p - 1) * step.key_value_bytes_per_device)
+    if strategy == "ring_public":
+        return float(p * step.key_value_bytes_per_device)
+    packed = step.state_bytes * (step.head_dim + 1) / (step.head_dim + 2)
+    if reduction == "allreduce":
+        return allreduce_volume_elements(step.state_bytes, p=p)
+    if reduction == "gather":
+        return (p - 1) * packed
+    if reduction == "hierarchical":
+        if axis_sizes is None or math.prod(axis_sizes) != p:
+            raise ValueError(f"axis_sizes must be the axes' sizes, with product n_devices={p}, got {axis_sizes}")
+        return sum((size - 1) * packed for size in axis_sizes)
+    raise ValueError(f"reduction must be one of 'allreduce', 'gather', 'hierarchical', got {reduction!r}")
+
+
+def read_limit_us(step: DecodeStep, device_kind: str) -> float | None:
+    """The least time a step can take: every device reads its keys and values once, `2 b t d_kv / bandwidth`.
+
+    Args:
+        device_kind: `jax.Device.device_kind`; None is returned for a kind whose read rate nobody measured.
+
+    Example:
+        >>> step = DecodeStep(batch=1, num_keys=640_000, num_heads=16, num_kv_heads=16, head_dim=128,
+        ...                   dtype="bfloat16", n_devices=8)
+        >>> round(read_limit_us(step, "NVIDIA H200"))
+        152
+    """
+    return _time_us(step.key_value_bytes_per_device, _lookup(MEMORY_BYTES_PER_S, device_kind))
+
+
+def link_limit_us(num_bytes: float, device_kind: str) -> float | None:
+    """The least time to send `num_bytes` to one neighbour; None for a kind whose link rate nobody measured."""
+    return _time_us(num_bytes, _lookup(LINK_BYTES_PER_S, device_kind))
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of a floating dtype: 2 for "bfloat16".
+
+    Raises:
+        ValueError: `dtype` does not name a floating dtype.
+    """
+    if dtype == "bfloat16":  # numpy learns this name only from ml_dtypes
+        return 2
+    try:
+        parsed = np.dtype(dtype)
+    except TypeError:
+        parsed = None
+    if parsed is None or parsed.kind != "f":
+        raise ValueError(f"dtype must be a floating dtype such as 'bfloat16' or 'float32', got {dtype!r}")
+    return parsed.itemsize
+
+
+def _time_us(num_bytes: float, bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else num_bytes / bytes_per_s * 1e6
+
+
+def _lookup(table: dict[str, float], device_kind: str) -> float | None:
+    return next((rate for kind, rate in table.items() if kind.lower() in device_kind.lower()), None)
+
+
+def _check_positive(**sizes) -> None:
+    for name, size in sizes.items():
+        if size is None and name == "d_kv":
+            continue
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+
+
+def _check_strategy(strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")

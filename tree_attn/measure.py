@@ -1,0 +1,257 @@
+"""Timers, memory, where a number was measured, and the file it is written to.
+
+Timing: host launch must not count as attention. `latency_us` therefore puts a chain of calls into one compiled
+program, each waiting for the one before, and divides; the launch is paid once for the whole chain. Kernels are still
+enqueued one by one within the program, so work shorter than its own enqueueing (a few microseconds) is bounded by it.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Latency of one call in microseconds: median, 10th and 90th percentile over `n_iters` samples.
+
+    `chain` calls ran in each sample; `method` says in words what was divided by what; `compile_s` is the time to
+    compile the measured program, in seconds, and is part of no sample.
+    """
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    n_iters: int
+    chain: int
+    compile_s: float
+    method: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledMemory:
+    """What a compiled program needs on each device, in bytes, as XLA's buffer assignment has it.
+
+    `alias_bytes` is the part of the output that shares its memory with (donated) arguments.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, outputs and temporaries together, shared memory counted once."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+def chain_calls(fn: Callable, length: int) -> Callable:
+    """Returns `chained(query, *rest)`: `fn` called `length` times, each on the output of the one before.
+
+        query_0 = query,    query_{i+1} = fn(query_i, *rest),    chained = query_length
+
+    As a decoder calls its layers: a call cannot start before the last has ended. `fn` must return an array of the
+    shape of its first argument. The rest goes through a barrier with the query in every turn; without it XLA finds
+    that a ring's transfers do not depend on the query and runs them once for the whole chain.
+
+    Raises:
+        ValueError: `length` is not a positive integer.
+    """
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"length must be an integer of at least 1, got {length!r}")
+
+    def chained(query, *rest):
+        def body(_, carried):
+            barred_query, barred_rest = jax.lax.optimization_barrier((carried, rest))
+            return fn(barred_query, *barred_rest).astype(carried.dtype)
+
+        return jax.lax.fori_loop(0, length, body, query)
+
+    return chained
+
+
+def latency_us(
+    fn: Callable,
+    *args: Any,
+    n_iters: int = 20,
+    warmup: int = 3,
+    chain: int = 1,
+    on_sample: Callable[[], None] | None = None,
+) -> Timing:
+    """Times `fn(*args)` after compiling it and warming up; see `Timing`.
+
+    Args:
+        fn: not yet jitted, or jitted; traceable. For `chain` > 1 see `chain_calls`.
+        args: its arguments, on their devices already.
+        n_iters: samples; the median of fewer than ten says little.
+        warmup: samples run first and thrown away.
+        chain: calls per sample, in one compiled program; 1 times single calls, host launch included.
+        on_sample: called after every sample, for a progress bar.
+
+    Raises:
+        ValueError: `n_iters`, `warmup` or `chain` out of range.
+
+    Example:
+        >>> latency_us(lambda q, k, v: tree_decode(q, k, v, axis_name="seq", mesh=mesh), q, k, v, chain=32).median_us
+    """
+    if n_iters < 1 or warmup < 0:
+        raise ValueError(f"n_iters must be at least 1 and warmup at least 0, got n_iters={n_iters}, warmup={warmup}")
+    program = fn if chain == 1 else chain_calls(fn, chain)
+    lowered = jax.jit(program).lower(*args)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - start
+    samples = []
+    for i in range(warmup + n_iters):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        if i >= warmup:
+            samples.append((time.perf_counter() - start) * 1e6 / chain)
+        if on_sample is not None:
+            on_sample()
+    p10, median, p90 = np.percentile(samples, [10, 50, 90])
+    return Timing(
+        median_us=float(median),
+        p10_us=float(p10),
+        p90_us=float(p90),
+        n_iters=n_iters,
+        chain=chain,
+        compile_s=compile_s,
+        method=_method(chain),
+    )
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
+    """Memory that a compiled program needs on each device; None where the backend does not say.
+
+    Example:
+        >>> compiled_memory(jax.jit(f).lower(x).compile()).temp_bytes
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return CompiledMemory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+    )
+
+
+def runtime_peak_memory_bytes(devices: list[jax.Device]) -> int | None:
+    """The most memory that any of this process's `devices` has had in use since the process began; None on CPU.
+
+    It cannot be set back, so it tells what one program needs only if that raised it: compare it before and after.
+    """
+    stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+    peaks = [one["peak_bytes_in_use"] for one in stats if one and "peak_bytes_in_use" in one]
+    return max(peaks) if peaks else None
+
+
+def hardware(devices: list[jax.Device]) -> str:
+    """The devices in words: "8 x NVIDIA H200", or "8 emulated CPU devices on 2 cores (x86_64)"."""
+    kinds = sorted({device.device_kind for device in devices})
+    if devices[0].platform == "cpu":
+        return f"{len(devices)} emulated CPU devices on {os.cpu_count()} cores ({platform.machine()})"
+    return f"{len(devices)} x {', '.join(kinds)}"
+
+
+def git_commit() -> str | None:
+    """The commit this package was run from, with "-dirty" for uncommitted changes; None outside a git checkout."""
+    folder = pathlib.Path(__file__).parent
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        # Of an installed copy, git would describe whatever repository happens to lie around it.
+        _git(folder, "ls-files", "--error-unmatch", "measure.py")
+        is_dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("-dirty" if is_dirty else "")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that matter to a measurement; None for what is not installed."""
+    from importlib import metadata
+
+    packages = ("tree-attn", "jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    packages += ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "flash-attn-jax")
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class JsonlWriter:
+    """Rows in a file, one JSON object a line, each on disk before `append` returns.
+
+    A process that dies while writing leaves a torn last line; the next writer drops it, so a run can be continued.
+
+    Example:
+        >>> writer = JsonlWriter("results.jsonl")
+        >>> writer.append({"latency_us_median": 35.2})
+        >>> writer.rows
+        [{'latency_us_median': 35.2}]
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Opens `path`, made if it is not there, and reads the rows it holds.
+
+        Raises:
+            ValueError: a line other than a torn last one is not a JSON object; names the file and the line.
+        """
+        self.path = pathlib.Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows = self._read_and_repair()
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Writes one row and waits until it is on disk."""
+        # allow_nan=False: NaN is not JSON, and a row that other tools cannot read is worse than an error here.
+        line = json.dumps(row, allow_nan=False) + "\n"
+        with self.path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(dict(row))
+
+    def _read_and_repair(self) -> list[dict]:
+        if not self.path.exists():
+            return []
+        content = self.path.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(complete))
+                os.fsync(file.fileno())
+        rows = []
+        for number, line in enumerate(complete.splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}, is not JSON ({error}): {line[:80]!r}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{self.path}, line {number}, is not a JSON object: {line[:80]!r}")
+            rows.append(row)
+        return rows
+
+
+def _method(chain: int) -> str:
+    if chain == 1:
+        return "single calls timed on the host, launch included"
+    return f"in-graph chain of {chain} dependent calls in one program, timed on the host and divided by {chain}"
+
+
+def _git(folder: pathlib.Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
