@@ -106,5 +106,3 @@ def _public(attend_to, key_value, axes, num_shards) -> SoftmaxState:
 
     _, states = jax.lax.scan(step, key_value, jnp.arange(num_shards, dtype=jnp.int32))
     return states
-
-

@@ -105,7 +105,9 @@ def _check_lengths(lengths, batch: int, num_keys: int) -> None:
     _check_integers("key_value_seq_lengths", lengths)
     values = _concrete(lengths)
     if values is not None and values.size and (values.min() < 0 or values.max() > num_keys):
-        raise ValueError(f"key_value_seq_lengths must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}")
+        raise ValueError(
+            f"key_value_seq_lengths must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}"
+        )
 
 
 def _check_positions(positions, batch: int, num_queries: int) -> None:

@@ -78,7 +78,9 @@ class KVCache:
             if not isinstance(size, int | np.integer) or size < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
         if block_size is None:
-            raise ValueError("block_size must be an integer of at least 1, got None: contiguous caches do not grow evenly")
+            raise ValueError(
+                "block_size must be an integer of at least 1, got None: contiguous caches do not grow evenly"
+            )
         check_block_size(block_size)
         axes = axis_tuple(axis_name)
         missing = [axis for axis in axes if axis not in mesh.axis_names]
@@ -155,7 +157,7 @@ class KVCache:
             where = (row, slot) if layer is None else (layer, row, slot)
             return stored.at[where].set(new, mode="drop")
 
-        return self._update(put, key, value, positions, layer)
+        return self._update(put, key, value, positions, layer, new_spec=P())
 
     def write_prefix(self, key, value, layer: int | Array | None = None) -> "KVCache":
         """Writes the first S0 tokens `[B, S0, K, H]`, given in storage order and sharded on S0 as prefill makes them.
@@ -170,7 +172,9 @@ class KVCache:
         _check_new("value", value, self)
         num_new, unit = key.shape[1], self.num_shards * self.block_size
         if num_new > self.capacity:
-            raise CacheFullError(f"cache is full: a prefix of {num_new} tokens does not fit a capacity of {self.capacity}")
+            raise CacheFullError(
+                f"cache is full: a prefix of {num_new} tokens does not fit a capacity of {self.capacity}"
+            )
         if num_new % unit:
             raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
 
@@ -190,14 +194,16 @@ class KVCache:
         )
 
     def with_lengths(self, lengths: Int[Array, " B"]) -> "KVCache":
-        """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest tokens."""
+        """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest."""
         if jnp.shape(lengths) != self.lengths.shape:
             raise ValueError(f"lengths must have shape [B] = {self.lengths.shape}, got {jnp.shape(lengths)}")
         return dataclasses.replace(self, lengths=jnp.asarray(lengths, jnp.int32))
 
-    def _update(self, put, key, value, positions, layer, new_spec=P()) -> "KVCache":
+    def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
         if (self.key.ndim == 5) != (layer is not None):
-            raise ValueError(f"layer must be given for a layered cache, and only then: cache {self.key.shape}, {layer=}")
+            raise ValueError(
+                f"layer must be given for a layered cache, and only then: cache {self.key.shape}, {layer=}"
+            )
         axes = axis_tuple(self.axis_name)
         stored_spec = P(*([None] * (self.key.ndim - 3)), axes)
         layer_spec = None if layer is None else P()

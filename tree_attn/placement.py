@@ -30,7 +30,9 @@ class Shard:
     num_shards: int = 1
     block_size: int | None = None
 
-    def positions(self, num_slots: int, start: Int[Array, ""] | int = 0, size: int | None = None) -> Int[Array, " size"]:
+    def positions(
+        self, num_slots: int, start: Int[Array, ""] | int = 0, size: int | None = None
+    ) -> Int[Array, " size"]:
         """Returns the global position held by each of the slots `start .. start + size` of `num_slots`, int32."""
         slots = start + jnp.arange(num_slots if size is None else size, dtype=jnp.int32)
         if self.block_size is None:
@@ -39,10 +41,11 @@ class Shard:
         return (block * self.num_shards + self.index) * self.block_size + offset
 
     def local_lengths(self, lengths: Int[Array, " B"], num_slots: int) -> Int[Array, " B"]:
-        """Returns how many of this shard's slots hold valid keys, given lengths counted over all shards, int32 `[B]`."""
+        """Returns how many of this shard's slots hold valid keys, int32 `[B]`; `lengths` count over all shards."""
         if self.block_size is None:
             return jnp.clip(lengths - self.index * num_slots, 0, num_slots).astype(jnp.int32)
-        whole_rounds, rest = lengths // (self.num_shards * self.block_size), lengths % (self.num_shards * self.block_size)
+        keys_per_round = self.num_shards * self.block_size
+        whole_rounds, rest = lengths // keys_per_round, lengths % keys_per_round
         in_last_round = jnp.clip(rest - self.index * self.block_size, 0, self.block_size)
         return jnp.clip(whole_rounds * self.block_size + in_last_round, 0, num_slots).astype(jnp.int32)
 

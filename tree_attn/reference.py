@@ -40,9 +40,7 @@ def attention(
         positions = lengths[:, None] - num_queries + np.arange(num_queries)[None]
     else:
         positions = np.broadcast_to(np.asarray(query_positions), (batch, num_queries))
-    left, right = (
-        local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
-    )
+    left, right = local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
     out = np.zeros((batch, num_queries, num_heads, value.shape[-1]))
     lse = np.full((batch, num_queries, num_heads), -np.inf)
     where = np.arange(num_keys)

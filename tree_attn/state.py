@@ -55,7 +55,8 @@ def merge_state(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
             f"b.out must have the shape and dtype of a.out, {a.out.shape} {a.out.dtype}; "
             f"got {b.out.shape} {b.out.dtype}"
         )
-    max_lse = finite_max(jnp.maximum(a.lse, b.lse))
+    a, b = _larger_lse_first(a, b)
+    max_lse = finite_max(a.lse)
     a_numerator, a_denominator = numerator_and_denominator(a, max_lse)
     b_numerator, b_denominator = numerator_and_denominator(b, max_lse)
     return from_sums(a_numerator + b_numerator, a_denominator + b_denominator, max_lse, a.out.dtype)
@@ -146,9 +147,23 @@ def from_sums(numerator: Array, denominator: Array, max_lse: Array, dtype: jnp.d
     return SoftmaxState((numerator / safe[..., None]).astype(dtype), lse)
 
 
+def _larger_lse_first(a: SoftmaxState, b: SoftmaxState) -> tuple[SoftmaxState, SoftmaxState]:
+    """Orders two states by content, so that a compiler cannot tell `merge(a, b)` from `merge(b, a)`.
+
+    A fused multiply-add rounds one of the two products of the numerator and not the other: unordered, the merge would
+    not be commutative to the bit once compiled. At a tie both weights are 1 and both products exact.
+    """
+    is_b_larger = a.lse < b.lse
+    pick = lambda x, y: SoftmaxState(
+        jnp.where(is_b_larger[..., None], x.out, y.out), jnp.where(is_b_larger, x.lse, y.lse)
+    )
+    return pick(b, a), pick(a, b)
+
+
 def _check_state(name: str, state: SoftmaxState) -> None:
     if state.out.shape[:-1] != state.lse.shape or state.out.ndim == 0:
-        raise ValueError(f"{name}.lse must have the shape of {name}.out {state.out.shape} less its last axis, "
-                         f"got {state.lse.shape}")
+        raise ValueError(
+            f"{name}.lse must have the shape of {name}.out {state.out.shape} less its last axis, got {state.lse.shape}"
+        )
     if state.lse.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"{name}.lse must be float32 (a narrower lse bends the merged weights), got {state.lse.dtype}")

@@ -85,9 +85,7 @@ def attend(
 
 def attend_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
     """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already."""
-    visible = visibility(
-        options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard
-    )
+    visible = visibility(options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard)
     cap = options.logits_soft_cap
     name = choose(query, key, value, logits_soft_cap=cap, visible=visible, implementation=options.implementation)
     scale = default_scale(options.scale, query.shape[-1])

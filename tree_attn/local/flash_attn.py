@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState
 
-INSTALL = (
-    "python3 -m pip install 'tree-attn[flash]' && python3 -m pip install --no-deps flash-attn-jax==0.6.2"
-)
+INSTALL = "python3 -m pip install 'tree-attn[flash]' && python3 -m pip install --no-deps flash-attn-jax==0.6.2"
 
 
 def unavailable() -> str | None:
@@ -69,7 +67,9 @@ def load():
     try:
         return importlib.import_module("flash_attn_jax.flash_fwd")
     except (ImportError, OSError) as error:
-        raise ImportError(f"flash-attn-jax is installed but does not load ({error}); install it with: {INSTALL}") from error
+        raise ImportError(
+            f"flash-attn-jax is installed but does not load ({error}); install it with: {INSTALL}"
+        ) from error
 
 
 def _preload_cuda_runtime() -> None:

@@ -123,4 +123,3 @@ def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
 def _chunk_keys(num_rows: int) -> int:
     """Returns how many keys per chunk keep `num_rows * keys` logits within the limit."""
     return max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_rows)
-

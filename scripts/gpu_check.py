@@ -1,0 +1,295 @@
+"""Checks every backend, reduction and ring against the float64 oracle on this machine's GPUs.
+
+    python3 scripts/gpu_check.py --devices 1,2,8 --out docs/results/gpu_check.jsonl                # one process
+    python3 scripts/gpu_check.py --devices 1,2,8 --out ... --process-per-device                    # one per GPU
+
+One JSON row per check; a backend that cannot do a case is recorded with its reason. Exits with 1 if any check failed.
+Without a GPU it runs on emulated CPU devices, which checks the script.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+
+COORDINATOR_TIMEOUT_S = 120
+
+
+def main() -> int:
+    """Runs the checks in this process, or starts one process per device that do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="1", help="device counts to check, e.g. 1,2,8")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
+    args = parser.parse_args()
+    counts = [int(count) for count in args.devices.split(",")]
+    if args.process_per_device:
+        return max(_spawn(count, args.out) for count in counts)
+    if args.worker:
+        return _worker(args)
+    import jax
+
+    if not _has_gpu():
+        jax.config.update("jax_num_cpu_devices", max(counts))
+    return max(run_checks(count, args.out) for count in counts)
+
+
+def run_checks(num_devices: int, out: pathlib.Path) -> int:
+    """Runs every check over `num_devices` devices and returns the exit status."""
+    import jax
+
+    rows = []
+    checks = itertools.chain(
+        local_checks() if num_devices == 1 else (), decode_checks(num_devices), prefill_checks(num_devices)
+    )
+    for row in checks:
+        rows.append(row | environment(num_devices))
+        if jax.process_index() == 0:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    failed = [row for row in rows if row["passed"] is False]
+    if jax.process_index() == 0:
+        ran = sum(row["passed"] is not None for row in rows)
+        print(
+            f"{num_devices} devices, {jax.process_count()} processes: {ran} checks ran, {len(failed)} failed, "
+            f"{len(rows) - ran} not supported"
+        )
+        for row in failed:
+            print("FAILED", json.dumps(row))
+    return int(bool(failed))
+
+
+def local_checks():
+    """Every backend on one device, every option."""
+    from tree_attn.local import IMPLEMENTATIONS, attend
+
+    for implementation, (name, options), dtype in itertools.product(
+        sorted(IMPLEMENTATIONS), OPTIONS.items(), ("bfloat16", "float16", "float32")
+    ):
+        for shape in SHAPES:
+            case = Case(dtype=dtype, options=options, **shape)
+            call = functools.partial(attend, implementation=implementation)
+            yield case.check(call, what="local", implementation=implementation, options_name=name)
+
+
+def decode_checks(num_devices: int):
+    """tree_decode under every reduction, ring_decode in both variants, in every placement."""
+    from ring_baseline import ring_decode
+    from tree_attn import make_mesh, tree_decode
+
+    flat = dict(mesh=make_mesh({"seq": num_devices}), axis_name="seq")
+    ways = [("tree", r, functools.partial(tree_decode, reduction=r, **flat)) for r in ("allreduce", "gather")]
+    ways += [("ring", v, functools.partial(ring_decode, variant=v, **flat)) for v in ("overlapped", "public")]
+    if num_devices % 2 == 0 and num_devices > 2:
+        two = dict(mesh=make_mesh({"device": num_devices // 2, "node": 2}), axis_name=("device", "node"))
+        ways.append(("tree", "hierarchical", functools.partial(tree_decode, reduction="hierarchical", **two)))
+    # Shapes and placements take turns over the options; their full product would take longer to compile than a lease.
+    turns = list(zip(OPTIONS, itertools.cycle(SHAPES), itertools.cycle((None, 1, None, 16))))
+    for (what, how, call), implementation, (name, shape, block_size) in itertools.product(
+        ways, ("xla", "cudnn", "flash_attn"), turns
+    ):
+        case = Case(dtype="bfloat16", options=OPTIONS[name], num_shards=num_devices, block_size=block_size, **shape)
+        labels = dict(what=what, how=how, implementation=implementation, options_name=name)
+        yield case.check(functools.partial(call, implementation=implementation), **labels)
+
+
+def prefill_checks(num_devices: int):
+    """ring_attention, striped and contiguous, causal, with lengths and windows."""
+    from ring_baseline import ring_attention
+    from tree_attn import make_mesh
+
+    mesh = make_mesh({"seq": num_devices})
+    for block_size, name in itertools.product((1, None), ("plain", "lengths", "window")):
+        options = dict(OPTIONS[name], is_causal=True)
+        shape = dict(SHAPES[1], num_queries=1920, num_keys=1920)
+        case = Case(dtype="bfloat16", options=options, num_shards=num_devices, block_size=block_size, **shape)
+        call = functools.partial(ring_attention, mesh=mesh, axis_name="seq", implementation="xla")
+        yield case.check(call, what="ring_attention", implementation="xla", options_name=name, prefill=True)
+
+
+# Lengths end in the first shard, nowhere in particular, and at 0; sizes divide nothing but the placement needs.
+OPTIONS = {
+    "plain": {},
+    "lengths": dict(key_value_seq_lengths=np.array([1861, 100, 0], np.int32)),
+    "causal": dict(is_causal=True, key_value_seq_lengths=np.array([1861, 100, 1], np.int32)),
+    "window": dict(local_window_size=(300, 0), key_value_seq_lengths=np.array([1861, 1100, 30], np.int32)),
+    "soft_cap": dict(logits_soft_cap=5.0),
+    "sinks": dict(sinks="per head", key_value_seq_lengths=np.array([1861, 100, 0], np.int32)),
+    "huge_logits": dict(scale=1e3),
+}
+SHAPES = (
+    dict(num_queries=1, num_heads=16, num_kv_heads=16, head_dim=128, num_keys=1920),
+    dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=1920),
+    dict(num_queries=5, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=1920),
+)
+
+
+class Case:
+    """One set of inputs, its exact result, and the error that the policy allows (`tree_attn.tolerances`)."""
+
+    batch = 3
+
+    def __init__(
+        self, *, dtype, options, num_queries, num_heads, num_kv_heads, head_dim, num_keys, num_shards=1, block_size=None
+    ):
+        import jax.numpy as jnp
+        import ml_dtypes  # noqa: F401, lets numpy hold bfloat16
+
+        rng = np.random.default_rng(num_queries + num_heads)
+        shapes = [(self.batch, num_queries, num_heads, head_dim)] + [(self.batch, num_keys, num_kv_heads, head_dim)] * 2
+        self.query, self.key, self.value = (
+            rng.normal(size=shape).astype(np.float32).astype(jnp.dtype(dtype)) for shape in shapes
+        )
+        sinks = {"sinks": np.linspace(-2, 2, num_heads, dtype=np.float32)} if "sinks" in options else {}
+        self.options, self.dtype = options | sinks, dtype
+        self.num_shards, self.block_size = num_shards, block_size
+        self.shape = dict(
+            batch=self.batch,
+            num_queries=num_queries,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_keys=num_keys,
+            dtype=dtype,
+        )
+
+    def check(self, call, *, prefill=False, **labels) -> dict:
+        """Runs `call` and returns the row: errors and tolerances, or why it is not supported."""
+        import jax
+
+        from tree_attn import storage_order
+        from tree_attn.tolerances import lse_tolerance, max_abs_error, out_tolerance
+
+        row = labels | self.shape | dict(block_size=self.block_size)
+        order = storage_order(self.key.shape[1], self.num_shards, self.block_size)
+        query = self.query[:, order] if prefill else self.query
+        is_local = labels["what"] == "local"
+        extra = {} if is_local else dict(block_size=self.block_size, return_lse=True)
+        try:
+            out, lse = jax.jit(functools.partial(call, **extra, **self.options))(
+                query, self.key[:, order], self.value[:, order]
+            )
+        except NotImplementedError as error:
+            return row | dict(passed=None, reason=str(error))
+        expected_out, expected_lse, plain = self.expected(prefill)
+        tolerance = out_tolerance(self.dtype, expected_out, plain)
+        out, lse = local_part(out), local_part(lse)
+        if prefill:
+            positions = order[out[1]]
+            expected_out, expected_lse = expected_out[:, positions], expected_lse[:, positions]
+        row |= dict(
+            max_abs_error=max_abs_error(out[0], expected_out),
+            tolerance=tolerance,
+            lse_max_abs_error=max_abs_error(lse[0], expected_lse),
+            lse_tolerance=lse_tolerance(expected_lse),
+        )
+        passed = row["max_abs_error"] <= row["tolerance"] and row["lse_max_abs_error"] <= row["lse_tolerance"]
+        return row | dict(passed=bool(passed))
+
+    def expected(self, prefill):
+        """The oracle's result, and that of a plain implementation in the same dtype (restricted to what it can do)."""
+        key = (
+            self.dtype,
+            prefill,
+            json.dumps({k: np.asarray(v).tolist() for k, v in self.options.items()}),
+            self.query.shape,
+            self.key.shape,
+        )
+        if key not in _EXPECTED:
+            from tree_attn import reference
+
+            options = dict(self.options)
+            if prefill:
+                options["query_positions"] = np.arange(self.query.shape[1])
+            _EXPECTED[key] = (*reference.attention(self.query, self.key, self.value, **options), self._plain(options))
+        return _EXPECTED[key]
+
+    def _plain(self, options):
+        import jax.numpy as jnp
+
+        from tree_attn.arguments import AttentionOptions
+        from tree_attn.masking import visibility
+        from tree_attn.placement import Shard
+        from tree_attn.tolerances import plain_attention
+
+        if "sinks" in options or "logits_soft_cap" in options:
+            options = {k: v for k, v in options.items() if k == "key_value_seq_lengths"}
+        scale = options.get("scale")
+        visible = visibility(
+            AttentionOptions(**options),
+            batch=self.batch,
+            num_queries=self.query.shape[1],
+            num_slots=self.key.shape[1],
+            shard=Shard(),
+        ).mask()[:, None]
+        return np.asarray(plain_attention(*map(jnp.asarray, (self.query, self.key, self.value)), visible, scale))
+
+
+_EXPECTED: dict = {}
+
+
+def local_part(x):
+    """Returns this process's part of `x` along axis 1 and which indices it is (everything, where it is replicated)."""
+    shards = {}
+    for shard in x.addressable_shards:
+        shards[shard.index[1].start or 0] = np.asarray(shard.data)
+    data = np.concatenate([shards[start] for start in sorted(shards)], axis=1)
+    indices = np.concatenate([start + np.arange(shards[start].shape[1]) for start in sorted(shards)])
+    return data, indices
+
+
+@functools.cache
+def environment(num_devices: int) -> dict:
+    """Hardware, versions, commit and command of a row."""
+    import jax
+
+    from tree_attn import measure
+
+    return dict(
+        n_devices=num_devices,
+        n_processes=jax.process_count(),
+        hardware=measure.hardware(jax.devices()),
+        jax_version=jax.__version__,
+        git_commit=measure.git_commit(),
+        command=" ".join(sys.argv),
+    )
+
+
+def _has_gpu() -> bool:
+    return pathlib.Path("/dev/nvidia0").exists()
+
+
+def _spawn(count: int, out: pathlib.Path) -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--devices", str(count), "--out", str(out)]
+    workers = []
+    for rank in range(count):
+        env = os.environ | ({"CUDA_VISIBLE_DEVICES": str(rank)} if _has_gpu() else {})
+        workers.append(subprocess.Popen([*command, "--worker", f"127.0.0.1:{port},{count},{rank}"], env=env))
+    return max(worker.wait() for worker in workers)
+
+
+def _worker(args) -> int:
+    import jax
+
+    coordinator, count, rank = args.worker.split(",")
+    if not _has_gpu():
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(coordinator, int(count), int(rank), initialization_timeout=COORDINATOR_TIMEOUT_S)
+    return run_checks(int(count), args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
