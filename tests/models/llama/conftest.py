@@ -1,0 +1,55 @@
+"""Fixtures of the Llama tests: meshes, tiny random models, and SmolLM2 itself."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from models.llama import Llama, LlamaConfig, LlamaSharding, hub, load, parameters, spread_over
+from tree_attn.mesh import make_mesh
+
+
+@pytest.fixture(scope="session")
+def sharding_over():
+    """`sharding_over(config, n)`: what the commands use on `n` devices."""
+
+    def make(config: LlamaConfig, num_devices: int) -> LlamaSharding:
+        return spread_over(config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> LlamaConfig:
+    return LlamaConfig(
+        num_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        max_position=128,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_config, sharding_over):
+    """`tiny_model(n)`: the same random float32 Llama on any number of devices."""
+
+    def make(num_devices: int) -> Llama:
+        sharding = sharding_over(tiny_config, num_devices)
+        return Llama(tiny_config, sharding, parameters.random(sharding, jnp.float32))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The GGUF file of SmolLM2; the first test run of a machine downloads it."""
+    return hub.resolve(hub.SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path):
+    """The opened checkpoint of SmolLM2."""
+    return load.open_checkpoint(smollm2_path)
