@@ -87,7 +87,10 @@ def test_sharded_energy_crosses_the_devices_with_one_max_and_one_sum():
     ("call", "message"),
     [
         (lambda q, k, v: energy(q, k, v, q[:, :1]), r"source must have shape .*got \(2, 1, 4, 5\)"),
-        (lambda q, k, v: energy(q, k, v, q.astype(jnp.bfloat16)), r"source must have query's dtype float32, got bfloat16"),
+        (
+            lambda q, k, v: energy(q, k, v, q.astype(jnp.bfloat16)),
+            r"source must have query's dtype float32, got bfloat16",
+        ),
         (lambda q, k, v: energy(q, k, v, q, scale=0), r"scale must not be 0"),
         (lambda q, k, v: attention_moments(q, k, v, order=0), r"order must be an integer from 1 to 4, got 0"),
     ],
