@@ -1,6 +1,7 @@
 """The attentions a Llama can be given, by name: what runs over whole prompts, and what runs for each new token."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ import numpy as np
 
 import ring_baseline
 import tree_attn
-from models.llama.sharding import LlamaSharding
-from tree_attn.local import attend
+from models.llama.sharding import LlamaSharding, as_tuple
+from tree_attn.local import attend, check_implementation
 from tree_attn.placement import storage_order
+from tree_attn.reduce import choose_reduction
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
 BLOCK_SIZE = 1
@@ -33,14 +35,14 @@ class Attention:
 
     Attributes:
       name: one of `ATTENTIONS`.
-      reduction: how `tree` reduces across devices; None for the others, and for tree's own choice.
+      reduction: how `tree` reduces across devices, as resolved by `tree_attn.reduce.choose_reduction`; None for others.
       num_shards: shards of the sequence.
       prefill: `(query, key, value, lengths) -> out`, causal, all in storage order; `[B, S, N, H]` and `[B, S, K, H]`.
       decode: `(query, key, value, lengths) -> out`; query `[B, T, N, H]` at the last `T` positions, keys in storage order.
     """
 
     name: str
-    reduction: str | None
+    reduction: str | tuple[str, ...] | None
     num_shards: int
     prefill: Callable[..., jax.Array]
     decode: Callable[..., jax.Array]
@@ -60,11 +62,11 @@ def by_name(
       name: `tree` (Tree Attention), `ring` (Ring Attention) or `single` (all keys on one device). The first two prefill
         with `ring_attention`.
       sharding: gives the mesh and the axis.
-      reduction: across devices, for `tree` only.
+      reduction: across devices, for `tree` only; None is `tree_decode`'s own choice.
       implementation: local kernel.
 
     Raises:
-      ValueError: an unknown name, a reduction for an attention that has none, or `single` on more than one device.
+      ValueError: an unknown name or reduction, a reduction for an attention that has none, or `single` on more than one device.
 
     Example:
       >>> attention = by_name("tree", sharding, reduction="allreduce")
@@ -76,22 +78,25 @@ def by_name(
     num_shards = sharding.num_shards("sequence")
     if name == "single" and num_shards != 1:
         raise ValueError(f"attention='single': the mesh gives sequence {num_shards} devices; it must be 1")
+    if name == "tree":
+        reduction = choose_reduction(reduction, as_tuple(sharding.sequence))
+    check_implementation(implementation)
     if name == "single":
         prefill, decode = _single(implementation)
     else:
         options = dict(axis_name=sharding.sequence, mesh=sharding.mesh, implementation=implementation)
-        prefill, decode = _sharded(name, options, reduction)
+        tree = functools.partial(tree_attn.tree_decode, reduction=reduction)
+        prefill, decode = _sharded(tree if name == "tree" else ring_baseline.ring_decode, options)
     return Attention(name=name, reduction=reduction, num_shards=num_shards, prefill=prefill, decode=decode)
 
 
-def _sharded(name: str, options: dict[str, Any], reduction: str | None) -> tuple[Callable, Callable]:
+def _sharded(method: Callable, options: dict[str, Any]) -> tuple[Callable, Callable]:
     def prefill(query, key, value, lengths):
         return ring_baseline.ring_attention(
             query, key, value, key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, **options
         )
 
     def decode(query, key, value, lengths):
-        method, extra = (tree_attn.tree_decode, {"reduction": reduction}) if name == "tree" else (ring_baseline.ring_decode, {})
         return method(
             query,
             key,
@@ -100,7 +105,6 @@ def _sharded(name: str, options: dict[str, Any], reduction: str | None) -> tuple
             block_size=BLOCK_SIZE,
             is_causal=query.shape[1] > 1,
             **options,
-            **extra,
         )
 
     return prefill, decode

@@ -1,0 +1,99 @@
+"""What the commands share: devices, a mesh, and a model read with a progress bar."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from models.llama import hub
+from models.llama.config import LlamaConfig
+from models.llama.load import Checkpoint, open_checkpoint
+from models.llama.model import Llama
+from models.llama.sharding import LlamaSharding, spread_over
+from tree_attn.devices import ensure_devices
+from tree_attn.mesh import make_mesh
+
+DEFAULT_DEVICES = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """The devices that a model runs on, in order, and whether the mesh has two levels of links.
+
+    Raises:
+      ValueError: two levels of a number of devices that has no two factors.
+    """
+
+    devices: tuple[jax.Device, ...]
+    two_levels: bool = False
+
+    def __post_init__(self) -> None:
+        if self.two_levels and self._near == 1:
+            raise ValueError(f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1")
+
+    @property
+    def _near(self) -> int:
+        """Devices of the inner level: all but the smallest factor, for the fast links reach most neighbours."""
+        count = len(self.devices)
+        return count // next((factor for factor in range(2, count) if count % factor == 0), count)
+
+    def sharding(self, config: LlamaConfig) -> LlamaSharding:
+        """The sequence over all devices; MLP and vocabulary too where they divide."""
+        if not self.two_levels:
+            return spread_over(config, make_mesh({"sequence": len(self.devices)}, self.devices))
+        shape = {"near": self._near, "far": len(self.devices) // self._near}
+        return spread_over(config, make_mesh(shape, self.devices), sequence=tuple(shape))
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """float32 on CPUs, which have no faster kind; bfloat16 elsewhere."""
+        return jnp.float32 if self.devices[0].platform == "cpu" else jnp.bfloat16
+
+
+def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
+    """The requested number of devices, emulated if there are too few; by default all accelerators (8 at most), or 8 emulated.
+
+    Raises:
+      ValueError: the number is not positive.
+    """
+    if requested is not None:
+        return tuple(ensure_devices(requested))
+    emulated = ensure_devices(DEFAULT_DEVICES)
+    return tuple(emulated if jax.default_backend() == "cpu" else jax.devices()[:DEFAULT_DEVICES])
+
+
+@contextlib.contextmanager
+def phase(description: str) -> Iterator[None]:
+    """A spinner on stderr while something without a measure runs."""
+    import rich.console
+
+    with rich.console.Console(stderr=True).status(description):
+        yield
+
+
+def open_with_progress(model: str) -> Checkpoint:
+    """`open_checkpoint(resolve(model))`, saying what it waits for."""
+    with phase(f"finding {model} (the first time, it is downloaded) ..."):
+        path = hub.resolve(model)
+    with phase(f"opening {path.name} ..."):
+        return open_checkpoint(path)
+
+
+def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: DTypeLike) -> Llama:
+    """`checkpoint.load`, with a bar over its bytes on stderr."""
+    import rich.console
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    console = rich.console.Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"reading weights onto {sharding.mesh.size} devices", total=checkpoint.num_bytes(dtype))
+        return checkpoint.load(sharding, dtype, lambda count: bar.advance(task, count))
