@@ -80,7 +80,8 @@ def ring_attention(
             # Merged in float32: a bf16 running output would round once per hop.
             part = SoftmaxState(part.out.astype(part.lse.dtype), part.lse)
             state = part if state is None else merge_state(state, part)
-            key_value = arriving
+            # As in ring_decode: two buffers, and a transfer beside each hop's attention.
+            key_value, state = jax.lax.optimization_barrier((arriving, state))
         return SoftmaxState(state.out.astype(query.dtype), state.lse)
 
     state = over_shards(

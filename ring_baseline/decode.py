@@ -90,8 +90,11 @@ def _overlapped(attend_to, key_value, axes, num_shards) -> SoftmaxState:
     for hop in range(num_shards):
         arriving = to_next(key_value, axes, num_shards) if hop < num_shards - 1 else None
         with jax.named_scope(f"ring_decode_hop_{hop}"):
-            states.append(attend_to(key_value, hop))
-        key_value = arriving
+            state = attend_to(key_value, hop)
+        # The hop ends when both are done. Without the barrier XLA runs all transfers ahead of the attention, which
+        # overlaps nothing and needs a buffer per hop instead of two.
+        key_value, state = jax.lax.optimization_barrier((arriving, state))
+        states.append(state)
     return jax.tree.map(lambda *hops: jnp.stack(hops), *states)
 
 

@@ -18,6 +18,8 @@ MAX_TILE_QUERIES = 512
 # float32 logits held at once; 16 MiB. One chunk covers most decode steps, so that a GPU sees no loop at all.
 MAX_LOGITS_PER_CHUNK = 1 << 22
 MIN_CHUNK_KEYS = 256
+# XLA's CPU dots first copy K and V into the layout they want; the chunk bounds those copies.
+MAX_CHUNK_KEYS_ON_CPU = 512
 
 
 def unavailable() -> str | None:
@@ -121,5 +123,6 @@ def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
 
 
 def _chunk_keys(num_rows: int) -> int:
-    """Returns how many keys per chunk keep `num_rows * keys` logits within the limit."""
-    return max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_rows)
+    """Returns how many keys per chunk keep `num_rows * keys` logits, and on CPU the copies, within their limits."""
+    chunk_keys = max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_rows)
+    return min(chunk_keys, MAX_CHUNK_KEYS_ON_CPU) if jax.default_backend() == "cpu" else chunk_keys
