@@ -1,0 +1,54 @@
+"""Placement: which shard and slot hold which key, contiguous and block-cyclic."""
+
+import jax
+import numpy as np
+import pytest
+
+from tree_attn import Shard, storage_order
+
+PLACEMENTS = [(1, None, 6), (3, None, 4), (1, 2, 6), (2, 1, 5), (3, 2, 4), (8, 5, 10)]  # shards, block, slots per shard
+
+
+def shards(num_shards, block_size):
+    return [Shard(index=i, num_shards=num_shards, block_size=block_size) for i in range(num_shards)]
+
+
+@pytest.mark.parametrize(
+    "num_shards, block_size, expected",
+    [
+        (2, None, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (2, 1, [0, 2, 4, 6, 1, 3, 5, 7]),
+        (2, 2, [0, 1, 4, 5, 2, 3, 6, 7]),
+        (4, 1, [0, 4, 1, 5, 2, 6, 3, 7]),
+    ],
+)
+def test_storage_order_by_hand(num_shards, block_size, expected):
+    order = storage_order(8, num_shards, block_size)
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(order, expected)
+
+
+@pytest.mark.parametrize("num_shards, block_size, num_slots", PLACEMENTS)
+def test_positions_are_the_shards_of_the_storage_order(num_shards, block_size, num_slots):
+    order = storage_order(num_shards * num_slots, num_shards, block_size).reshape(num_shards, num_slots)
+    for shard, expected in zip(shards(num_shards, block_size), order, strict=True):
+        positions = shard.positions(num_slots)
+        np.testing.assert_array_equal(positions, expected)
+        np.testing.assert_array_equal(shard.positions(num_slots, start=1, size=2), positions[1:3])
+
+
+@pytest.mark.parametrize("num_shards, block_size, num_slots", PLACEMENTS)
+def test_valid_keys_are_the_prefix_that_local_lengths_counts(num_shards, block_size, num_slots):
+    lengths = np.arange(num_shards * num_slots + 1, dtype=np.int32)
+    counts = [shard.local_lengths(lengths, num_slots) for shard in shards(num_shards, block_size)]
+    for shard, count in zip(shards(num_shards, block_size), counts, strict=True):
+        is_valid = np.asarray(shard.positions(num_slots))[None, :] < lengths[:, None]
+        is_prefix = np.arange(num_slots)[None, :] < np.asarray(count)[:, None]
+        np.testing.assert_array_equal(is_valid, is_prefix)
+    if block_size is not None:
+        assert (np.max(counts, axis=0) - np.min(counts, axis=0)).max() <= block_size
+
+
+def test_the_index_of_a_shard_may_be_traced():
+    traced = jax.jit(lambda i: Shard(index=i, num_shards=3, block_size=2).positions(4))
+    np.testing.assert_array_equal(traced(2), Shard(index=2, num_shards=3, block_size=2).positions(4))
