@@ -14,9 +14,8 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
         n_devices: how many, over all processes; at least 1.
 
     Raises:
-        ValueError: `n_devices` is not a positive integer.
-        RuntimeError: there are fewer accelerators, and JAX started earlier with fewer CPU devices; says how to get
-            them.
+        ValueError: `n_devices` is not a positive integer; or there are fewer accelerators and JAX started earlier with
+            fewer CPU devices (says how to get them).
 
     Example:
         >>> mesh = make_mesh({"device": 8}, devices=ensure_devices(8))
@@ -32,7 +31,7 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
         return emulated[:n_devices]
     have = f"{len(default)} {default[0].platform.upper()}"
     have += "" if default[0].platform == "cpu" else f" and {len(emulated)} CPU"
-    raise RuntimeError(
+    raise ValueError(
         f"n_devices={n_devices} devices were asked for, and JAX has already started with {have} devices. Start over "
         f"with jax.config.update('jax_num_cpu_devices', {n_devices}) before anything uses a device, or with the "
         f"environment variable XLA_FLAGS=--xla_force_host_platform_device_count={n_devices}"

@@ -86,6 +86,7 @@ def latency_us(
     warmup: int = 3,
     chain: int = 1,
     on_sample: Callable[[], None] | None = None,
+    on_compiled: Callable[[jax.stages.Compiled], None] | None = None,
 ) -> Timing:
     """Times `fn(*args)` after compiling it and warming up; see `Timing`.
 
@@ -96,6 +97,7 @@ def latency_us(
         warmup: samples run first and thrown away.
         chain: calls per sample, in one compiled program; 1 times single calls, host launch included.
         on_sample: called after every sample, for a progress bar.
+        on_compiled: called with the program before it is timed, to check what will be timed.
 
     Raises:
         ValueError: `n_iters`, `warmup` or `chain` out of range.
@@ -110,6 +112,8 @@ def latency_us(
     start = time.perf_counter()
     compiled = lowered.compile()
     compile_s = time.perf_counter() - start
+    if on_compiled is not None:
+        on_compiled(compiled)
     samples = []
     for i in range(warmup + n_iters):
         start = time.perf_counter()
@@ -166,7 +170,12 @@ def hardware(devices: list[jax.Device]) -> str:
 
 
 def git_commit() -> str | None:
-    """The commit this package was run from, with "-dirty" for uncommitted changes; None outside a git checkout."""
+    """The commit this package was run from, with "-dirty" for uncommitted changes; None outside a git checkout.
+
+    A machine that holds a copy of the tree without its history says the commit in `TREE_ATTN_GIT_COMMIT`.
+    """
+    if "TREE_ATTN_GIT_COMMIT" in os.environ:
+        return os.environ["TREE_ATTN_GIT_COMMIT"]
     folder = pathlib.Path(__file__).parent
     try:
         commit = _git(folder, "rev-parse", "HEAD")

@@ -1,0 +1,78 @@
+"""`tree-attn`: finds the command that was asked for, and imports only that one."""
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+# One line each, here and not in the commands' modules, so that `tree-attn --help` need not import them.
+COMMANDS = {
+    "demo": "a small Llama answers over 8 devices by tree, ring and single-device attention, with the same tokens",
+    "generate": "generate text with a Llama of yours, its KV cache sharded over devices",
+    "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
+    "doctor": "list devices, links, versions and what can run here, and for what cannot, why",
+}
+
+_EPILOG = """\
+start here:
+  tree-attn demo                                      no GPU needed
+  tree-attn compare --devices 8 --keys 8192,65536 --out results/
+  tree-attn COMMAND --help                            every option, with examples
+
+Without enough accelerators, devices are emulated on the CPU: right in every result, and no guide to speed.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 0 done, 1 a check failed, 2 it was called wrongly.
+
+    Errors a user can act on are one line on stderr; with TREE_ATTN_TRACEBACK=1 in the environment they are raised.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(argv)
+    args = parser.parse_args(argv)
+    if args.command_name is None:
+        parser.print_help()
+        return 2
+    args.command_line = shlex.join(["tree-attn", *argv])
+    try:
+        return _module(args.command_name).run(args)
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
+        if os.environ.get("TREE_ATTN_TRACEBACK"):
+            raise
+        print(f"tree-attn {args.command_name}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tree-attn",
+        description="Exact attention over a KV cache that is sharded along the sequence.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", title="commands")
+    if "--version" in argv[:1]:
+        from importlib import metadata
+
+        print(f"tree-attn {metadata.version('tree-attn')}")
+        raise SystemExit(0)
+    named = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == named:
+            module = _module(name)
+            command.description = module.HELP
+            module.add_arguments(command)
+    return parser
+
+
+def _module(name: str):
+    return importlib.import_module(f"tree_attn.commands.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""`tree-attn doctor`: what is here, what can run, and for what cannot, why."""
+
+import argparse
+import json
+import shutil
+import subprocess
+from typing import Any
+
+HELP = """\
+Lists the devices, the links between them, the versions installed, and which local kernels and reductions can run here;
+for each that cannot, why. Takes no model and changes nothing.
+
+examples:
+  tree-attn doctor
+  tree-attn doctor --json | python3 -m json.tool
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tree-attn doctor`."""
+    parser.add_argument("--devices", type=int, help="look at this many (default: all there are; emulated if too few)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examines and prints; returns 0."""
+    report = examine(args.devices)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+    return 0
+
+
+def examine(n_devices: int | None = None) -> dict[str, Any]:
+    """Everything `tree-attn doctor` shows, ready for JSON.
+
+    Returns:
+        `hardware`, `devices`, `links` (`neighbour_gb_per_s`, `nvidia_smi_topo`), `versions`, `git_commit`, and
+        `implementations` and `reductions`: name -> None where it can run, else the reason why not.
+    """
+    import jax
+
+    from tree_attn import links, measure
+    from tree_attn.devices import ensure_devices
+    from tree_attn.mesh import make_mesh
+
+    devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
+    mesh = make_mesh({"device": len(devices)}, devices)
+    return {
+        "hardware": measure.hardware(devices),
+        "devices": [_describe(device) for device in devices],
+        "links": {"neighbour_gb_per_s": links.neighbour_gb_per_s(mesh), "nvidia_smi_topo": _nvidia_smi_topo()},
+        "versions": measure.versions(),
+        "git_commit": measure.git_commit(),
+        "implementations": _implementations(),
+        "reductions": _reductions(devices),
+    }
+
+
+def _describe(device) -> dict[str, Any]:
+    stats = device.memory_stats() or {}
+    return {
+        "id": device.id,
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "process": device.process_index,
+        "memory_bytes": stats.get("bytes_limit"),
+    }
+
+
+def _implementations() -> dict[str, str | None]:
+    """Every local kernel, tried on a small attention; None where it ran and agreed with the oracle."""
+    from tree_attn.local import IMPLEMENTATIONS
+
+    return {name: IMPLEMENTATIONS[name].unavailable() or _try_implementation(name) for name in IMPLEMENTATIONS}
+
+
+def _try_implementation(name: str) -> str | None:
+    import jax
+    import numpy as np
+
+    from tree_attn import attend
+
+    query, key, value = _small_attention(num_keys=128)
+    try:
+        state = jax.jit(lambda *arrays: attend(*arrays, implementation=name))(query, key, value)
+        return _difference(np.asarray(state.out), query, key, value)
+    except Exception as error:  # whatever keeps it from running is the answer
+        return f"it fails: {type(error).__name__}: {str(error).strip()[:500]}"
+
+
+def _reductions(devices) -> dict[str, str | None]:
+    """Every reduction, tried on a small decoding step over all devices; None where it ran and agreed with the oracle."""
+    from tree_attn.commands.comparison import two_levels
+    from tree_attn.mesh import make_mesh
+    from tree_attn.reduce import REDUCTIONS
+
+    found: dict[str, str | None] = {}
+    for name in REDUCTIONS:
+        sizes = two_levels(len(devices)) if name == "hierarchical" else (len(devices),)
+        if sizes is None:
+            found[name] = f"it needs two mesh axes, and {len(devices)} devices do not factor into two"
+        else:
+            found[name] = _try_reduction(name, make_mesh(dict(zip(("device", "node"), sizes)), devices))
+    return found
+
+
+def _try_reduction(name: str, mesh) -> str | None:
+    import jax
+    import numpy as np
+
+    from tree_attn import tree_decode
+
+    query, key, value = _small_attention(num_keys=16 * mesh.devices.size)
+    axes = tuple(mesh.axis_names)
+    options = dict(axis_name=axes if len(axes) > 1 else axes[0], mesh=mesh, reduction=name, implementation="xla")
+    try:
+        out = jax.jit(lambda *arrays: tree_decode(*arrays, **options))(query, key, value)
+        return _difference(np.asarray(out.addressable_data(0)), query, key, value)
+    except Exception as error:  # whatever keeps it from running is the answer
+        return f"it fails: {type(error).__name__}: {str(error).strip()[:500]}"
+
+
+def _small_attention(num_keys: int):
+    """Host arrays, so that they belong to no device yet: query `[1, 1, 4, 64]`, key and value `[1, S, 2, 64]`."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shapes = ((1, 1, 4, 64), (1, num_keys, 2, 64), (1, num_keys, 2, 64))
+    return tuple(rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in shapes)
+
+
+def _difference(out, query, key, value) -> str | None:
+    import numpy as np
+
+    from tree_attn import reference
+    from tree_attn.commands.comparison_data import tolerance
+
+    expected = reference.attention(query, key, value)[0]
+    error, allowed = np.abs(out.astype(np.float64) - expected).max(), tolerance(expected, "bfloat16")
+    return None if error <= allowed else f"it is WRONG here: off by {error:.3g}, and {allowed:.3g} is allowed"
+
+
+def _nvidia_smi_topo() -> str | None:
+    """NVIDIA's matrix of links, or None where there is no nvidia-smi or it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tree_attn.commands.report import size
+
+    console = Console()
+    console.print(f"{report['hardware']}, tree-attn at commit {report['git_commit'] or 'unknown (not a git checkout)'}")
+    table = Table(title="devices")
+    for column in ("id", "platform", "kind", "process", "memory"):
+        table.add_column(column)
+    for device in report["devices"]:
+        memory = size(device["memory_bytes"])
+        table.add_row(str(device["id"]), device["platform"], device["kind"], str(device["process"]), memory)
+    console.print(table)
+    rate = report["links"]["neighbour_gb_per_s"]
+    console.print("one device: no links" if rate is None else f"to a neighbour: {rate:.1f} GB/s per device")
+    if report["links"]["nvidia_smi_topo"]:
+        console.print(report["links"]["nvidia_smi_topo"], markup=False, highlight=False)
+    for title in ("implementations", "reductions"):
+        table = Table(title=title)
+        for column in ("name", "can run here", "why not"):
+            table.add_column(column)
+        for name, reason in report[title].items():
+            table.add_row(name, "yes" if reason is None else "no", reason or "")
+        console.print(table)
+    installed = {name: version for name, version in report["versions"].items() if version is not None}
+    console.print("versions: " + ", ".join(f"{name} {version}" for name, version in installed.items()))

@@ -1,0 +1,55 @@
+"""How fast neighbouring devices exchange data: the bare transfer that a ring cannot beat."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+_HOPS = 8
+
+
+def neighbour_gb_per_s(mesh: Mesh, num_bytes: int | None = None, n_iters: int = 5) -> float | None:
+    """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
+
+    A chain of `ppermute`s, each sending what the one before received, in one program; all axes of the mesh form one
+    ring.
+
+    Args:
+        num_bytes: size of one transfer; default 256 MB, and 4 MB between emulated devices. A device holds a few such
+            buffers meanwhile.
+
+    Returns:
+        GB/s, or None where there is one device.
+
+    Example:
+        >>> neighbour_gb_per_s(make_mesh({"device": 8}))
+    """
+    n_devices = mesh.devices.size
+    if n_devices == 1:
+        return None
+    if num_bytes is None:
+        num_bytes = 4_000_000 if mesh.devices.flat[0].platform == "cpu" else 256_000_000
+    axes = tuple(mesh.axis_names)
+    permutation = [(i, (i + 1) % n_devices) for i in range(n_devices)]
+    num_elements = max(1, num_bytes // 4)
+
+    def send(x):
+        return jax.lax.fori_loop(0, _HOPS, lambda _, y: jax.lax.ppermute(y, axes, permutation), x)
+
+    def fill():
+        return jnp.full((1, num_elements), jax.lax.axis_index(axes), jnp.float32)
+
+    shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
+    whole = jax.jit(shard_map(fill, in_specs=()))()
+    program = jax.jit(shard_map(send, in_specs=P(axes))).lower(whole).compile()
+    jax.block_until_ready(program(whole))
+    seconds = []
+    for _ in range(n_iters):
+        start = time.perf_counter()
+        jax.block_until_ready(program(whole))
+        seconds.append(time.perf_counter() - start)
+    return _HOPS * num_elements * 4 / float(np.median(seconds)) / 1e9
