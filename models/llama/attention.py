@@ -35,14 +35,14 @@ class Attention:
 
     Attributes:
       name: one of `ATTENTIONS`.
-      reduction: how `tree` reduces across devices, as resolved by `tree_attn.reduce.choose_reduction`; None for others.
+      reduction: how `tree` reduces across devices: the name that was given, or the one chosen; None for the others.
       num_shards: shards of the sequence.
       prefill: `(query, key, value, lengths) -> out`, causal, all in storage order; `[B, S, N, H]` and `[B, S, K, H]`.
       decode: `(query, key, value, lengths) -> out`; query `[B, T, N, H]` at the last `T` positions, keys in storage order.
     """
 
     name: str
-    reduction: str | tuple[str, ...] | None
+    reduction: str | None
     num_shards: int
     prefill: Callable[..., jax.Array]
     decode: Callable[..., jax.Array]
@@ -71,15 +71,8 @@ def by_name(
     Example:
       >>> attention = by_name("tree", sharding, reduction="allreduce")
     """
-    if name not in ATTENTIONS:
-        raise ValueError(f"attention={name!r}: must be one of {', '.join(ATTENTIONS)}")
-    if reduction is not None and name != "tree":
-        raise ValueError(f"{reduction=}: attention={name!r} does not reduce across devices; only 'tree' takes one")
     num_shards = sharding.num_shards("sequence")
-    if name == "single" and num_shards != 1:
-        raise ValueError(f"attention='single': the mesh gives sequence {num_shards} devices; it must be 1")
-    if name == "tree":
-        reduction = choose_reduction(reduction, as_tuple(sharding.sequence))
+    reduction = check_choice(name, reduction, as_tuple(sharding.sequence), num_shards)
     check_implementation(implementation)
     if name == "single":
         prefill, decode = _single(implementation)
@@ -88,6 +81,23 @@ def by_name(
         tree = functools.partial(tree_attn.tree_decode, reduction=reduction)
         prefill, decode = _sharded(tree if name == "tree" else ring_baseline.ring_decode, options)
     return Attention(name=name, reduction=reduction, num_shards=num_shards, prefill=prefill, decode=decode)
+
+
+def check_choice(name: str, reduction: str | None, axes: tuple[str, ...], num_shards: int) -> str | None:
+    """The reduction that attention `name` will use over these mesh axes; raises ValueError as `by_name` does.
+
+    It needs no model, so that a command can refuse a wrong choice before it reads one.
+    """
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention={name!r}: must be one of {', '.join(ATTENTIONS)}")
+    if reduction is not None and name != "tree":
+        raise ValueError(f"{reduction=}: attention={name!r} does not reduce across devices; only 'tree' takes one")
+    if name == "single" and num_shards != 1:
+        raise ValueError(f"attention='single': keeps all keys on one device, but the sequence has {num_shards}")
+    if name != "tree":
+        return None
+    chosen = choose_reduction(reduction, axes)
+    return "hierarchical" if isinstance(chosen, tuple) else chosen
 
 
 def _sharded(method: Callable, options: dict[str, Any]) -> tuple[Callable, Callable]:

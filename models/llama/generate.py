@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from models.llama.attention import BLOCK_SIZE, Attention
+from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.sampling import Sampling, choose
 from tree_attn.cache import KVCache
@@ -51,6 +52,25 @@ class Generation:
     per_token_s: float | None
 
 
+def check_request(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raises ValueError for what `Generator.stream` refuses; it needs only the configuration."""
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ValueError(f"prompts: must be one or more, of one or more tokens each; got {[len(p) for p in prompts]}")
+    if max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=}: must be 1 or more")
+    longest = max(len(prompt) for prompt in prompts)
+    if longest + max_new_tokens > config.max_position:
+        raise ValueError(
+            f"{max_new_tokens=}: with a prompt of {longest} tokens it must be at most "
+            f"{config.max_position - longest}; the model has {config.max_position} positions"
+        )
+    for prompt in prompts:
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise ValueError(
+                f"prompts: token ids span {min(prompt)} to {max(prompt)}; must be in [0, {config.vocab_size})"
+            )
+
+
 class Generator:
     """Generates with one model and one attention. Programs are compiled once per shape and kept.
 
@@ -78,31 +98,14 @@ class Generator:
           ValueError: before anything is compiled: no prompt, an empty one, a token that the vocabulary lacks, or more
             tokens than the model has positions.
         """
-        self._check(prompts, max_new_tokens)
+        check_request(self.config, prompts, max_new_tokens)
         return self._steps(prompts, max_new_tokens)
 
     def programs(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Programs:
         """The programs that `stream` would run on these prompts."""
-        self._check(prompts, max_new_tokens)
+        check_request(self.config, prompts, max_new_tokens)
         tokens, lengths = self._lay_out(prompts)
         return self._compile(tokens, lengths, self._empty_cache(prompts, max_new_tokens))
-
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        if not prompts or not all(len(prompt) for prompt in prompts):
-            raise ValueError(f"prompts: must be one or more, of one or more tokens each; got {[len(p) for p in prompts]}")
-        if max_new_tokens < 1:
-            raise ValueError(f"{max_new_tokens=}: must be 1 or more")
-        longest = max(len(prompt) for prompt in prompts)
-        if longest + max_new_tokens > self.config.max_position:
-            raise ValueError(
-                f"{max_new_tokens=}: with a prompt of {longest} tokens it must be at most "
-                f"{self.config.max_position - longest}; the model has {self.config.max_position} positions"
-            )
-        for prompt in prompts:
-            if not 0 <= min(prompt) <= max(prompt) < self.config.vocab_size:
-                raise ValueError(
-                    f"prompts: token ids span {min(prompt)} to {max(prompt)}; must be in [0, {self.config.vocab_size})"
-                )
 
     def _padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
         unit = self.attention.num_shards * BLOCK_SIZE

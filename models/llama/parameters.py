@@ -58,24 +58,6 @@ def abstract(sharding: LlamaSharding, dtype: DTypeLike) -> Create:
     return create
 
 
-def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
-    """Normal numbers scaled by the square root of the fan-in, norms set to 1; made where they live."""
-
-    def create(parameter: Parameter) -> jax.Array:
-        sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
-        place = sharding.named(*parameter.axes)
-        if parameter.fan_in is None:
-            return jax.device_put(jnp.ones(parameter.shape, dtype), place)
-        # The name keys the stream, so that a parameter does not change when another one is added.
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(parameter.name.encode()))
-        scale = jnp.asarray(parameter.fan_in**-0.5, dtype)
-        draw = jax.jit(lambda key: scale * jax.random.normal(key, parameter.shape, dtype), out_shardings=place)
-        return draw(key)
-
-    return create
-
-
-
 Index = tuple[slice, ...]
 ReadSlice = Callable[[Parameter, int | None, Index], np.ndarray]
 
@@ -121,6 +103,20 @@ def from_slices(
         return jax.make_array_from_callback(parameter.shape, sharding.named(*parameter.axes), callback)
 
     return create
+
+
+def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
+    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices."""
+
+    def read(parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
+        shape = parameter.shape[1:] if parameter.is_stacked else parameter.shape
+        if parameter.fan_in is None:
+            return np.ones(shape, np.float32)[index]
+        # The name keys the stream, so that a parameter does not change when another one is added.
+        stream = np.random.default_rng([seed, zlib.crc32(parameter.name.encode()), layer or 0])
+        return (stream.standard_normal(shape, np.float32) * np.float32(parameter.fan_in**-0.5))[index]
+
+    return from_slices(sharding, dtype, read)
 
 
 def moved(model: nnx.Module, sharding: LlamaSharding) -> Create:

@@ -35,6 +35,11 @@ class Place:
             raise ValueError(f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1")
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes of the sequence, fastest link first."""
+        return ("near", "far") if self.two_levels else ("sequence",)
+
+    @property
     def _near(self) -> int:
         """Devices of the inner level: all but the smallest factor, for the fast links reach most neighbours."""
         count = len(self.devices)
@@ -42,10 +47,10 @@ class Place:
 
     def sharding(self, config: LlamaConfig) -> LlamaSharding:
         """The sequence over all devices; MLP and vocabulary too where they divide."""
-        if not self.two_levels:
-            return spread_over(config, make_mesh({"sequence": len(self.devices)}, self.devices))
-        shape = {"near": self._near, "far": len(self.devices) // self._near}
-        return spread_over(config, make_mesh(shape, self.devices), sequence=tuple(shape))
+        near = self._near
+        sizes = (near, len(self.devices) // near) if self.two_levels else (len(self.devices),)
+        mesh = make_mesh(dict(zip(self.axes, sizes, strict=True)), self.devices)
+        return spread_over(config, mesh, sequence=self.axes if self.two_levels else self.axes[0])
 
     @property
     def dtype(self) -> DTypeLike:
@@ -70,7 +75,8 @@ def phase(description: str) -> Iterator[None]:
     """A spinner on stderr while something without a measure runs."""
     import rich.console
 
-    with rich.console.Console(stderr=True).status(description):
+    console = rich.console.Console(stderr=True)
+    with console.status(description) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
@@ -94,6 +100,6 @@ def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: D
         progress.TimeElapsedColumn(),
     )
     console = rich.console.Console(stderr=True)
-    with progress.Progress(*columns, console=console, transient=True) as bar:
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading weights onto {sharding.mesh.size} devices", total=checkpoint.num_bytes(dtype))
         return checkpoint.load(sharding, dtype, lambda count: bar.advance(task, count))

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
     parser.add_argument("--prompt", default=PROMPT, help=f"what to ask; default: {PROMPT}")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="stop after N tokens; default 48")
-    parser.add_argument("--model", default="smollm2", help="smollm2 (default), a Hugging Face folder or id, or a .gguf file")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2 (default), a Hugging Face folder or id, or a .gguf file"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,23 +47,34 @@ class Outcome:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the three and prints answer and table; returns 0, or 1 when their tokens differ."""
+    import jax
+    import jax.numpy as jnp
+
     from models.llama import load, session
+    from models.llama.generate import check_request
 
     devices = session.choose_devices(args.devices)
-    checkpoint = session.open_with_progress(args.model)
-    tokenizer = checkpoint.tokenizer
     many, one = session.Place(devices=devices), session.Place(devices=devices[:1])
-    prompt_ids = (
-        tokenizer.encode_chat([{"role": "user", "content": args.prompt}])
-        if tokenizer.chat_template is not None
-        else tokenizer.encode(args.prompt)
-    )
-    model = session.load_with_progress(checkpoint, many.sharding(checkpoint.config), many.dtype)
-    outcomes = [_try(name, model, prompt_ids, args.max_new_tokens, tokenizer.stop_ids) for name in ("tree", "ring")]
-    alone = load.move(model, one.sharding(checkpoint.config))
-    outcomes.append(_try("single", alone, prompt_ids, args.max_new_tokens, tokenizer.stop_ids))
-    _report(args.prompt, tokenizer, outcomes, is_emulated=devices[0].platform == "cpu")
+    checkpoint = session.open_with_progress(args.model)
+    prompt_ids = _encode(checkpoint.tokenizer, args.prompt)
+    check_request(checkpoint.config, [prompt_ids], args.max_new_tokens)
+    sharding = many.sharding(checkpoint.config)
+    # Whole float32 products: with fewer digits, near ties would fall differently on one device and on many.
+    with jax.default_matmul_precision("float32"):
+        model = session.load_with_progress(checkpoint, sharding, jnp.float32)
+        outcomes = [
+            _try(name, model, prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids) for name in ("tree", "ring")
+        ]
+        alone = load.move(model, one.sharding(checkpoint.config))
+        outcomes.append(_try("single", alone, prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids))
+    _report(args.prompt, checkpoint.tokenizer, outcomes, is_emulated=devices[0].platform == "cpu")
     return _compare(outcomes)
+
+
+def _encode(tokenizer, prompt: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
 
 
 def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids) -> Outcome:
@@ -71,7 +84,8 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
     from models.llama import Generator, by_name, generate
 
     generator = Generator(model, by_name(name, model.sharding))
-    with progress.Progress(console=rich.console.Console(stderr=True), transient=True) as bar:
+    console = rich.console.Console(stderr=True)
+    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"{name}: compiling", total=None)
         programs = generator.programs([prompt_ids], max_new_tokens)
         bar.update(task, description=f"{name}: generating", total=max_new_tokens)

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", required=True, help="what the model is asked, or the text it continues")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template (default if it has one)")
+    form.add_argument(
+        "--chat", action="store_true", help="wrap the prompt in the model's chat template (default if it has one)"
+    )
     form.add_argument("--raw", action="store_true", help="send the prompt as it is")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens; default 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
@@ -34,25 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, metavar="P", help="draw among the most likely tokens that make up P")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens; default 0")
     parser.add_argument("--attention", default="tree", metavar="NAME", help="tree (default), ring or single")
-    parser.add_argument("--reduction", metavar="NAME", help="of tree: allreduce, gather or hierarchical; default: its own choice")
-    parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1")
+    parser.add_argument(
+        "--reduction", metavar="NAME", help="of tree: allreduce, gather or hierarchical; default: its own choice"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
+    )
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: ids, text and times")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
-    from models.llama import ATTENTIONS, Generator, Sampling, by_name, generate, session
+    from models.llama import Generator, Sampling, by_name, generate, session
+    from models.llama.attention import check_choice
+    from models.llama.generate import check_request
     from models.llama.tokenizer import TextStream
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    if args.attention not in ATTENTIONS:
-        raise ValueError(f"attention={args.attention!r}: must be one of {', '.join(ATTENTIONS)}")
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    check_choice(args.attention, args.reduction, place.axes, len(devices))
     checkpoint = session.open_with_progress(args.model)
+    prompt_ids = _encode(checkpoint.tokenizer, args)
+    check_request(checkpoint.config, [prompt_ids], args.max_new_tokens)
     sharding = place.sharding(checkpoint.config)
     attention = by_name(args.attention, sharding, reduction=args.reduction)
-    prompt_ids = _encode(checkpoint.tokenizer, args)
     model = session.load_with_progress(checkpoint, sharding, place.dtype)
     generator = Generator(model, attention, sampling)
     with session.phase("compiling ..."):

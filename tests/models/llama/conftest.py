@@ -1,5 +1,7 @@
 """Fixtures of the Llama tests: meshes, tiny random models, and SmolLM2 itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,6 +38,7 @@ def tiny_config() -> LlamaConfig:
 def tiny_model(tiny_config, sharding_over):
     """`tiny_model(n)`: the same random float32 Llama on any number of devices."""
 
+    @functools.cache
     def make(num_devices: int) -> Llama:
         sharding = sharding_over(tiny_config, num_devices)
         return Llama(tiny_config, sharding, parameters.random(sharding, jnp.float32))

@@ -1,0 +1,143 @@
+"""Llama configurations: the published sizes, and what a `config.json` may and may not say."""
+
+import dataclasses
+
+import pytest
+
+from models.llama import PRESETS, Llama3RopeScaling, LlamaConfig, from_huggingface, preset
+from models.llama.load import num_parameters
+
+LLAMA_3_2_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-2-7b", 6.738),
+        ("llama-2-13b", 13.016),
+        ("llama-2-70b", 68.977),
+        ("llama-3-8b", 8.030),
+        ("llama-3-70b", 70.554),
+        ("llama-3.1-8b", 8.030),
+        ("llama-3.1-70b", 70.554),
+        ("llama-3.1-405b", 405.853),
+        ("llama-3.2-1b", 1.236),
+        ("llama-3.2-3b", 3.213),
+        ("smollm2-135m", 0.135),
+        ("smollm2-360m", 0.362),
+        ("smollm2-1.7b", 1.711),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, billions):
+    assert num_parameters(preset(name)) / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_every_preset_is_counted_above():
+    assert len(PRESETS) == 13
+
+
+def test_config_json_as_transformers_4_writes_it():
+    assert from_huggingface(LLAMA_3_2_1B) == preset("llama-3.2-1b")
+
+
+def test_config_json_as_transformers_5_writes_it():
+    source = dict(LLAMA_3_2_1B)
+    scaling = source.pop("rope_scaling")
+    source["rope_parameters"] = {**scaling, "rope_theta": source.pop("rope_theta")}
+    assert from_huggingface(source) == preset("llama-3.2-1b")
+
+
+def test_config_json_of_llama_2_leaves_things_out():
+    source = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "vocab_size": 32000,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    assert from_huggingface(source) == preset("llama-2-7b")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model_type", "mistral", "model_type='mistral'"),
+        ("architectures", ["LlamaForSequenceClassification"], "architectures='LlamaForSequenceClassification'"),
+        ("hidden_act", "gelu", "hidden_act='gelu'"),
+        ("attention_bias", True, "attention_bias=True"),
+        ("mlp_bias", True, "mlp_bias=True"),
+        ("quantization_config", {"bits": 4}, "quantization_config"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type='yarn'"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type='linear'"),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
+        ("rope_scaling", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("hidden_size", None, "hidden_size is missing"),
+        ("vocab_size", "many", "vocab_size='many'"),
+        ("num_key_value_heads", 5, "num_heads=32: must be a multiple of num_kv_heads=5"),
+    ],
+)
+def test_config_json_of_another_model_is_refused_by_field(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        from_huggingface({**LLAMA_3_2_1B, field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"hidden_size": 2.5}, "hidden_size=2.5"),
+        ({"num_heads": True}, "num_heads=True"),
+        ({"num_heads": 3}, "num_heads=3: must be a multiple of num_kv_heads=2"),
+        ({"head_dim": 7}, "head_dim=7: must be even"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0"),
+        ({"eos_token_ids": (64,)}, r"64: must be in \[0, vocab_size=64\)"),
+    ],
+)
+def test_config_checks_itself(tiny_config: LlamaConfig, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(tiny_config, **changes)
+
+
+def test_rope_scaling_checks_itself():
+    with pytest.raises(ValueError, match="factor=0"):
+        Llama3RopeScaling(factor=0)
+    with pytest.raises(ValueError, match=r"high_freq_factor=1.0: must be above low_freq_factor=1.0"):
+        Llama3RopeScaling(factor=8.0, high_freq_factor=1.0)
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"name='llama-4': must be one of llama-2-7b, .*smollm2-1.7b"):
+        preset("llama-4")

@@ -1,0 +1,174 @@
+"""The model and its generation: prefill against decode, ragged batches, placements, stops, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama import Generator, Llama, Sampling, by_name, generate, parameters
+from tree_attn.cache import KVCache
+
+PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    """New tokens of the prompts on one device."""
+    return new_ids(tiny_model(1), "single")
+
+
+def new_ids(model, name, prompts=PROMPTS, count=6, **options) -> list[list[int]]:
+    generator = Generator(model, by_name(name, model.sharding, **options))
+    return [result.new_ids for result in generate(generator, prompts, count)]
+
+
+def empty_cache(model, batch: int, capacity: int) -> KVCache:
+    return KVCache.create(
+        batch=batch,
+        capacity=capacity,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=jnp.float32,
+        mesh=model.sharding.mesh,
+        axis_name=model.sharding.sequence,
+        num_layers=model.config.num_layers,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "options"),
+    [("tree", 8, {"reduction": "allreduce"}), ("tree", 3, {"reduction": "gather"}), ("ring", 8, {}), ("ring", 3, {})],
+)
+def test_every_attention_on_every_number_of_devices_gives_the_same_tokens(
+    tiny_model, expected, name, num_devices, options
+):
+    assert new_ids(tiny_model(num_devices), name, **options) == expected
+
+
+def test_a_sequence_does_not_depend_on_its_batch(tiny_model, expected):
+    model = tiny_model(1)
+    assert [new_ids(model, "single", [prompt])[0] for prompt in PROMPTS] == expected
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [("tree", 8), ("ring", 3), ("single", 1)])
+def test_prefill_equals_decoding_the_prompt_token_by_token_or_in_pieces(tiny_model, name, num_devices):
+    model = tiny_model(num_devices)
+    attention = by_name(name, model.sharding)
+    tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]], np.int32)
+    # To any multiple of the shards; what it is padded with must not matter.
+    padded = np.pad(tokens, ((0, 0), (0, 24 - tokens.shape[1])), constant_values=63)
+    order = attention.storage_order(24)
+    prefill = jax.jit(lambda *args: model.prefill(*args, attention, all_logits=True))
+    whole, cache = prefill(padded[:, order.positions], jnp.array([11], jnp.int32), empty_cache(model, 1, 24))
+    whole = np.asarray(whole)[:, order.indices][:, :11]
+    assert cache.lengths.tolist() == [11]
+
+    decode = jax.jit(lambda tokens, cache: model.decode(tokens, cache, attention))
+    cache, pieces = empty_cache(model, 1, 24), []
+    for start, stop in ((0, 1), (1, 2), (2, 6), (6, 11)):
+        logits, cache = decode(tokens[:, start:stop], cache)
+        pieces.append(np.asarray(logits))
+    assert cache.lengths.tolist() == [11]
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=0, atol=1e-5)
+
+
+def test_generation_ends_at_a_stop_token_which_is_not_returned(tiny_model, expected):
+    model = tiny_model(1)
+    generator = Generator(model, by_name("single", model.sharding))
+    heard = []
+    stop = expected[0][2]
+    (result,) = generate(generator, PROMPTS[:1], 6, stop_ids=[stop], on_token=lambda *token: heard.append(token))
+    first = expected[0].index(stop)
+    assert result.stopped
+    assert result.new_ids == expected[0][:first]
+    assert heard == [(0, token) for token in result.new_ids]
+    (unstopped,) = generate(generator, PROMPTS[:1], 6)
+    assert not unstopped.stopped
+    assert unstopped.prefill_s > 0
+    assert unstopped.per_token_s > 0
+
+
+def test_a_seed_draws_the_same_tokens_and_another_seed_others(tiny_model):
+    model = tiny_model(1)
+
+    def drawn(seed: int) -> list[int]:
+        sampling = Sampling(temperature=1.0, top_k=30, top_p=0.95, seed=seed)
+        return generate(Generator(model, by_name("single", model.sharding), sampling), [[1, 2, 3]], 12)[0].new_ids
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
+def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
+    def num_lines(num_layers: int) -> int:
+        config = dataclasses.replace(tiny_config, num_layers=num_layers)
+        sharding = sharding_over(config, 1)
+        model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
+        generator = Generator(model, by_name("single", sharding))
+        return generator.programs([[1, 2]], 2).decode.as_text().count("\n")
+
+    assert num_lines(2) == num_lines(9)
+
+
+def test_a_profile_reads_like_the_source(tiny_model):
+    model = tiny_model(8)
+    text = Generator(model, by_name("tree", model.sharding)).programs([[1, 2]], 2).decode.as_text()
+    for scope in ("/embed/", "/layers/", "/attention/rope/", "/attention/attend/", "/mlp/", "/head/", "/choose/"):
+        assert scope in text
+
+
+def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
+    model = tiny_model(8)
+    generator = Generator(model, by_name("tree", model.sharding))
+    memory = generator.programs([[1, 2, 3]], 61).decode.memory_analysis()
+    keys_and_values = 2 * tiny_config.num_layers * 64 // 8 * tiny_config.num_kv_heads * tiny_config.head_dim * 4
+    assert memory.alias_size_in_bytes >= keys_and_values
+
+
+def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
+    sharding = sharding_over(tiny_config, 8)
+    model = Llama(tiny_config, sharding, parameters.random(sharding, jnp.bfloat16))
+    steps = list(Generator(model, by_name("tree", sharding)).stream([[1, 2, 3]], 2))
+    assert all(step.logits.dtype == jnp.float32 for step in steps)
+    assert all(bool(jnp.all(jnp.isfinite(step.logits))) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_new_tokens", "message"),
+    [
+        ([], 4, "prompts: must be one or more"),
+        ([[1], []], 4, r"of one or more tokens each; got \[1, 0\]"),
+        ([[1]], 0, "max_new_tokens=0: must be 1 or more"),
+        ([[1] * 100], 29, r"with a prompt of 100 tokens it must be at most 28; the model has 128 positions"),
+        ([[1, 64]], 4, r"token ids span 1 to 64; must be in \[0, 64\)"),
+        ([[-1, 3]], 4, r"token ids span -1 to 3"),
+    ],
+)
+def test_wrong_requests_are_refused_before_anything_is_compiled(tiny_model, prompts, max_new_tokens, message):
+    model = tiny_model(1)
+    generator = Generator(model, by_name("single", model.sharding))
+    with pytest.raises(ValueError, match=message):
+        generator.stream(prompts, max_new_tokens)
+    assert not generator._programs
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "options", "message"),
+    [
+        ("flash", 8, {}, "attention='flash': must be one of tree, ring, single"),
+        ("ring", 8, {"reduction": "gather"}, "attention='ring' does not reduce across devices"),
+        ("single", 8, {}, "attention='single': keeps all keys on one device, but the sequence has 8"),
+        ("tree", 8, {"reduction": "star"}, "reduction must be one of .*'star'"),
+        ("tree", 8, {"reduction": "hierarchical"}, "reduction='hierarchical' needs"),
+        ("tree", 8, {"implementation": "abacus"}, "implementation must be one of .*'abacus'"),
+    ],
+)
+def test_wrong_attentions_are_refused(tiny_config, sharding_over, name, num_devices, options, message):
+    with pytest.raises(ValueError, match=message):
+        by_name(name, sharding_over(tiny_config, num_devices), **options)
+
+
+def test_the_reduction_that_will_run_can_be_read(tiny_config, sharding_over):
+    assert by_name("tree", sharding_over(tiny_config, 8)).reduction == "gather"
+    assert by_name("ring", sharding_over(tiny_config, 8)).reduction is None
