@@ -14,7 +14,8 @@ def make_mesh(axis_shapes: dict[str, int], devices: Sequence[jax.Device] | None 
     """Returns a mesh with the named axes, all of type Auto (JAX's own default changed to Explicit in 0.12).
 
     Args:
-      axis_shapes: axis name -> size, e.g. `{"device": 4, "node": 2}`: for a tuple `axis_name`, fastest link first.
+      axis_shapes: axis name -> size, fastest link first, e.g. `{"device": 4, "node": 2}` for `axis_name=("device",
+        "node")`: four neighbours in each of two nodes. (`mesh.axis_names` then lists them slowest first.)
       devices: which devices, in order; default: the first ones of `jax.devices()`.
     Raises:
       ValueError: a size is not positive, or there are fewer devices than the axes ask for.
@@ -28,9 +29,10 @@ def make_mesh(axis_shapes: dict[str, int], devices: Sequence[jax.Device] | None 
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < needed:
         raise ValueError(f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}")
-    # Neighbours in the device order share the fastest link, so the first axis must vary fastest.
-    grid = np.array(devices[:needed]).reshape(tuple(reversed(axis_shapes.values()))).T
-    return Mesh(grid, tuple(axis_shapes), axis_types=(AxisType.Auto,) * len(axis_shapes))
+    # Neighbours in the device order share the fastest link, so the first axis varies fastest: it comes last in the
+    # grid. (A transposed grid would do as well, but XLA's GPU compiler wants programs that list devices in order.)
+    names, sizes = tuple(reversed(axis_shapes)), tuple(reversed(axis_shapes.values()))
+    return Mesh(np.array(devices[:needed]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:

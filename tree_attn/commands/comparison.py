@@ -27,6 +27,7 @@ KEY_FIELDS = (
     "strategy", "reduction", "implementation", "n_devices", "n_processes", "batch", "num_keys", "num_heads",
     "num_kv_heads", "head_dim", "dtype", "hardware", "jax_version",
 )  # fmt: skip
+AXES = ("device", "node")  # fastest link first
 _RESULT_FIELDS = (
     "latency_us_median", "latency_us_p10", "latency_us_p90", "n_iters", "chain", "timing", "compile_s",
     "peak_memory_bytes_compiled", "peak_memory_bytes_runtime", "peak_memory_bytes_runtime_at_most",
@@ -59,14 +60,14 @@ class Case:
 
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """The devices as one axis, or as two for "hierarchical"."""
-        return make_mesh(dict(zip(("device", "node"), self.axis_sizes)), devices)
+        return make_mesh(dict(zip(AXES, self.axis_sizes)), devices)
 
     def decode(self, mesh: Mesh) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         """The function under comparison, of (query, key, value)."""
         from ring_baseline import ring_decode  # here, so that tree_attn alone does not need ring_baseline
 
-        axes = tuple(mesh.axis_names)
-        options = dict(axis_name=axes if len(axes) > 1 else axes[0], mesh=mesh, implementation=self.implementation)
+        axes = AXES[: len(self.axis_sizes)]
+        options = dict(axis_name=axes, mesh=mesh, implementation=self.implementation)
         if self.strategy == "tree":
             return functools.partial(tree_decode, reduction=self.reduction, **options)
         return functools.partial(ring_decode, variant=self.strategy.removeprefix("ring_"), **options)
