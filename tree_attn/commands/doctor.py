@@ -91,7 +91,7 @@ def _try_implementation(name: str) -> str | None:
 
 
 def _reductions(devices) -> dict[str, str | None]:
-    """Every reduction, tried on a small decoding step over all devices; None where it ran and agreed with the oracle."""
+    """Every reduction, tried on a small step over all devices; None where it ran and agreed with the oracle."""
     from tree_attn.commands.comparison import two_levels
     from tree_attn.mesh import make_mesh
     from tree_attn.reduce import REDUCTIONS
@@ -156,6 +156,7 @@ def _nvidia_smi_topo() -> str | None:
 
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from tree_attn.commands.report import size
@@ -178,7 +179,7 @@ def _print(report: dict[str, Any]) -> None:
         for column in ("name", "can run here", "why not"):
             table.add_column(column)
         for name, reason in report[title].items():
-            table.add_row(name, "yes" if reason is None else "no", reason or "")
+            table.add_row(name, "yes" if reason is None else "no", escape(reason or ""))  # "[flash]" is no markup
         console.print(table)
     installed = {name: version for name, version in report["versions"].items() if version is not None}
     console.print("versions: " + ", ".join(f"{name} {version}" for name, version in installed.items()))

@@ -82,7 +82,7 @@ def print_results(rows: Sequence[dict]) -> None:
             console.print(f"not measured: {label(row)}, {row['num_keys']:,} keys: {row['error']}", markup=False)
     if any(_sends_more_than_predicted(row) for row in rows):
         console.print(
-            "Some programs send more than predicted: XLA on CPU moves 16-bit numbers as float32 (--dtype float32 agrees)."
+            "Some programs send more than predicted: XLA on CPU moves 16-bit numbers as float32 (see --dtype)."
         )
 
 

@@ -1,0 +1,289 @@
+"""`tree-attn compare` on emulated devices: its rows, what it checks before it times, continuing, and failing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tree_attn import cli, make_mesh, reference
+from tree_attn.commands import comparison, comparison_data
+from tree_attn.cost_model import DecodeStep
+
+# The fields that were agreed, all of them.
+FIELDS = [
+    "strategy",
+    "reduction",
+    "implementation",
+    "n_devices",
+    "n_processes",
+    "batch",
+    "num_keys",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "dtype",
+    "latency_us_median",
+    "latency_us_p10",
+    "latency_us_p90",
+    "n_iters",
+    "compile_s",
+    "peak_memory_bytes_compiled",
+    "peak_memory_bytes_runtime",
+    "peak_memory_bytes_predicted",
+    "collectives_lowered",
+    "collectives_compiled",
+    "bytes_sent_per_device_compiled",
+    "bytes_sent_per_device_predicted",
+    "max_abs_error",
+    "hardware",
+    "jax_version",
+    "git_commit",
+    "command",
+]
+SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float32", "--iters", "2"]
+ORDER = ["tree allreduce", "tree gather", "tree hierarchical", "ring_overlapped None", "ring_public None"]
+
+
+def compare(out, *options: str) -> int:
+    return cli.main(["compare", "--out", str(out), *SMALL, *options])
+
+
+def names(rows) -> list[str]:
+    return [f"{row['strategy']} {row['reduction']}" for row in rows]
+
+
+def last_line(capsys) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run over 8 devices at two lengths, and its folder."""
+    out = tmp_path_factory.mktemp("compare")
+    assert compare(out, "--devices", "8", "--keys", "64,128", "--chain", "2") == 0
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return out, rows
+
+
+def test_one_row_per_strategy_and_length(finished):
+    _, rows = finished
+    assert names(rows) == ORDER * 2
+    assert [row["num_keys"] for row in rows] == [64] * 5 + [128] * 5
+    assert all(row["error"] is None for row in rows)
+
+
+def test_rows_have_all_fields_and_sensible_values(finished):
+    _, rows = finished
+    for row in rows:
+        assert set(FIELDS) <= set(row)
+        assert 0 < row["latency_us_p10"] <= row["latency_us_median"] <= row["latency_us_p90"]
+        assert row["max_abs_error"] <= row["tolerance"] < 1e-4
+        assert (row["n_devices"], row["n_processes"], row["n_iters"], row["chain"]) == (8, 1, 2, 2)
+        assert row["peak_memory_bytes_runtime"] is None  # unknown on CPU
+        assert row["oracle_num_keys"] == row["num_keys"]
+        assert row["command"].startswith("tree-attn compare --out ")
+        assert row["jax_version"] == jax.__version__
+
+
+def test_traffic_and_collectives_are_those_predicted(finished):
+    _, rows = finished
+    for row in rows:
+        assert row["bytes_sent_per_device_compiled"] == pytest.approx(row["bytes_sent_per_device_predicted"])
+    collectives = {name: row["collectives_lowered"] for name, row in zip(names(rows), rows)}
+    assert collectives == {
+        "tree allreduce": {"all-reduce": 3},
+        "tree gather": {"all-gather": 1},
+        "tree hierarchical": {"all-gather": 2},
+        "ring_overlapped None": {"collective-permute": 14},
+        "ring_public None": {"collective-permute": 16},
+    }
+
+
+def test_plots_are_drawn(finished):
+    out, _ = finished
+    for name in ("latency", "peak_memory", "communication"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rerun_measures_nothing_again_and_reports_everything(finished, capsys, monkeypatch):
+    out, rows = finished
+    monkeypatch.setattr(comparison, "check_case", None)  # would fail if it were called
+    monkeypatch.setattr(comparison, "time_case", None)
+    assert compare(out, "--devices", "8", "--keys", "64,128") == 0
+    document = last_line(capsys)
+    assert document["rows"] == rows
+    assert document["files"]["results"] == str(out / "results.jsonl")
+    assert len((out / "results.jsonl").read_text().splitlines()) == 10
+
+
+def test_continues_where_it_stopped_after_a_torn_line(tmp_path, capsys):
+    options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
+    assert compare(tmp_path, *options) == 0
+    path = tmp_path / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[1][:40])
+    assert compare(tmp_path, *options) == 0
+    again = path.read_text().splitlines(keepends=True)
+    assert again[0] == lines[0]
+    assert names(json.loads(line) for line in again) == ["tree gather", "ring_overlapped None", "ring_public None"]
+    assert "1 of 3 rows are in" in capsys.readouterr().out
+
+
+def test_what_cannot_run_is_a_row_with_its_reason_and_the_others_go_on(tmp_path, capsys):
+    options = ("--devices", "3", "--keys", "12", "--implementation", "cudnn", "xla", "--no-plots")
+    assert compare(tmp_path, *options) == 0
+    rows = last_line(capsys)["rows"]
+    reasons = {(row["implementation"], row["strategy"], row["reduction"]): row["error"] for row in rows}
+    assert len(reasons) == 10
+    for (implementation, _, reduction), reason in reasons.items():
+        if reduction == "hierarchical":
+            assert "NotImplementedError: reduction 'hierarchical' needs two mesh axes" in reason
+        elif implementation == "cudnn":
+            assert "NotImplementedError: implementation='cudnn' cannot run: cudnn needs a CUDA GPU" in reason
+        else:
+            assert reason is None
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 10
+
+
+def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, capsys, monkeypatch):
+    right = comparison_data.oracle_output
+    monkeypatch.setattr(comparison_data, "oracle_output", lambda *args: right(*args) + 0.01)
+    monkeypatch.setattr(comparison, "time_case", None)
+    assert compare(tmp_path, "--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots") == 1
+    document = last_line(capsys)
+    assert "tree gather (xla, 8 keys, float32) is off by 0.01 from the float64 oracle" in document["error"]
+    assert document["rows"] == []
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_chain_that_skips_collectives_is_not_timed(tmp_path, capsys, monkeypatch):
+    """Without its barrier a chained ring moves K and V once for all steps; that must be noticed, not reported."""
+    monkeypatch.setattr(jax.lax, "optimization_barrier", lambda x: x)
+    assert (
+        compare(tmp_path, "--devices", "2", "--keys", "8", "--reduction", "gather", "--chain", "4", "--no-plots") == 0
+    )
+    errors = {row["strategy"]: row["error"] for row in last_line(capsys)["rows"]}
+    assert "RuntimeError: a chain of 4 steps runs {'collective-permute': 2}" in errors["ring_overlapped"]
+    assert errors["tree"] is None
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--devices", "0", "--keys", "8"), "--devices must be at least 1, got 0"),
+        (("--devices", "2", "--keys", "7"), "--keys must be multiples of --devices 2, got 7; take 6 or 8"),
+        (("--devices", "8", "--keys", "4"), "--keys must be multiples of --devices 8, got 4; take 8"),
+        (("--devices", "2", "--keys", "8", "--iters", "0"), "--iters must be at least 1, got 0"),
+        (("--devices", "2", "--keys", "8", "--chain", "-1"), "--chain must be at least 1, got -1"),
+        (("--devices", "2", "--keys", "8", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads"),
+        (("--devices", "2", "--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
+        (("--devices", "2", "--keys", "8", "--reduction", "sum"), "--reduction must be one of 'allreduce', 'gather'"),
+        (("--devices", "2", "--keys", "8", "--implementation", "triton"), "implementation must be one of"),
+        (("--devices", "9", "--keys", "9", "--no-plots"), "n_devices=9 devices were asked for"),
+        (
+            ("--devices", "2", "--keys", "8", "--process-id", "0"),
+            "coordinator_address, num_processes must be given too",
+        ),
+    ],
+)
+def test_bad_options_are_one_error(tmp_path, capsys, options, message):
+    assert compare(tmp_path, *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tree-attn compare: error: ") and message in error and error.count("\n") == 1
+
+
+def test_keys_that_are_no_numbers(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compare(tmp_path, "--keys", "8k")
+    assert "must be integers such as 8192,65536, got '8k'" in capsys.readouterr().err
+
+
+def test_missing_matplotlib_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert compare(tmp_path, "--devices", "2", "--keys", "8") == 2
+    assert "pip install 'tree-attn[plot]'" in capsys.readouterr().err
+
+
+def make_step(**changes) -> DecodeStep:
+    sizes = dict(batch=2, num_keys=80, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", n_devices=8)
+    return DecodeStep(**(sizes | changes))
+
+
+@pytest.mark.parametrize("block_elements", [1 << 21, 96, 1])  # one block, blocks of 3 (the last overlaps), of 1
+def test_oracle_sees_the_data_that_the_devices_hold(monkeypatch, block_elements):
+    monkeypatch.setattr(comparison_data, "_BLOCK_ELEMENTS", block_elements)
+    step, scope = make_step(), comparison_data.OracleScope(batch=2, num_kv_heads=2, num_keys=80)
+    comparison_data.oracle_output.cache_clear()
+    expected = comparison_data.oracle_output(step, scope, 7)
+    for axes in ({"device": 8}, {"device": 4, "node": 2}):
+        arrays = comparison_data.make_data(step, make_mesh(axes), 7)
+        np.testing.assert_allclose(reference.attention(*arrays)[0], expected, atol=1e-6)
+    comparison_data.oracle_output.cache_clear()
+
+
+def test_data_is_normal_sharded_and_different_everywhere():
+    query, key, value = comparison_data.make_data(make_step(num_keys=8000), make_mesh({"device": 8}), 0)
+    for x in (key, value):
+        assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02
+        assert {shard.data.shape for shard in x.addressable_shards} == {(2, 1000, 2, 8)}
+        assert np.unique(np.asarray(x)).size > 0.95 * x.size  # float32 normals repeat now and then
+    assert query.sharding.is_fully_replicated
+    assert not np.array_equal(key, value)
+
+
+def test_oracle_scope_shrinks_with_size_and_prefers_whole_lengths():
+    scope = comparison_data.oracle_scope
+    small = dict(batch=4, num_heads=16, num_kv_heads=16, head_dim=128)
+    assert scope(make_step(**small, num_keys=800)) == comparison_data.OracleScope(
+        batch=4, num_kv_heads=16, num_keys=800
+    )
+    long = scope(make_step(**small, num_keys=640_000))
+    assert long == comparison_data.OracleScope(batch=1, num_kv_heads=1, num_keys=640_000)
+    endless = scope(make_step(**small, num_keys=5_120_000))
+    assert (endless.batch, endless.num_kv_heads) == (1, 1)
+    assert endless.num_keys == 1_048_576
+
+
+def test_a_partial_oracle_is_recorded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison_data, "ORACLE_ELEMENTS", 16)
+    monkeypatch.setattr(comparison_data, "ORACLE_MAX_ELEMENTS", 64)
+    options = ("--devices", "2", "--batch", "2", "--reduction", "gather", "--no-plots")
+    assert compare(tmp_path, *options, "--keys", "4,16") == 0
+    checked = {
+        row["num_keys"]: (row["oracle_num_keys"], row["oracle_batch"], row["oracle_num_kv_heads"])
+        for row in last_line(capsys)["rows"]
+    }
+    assert checked == {4: (4, 1, 1), 16: (4, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    "n_devices, levels", [(8, (4, 2)), (16, (4, 4)), (6, (3, 2)), (12, (4, 3)), (7, None), (1, None)]
+)
+def test_two_levels(n_devices, levels):
+    assert comparison.two_levels(n_devices) == levels
+
+
+def test_several_processes_make_one_set_of_rows(tmp_path):
+    """Two processes of two emulated devices; the first writes and prints, the second is silent."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    options = ["--devices", "4", "--keys", "16", "--no-plots", "--out", str(tmp_path), *SMALL]
+    options += ["--coordinator-address", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    command = [sys.executable, "-m", "tree_attn.cli", "compare", *options]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert not [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")]
+    rows = json.loads(outputs[0][0].splitlines()[-1])["rows"]
+    assert names(rows) == ORDER
+    assert {(row["n_processes"], row["n_devices"], row["error"]) for row in rows} == {(2, 4, None)}

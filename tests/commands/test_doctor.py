@@ -1,0 +1,61 @@
+"""`tree-attn doctor` on emulated devices: everything is listed, and what cannot run says why."""
+
+import json
+
+import pytest
+
+from tree_attn import cli
+from tree_attn.commands import doctor
+from tree_attn.local import IMPLEMENTATIONS
+from tree_attn.reduce import REDUCTIONS
+
+
+@pytest.fixture(scope="module")
+def report():
+    return doctor.examine(8)
+
+
+def test_lists_devices_links_and_versions(report):
+    assert len(report["devices"]) == 8
+    assert report["devices"][3] == {"id": 3, "platform": "cpu", "kind": "cpu", "process": 0, "memory_bytes": None}
+    assert report["links"]["neighbour_gb_per_s"] > 0
+    assert report["versions"]["jax"]
+
+
+def test_every_implementation_and_reduction_is_there(report):
+    assert set(report["implementations"]) == set(IMPLEMENTATIONS)
+    assert set(report["reductions"]) == set(REDUCTIONS)
+
+
+def test_what_can_run_has_no_reason_and_what_cannot_has_one(report):
+    assert report["implementations"]["xla"] is None
+    assert "needs a CUDA GPU" in report["implementations"]["cudnn"]
+    assert report["implementations"]["flash_attn"]
+    assert set(report["reductions"].values()) == {None}
+
+
+def test_a_kernel_that_is_wrong_here_is_reported(monkeypatch):
+    monkeypatch.setattr("tree_attn.reference.attention", lambda query, *_: (0 * query + 100.0, None))
+    assert "it is WRONG here: off by" in doctor.examine(1)["implementations"]["xla"]
+
+
+def test_one_device_has_no_links_and_no_levels():
+    report = doctor.examine(1)
+    assert report["links"]["neighbour_gb_per_s"] is None
+    assert "needs two mesh axes" in report["reductions"]["hierarchical"]
+
+
+def test_json_is_one_document(capsys):
+    assert cli.main(["doctor", "--devices", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"].startswith("2 emulated CPU devices")
+
+
+def test_tables_show_the_reasons(capsys):
+    assert cli.main(["doctor", "--devices", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "cudnn" in text and "xla" in text and "versions:" in text
+
+
+def test_too_many_devices_is_one_error(capsys):
+    assert cli.main(["doctor", "--devices", "9"]) == 2
+    assert "n_devices=9 devices were asked for" in capsys.readouterr().err
