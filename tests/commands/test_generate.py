@@ -1,0 +1,91 @@
+"""`tree-attn generate`: what it prints under each attention, and what it refuses before it reads a model."""
+
+import json
+
+import pytest
+
+from tree_attn.cli import main
+
+PROMPT = "What is the capital of France? Answer in one sentence."
+ANSWER = "The capital of France is Paris."
+
+
+def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
+    """Exit status, lines of stdout, and stderr."""
+    status = main(["generate", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "described"),
+    [
+        (["--reduction", "hierarchical"], {"attention": "tree", "reduction": "hierarchical", "n_devices": 8}),
+        (["--attention", "ring", "--devices", "3"], {"attention": "ring", "reduction": None, "n_devices": 3}),
+        (["--attention", "single"], {"attention": "single", "reduction": None, "n_devices": 1}),
+    ],
+)
+def test_smollm2_answers_and_the_last_line_is_json(capsys, arguments, described):
+    status, lines, _ = run(capsys, "--prompt", PROMPT, "--max-new-tokens", "12", "--json", *arguments)
+    assert status == 0
+    assert lines[0] == ANSWER
+    document = json.loads(lines[-1])
+    assert list(document) == [
+        "prompt_ids",
+        "new_ids",
+        "text",
+        "prefill_s",
+        "per_token_s",
+        "attention",
+        "reduction",
+        "n_devices",
+    ]
+    assert document["text"] == ANSWER
+    assert document["new_ids"] == [504, 3575, 282, 4649, 314, 7042, 30]
+    assert document["prompt_ids"][:3] == [1, 9690, 198]
+    assert document["prefill_s"] > 0 < document["per_token_s"]
+    assert {name: document[name] for name in described} == described
+
+
+def test_raw_prompts_are_continued_and_streamed(capsys):
+    arguments = ["--raw", "--prompt", "One, two, three,", "--max-new-tokens", "6", "--attention", "single", "--json"]
+    status, lines, _ = run(capsys, *arguments)
+    assert status == 0
+    document = json.loads(lines[-1])
+    assert "".join(lines[:-1]) == document["text"] == " four, five, six,"
+    assert len(document["prompt_ids"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "flash"], "attention='flash': must be one of tree, ring, single"),
+        (["--attention", "ring", "--reduction", "gather"], "reduction='gather': attention='ring' does not reduce"),
+        (["--attention", "single", "--devices", "2"], "attention='single': keeps all keys on one device"),
+        (["--reduction", "star"], "reduction must be one of"),
+        (["--reduction", "hierarchical", "--devices", "7"], "devices=7: a hierarchical reduction needs a product"),
+        (["--devices", "0"], "n_devices must be an integer of at least 1, got 0"),
+        (["--temperature", "-1"], "temperature=-1.0: must be 0 (greedy)"),
+        (["--top-k", "0"], "top_k=0: must be 1 or more"),
+        (["--top-p", "2"], "top_p=2.0: must be above 0 and at most 1"),
+        (["--seed", "-3"], "seed=-3: must be in"),
+        (["--model", "absent.gguf"], "model='absent.gguf': must be 'smollm2', a folder"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0: must be 1 or more"),
+        (["--max-new-tokens", "9000"], "max_new_tokens=9000: with a prompt of 31 tokens it must be at most 8161"),
+        (["--raw", "--prompt", ""], "prompts: must be one or more, of one or more tokens each; got [0]"),
+    ],
+)
+def test_wrong_arguments_are_one_line_on_stderr(capsys, arguments, message):
+    status, lines, error = run(capsys, "--prompt", "x", *arguments)
+    assert status == 2
+    assert lines == []
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["--prompt", "x", "--raw", "--chat"], ["--prompt", "x", "--top-k", "few"]])
+def test_arguments_that_do_not_parse_show_the_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        run(capsys, *arguments)
+    assert stop.value.code == 2
+    assert "usage: tree-attn generate" in capsys.readouterr().err
