@@ -5,9 +5,12 @@ weights by up to 3 %. The function below it does not. It is private to JAX, so i
 alone, and a test fails loudly when JAX moves it.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from tree_attn.local import xla
 from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState
 
@@ -29,10 +32,11 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> s
         return "cudnn does not support logits_soft_cap"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn supports dtype bfloat16 and float16, not {query.dtype}"
-    if query.shape[-1] > 256 or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]:
+    max_head_dim = 256 if _fused_attention().check_compute_capability("9.0") else 128
+    if query.shape[-1] > max_head_dim or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]:
         return (
-            f"cudnn supports one head dim that is a multiple of 8 up to 256, not {query.shape[-1]} for keys "
-            f"and {value.shape[-1]} for values"
+            f"cudnn supports here one head dim that is a multiple of 8 up to {max_head_dim}, not {query.shape[-1]} "
+            f"for keys and {value.shape[-1]} for values"
         )
     if key.shape[1] == 0:
         return "cudnn does not support key and value with no slots (S = 0)"
@@ -45,6 +49,11 @@ def attend(query, key, value, *, scale: float, logits_soft_cap: None, visible: V
     Lengths alone become cuDNN's padding mask, which reads no more than the valid keys; causal offsets and windows
     become an additive bias `[B, 1, T, S]`, read once beside K and V.
     """
+    return _attend(query, key, value, visible, scale)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxState:
     fused = _fused_attention()
     options = {}
     lengths = visible.local_lengths()
@@ -66,6 +75,20 @@ def attend(query, key, value, *, scale: float, logits_soft_cap: None, visible: V
     return SoftmaxState(
         jnp.where(sees_any[..., None], out, jnp.zeros_like(out)), jnp.where(sees_any, lse, jnp.full_like(lse, -jnp.inf))
     )
+
+
+def _forward(query, key, value, visible, scale):
+    return _attend(query, key, value, visible, scale), (query, key, value, visible)
+
+
+def _backward(scale, residuals, cotangents):
+    """JAX's own rule drops the cotangent of lse without a word, and every merge depends on it: XLA recomputes."""
+    *arrays, visible = residuals
+    _, pull = jax.vjp(partial(xla.attend, scale=scale, logits_soft_cap=None, visible=visible), *arrays)
+    return (*pull(cotangents), None)
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def _fused_attention():

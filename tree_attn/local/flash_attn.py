@@ -65,20 +65,26 @@ def load():
         raise ImportError(f"flash-attn-jax is not installed; install it with: {INSTALL}")
     _preload_cuda_runtime()
     try:
-        return importlib.import_module("flash_attn_jax.flash_fwd")
+        flash_fwd = importlib.import_module("flash_attn_jax.flash_fwd")
     except (ImportError, OSError) as error:
         raise ImportError(
             f"flash-attn-jax is installed but does not load ({error}); install it with: {INSTALL}"
         ) from error
+    # Its own way to the number asks the linker for "libcudart.so", which only an installed CUDA toolkit provides.
+    flash_fwd.get_sm_count = _sm_count
+    return flash_fwd
+
+
+def _sm_count() -> int:
+    return jax.local_devices()[0].core_count
 
 
 def _preload_cuda_runtime() -> None:
-    # The wheel's library lies in no search path; once loaded by its full name the linker finds it by its soname. The
-    # package itself asks for libcudart.so at lowering time, hence RTLD_GLOBAL.
+    # The wheel's library lies in no search path; once loaded by its full name the linker finds it by its soname.
     import ctypes
 
     spec = importlib.util.find_spec("nvidia.cuda_runtime") if importlib.util.find_spec("nvidia") else None
     for folder in (spec.submodule_search_locations if spec else ()) or ():
         library = pathlib.Path(folder) / "lib" / "libcudart.so.12"
         if library.exists():
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(library))

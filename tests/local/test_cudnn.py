@@ -1,0 +1,194 @@
+"""cuDNN's adapter: against a stand-in on any machine, against cuDNN itself where there is a CUDA GPU."""
+
+import enum
+import inspect
+import re
+import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assertions import assert_attention, assert_gradients, assert_same_bits
+from attention_cases import KEYS, OPTIONS, Case
+from dense import dense_attention
+
+from tree_attn import Shard, attend
+from tree_attn.arguments import AttentionOptions
+from tree_attn.local import cudnn
+from tree_attn.masking import visibility
+
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs where JAX finds a CUDA GPU")
+SUPPORTED = {name: options for name, options in OPTIONS.items() if "logits_soft_cap" not in options}
+LENGTHS = np.array([[KEYS, KEYS], [0, 19], [1, 36]], np.int32)
+
+
+def view_of(query, key, **options):
+    return visibility(
+        AttentionOptions(**options),
+        batch=query.shape[0],
+        num_queries=query.shape[1],
+        num_slots=key.shape[1],
+        shard=Shard(),
+    )
+
+
+class MaskType(enum.Enum):
+    NO_MASK, PADDING = range(2)
+
+
+def stand_in_attention(
+    query, key, value, *, scale, return_residual, mask=None, mask_type=MaskType.NO_MASK, q_seqlen=None, kv_seqlen=None
+):
+    """What the private function computes, as far as we rely on it: undefined where a query sees nothing, and with a
+    residual `[B, N, T]` in float32 that passes no gradient on."""
+    assert return_residual
+    visible = jnp.ones((1, 1, 1, key.shape[1]), bool) if mask is None else mask
+    if mask_type == MaskType.PADDING:
+        assert q_seqlen.dtype == kv_seqlen.dtype == jnp.int32
+        visible = (jnp.arange(key.shape[1])[None] < kv_seqlen[:, None])[:, None, None]
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * scale
+    logits = jnp.where(visible, logits, -1e30)
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits).astype(value.dtype), value)
+    return out, jax.lax.stop_gradient(jax.nn.logsumexp(logits, axis=-1))
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    module = types.SimpleNamespace(
+        MaskType=MaskType,
+        dot_product_attention=stand_in_attention,
+        check_cudnn_version=lambda: None,
+        check_compute_capability=lambda capability: True,
+    )
+    monkeypatch.setattr(cudnn, "_fused_attention", lambda: module)
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("options", SUPPORTED.values(), ids=SUPPORTED)
+def test_adapter_does_every_supported_option(options):
+    arrays = Case(dtype="bfloat16").arrays()
+    call = jax.jit(lambda lengths: attend(*arrays, implementation="cudnn", key_value_seq_lengths=lengths, **options))
+    for lengths in LENGTHS:
+        assert_attention(call(lengths), *arrays, key_value_seq_lengths=lengths, **options)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_adapter_without_lengths():
+    arrays = Case(dtype="float16").arrays()
+    assert_attention(attend(*arrays, implementation="cudnn"), *arrays)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["padding", "causal"])
+def test_gradients_include_those_of_lse(options):
+    """JAX's rule for the private function drops them, and every merge of states depends on them."""
+    arrays = Case().arrays()
+    options = options | {"key_value_seq_lengths": np.array([0, 30], np.int32)}
+    view = view_of(*arrays[:2], **options)
+
+    def loss(attention, *arrays):
+        out, lse = attention(*arrays)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse))
+
+    ours = partial(cudnn.attend, scale=8**-0.5, logits_soft_cap=None, visible=view)
+    gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2)))(*arrays)
+    assert_gradients(gradient(ours), gradient(partial(dense_attention, **options)))
+
+
+def shapes(dtype=jnp.bfloat16, head_dim=64, value_dim=None, keys=16):
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    return of(2, 4, 8, head_dim), of(2, keys, 2, head_dim), of(2, keys, 2, value_dim or head_dim)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    "arrays, soft_cap, named",
+    [
+        (shapes(), 2.0, "logits_soft_cap"),
+        (shapes(dtype=jnp.float32), None, "dtype .* not float32"),
+        (shapes(head_dim=100), None, "head dim .* not 100"),
+        (shapes(head_dim=264), None, "head dim .* 256, not 264"),
+        (shapes(value_dim=32), None, "head dim .* 32 for values"),
+        (shapes(keys=0), None, "S = 0"),
+    ],
+)
+def test_what_it_cannot_do_is_named(arrays, soft_cap, named):
+    reason = cudnn.unsupported(*arrays, logits_soft_cap=soft_cap, visible=view_of(*arrays[:2]))
+    assert re.search(f"cudnn .*{named}", reason)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_it_can_do_is_not_refused():
+    arrays = shapes(head_dim=256)
+    assert cudnn.unsupported(*arrays, logits_soft_cap=None, visible=view_of(*arrays[:2], is_causal=True)) is None
+
+
+def test_head_dims_above_128_need_hopper(monkeypatch):
+    monkeypatch.setattr(cudnn._fused_attention(), "check_compute_capability", lambda capability: False)
+    arrays = shapes(head_dim=256)
+    assert "up to 128" in cudnn.unsupported(*arrays, logits_soft_cap=None, visible=view_of(*arrays[:2]))
+
+
+def test_the_private_function_still_takes_what_the_adapter_gives():
+    """Fails when JAX moves or changes it: then `tree_attn/local/cudnn.py` must follow."""
+    fused = cudnn._fused_attention()
+    arrays, lengths = shapes(), jax.ShapeDtypeStruct((2,), jnp.int32)
+    signature = inspect.signature(fused.dot_product_attention)
+    common = {"scale": 0.5, "return_residual": True}
+    signature.bind(*arrays, **common, mask_type=fused.MaskType.PADDING, q_seqlen=lengths, kv_seqlen=lengths)
+    signature.bind(*arrays, **common, mask=None)
+    assert callable(fused.check_cudnn_version) and callable(fused.check_compute_capability)
+
+
+def test_the_private_function_still_gives_a_float32_lse_by_heads_then_queries(monkeypatch):
+    """Traced, not run, so that it needs no GPU. `jax.nn` would hand on a bfloat16 lse (DESIGN, trap 1)."""
+    fused = cudnn._fused_attention()
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(fused, "is_cuda_compute_capability_equal", lambda capability: False)
+    query, key, value = shapes()
+    out, lse = jax.eval_shape(partial(fused.dot_product_attention, scale=0.5, return_residual=True), query, key, value)
+    assert (out.shape, out.dtype) == (query.shape, jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 8, 4), jnp.float32)
+
+
+def gpu_arrays(dtype="bfloat16"):
+    """Sizes of a real call: cuDNN has no kernel for a head dim of 8 or for 37 keys with a bias."""
+    rng = np.random.default_rng(0)
+    sizes = (2, 3, 4, 64), (2, 384, 2, 64), (2, 384, 2, 64)
+    return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", SUPPORTED.values(), ids=SUPPORTED)
+def test_on_a_gpu_every_supported_option(options, dtype):
+    arrays = gpu_arrays(dtype)
+    call = jax.jit(lambda lengths: attend(*arrays, implementation="cudnn", key_value_seq_lengths=lengths, **options))
+    for lengths in np.array([[384, 384], [0, 201], [1, 36]], np.int32):
+        assert_attention(call(lengths), *arrays, key_value_seq_lengths=lengths, **options)
+        assert_same_bits(call(lengths), call(lengths))
+    assert_attention(attend(*arrays, implementation="cudnn", **options), *arrays, **options)
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["plain", "causal"])
+def test_on_a_gpu_the_compiled_program_calls_cudnn(options):
+    call = jax.jit(partial(attend, implementation="cudnn", **options))
+    assert "__cudnn$fmha" in call.lower(*gpu_arrays()).compile().as_text()
+
+
+@needs_gpu
+def test_on_a_gpu_gradients_are_those_of_xla():
+    def loss(name, *arrays):
+        out, lse = attend(*arrays, implementation=name, is_causal=True)
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(lse)
+
+    ours, xlas = (jax.jit(jax.grad(partial(loss, name), argnums=(0, 1, 2)))(*gpu_arrays()) for name in ("cudnn", "xla"))
+    for a, b in zip(ours, xlas, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=float(jnp.finfo(jnp.bfloat16).eps) * np.abs(b).max())
