@@ -1,0 +1,90 @@
+"""Every reduction over every topology: the merge of all devices' states, the same bits on each."""
+
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assertions import assert_rounded_once, assert_state
+from jax.sharding import PartitionSpec as P
+
+from tree_attn import SoftmaxState, make_mesh, merge_states
+from tree_attn.reduce import choose_reduction, hierarchical, reduce_state
+
+ROWS, H = (2, 3, 4), 5
+TOPOLOGIES = [({"seq": n}, reduction) for n in (1, 2, 3, 5, 8) for reduction in ("allreduce", "gather")] + [
+    ({"device": 4, "node": 2}, "hierarchical"),
+    ({"device": 3, "node": 2}, "hierarchical"),
+    ({"device": 4, "node": 2}, ("gather", "allreduce")),
+    ({"device": 3, "node": 2}, ("allreduce", "gather")),
+    ({"device": 2, "node": 2, "rack": 2}, ("gather", "allreduce", "gather")),
+    ({"device": 4, "node": 2}, "allreduce"),
+    ({"device": 3, "node": 2}, "gather"),
+    ({"device": 4, "node": 2}, None),
+]
+
+
+def states_of(num_devices, dtype):
+    """A state per device: ordinary rows, rows of +-1e4, rows empty on most devices, and rows empty on all of them."""
+    rng = np.random.default_rng(num_devices)
+    lse = rng.normal(size=(num_devices, *ROWS)).astype(np.float32)
+    lse[:, 0, 0] = rng.choice([1e4, -1e4], size=(num_devices, ROWS[-1]))
+    lse[1:, 0, 1] = -np.inf
+    lse[:, 0, 2] = -np.inf
+    out = rng.normal(size=(*lse.shape, H)).astype(np.float32)
+    out[np.isneginf(lse)] = 0
+    return SoftmaxState(jnp.asarray(out, dtype), jnp.asarray(lse))
+
+
+def reduced_on_each_device(states, axis_sizes, reduction):
+    """What each device ends with, stacked along a new first axis."""
+    axes = tuple(axis_sizes)
+
+    def on_device(state):
+        merged = reduce_state(jax.tree.map(lambda x: x[0], state), axes, reduction)
+        return jax.tree.map(lambda x: x[None], merged)
+
+    over_all = P(axes)
+    return jax.jit(
+        jax.shard_map(on_device, mesh=make_mesh(axis_sizes), in_specs=over_all, out_specs=over_all, check_vma=False)
+    )(states)
+
+
+@pytest.mark.parametrize("axis_sizes, reduction", TOPOLOGIES, ids=str)
+def test_every_device_gets_the_merge_of_all_to_the_same_bit(axis_sizes, reduction):
+    states = states_of(math.prod(axis_sizes.values()), jnp.float32)
+    everywhere = reduced_on_each_device(states, axis_sizes, reduction)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), everywhere)
+    assert_state(jax.tree.map(lambda x: x[0], everywhere), merge_states(states, axis=0))
+
+
+@pytest.mark.parametrize(
+    "axis_sizes, reduction",
+    [({"seq": 3}, "allreduce"), ({"seq": 3}, "gather"), ({"device": 4, "node": 2}, "hierarchical")],
+    ids=str,
+)
+def test_narrow_out_is_summed_in_float32(axis_sizes, reduction):
+    """Each level rounds `out` to its dtype once; within a level nothing is narrower than float32."""
+    states = states_of(math.prod(axis_sizes.values()), jnp.bfloat16)
+    got = jax.tree.map(lambda x: x[0], reduced_on_each_device(states, axis_sizes, reduction))
+    expected = merge_states(SoftmaxState(states.out.astype(jnp.float32), states.lse), axis=0)
+    assert got.out.dtype == jnp.bfloat16
+    assert_rounded_once(got.out, expected.out)
+    assert_state(SoftmaxState(expected.out, got.lse), expected)
+
+
+@pytest.mark.parametrize("axes, picked", [(("seq",), "gather"), (("device", "node"), "hierarchical")])
+def test_none_picks_by_the_number_of_axes_and_says_so(axes, picked, caplog):
+    caplog.set_level(logging.INFO, "tree_attn")
+    assert choose_reduction(None, axes) == choose_reduction(picked, axes)
+    assert f"reduction=None picked {picked!r}" in caplog.text
+
+
+def test_hierarchical_merges_over_the_first_axis_first():
+    """The fastest link is named first, so that the slow ones carry merged results only."""
+    order = []
+    levels = [lambda state, axes, i=i: order.append((i, axes)) for i in range(3)]
+    hierarchical(None, ("device", "node", "rack"), tuple(levels))
+    assert order == [(0, ("device",)), (1, ("node",)), (2, ("rack",))]
