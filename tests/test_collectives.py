@@ -30,8 +30,8 @@ def make_step(n_devices: int, dtype: str = "float32", **changes) -> DecodeStep:
 
 def texts(decode, mesh, step: DecodeStep, *, n_layers: int | None = None) -> dict[str, str]:
     """HLO of one step, or of `n_layers` steps in a scan, each on its own keys and on the output of the one before."""
-    axes = tuple(mesh.axis_names)
-    decode = functools.partial(decode, axis_name=axes if len(axes) > 1 else axes[0], mesh=mesh, implementation="xla")
+    axes = tuple(reversed(mesh.axis_names))  # fastest links first
+    decode = functools.partial(decode, axis_name=axes, mesh=mesh, implementation="xla")
 
     def layers(query, key, value):
         return jax.lax.scan(lambda x, kv: (decode(x, *kv), None), query, (key, value))[0]

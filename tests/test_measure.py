@@ -137,9 +137,7 @@ def test_enough_devices():
 
 
 def test_too_late_for_more_devices_says_how_to_get_them():
-    with pytest.raises(
-        RuntimeError, match=r"n_devices=9 .* already started with 8 CPU devices.*jax_num_cpu_devices', 9"
-    ):
+    with pytest.raises(ValueError, match=r"n_devices=9 .* already started with 8 CPU devices.*jax_num_cpu_devices', 9"):
         devices.ensure_devices(9)
 
 

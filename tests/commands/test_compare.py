@@ -221,13 +221,13 @@ def test_oracle_sees_the_data_that_the_devices_hold(monkeypatch, block_elements)
     comparison_data.oracle_output.cache_clear()
     expected = comparison_data.oracle_output(step, scope, 7)
     for axes in ({"device": 8}, {"device": 4, "node": 2}):
-        arrays = comparison_data.make_data(step, make_mesh(axes), 7)
+        arrays = comparison_data.make_data(step, make_mesh(axes), tuple(axes), 7)
         np.testing.assert_allclose(reference.attention(*arrays)[0], expected, atol=1e-6)
     comparison_data.oracle_output.cache_clear()
 
 
 def test_data_is_normal_sharded_and_different_everywhere():
-    query, key, value = comparison_data.make_data(make_step(num_keys=8000), make_mesh({"device": 8}), 0)
+    query, key, value = comparison_data.make_data(make_step(num_keys=8000), make_mesh({"device": 8}), ("device",), 0)
     for x in (key, value):
         assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02
         assert {shard.data.shape for shard in x.addressable_shards} == {(2, 1000, 2, 8)}

@@ -58,16 +58,20 @@ class Case:
         """How tables and plots call the strategy: "tree allreduce", "ring overlapped"."""
         return f"tree {self.reduction}" if self.reduction else self.strategy.replace("_", " ")
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the keys are sharded over, fastest links first: their shards come in this order."""
+        return AXES[: len(self.axis_sizes)]
+
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """The devices as one axis, or as two for "hierarchical"."""
-        return make_mesh(dict(zip(AXES, self.axis_sizes)), devices)
+        return make_mesh(dict(zip(self.axes, self.axis_sizes)), devices)
 
     def decode(self, mesh: Mesh) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         """The function under comparison, of (query, key, value)."""
         from ring_baseline import ring_decode  # here, so that tree_attn alone does not need ring_baseline
 
-        axes = AXES[: len(self.axis_sizes)]
-        options = dict(axis_name=axes, mesh=mesh, implementation=self.implementation)
+        options = dict(axis_name=self.axes, mesh=mesh, implementation=self.implementation)
         if self.strategy == "tree":
             return functools.partial(tree_decode, reduction=self.reduction, **options)
         return functools.partial(ring_decode, variant=self.strategy.removeprefix("ring_"), **options)
@@ -139,7 +143,7 @@ def check_case(case: Case, devices: Sequence[jax.Device], seed: int) -> dict[str
     check_reachable(case)
     mesh = case.mesh(devices)
     fields, compiled = _compile(case, mesh, seed)
-    data = _data(case.step, mesh, seed)
+    data = _data(case, mesh, seed)
     before = measure.runtime_peak_memory_bytes(devices)
     output = jax.block_until_ready(compiled(*data))
     after = measure.runtime_peak_memory_bytes(devices)
@@ -175,7 +179,7 @@ def time_case(
 
     timing = measure.latency_us(
         case.decode(mesh),
-        *_data(case.step, mesh, seed),
+        *_data(case, mesh, seed),
         n_iters=n_iters,
         chain=chain,
         on_sample=on_sample,
@@ -192,7 +196,7 @@ def time_case(
 
 
 def _compile(case: Case, mesh: Mesh, seed: int) -> tuple[dict[str, Any], jax.stages.Compiled]:
-    lowered = jax.jit(case.decode(mesh)).lower(*_data(case.step, mesh, seed))
+    lowered = jax.jit(case.decode(mesh)).lower(*_data(case, mesh, seed))
     start = time.perf_counter()
     compiled = lowered.compile()
     fields: dict[str, Any] = {"compile_s": time.perf_counter() - start}
@@ -213,7 +217,7 @@ def _compare_with_oracle(case: Case, devices: Sequence[jax.Device], seed: int, o
     step = dataclasses.replace(case.step, num_keys=scope.num_keys)
     if step != case.step:
         mesh = case.mesh(devices)
-        output = jax.jit(case.decode(mesh))(*comparison_data.make_data(step, mesh, seed))
+        output = jax.jit(case.decode(mesh))(*comparison_data.make_data(step, mesh, case.axes, seed))
     whole = np.asarray(output.addressable_data(0)).astype(np.float64)  # every device holds all of it
     # One process consults the oracle, since the others share its host's memory; all must come to one verdict.
     verdict = np.zeros(2)
@@ -242,12 +246,13 @@ def _broadcast(x: np.ndarray) -> np.ndarray:
     return x if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(x))
 
 
-def _data(step: DecodeStep, mesh: Mesh, seed: int, held: dict = {}) -> tuple[jax.Array, ...]:  # noqa: B006
+def _data(case: Case, mesh: Mesh, seed: int, held: dict = {}) -> tuple[jax.Array, ...]:  # noqa: B006
     """The data of a step, made once for all cases that share it; the last step's is freed before the next is made."""
-    if (step, mesh, seed) not in held:
+    wanted = (case.step, mesh, case.axes, seed)
+    if wanted not in held:
         held.clear()
-        held[step, mesh, seed] = comparison_data.make_data(step, mesh, seed)
-    return held[step, mesh, seed]
+        held[wanted] = comparison_data.make_data(*wanted)
+    return held[wanted]
 
 
 def broadcast_flags(flags: Sequence[bool]) -> list[bool]:

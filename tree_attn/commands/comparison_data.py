@@ -33,9 +33,11 @@ class OracleScope:
     num_keys: int
 
 
-def make_data(step: DecodeStep, mesh: Mesh, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Makes normal query `[B, T, N, H]`, whole on every device, and key, value `[B, S, K, H]`, sharded on S."""
-    axes = tuple(mesh.axis_names)
+def make_data(step: DecodeStep, mesh: Mesh, axes: tuple[str, ...], seed: int) -> tuple[jax.Array, ...]:
+    """Makes a normal query `[B, T, N, H]`, whole on every device, and key, value `[B, S, K, H]`, sharded on S.
+
+    `axes` of the mesh share the keys, in the order of `PartitionSpec`: shards go round the last of them first.
+    """
 
     def on_shard():
         shard = jax.lax.axis_index(axes)
@@ -67,7 +69,7 @@ def oracle_scope(step: DecodeStep) -> OracleScope:
 
 @functools.lru_cache(maxsize=1)  # every strategy meets the same answer
 def oracle_output(step: DecodeStep, scope: OracleScope, seed: int) -> np.ndarray:
-    """The float64 oracle's answer to `make_data(step)`, for the sequences and heads in `scope`, on the host."""
+    """The float64 oracle's answer to `make_data(step, ...)`, for the sequences and heads in `scope`, on the host."""
     assert scope.num_keys == step.num_keys, "the step must be cut to the scope's keys first"
     num_heads = scope.num_kv_heads * (step.num_heads // step.num_kv_heads)
     device = jax.local_devices()[0]

@@ -92,7 +92,7 @@ def _try_implementation(name: str) -> str | None:
 
 def _reductions(devices) -> dict[str, str | None]:
     """Every reduction, tried on a small step over all devices; None where it ran and agreed with the oracle."""
-    from tree_attn.commands.comparison import two_levels
+    from tree_attn.commands.comparison import AXES, two_levels
     from tree_attn.mesh import make_mesh
     from tree_attn.reduce import REDUCTIONS
 
@@ -102,19 +102,19 @@ def _reductions(devices) -> dict[str, str | None]:
         if sizes is None:
             found[name] = f"it needs two mesh axes, and {len(devices)} devices do not factor into two"
         else:
-            found[name] = _try_reduction(name, make_mesh(dict(zip(("device", "node"), sizes)), devices))
+            axes = dict(zip(AXES, sizes))
+            found[name] = _try_reduction(name, make_mesh(axes, devices), tuple(axes))
     return found
 
 
-def _try_reduction(name: str, mesh) -> str | None:
+def _try_reduction(name: str, mesh, axes: tuple[str, ...]) -> str | None:
     import jax
     import numpy as np
 
     from tree_attn import tree_decode
 
     query, key, value = _small_attention(num_keys=16 * mesh.devices.size)
-    axes = tuple(mesh.axis_names)
-    options = dict(axis_name=axes if len(axes) > 1 else axes[0], mesh=mesh, reduction=name, implementation="xla")
+    options = dict(axis_name=axes, mesh=mesh, reduction=name, implementation="xla")
     try:
         out = jax.jit(lambda *arrays: tree_decode(*arrays, **options))(query, key, value)
         return _difference(np.asarray(out.addressable_data(0)), query, key, value)
