@@ -89,3 +89,32 @@ def test_gap_doubles_with_hidden_size_and_with_length():
     gap = lambda *size: peak_bytes("ring_overlapped", *size, 2) - peak_bytes("allreduce", *size, 2)
     assert gap(2048, 32_768) / gap(1024, 32_768) == pytest.approx(2, rel=TOLERANCE)
     assert gap(1024, 65_536) / gap(1024, 32_768) == pytest.approx(2, rel=TOLERANCE)
+
+
+def test_timing_in_a_chain_adds_no_memory():
+    """Latency is taken from a chain of steps in one loop; were K and V copied into its carry, it would show here."""
+    mesh = make_mesh({"device": 8})
+    decode = functools.partial(tree_decode, axis_name="device", mesh=mesh, reduction="gather", implementation="xla")
+    query = jax.ShapeDtypeStruct((1, 1, 4, HEAD_DIM), "float32", sharding=NamedSharding(mesh, P()))
+    key = jax.ShapeDtypeStruct((1, 98_304, 4, HEAD_DIM), "float32", sharding=NamedSharding(mesh, P(None, "device")))
+    lowered = jax.jit(measure.chain_calls(decode, 8)).lower(query, key, key)
+    chained = measure.compiled_memory(lowered.compile())
+    once = peak_bytes("gather", 512, 98_304, 8)
+    assert chained.argument_bytes + chained.temp_bytes == pytest.approx(once, rel=0.01)
+
+
+def main() -> None:
+    """Prints the table of docs/peak_memory.md: `python3 tests/test_peak_memory.py`."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    print("| devices | hidden size | keys | tree (gather) | ring overlapped | ring public |\n|" + "---|" * 6)
+    for n_devices, (hidden_size, num_keys) in [(2, SWEEP[2]), (3, SWEEP[2]), *((8, size) for size in SWEEP)]:
+        cells = []
+        for strategy in ("gather", "ring_overlapped", "ring_public"):
+            measured = peak_bytes(strategy, hidden_size, num_keys, n_devices)
+            shards = measured / shard_bytes(hidden_size, num_keys, n_devices)
+            cells.append(f"{measured / 1e6:.0f} MB = {shards:.2f} btd")
+        print(f"| {n_devices} | {hidden_size} | {num_keys:,} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
