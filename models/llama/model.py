@@ -16,8 +16,8 @@ from tree_attn.cache import KVCache
 class Llama(nnx.Module):
     """A Llama whose keys and values are sharded along the sequence.
 
-    The layers are one module with its parameters stacked, run by `lax.scan`: the program, and so the time to compile it,
-    does not grow with the depth.
+    The layers are one module with its parameters stacked, run by `lax.scan`: the program, and so the time to compile
+    it, does not grow with the depth.
 
     Args:
       config: the model's shape.
@@ -50,8 +50,8 @@ class Llama(nnx.Module):
         """Reads whole prompts into an empty cache.
 
         Args:
-          tokens: int32 `[B, S]` in the cache's storage order (`generate.lay_out` makes them), padded on the right with any
-            token; `S` is a multiple of shards * block size.
+          tokens: int32 `[B, S]` in storage order (`attention.storage_order`), padded on the right with any token; `S`
+            is a multiple of the shards.
           lengths: int32 `[B]`, tokens of each prompt; 1 or more.
           cache: an empty cache with room for `S`.
           attention: from `attention.by_name`.

@@ -70,8 +70,8 @@ def from_slices(
     Args:
       sharding: where the parameters go.
       dtype: what they are stored as.
-      read: `(parameter, layer, index) -> array` gives a slice of one tensor of the file, in any float dtype, shaped like
-        the parameter without its `layers` dimension; `layer` is None where the parameter is not stacked.
+      read: `(parameter, layer, index) -> array` gives a slice of one tensor of the file, in any float dtype, shaped
+        like the parameter without its `layers` dimension; `layer` is None where the parameter is not stacked.
       on_bytes: told how many bytes each read placed, for a progress bar.
 
     The host holds one slice of one parameter at a time.

@@ -57,8 +57,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file by name, checked against the file's size.
 
     Raises:
-      CheckpointError: the file is truncated, or its header is damaged or at odds with its data; the message names the file
-        and the tensor.
+      CheckpointError: the file is truncated, or its header is damaged or at odds with its data; the message names
+        the file and the tensor.
 
     Example:
       >>> read_header(Path("model.safetensors"))["model.norm.weight"].array()[:3]  # doctest: +SKIP
@@ -67,7 +67,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if num_bytes < 8 or length > min(num_bytes - 8, _MAX_HEADER_BYTES):
-            raise CheckpointError(f"{path.name}: truncated or not safetensors: {num_bytes} bytes, header of {length} bytes")
+            raise CheckpointError(
+                f"{path.name}: truncated or not safetensors: {num_bytes} bytes, header of {length} bytes"
+            )
         raw = file.read(length)
     try:
         header = json.loads(raw)

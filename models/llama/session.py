@@ -32,7 +32,9 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.two_levels and self._near == 1:
-            raise ValueError(f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1")
+            raise ValueError(
+                f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ class Place:
 
 
 def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
-    """The requested number of devices, emulated if there are too few; by default all accelerators (8 at most), or 8 emulated.
+    """The requested number of devices, emulated if there are too few; by default up to 8 accelerators, or 8 emulated.
 
     Raises:
       ValueError: the number is not positive.

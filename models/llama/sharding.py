@@ -15,8 +15,8 @@ class LlamaSharding:
     """Maps logical axes to axes of `mesh`; None is replicated.
 
     `sequence` carries keys, values and, in prefill, tokens; it must name an axis, for the attention folds over it.
-    Weights are replicated unless said otherwise. `mlp` and `vocab` may name the same mesh axis as `sequence`: a weight has
-    no sequence axis, so the same devices then hold a slice of the weights each.
+    Weights are replicated unless said otherwise. `mlp` and `vocab` may name the same mesh axis as `sequence`: a weight
+    has no sequence axis, so the same devices then hold a slice of the weights each.
 
     Raises:
       ValueError: an axis that the mesh lacks, or one axis named twice in a tuple.
@@ -40,7 +40,9 @@ class LlamaSharding:
 
     def __post_init__(self) -> None:
         if not self.sequence:
-            raise ValueError(f"sequence={self.sequence!r}: must name one or more of the mesh axes {self.mesh.axis_names}")
+            raise ValueError(
+                f"sequence={self.sequence!r}: must name one or more of the mesh axes {self.mesh.axis_names}"
+            )
         for field in dataclasses.fields(self):
             if field.name == "mesh":
                 continue

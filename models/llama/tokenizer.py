@@ -190,7 +190,8 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     kind = file.require("tokenizer.ggml.model")
     if kind != "gpt2":
         raise CheckpointError(
-            f"{file.path.name}: tokenizer.ggml.model={kind!r}: must be 'gpt2'; pass a folder with a tokenizer.json instead"
+            f"{file.path.name}: tokenizer.ggml.model={kind!r}: must be 'gpt2'; "
+            "pass a folder with a tokenizer.json instead"
         )
     tokens = file.require("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
@@ -220,7 +221,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
 
 
 def _pre_tokenizer(tokenizers: Any, pre: str, file_name: str) -> Any:
-    """How text is cut before BPE. The metadata's name for it matters: digits, for one, are cut in three different ways."""
+    """How text is cut before BPE. Its name in the metadata matters: these three cut digits, for one, differently."""
     pre_tokenizers = tokenizers.pre_tokenizers
     if pre == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -117,7 +117,9 @@ def check_shape(file_name: str, name: str, shape: Iterable[int], parameter: Para
     """Raises CheckpointError unless a file's tensor has the shape that the configuration asks for."""
     expected = checkpoint_shape(parameter)
     if tuple(shape) != expected:
-        raise CheckpointError(f"{file_name}: tensor {name} has shape {list(shape)}; the configuration needs {list(expected)}")
+        raise CheckpointError(
+            f"{file_name}: tensor {name} has shape {list(shape)}; the configuration needs {list(expected)}"
+        )
 
 
 def _refuse_biases(tensors: dict[str, Tensor]) -> None:

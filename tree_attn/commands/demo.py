@@ -62,11 +62,10 @@ def run(args: argparse.Namespace) -> int:
     # Whole float32 products: with fewer digits, near ties would fall differently on one device and on many.
     with jax.default_matmul_precision("float32"):
         model = session.load_with_progress(checkpoint, sharding, jnp.float32)
-        outcomes = [
-            _try(name, model, prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids) for name in ("tree", "ring")
-        ]
+        request = (prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids)
+        outcomes = [_try(name, model, *request) for name in ("tree", "ring")]
         alone = load.move(model, one.sharding(checkpoint.config))
-        outcomes.append(_try("single", alone, prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids))
+        outcomes.append(_try("single", alone, *request))
     _report(args.prompt, checkpoint.tokenizer, outcomes, is_emulated=devices[0].platform == "cpu")
     return _compare(outcomes)
 

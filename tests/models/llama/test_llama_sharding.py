@@ -63,7 +63,7 @@ def test_abstract_parameters_allocate_nothing_and_say_where_they_go(mesh):
 
 
 def test_weights_on_the_sequence_devices_cost_one_sum_per_layer_and_no_logits_move(tiny_model, tiny_config):
-    """Greedy decoding with everything sharded: per layer one gather (attention) and one sum (MLP), then small change."""
+    """Greedy decoding with everything sharded: per layer one gather (attention) and one sum (MLP)."""
     model = tiny_model(8)
     generator = Generator(model, by_name("tree", model.sharding, reduction="gather"))
     counted = hlo.collectives(generator.programs([[1, 2, 3]], 4).decode.as_text())

@@ -150,7 +150,9 @@ def test_without_a_template_chat_says_what_to_do(folder):
         tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "tokenizer.json is missing"), ("{", "not JSON"), ("{}", "tokenizer.json")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, r"tokenizer.json is missing"), ("{", "not JSON"), ("{}", r"tokenizer.json")]
+)
 def test_a_damaged_folder_is_refused(folder, text, message):
     path = folder / "tokenizer.json"
     path.unlink() if text is None else path.write_text(text)
