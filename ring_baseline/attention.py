@@ -73,8 +73,8 @@ def ring_attention(
         mine = dataclasses.replace(options, query_positions=shard.positions(query.shape[1]))
         key_value, state = (key, value), None
         for hop in range(shard.num_shards):
-            arriving = to_next(key_value, axes, shard.num_shards) if hop < shard.num_shards - 1 else None
-            visiting = dataclasses.replace(shard, index=source(shard.index, hop, shard.num_shards))
+            arriving = to_next(key_value, axes) if hop < shard.num_shards - 1 else None
+            visiting = dataclasses.replace(shard, index=source(axes, hop))
             with jax.named_scope(f"ring_attention_hop_{hop}"):
                 part = attend_shard(query, *key_value, mine, visiting)
             # Merged in float32: a bf16 running output would round once per hop.

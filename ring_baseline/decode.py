@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ring_baseline.rotate import source, to_next
+from ring_baseline.rotate import place, source, to_next
 from tree_attn.arguments import AttentionOptions, Window, one_of
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
@@ -40,7 +40,7 @@ def ring_decode(
     """Exact attention of a replicated query over sequence-sharded keys, by rotating K and V: the baseline.
 
     The formula, arguments, result and errors are those of `tree_attn.tree_decode`; there is no `reduction`. Each
-    device ends with the states of all p shards and merges them in shard order, so that all hold the same bits.
+    device ends with the states of all p shards and merges them in ring order, so that all hold the same bits.
 
     Args:
       variant: "overlapped": p - 1 hops, the next hop's transfer started before this hop's attention so that they can
@@ -70,12 +70,12 @@ def ring_decode(
 
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
         def attend_to(key_value, hop) -> SoftmaxState:
-            visiting = dataclasses.replace(shard, index=source(shard.index, hop, shard.num_shards))
+            visiting = dataclasses.replace(shard, index=source(axes, hop))
             return attend_shard(query, *key_value, options, visiting)
 
         by_hop = rotate(attend_to, (key, value), axes, shard.num_shards)
-        # Every device met the shards in another order; in shard order the merge rounds alike everywhere.
-        order = source(shard.index, jnp.arange(shard.num_shards), shard.num_shards)
+        # Every device met the shards in another order; in the ring's order the merge rounds alike everywhere.
+        order = (place(axes) - jnp.arange(shard.num_shards)) % shard.num_shards
         return merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
 
     state = over_shards(
@@ -88,7 +88,7 @@ def _overlapped(attend_to, key_value, axes, num_shards) -> SoftmaxState:
     """p - 1 hops, unrolled, so that a transfer lands in a buffer of its own while the previous shard is read."""
     states = []
     for hop in range(num_shards):
-        arriving = to_next(key_value, axes, num_shards) if hop < num_shards - 1 else None
+        arriving = to_next(key_value, axes) if hop < num_shards - 1 else None
         with jax.named_scope(f"ring_decode_hop_{hop}"):
             state = attend_to(key_value, hop)
         # The hop ends when both are done. Without the barrier XLA runs all transfers ahead of the attention, which
@@ -105,7 +105,7 @@ def _public(attend_to, key_value, axes, num_shards) -> SoftmaxState:
         state = attend_to(key_value, hop)
         # Without the barrier XLA may start the transfer first, which is what the other variant is for.
         key_value, state = jax.lax.optimization_barrier((key_value, state))
-        return to_next(key_value, axes, num_shards), state
+        return to_next(key_value, axes), state
 
     _, states = jax.lax.scan(step, key_value, jnp.arange(num_shards, dtype=jnp.int32))
     return states

@@ -1,17 +1,43 @@
-"""The ring itself: keys and values go round the devices, one neighbour per hop."""
+"""The ring itself: keys and values go round the devices, one neighbour per hop.
+
+The ring runs in the mesh's own order of devices, where neighbours share the fastest link; over several axes only the
+last device of each row sends over the slow one. A device's place in the ring is therefore not the index of its shard,
+which counts the axes in the order that `axis_name` has them.
+"""
+
+import math
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from tree_attn.mesh import bound_axis_sizes
 
 KeyValue = tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]
 
 
-def to_next(key_value: KeyValue, axes: tuple[str, ...], num_shards: int) -> KeyValue:
+def to_next(key_value: KeyValue, axes: tuple[str, ...]) -> KeyValue:
     """Sends K and V, each in its own dtype, to the next device of the ring and returns what the previous one sent."""
+    num_shards = math.prod(bound_axis_sizes(axes))
     permutation = [(i, (i + 1) % num_shards) for i in range(num_shards)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, axes, permutation), key_value)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, _in_mesh_order(axes), permutation), key_value)
 
 
-def source(index: Array, hop: int, num_shards: int) -> Array:
-    """Returns whose shard a device holds after `hop` hops: that of the device `hop` places before it."""
-    return (index - hop) % num_shards
+def place(axes: tuple[str, ...]) -> Int[Array, ""]:
+    """Returns this device's place in the ring."""
+    return jax.lax.axis_index(_in_mesh_order(axes))
+
+
+def source(axes: tuple[str, ...], hop: int | Int[Array, ""]) -> Int[Array, ""]:
+    """Returns which shard a device holds after `hop` hops, its index: that of the device `hop` places before it."""
+    sizes = dict(zip(axes, bound_axis_sizes(axes), strict=True))
+    rest, coordinates, index = (place(axes) - hop) % math.prod(sizes.values()), {}, 0
+    for axis in reversed(_in_mesh_order(axes)):
+        rest, coordinates[axis] = rest // sizes[axis], rest % sizes[axis]
+    for axis in axes:
+        index = index * sizes[axis] + coordinates[axis]
+    return index
+
+
+def _in_mesh_order(axes: tuple[str, ...]) -> tuple[str, ...]:
+    # Also the only order in which `ppermute` may be given several axes.
+    return tuple(sorted(axes, key=jax.sharding.get_abstract_mesh().axis_names.index))
