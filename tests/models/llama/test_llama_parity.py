@@ -155,4 +155,4 @@ def test_smollm2_gives_transformers_logits_and_64_greedy_tokens(
             expected = smollm2_expected(prompt + new_ids[:-1])[len(prompt) - 1 :]
             actual = np.stack([np.asarray(step.logits[row]) for step in steps])
             assert new_ids == expected.argmax(-1).tolist()
-            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-3)
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-4)
