@@ -28,6 +28,8 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
         return default[:n_devices]
     emulated = jax.devices("cpu")
     if len(emulated) >= n_devices:
+        # With too few GPUs present, arrays and the choice of kernels must follow to the CPU.
+        jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
         return emulated[:n_devices]
     have = f"{len(default)} {default[0].platform.upper()}"
     have += "" if default[0].platform == "cpu" else f" and {len(emulated)} CPU"
@@ -36,6 +38,17 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
         f"with jax.config.update('jax_num_cpu_devices', {n_devices}) before anything uses a device, or with the "
         f"environment variable XLA_FLAGS=--xla_force_host_platform_device_count={n_devices}"
     )
+
+
+def default_platform() -> str:
+    """The platform that programs run on unless told otherwise, e.g. "cpu" or "gpu": what kernels are chosen by.
+
+    JAX's default backend, or that of the default device where one is set (`jax.default_device`).
+    """
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def start_distributed(

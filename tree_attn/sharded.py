@@ -3,6 +3,7 @@
 Tree and Ring Attention differ only in the body they hand to `over_shards`.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.arguments import AttentionOptions, check_arrays
+from tree_attn.devices import default_platform
 from tree_attn.local import check_implementation
 from tree_attn.masking import sink_state
 from tree_attn.mesh import AxisName, axis_tuple, bound_axis_sizes
@@ -69,14 +71,23 @@ def over_shards(
     key, value, options = _fit(key, value, options, math.prod(mesh.shape[axis] for axis in axes), block_size)
     along_sequence = P(None, axes)
     query_spec = along_sequence if shard_query else P()
-    return jax.shard_map(
+    mapped = jax.shard_map(
         on_shard,
         mesh=mesh,
         axis_names=set(axes),
         in_specs=(query_spec, along_sequence, along_sequence, P()),
         out_specs=query_spec,
         check_vma=False,  # a merged state is the same on every device, which the checker cannot see
-    )(query, key, value, jax.tree.map(jnp.asarray, options))
+    )
+    with _kernels_for(mesh):
+        return mapped(query, key, value, jax.tree.map(jnp.asarray, options))
+
+
+def _kernels_for(mesh: Mesh):
+    """Makes the choice of kernels follow the mesh where it is not on the default platform: CPU devices beside a GPU."""
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != default_platform():
+        return jax.default_device(mesh.local_devices[0])
+    return contextlib.nullcontext()
 
 
 def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None):

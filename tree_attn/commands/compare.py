@@ -36,7 +36,7 @@ class _Session:
     seed: int
     n_iters: int
     chain: int
-    neighbour_gb_per_s: float | None
+    neighbour_gb_per_s: dict[Any, float | None]  # by step: the bare link, with transfers of the ring's own size
     is_first: bool  # process 0 prints and writes
     writer: Any
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     steps, reductions, implementations = _checked(args)
     if not args.no_plots:
         plots.require_matplotlib()
-    session = _start(args)
+    session = _start(args, steps)
     cases = comparison.plan(steps, reductions, implementations, session.devices[0].platform)
     rows = _new_rows(cases, session, args.command_line)
     is_done = {comparison.row_key(row) for row in session.writer.rows if row.get("error") is None}
@@ -142,7 +142,7 @@ def _checked(args: argparse.Namespace):
     return steps, list(dict.fromkeys(reductions)), list(dict.fromkeys(implementations))
 
 
-def _start(args: argparse.Namespace) -> _Session:
+def _start(args: argparse.Namespace, steps) -> _Session:
     import jax
 
     from tree_attn import links
@@ -156,6 +156,7 @@ def _start(args: argparse.Namespace) -> _Session:
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     emulated = devices[0].platform == "cpu"
+    mesh = make_mesh({"device": args.devices}, devices)
     is_first = jax.process_index() == 0
     if is_first and emulated:
         print("Devices are emulated on the CPU: its times say nothing about accelerators.")
@@ -164,7 +165,9 @@ def _start(args: argparse.Namespace) -> _Session:
         seed=args.seed,
         n_iters=args.iters,
         chain=args.chain or (1 if emulated else 32),
-        neighbour_gb_per_s=links.neighbour_gb_per_s(make_mesh({"device": args.devices}, devices)),
+        neighbour_gb_per_s={
+            step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps
+        },
         is_first=is_first,
         writer=JsonlWriter(args.out / "results.jsonl") if is_first else _NoWriter(args.out / "results.jsonl"),
     )
@@ -220,7 +223,7 @@ def _time_all(todo, session: _Session) -> None:
                     step_collectives=row["collectives_compiled"],
                     on_sample=advance,
                 )
-                return timed | _rates(timed, row, session)
+                return timed | _rates(timed, row, session.neighbour_gb_per_s[case.step])
 
             if _attempt(row, session, measured):
                 session.writer.append(row)
@@ -241,11 +244,11 @@ def _attempt(row: dict, session: _Session, measure_fields: Callable[[], dict]) -
     return True
 
 
-def _rates(timed: dict, row: dict, session: _Session) -> dict:
+def _rates(timed: dict, row: dict, neighbour_gb_per_s: float | None) -> dict:
     sent = row["bytes_sent_per_device_compiled"]
     return {
         "sent_gb_per_s": None if sent is None else sent / timed["latency_us_median"] / 1e3,
-        "neighbour_gb_per_s": session.neighbour_gb_per_s,
+        "neighbour_gb_per_s": neighbour_gb_per_s,
     }
 
 

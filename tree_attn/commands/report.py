@@ -20,8 +20,11 @@ def progress(title: str, total: int, *, is_shown: bool) -> Iterator[tuple[Callab
         yield (lambda what: bar.update(task, description=f"{title}: {what}")), (lambda: bar.advance(task))
 
 
-def print_predictions(cases: Sequence[Case], device_kind: str, neighbour_gb_per_s: float | None) -> None:
-    """Prints the physical limit of each step, and what the paper's equations give for each case."""
+def print_predictions(cases: Sequence[Case], device_kind: str, neighbour_gb_per_s: dict) -> None:
+    """Prints the physical limit of each step, and what the paper's equations give for each case.
+
+    `neighbour_gb_per_s` has, for each step, the rate of bare transfers of one shard's keys, or None.
+    """
     if not cases:
         return
     table = Table(title="Predicted per device and step: memory by equations 8 and 9, traffic by 10 and 14")
@@ -34,17 +37,21 @@ def print_predictions(cases: Sequence[Case], device_kind: str, neighbour_gb_per_
                 case.step, case.strategy, case.reduction, axis_sizes=case.axis_sizes
             )
         peak = cost_model.peak_memory_bytes(case.step, case.strategy)
-        at_link_rate = sent / neighbour_gb_per_s / 1e3 if sent is not None and neighbour_gb_per_s else None
+        rate = neighbour_gb_per_s[case.step]
+        at_link_rate = sent / rate / 1e3 if sent is not None and rate else None
         table.add_row(f"{case.step.num_keys:,}", case.label, size(peak), size(sent), time(at_link_rate))
     console = _console()
     console.print(table)
-    if neighbour_gb_per_s is not None:
-        console.print(f"A bare transfer to a neighbour runs at {neighbour_gb_per_s:.1f} GB/s per device here.")
     for step in dict.fromkeys(case.step for case in cases):
         limit = cost_model.read_limit_us(step, device_kind)
         held = size(step.key_value_bytes_per_device)
         least = f"at least {time(limit)}" if limit is not None else f"no read rate is known for {device_kind!r}"
         console.print(f"Physical limit, {step.num_keys:,} keys: each device reads {held} of keys and values: {least}.")
+        if neighbour_gb_per_s[step] is not None:
+            shard = size(step.key_value_bytes_per_device / 2)
+            console.print(
+                f"  A bare transfer of {shard} to a neighbour runs at {neighbour_gb_per_s[step]:.1f} GB/s here."
+            )
 
 
 def print_results(rows: Sequence[dict]) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from tree_attn.devices import default_platform
 from tree_attn.local import xla
 from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState
@@ -17,8 +18,8 @@ from tree_attn.state import SoftmaxState
 
 def unavailable() -> str | None:
     """Returns why cuDNN cannot run here (no CUDA GPU, no cuDNN, JAX moved the private entry), or None."""
-    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
-        return f"cudnn needs a CUDA GPU; JAX's default backend here is {jax.default_backend()!r}"
+    if default_platform() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
+        return f"cudnn needs a CUDA GPU; programs run on {default_platform()!r} here"
     try:
         _fused_attention().check_cudnn_version()
     except (ImportError, AttributeError, RuntimeError) as error:

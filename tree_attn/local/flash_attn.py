@@ -11,6 +11,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
+from tree_attn.devices import default_platform
 from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState
 
@@ -23,8 +24,8 @@ def unavailable() -> str | None:
         load()
     except ImportError as error:
         return str(error)
-    if jax.default_backend() != "gpu":
-        return f"flash_attn needs a CUDA GPU; JAX's default backend here is {jax.default_backend()!r}"
+    if default_platform() != "gpu":
+        return f"flash_attn needs a CUDA GPU; programs run on {default_platform()!r} here"
     return None
 
 

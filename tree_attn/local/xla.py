@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from tree_attn.devices import default_platform
 from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
@@ -125,4 +126,4 @@ def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
 def _chunk_keys(num_rows: int) -> int:
     """Returns how many keys per chunk keep `num_rows * keys` logits, and on CPU the copies, within their limits."""
     chunk_keys = max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_rows)
-    return min(chunk_keys, MAX_CHUNK_KEYS_ON_CPU) if jax.default_backend() == "cpu" else chunk_keys
+    return min(chunk_keys, MAX_CHUNK_KEYS_ON_CPU) if default_platform() == "cpu" else chunk_keys

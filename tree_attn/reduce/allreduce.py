@@ -1,6 +1,7 @@
 """The paper's reduction: three all-reduces."""
 
 import jax
+import jax.numpy as jnp
 
 from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_denominator
 
@@ -17,7 +18,8 @@ def allreduce(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
     numerator, denominator = numerator_and_denominator(state, max_lse)
     numerator = jax.lax.psum(numerator, axes)
-    # The second sum is made to wait for the first, so that the combiner may not join them.
-    denominator, numerator = jax.lax.optimization_barrier((denominator, numerator))
-    denominator = jax.lax.psum(denominator, axes)
+    # The second sum is made to depend on the first, since XLA joins sums that do not. (A barrier would read better, but
+    # the CPU compiler of JAX 0.10 drops barriers first.) It changes a denominator only where the result is NaN anyway.
+    first = numerator[..., 0]
+    denominator = jax.lax.psum(jnp.where(jnp.isnan(first), first, denominator), axes)
     return from_sums(numerator, denominator, max_lse, state.out.dtype)
