@@ -1,0 +1,192 @@
+"""The cache: balanced however it grows, appended in place, and full before anything is overwritten."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assertions import assert_attention
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tree_attn import make_mesh, storage_order, tree_decode
+from tree_attn.cache import CacheFullError, KVCache
+
+B, K, H = 2, 2, 8
+append = jax.jit(KVCache.append, donate_argnums=0)
+
+
+def empty_cache(num_devices=3, capacity=12, block_size=1, **options):
+    mesh = make_mesh({"seq": num_devices})
+    sizes = dict(batch=B, num_kv_heads=K, head_dim=H, dtype=jnp.float32) | options
+    return KVCache.create(capacity=capacity, mesh=mesh, axis_name="seq", block_size=block_size, **sizes)
+
+
+def tokens(count, seed=0):
+    """Keys and values of `count` tokens; no element is 0, which is what an empty slot holds."""
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.uniform(1, 2, size=(B, count, K, H)), jnp.float32) for _ in range(2))
+
+
+def natural(cache):
+    """The keys and values held, `[..., B, S, K, H]` in the order of their positions."""
+    order = storage_order(cache.capacity, cache.num_shards, cache.block_size)
+    return tuple(np.asarray(x)[..., np.argsort(order), :, :] for x in (cache.key, cache.value))
+
+
+def assert_holds(cache, key, value, lengths):
+    """Each sequence holds the first of these tokens, as many as its length says, and nothing after them."""
+    np.testing.assert_array_equal(cache.lengths, lengths)
+    for held, given in zip(natural(cache), (key, value), strict=True):
+        for b, length in enumerate(lengths):
+            np.testing.assert_array_equal(held[b, :length], given[b, :length])
+            assert not held[b, length:].any()
+
+
+@pytest.mark.parametrize("num_devices, block_size", [(1, 2), (3, 1), (3, 2), (8, 1)])
+def test_growth_is_balanced_to_within_one_block(num_devices, block_size):
+    cache = empty_cache(num_devices, capacity=20, block_size=block_size)
+    key, value = tokens(19)
+    for t in range(19):
+        cache = append(cache, key[:, t : t + 1], value[:, t : t + 1])
+        held = [int((np.asarray(shard.data)[0, :, 0, 0] != 0).sum()) for shard in cache.key.addressable_shards]
+        assert sum(held) == t + 1 and max(held) - min(held) <= block_size
+    assert_holds(cache, key, value, [19, 19])
+
+
+def test_capacity_is_rounded_up_to_whole_blocks_on_every_shard():
+    cache = empty_cache(num_devices=3, capacity=13, block_size=2)
+    assert cache.capacity == 18 and cache.key.shape == cache.value.shape == (B, 18, K, H)
+    along_sequence = NamedSharding(cache.mesh, P(None, "seq"))
+    assert cache.key.sharding.is_equivalent_to(along_sequence, 4)
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_several_tokens_after_ragged_lengths(block_size):
+    key, value = tokens(12)
+    lengths = np.array([5, 0], np.int32)
+    cache = empty_cache(block_size=block_size)
+    cache = append(cache, key[:, :5], value[:, :5]).with_lengths(lengths)  # sequence 1 is set back to its start
+    new_key, new_value = tokens(3, seed=1)
+    cache = append(cache, new_key, new_value)
+    np.testing.assert_array_equal(cache.lengths, lengths + 3)
+    for held, old, new in zip(natural(cache), (key, value), (new_key, new_value), strict=True):
+        np.testing.assert_array_equal(held[0, :8], np.concatenate([old[0, :5], new[0]]))
+        np.testing.assert_array_equal(held[1, :3], new[1])
+
+
+def write_every_layer(cache, stacked):
+    """A decoding step as a model makes it: one layer after another under a scan, then one count for all."""
+    write = lambda cache, layer: (cache.write(stacked[0][layer], stacked[1][layer], layer=layer), None)
+    return jax.lax.scan(write, cache, jnp.arange(3, dtype=jnp.int32))[0].advance(stacked[0].shape[2])
+
+
+def of_three_layers(count):
+    return jax.tree.map(lambda *x: jnp.stack(x), *(tokens(count, seed=layer) for layer in range(3)))
+
+
+@pytest.mark.parametrize("num_layers", [None, 3])
+def test_a_step_happens_in_place(num_layers):
+    """A whole cache is aliased, none of it is copied, and the donated one is gone."""
+    cache = empty_cache(capacity=3 * 1024, num_layers=num_layers)
+    step, new = (KVCache.append, tokens(1)) if num_layers is None else (write_every_layer, (of_three_layers(1),))
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, *new).compile()
+    memory = compiled.memory_analysis()
+    bytes_per_device = (cache.key.nbytes + cache.value.nbytes) // cache.num_shards
+    assert memory.alias_size_in_bytes >= bytes_per_device
+    assert memory.temp_size_in_bytes < bytes_per_device / 50
+    compiled(cache, *new)
+    assert cache.key.is_deleted() and cache.value.is_deleted()
+
+
+def test_layers_are_written_apart_and_counted_once():
+    stacked = of_three_layers(2)
+    cache = jax.jit(write_every_layer, donate_argnums=0)(empty_cache(num_layers=3), stacked)
+    np.testing.assert_array_equal(cache.lengths, [2, 2])
+    for held, given in zip(natural(cache), stacked, strict=True):
+        np.testing.assert_array_equal(held[:, :, :2], given)
+        assert not held[:, :, 2:].any()
+
+
+@pytest.mark.parametrize("block_size, num_layers", [(1, None), (2, None), (2, 3)])
+def test_prefix_then_appended_tokens_are_decoded_as_the_oracle_does(block_size, num_layers):
+    """A prompt of ragged lengths goes in as prefill stores it; the tokens that follow overwrite its padding."""
+    cache = empty_cache(capacity=24, block_size=block_size, num_layers=num_layers)
+    layer = None if num_layers is None else 1
+    prompt, new = tokens(12), tokens(2, seed=1)
+    prompt_lengths = np.array([11, 4], np.int32)
+    order = storage_order(12, cache.num_shards, block_size)
+
+    @partial(jax.jit, donate_argnums=0)
+    def fill(cache):
+        cache = cache.write_prefix(*(x[:, order] for x in prompt), layer=layer).with_lengths(prompt_lengths)
+        return cache.write(*new, layer=layer).advance(2)
+
+    cache = fill(cache)
+    query = jnp.asarray(np.random.default_rng(2).normal(size=(B, 2, 4, H)), jnp.float32)
+    natural_keys = [np.zeros((B, 13, K, H), np.float32) for _ in range(2)]
+    for whole, old, added in zip(natural_keys, prompt, new, strict=True):
+        for b, length in enumerate(prompt_lengths):
+            whole[b, : length + 2] = np.concatenate([old[b, :length], added[b]])
+    options = dict(key_value_seq_lengths=prompt_lengths + 2, is_causal=True)
+
+    def decode(cache):
+        key, value = (x if layer is None else x[layer] for x in (cache.key, cache.value))
+        where = dict(axis_name="seq", mesh=cache.mesh, block_size=block_size, return_lse=True)
+        return tree_decode(query, key, value, **where, **options | {"key_value_seq_lengths": cache.lengths})
+
+    assert_attention(jax.jit(decode)(cache), query, *natural_keys, **options)
+
+
+def nearly_full():
+    """Sequence 0 holds 11 of 12 tokens, sequence 1 holds 4."""
+    key, value = tokens(12)
+    lengths = np.array([11, 4], np.int32)
+    in_use = np.arange(12)[None, :, None, None] < lengths[:, None, None, None]
+    cache = empty_cache().write_prefix(*(jnp.where(in_use, x, 0)[:, storage_order(12, 3, 1)] for x in (key, value)))
+    return cache.with_lengths(lengths), key, value
+
+
+def test_a_full_cache_is_an_error_before_anything_is_overwritten():
+    cache, key, value = nearly_full()
+    with pytest.raises(CacheFullError, match="sequence 0 holds 11 of 12 tokens, no room for 2 more"):
+        cache.append(*tokens(2, seed=1))
+    assert_holds(cache, key, value, [11, 4])
+    cache.check_room(1)
+    with pytest.raises(CacheFullError, match="sequence 0 holds 11 of 12 tokens"):
+        cache.check_room(2)
+
+
+def test_inside_jit_a_refused_write_leaves_its_sequence_alone_and_marks_it():
+    cache, key, value = nearly_full()
+    new = tokens(2, seed=1)
+    cache = append(cache, *new)
+    np.testing.assert_array_equal(cache.overflowed, [True, False])
+    np.testing.assert_array_equal(cache.lengths, [11, 6])
+    for held, old, added in zip(natural(cache), (key, value), new, strict=True):
+        np.testing.assert_array_equal(held[0, :11], old[0, :11])
+        assert not held[0, 11:].any()
+        np.testing.assert_array_equal(held[1, :6], np.concatenate([old[1, :4], added[1]]))
+    cache = append(cache, *tokens(1, seed=2))  # would fit, yet the sequence is already wrong
+    np.testing.assert_array_equal(cache.overflowed, [True, False])
+    with pytest.raises(CacheFullError, match=r"sequence 0 .*refused already"):
+        cache.check_room(0)
+
+
+def test_a_cache_can_be_filled_to_its_last_slot():
+    cache, key, value = nearly_full()
+    cache = append(cache, key[:, 11:], value[:, 11:])
+    np.testing.assert_array_equal(cache.lengths, [12, 5])
+    assert not np.asarray(cache.overflowed).any()
+    for held, given in zip(natural(cache), (key, value), strict=True):
+        np.testing.assert_array_equal(held[0], given[0])
+
+
+def test_two_axes_shard_the_sequence_as_they_are_named():
+    mesh = make_mesh({"device": 3, "node": 2})
+    cache = KVCache.create(
+        batch=B, capacity=12, num_kv_heads=K, head_dim=H, dtype=jnp.float32, mesh=mesh, axis_name=("device", "node")
+    )
+    key, value = tokens(7)
+    assert_holds(append(cache, key, value), key, value, [7, 7])
