@@ -22,7 +22,7 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
     """
     if not isinstance(n_devices, int) or isinstance(n_devices, bool) or n_devices < 1:
         raise ValueError(f"n_devices must be an integer of at least 1, got {n_devices!r}")
-    _ask_for_cpu_devices(n_devices)
+    request_cpu_devices(n_devices)
     default = jax.devices()
     if len(default) >= n_devices:
         return default[:n_devices]
@@ -82,11 +82,11 @@ def start_distributed(
     if n_devices is not None:
         if n_devices % num_processes:
             raise ValueError(f"n_devices must be a multiple of num_processes={num_processes}, got {n_devices}")
-        _ask_for_cpu_devices(n_devices // num_processes)
+        request_cpu_devices(n_devices // num_processes)
     jax.distributed.initialize(coordinator_address, num_processes, process_id, local_device_ids)
 
 
-def _ask_for_cpu_devices(n_devices: int) -> None:
+def request_cpu_devices(n_devices: int) -> None:
     """Asks for at least `n_devices` emulated CPU devices per process; too late (backends have started) is no error."""
     if jax.distributed.is_initialized():
         return  # `start_distributed` has asked for this process's part already

@@ -13,7 +13,7 @@ from models.llama.config import LlamaConfig
 from models.llama.load import Checkpoint, open_checkpoint
 from models.llama.model import Llama
 from models.llama.sharding import LlamaSharding, spread_over
-from tree_attn.devices import ensure_devices
+from tree_attn.devices import ensure_devices, request_cpu_devices
 from tree_attn.mesh import make_mesh
 
 DEFAULT_DEVICES = 8
@@ -68,8 +68,8 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
     """
     if requested is not None:
         return tuple(ensure_devices(requested))
-    emulated = ensure_devices(DEFAULT_DEVICES)
-    return tuple(emulated if jax.default_backend() == "cpu" else jax.devices()[:DEFAULT_DEVICES])
+    request_cpu_devices(DEFAULT_DEVICES)  # whether they are needed is known only once JAX has started
+    return tuple(jax.devices()[:DEFAULT_DEVICES])
 
 
 @contextlib.contextmanager
