@@ -46,7 +46,8 @@ class AttentionOptions:
         jit they are clipped to `[0, num_keys]` instead.
         """
         batch, num_queries, num_heads, _ = query.shape
-        _check_lengths(self.key_value_seq_lengths, batch, num_keys)
+        if self.key_value_seq_lengths is not None:
+            check_lengths("key_value_seq_lengths", self.key_value_seq_lengths, batch, num_keys)
         if not isinstance(self.is_causal, bool | np.bool_):
             raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
         _check_positions(self.query_positions, batch, num_queries)
@@ -97,17 +98,14 @@ def check_arrays(query, key, value) -> None:
         raise ValueError(f"query heads must be a multiple of key heads, got N={query.shape[2]} and K={key.shape[2]}")
 
 
-def _check_lengths(lengths, batch: int, num_keys: int) -> None:
-    if lengths is None:
-        return
+def check_lengths(name: str, lengths, batch: int, num_keys: int) -> None:
+    """Raises ValueError unless lengths are integers `[B]`, and in `[0, num_keys]` where their values are at hand."""
     if jnp.shape(lengths) != (batch,):
-        raise ValueError(f"key_value_seq_lengths must have shape [B] = ({batch},), got {jnp.shape(lengths)}")
-    _check_integers("key_value_seq_lengths", lengths)
+        raise ValueError(f"{name} must have shape [B] = ({batch},), got {jnp.shape(lengths)}")
+    _check_integers(name, lengths)
     values = _concrete(lengths)
     if values is not None and values.size and (values.min() < 0 or values.max() > num_keys):
-        raise ValueError(
-            f"key_value_seq_lengths must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}"
-        )
+        raise ValueError(f"{name} must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}")
 
 
 def _check_positions(positions, batch: int, num_queries: int) -> None:

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.arguments import ATTENTION_DTYPES, check_lengths, one_of
+from tree_attn.mesh import AxisName, axis_tuple, check_axes
 from tree_attn.placement import check_block_size
 
 
@@ -70,7 +71,8 @@ class KVCache:
           block_size: consecutive tokens per shard; 1 is the order `ring_attention` prefills in.
           num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
         Raises:
-          ValueError: a size is not a positive integer, or `axis_name` is not of the mesh.
+          ValueError: a size is not a positive integer, `dtype` is none that attention takes, or `axis_name` is not of
+            the mesh.
         """
         sizes = dict(batch=batch, capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         sizes |= {} if num_layers is None else {"num_layers": num_layers}
@@ -83,9 +85,8 @@ class KVCache:
             )
         check_block_size(block_size)
         axes = axis_tuple(axis_name)
-        missing = [axis for axis in axes if axis not in mesh.axis_names]
-        if missing:
-            raise ValueError(f"axis_name {axes} must name axes of the mesh {mesh.axis_names}, not found: {missing}")
+        check_axes(axes, mesh)
+        one_of("dtype", jnp.dtype(dtype).name, ATTENTION_DTYPES)
         unit = block_size * int(np.prod([mesh.shape[axis] for axis in axes]))
         num_slots = -(-capacity // unit) * unit
         layers = () if num_layers is None else (num_layers,)
@@ -132,7 +133,7 @@ class KVCache:
           ValueError: the shapes or dtypes do not fit the cache.
           CacheFullError: outside jit, when a sequence lacks room; nothing is written then.
         """
-        _check_new("key", key, self)
+        _check_new(key, value, self, layer=None)
         if not isinstance(self.lengths, jax.core.Tracer):
             self.check_room(key.shape[1])
         return self.write(key, value).advance(key.shape[1])
@@ -142,8 +143,7 @@ class KVCache:
 
         A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache.
         """
-        _check_new("key", key, self)
-        _check_new("value", value, self)
+        _check_new(key, value, self, layer)
         positions = self.lengths[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, :]  # [B, T]
         has_room = self.lengths + key.shape[1] <= self.capacity
         positions = jnp.where(has_room[:, None], positions, self.capacity)
@@ -168,8 +168,7 @@ class KVCache:
           CacheFullError: S0 is more than the capacity.
           ValueError: S0 does not divide into shards of whole blocks; shapes or dtypes that do not fit.
         """
-        _check_new("key", key, self)
-        _check_new("value", value, self)
+        _check_new(key, value, self, layer)
         num_new, unit = key.shape[1], self.num_shards * self.block_size
         if num_new > self.capacity:
             raise CacheFullError(
@@ -195,15 +194,10 @@ class KVCache:
 
     def with_lengths(self, lengths: Int[Array, " B"]) -> "KVCache":
         """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest."""
-        if jnp.shape(lengths) != self.lengths.shape:
-            raise ValueError(f"lengths must have shape [B] = {self.lengths.shape}, got {jnp.shape(lengths)}")
+        check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
         return dataclasses.replace(self, lengths=jnp.asarray(lengths, jnp.int32))
 
     def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
-        if (self.key.ndim == 5) != (layer is not None):
-            raise ValueError(
-                f"layer must be given for a layered cache, and only then: cache {self.key.shape}, {layer=}"
-            )
         axes = axis_tuple(self.axis_name)
         stored_spec = P(*([None] * (self.key.ndim - 3)), axes)
         layer_spec = None if layer is None else P()
@@ -226,10 +220,17 @@ def _locate(positions, num_shards: int, block_size: int):
     return block % num_shards, (block // num_shards) * block_size + offset
 
 
-def _check_new(name: str, new, cache: KVCache) -> None:
-    batch, _, num_kv_heads, head_dim = cache.key.shape[-4:]
-    shape = jnp.shape(new)
-    if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
-        raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
-    if new.dtype != cache.key.dtype:
-        raise ValueError(f"{name} must have the cache's dtype {cache.key.dtype}, got {new.dtype}")
+def _check_new(key, value, cache: KVCache, layer) -> None:
+    *layers, batch, _, num_kv_heads, head_dim = cache.key.shape
+    if bool(layers) != (layer is not None):
+        raise ValueError(f"layer must be given for a layered cache, and only then: cache {cache.key.shape}, {layer=}")
+    if isinstance(layer, int | np.integer) and not 0 <= layer < layers[0]:
+        raise ValueError(f"layer must lie in [0, {layers[0]}), got {layer}")
+    for name, new in (("key", key), ("value", value)):
+        shape = jnp.shape(new)
+        if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
+            raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
+        if new.dtype != cache.key.dtype:
+            raise ValueError(f"{name} must have the cache's dtype {cache.key.dtype}, got {new.dtype}")
+    if value.shape != key.shape:
+        raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 AxisName = str | tuple[str, ...]
 
@@ -23,9 +23,10 @@ def make_mesh(axis_shapes: dict[str, int], devices: Sequence[jax.Device] | None 
     Example:
       >>> mesh = make_mesh({"seq": 8})
     """
-    needed = math.prod(axis_shapes.values())
-    if not axis_shapes or min(axis_shapes.values()) < 1:
+    is_size = lambda size: isinstance(size, int | np.integer) and size >= 1
+    if not axis_shapes or not all(is_size(size) for size in axis_shapes.values()):
         raise ValueError(f"axis_shapes must name axes of size at least 1, got {axis_shapes}")
+    needed = math.prod(axis_shapes.values())
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < needed:
         raise ValueError(f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}")
@@ -47,6 +48,15 @@ def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         raise ValueError(f"axis_name must not name an axis twice, got {axis_name!r}")
     return names
+
+
+def check_axes(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> None:
+    """Raises TypeError unless `mesh` is a mesh, and ValueError unless it has all of `axes`."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    missing = [axis for axis in axes if axis not in mesh.axis_names]
+    if missing:
+        raise ValueError(f"axis_name {axes} must name axes of the mesh {mesh.axis_names}, not found: {missing}")
 
 
 def bound_axis_sizes(axes: tuple[str, ...]) -> tuple[int, ...] | None:

@@ -61,12 +61,15 @@ def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> n
     Returns:
       numpy int32 `[num_tokens]`. Its inverse is `np.argsort(p)`.
     Raises:
-      ValueError: `num_tokens` is not such a multiple.
+      ValueError: `num_tokens` is not such a multiple; a count that is no positive integer.
 
     Example:
       >>> storage_order(8, num_shards=2, block_size=2)   # array([0, 1, 4, 5, 2, 3, 6, 7])
     """
     check_block_size(block_size)
+    for name, count, least in (("num_tokens", num_tokens, 0), ("num_shards", num_shards, 1)):
+        if not isinstance(count, int | np.integer) or count < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
     unit = num_shards * (block_size or 1)
     if num_tokens % unit:
         raise ValueError(f"num_tokens must be a multiple of num_shards * block_size = {unit}, got {num_tokens}")

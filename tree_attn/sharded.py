@@ -17,7 +17,7 @@ from tree_attn.arguments import AttentionOptions, check_arrays
 from tree_attn.devices import default_platform
 from tree_attn.local import check_implementation
 from tree_attn.masking import sink_state
-from tree_attn.mesh import AxisName, axis_tuple, bound_axis_sizes
+from tree_attn.mesh import AxisName, axis_tuple, bound_axis_sizes, check_axes
 from tree_attn.placement import Shard, check_block_size
 from tree_attn.state import SoftmaxState, merge_state
 
@@ -68,7 +68,8 @@ def over_shards(
             raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
         return on_shard(query, key, value, options)
     mesh = _mesh_with(axes, mesh)
-    key, value, options = _fit(key, value, options, math.prod(mesh.shape[axis] for axis in axes), block_size)
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    key, value, options = _fit(key, value, options, num_shards, block_size, may_pad=not shard_query)
     along_sequence = P(None, axes)
     query_spec = along_sequence if shard_query else P()
     mapped = jax.shard_map(
@@ -96,22 +97,19 @@ def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None):
     if mesh is None and context.empty:
         raise ValueError(f"mesh must be given where no surrounding shard_map binds axis_name {axes}, got None")
     chosen = context if mesh is None else mesh
-    missing = [axis for axis in axes if axis not in chosen.axis_names]
-    if missing:
-        raise ValueError(f"axis_name {axes} must name axes of the mesh {chosen.axis_names}, not found: {missing}")
+    check_axes(axes, chosen)
     return chosen
 
 
-def _fit(key, value, options: AttentionOptions, num_shards: int, block_size: int | None):
-    """Pads contiguous keys to a multiple of the shards; lengths hide the padding."""
+def _fit(key, value, options: AttentionOptions, num_shards: int, block_size: int | None, *, may_pad: bool):
+    """Pads contiguous keys to a multiple of the shards, if that is allowed; lengths hide the padding."""
     num_keys = key.shape[1]
-    padding = -num_keys % (num_shards * (block_size or 1))
+    unit = num_shards * (block_size or 1)
+    padding = -num_keys % unit
     if not padding:
         return key, value, options
-    if block_size is not None:
-        raise ValueError(
-            f"key must hold a multiple of num_shards * block_size = {num_shards * block_size} slots, got {num_keys}"
-        )
+    if block_size is not None or not may_pad:
+        raise ValueError(f"key must hold a multiple of num_shards * block_size = {unit} slots, got {num_keys}")
     if options.key_value_seq_lengths is None:
         options = dataclasses.replace(options, key_value_seq_lengths=jnp.full(key.shape[:1], num_keys, jnp.int32))
     widths = [(0, 0), (0, padding), (0, 0), (0, 0)]

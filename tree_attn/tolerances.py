@@ -8,6 +8,8 @@ Errors are against the float64 oracle (`tree_attn.reference`).
 - `out` in bf16 or fp16: the largest error is at most `RATIO` times that of a plain implementation in the same dtype
   (`plain_attention`: products accumulated in float32, weights and result rounded once), plus one rounding of the
   largest output. An absolute bound would either pass wrong kernels on small values or fail right ones on large.
+- where keys are too many for a plain implementation to run (`tree-attn compare`, `doctor`): so many roundings of the
+  largest output, `relative_out_tolerance`.
 """
 
 import jax
@@ -69,3 +71,13 @@ def lse_tolerance(expected) -> float:
 def _largest_finite(x) -> float:
     x = np.asarray(x, np.float64)
     return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))
+
+
+def relative_out_tolerance(dtype, expected) -> float:
+    """Largest error allowed in `out`, as roundings of the largest entry of its exact value `expected`.
+
+    16-bit kernels round the output once and the weights once more: 2 eps. float32 kernels also lose digits in the
+    logits, whose errors grow with the square root of the head dim: 64 eps.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    return (64 if eps < 1e-4 else 2) * eps * float(np.max(np.abs(expected), initial=0.0))

@@ -21,6 +21,7 @@ from tree_attn.local import choose
 from tree_attn.masking import visibility
 from tree_attn.mesh import make_mesh
 from tree_attn.placement import Shard
+from tree_attn.tolerances import relative_out_tolerance
 
 # The fields of a row that say what was run, rather than what came out.
 KEY_FIELDS = (
@@ -224,7 +225,7 @@ def _compare_with_oracle(case: Case, devices: Sequence[jax.Device], seed: int, o
     if jax.process_index() == 0:
         expected = comparison_data.oracle_output(step, scope, seed)
         got = whole[: scope.batch, :, : expected.shape[2]]
-        verdict = np.array([np.abs(got - expected).max(), comparison_data.tolerance(expected, step.dtype)])
+        verdict = np.array([np.abs(got - expected).max(), relative_out_tolerance(step.dtype, expected)])
     # float32 is what broadcasting keeps without x64, and enough here.
     error, allowed = (float(x) for x in _broadcast(verdict.astype(np.float32)))
     if not error <= allowed:  # so written that NaN fails

@@ -89,16 +89,6 @@ def oracle_output(step: DecodeStep, scope: OracleScope, seed: int) -> np.ndarray
     return reference.attention(query, *shards)[0]
 
 
-def tolerance(expected: np.ndarray, dtype: str) -> float:
-    """The largest error that counts as right, absolute: so many roundings of the largest entry of the output.
-
-    Outputs of 16-bit kernels are rounded once and their weights once more: 2 eps. Kernels in float32 also lose digits
-    in the logits, whose errors grow with the square root of the head dim: 64 eps.
-    """
-    eps = float(jnp.finfo(dtype).eps)
-    return (64 if eps < 1e-4 else 2) * eps * float(np.abs(expected).max())
-
-
 def _block_starts(step: DecodeStep) -> list[int]:
     """Where the blocks of a shard start; the last one starts early rather than run past the end."""
     size, total = _block_keys(step), step.keys_per_device

@@ -136,10 +136,10 @@ def _difference(out, query, key, value) -> str | None:
     import numpy as np
 
     from tree_attn import reference
-    from tree_attn.commands.comparison_data import tolerance
+    from tree_attn.tolerances import relative_out_tolerance
 
     expected = reference.attention(query, key, value)[0]
-    error, allowed = np.abs(out.astype(np.float64) - expected).max(), tolerance(expected, "bfloat16")
+    error, allowed = np.abs(out.astype(np.float64) - expected).max(), relative_out_tolerance("bfloat16", expected)
     return None if error <= allowed else f"it is WRONG here: off by {error:.3g}, and {allowed:.3g} is allowed"
 
 
