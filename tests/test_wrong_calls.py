@@ -1,0 +1,432 @@
+"""Wrong calls, each with the one clear error it raises: named argument, given value, and nothing compiled before it."""
+
+import types
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from ring_baseline import ring_attention, ring_decode
+from tree_attn import (
+    SoftmaxState,
+    attend,
+    make_mesh,
+    merge_segments,
+    merge_state,
+    merge_states,
+    storage_order,
+    tree_decode,
+)
+from tree_attn.cache import CacheFullError, KVCache
+
+QUERY, KEY = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 12, 2, 8), np.float32)
+PROMPT = np.zeros((2, 12, 4, 8), np.float32)
+NEW = np.zeros((2, 1, 2, 8), np.float32)
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def local(query=QUERY, key=KEY, value=None, **options):
+    return attend(query, key, key if value is None else value, **options)
+
+
+def sharded(function, query=QUERY, key=KEY, **options):
+    return function(query, key, key, **{"axis_name": "seq"} | options)
+
+
+tree, ring, prefill = partial(sharded, tree_decode), partial(sharded, ring_decode), partial(sharded, ring_attention)
+
+
+def in_shard_map(call):
+    """Traces `call` where a mesh of 2 x 2 devices binds the axes "seq" and "other"."""
+    mesh = make_mesh({"seq": 2, "other": 2})
+    return jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))
+
+
+def state(rows=(2,), head_dim=4, dtype=np.float32, lse_rows=None, lse_dtype=np.float32):
+    return SoftmaxState(np.zeros((*rows, head_dim), dtype), np.zeros(rows if lse_rows is None else lse_rows, lse_dtype))
+
+
+def create(given, **options):
+    sizes = dict(batch=2, capacity=12, num_kv_heads=2, head_dim=8, dtype=jnp.float32, mesh=given.mesh, axis_name="seq")
+    return KVCache.create(**sizes | options)
+
+
+# name: (call, exception, pattern)
+ATTEND = {
+    "query_is_a_list": (lambda _: local([0.0]), TypeError, r"query must be an array \[B, T, N, H\], got list"),
+    "query_of_three_axes": (lambda _: local(QUERY[0]), ValueError, r"query must be .*, got shape \(3, 4, 8\)"),
+    "key_of_three_axes": (
+        lambda _: local(key=KEY[0]),
+        ValueError,
+        r"key must be \[B, S, K, H\], got shape \(12, 2, 8\)",
+    ),
+    "integer_query": (lambda _: local(QUERY.astype(int)), ValueError, r"query.dtype must be one of .*, got int64"),
+    "float64_key": (lambda _: local(key=KEY.astype(float)), ValueError, r"key.dtype must be one of .*, got float64"),
+    "two_dtypes": (
+        lambda _: local(key=KEY.astype(np.float16)),
+        ValueError,
+        r"one dtype, got query float32, key float16",
+    ),
+    "value_of_other_length": (
+        lambda _: local(value=KEY[:, :5]),
+        ValueError,
+        r"value must agree with key .*\(2, 5, 2, 8\)",
+    ),
+    "value_of_other_heads": (lambda _: local(value=KEY[:, :, :1]), ValueError, r"value must agree .*\(2, 12, 1, 8\)"),
+    "batches_differ": (lambda _: local(key=KEY[:1]), ValueError, r"key must have the batch size of query, 2, got 1"),
+    "head_dims_differ": (
+        lambda _: local(key=KEY[..., :4]),
+        ValueError,
+        r"key must have the head dim of query, 8, got 4",
+    ),
+    "heads_do_not_divide": (lambda _: local(QUERY[:, :, :3]), ValueError, r"multiple of key heads, got N=3 and K=2"),
+    "no_queries": (lambda _: local(QUERY[:, :0]), ValueError, r"query .*must not have empty axes, got \(2, 0, 4, 8\)"),
+    "lengths_of_other_batch": (
+        lambda _: local(key_value_seq_lengths=ints(1, 2, 3)),
+        ValueError,
+        r"key_value_seq_lengths must have shape \[B\] = \(2,\), got \(3,\)",
+    ),
+    "negative_length": (
+        lambda _: local(key_value_seq_lengths=ints(3, -1)),
+        ValueError,
+        r"key_value_seq_lengths must lie in \[0, 12\] .*, got \[3, -1\]",
+    ),
+    "length_beyond_the_keys": (
+        lambda _: local(key_value_seq_lengths=ints(13, 1)),
+        ValueError,
+        r"key_value_seq_lengths must lie in \[0, 12\] .*, got \[13, 1\]",
+    ),
+    "float_lengths": (
+        lambda _: local(key_value_seq_lengths=np.ones(2, np.float32)),
+        ValueError,
+        r"key_value_seq_lengths must be integers, got dtype float32",
+    ),
+    "is_causal_is_a_word": (lambda _: local(is_causal="no"), TypeError, r"is_causal must be True or False, got 'no'"),
+    "positions_of_other_length": (
+        lambda _: local(query_positions=ints(1, 2)),
+        ValueError,
+        r"query_positions must have shape \[B, T\] or \[T\], .*, got \(2,\)",
+    ),
+    "float_positions": (
+        lambda _: local(query_positions=np.zeros(3)),
+        ValueError,
+        r"query_positions must be integers, got dtype float64",
+    ),
+    "negative_window": (lambda _: local(local_window_size=-1), ValueError, r"local_window_size must be .*, got -1"),
+    "window_of_three": (
+        lambda _: local(local_window_size=(1, 2, 3)),
+        ValueError,
+        r"local_window_size .*got \(1, 2, 3\)",
+    ),
+    "fractional_window": (
+        lambda _: local(local_window_size=(2.5, 0)),
+        ValueError,
+        r"local_window_size .*got \(2.5, 0\)",
+    ),
+    "soft_cap_of_zero": (lambda _: local(logits_soft_cap=0.0), ValueError, r"logits_soft_cap must be .*, got 0.0"),
+    "infinite_soft_cap": (lambda _: local(logits_soft_cap=np.inf), ValueError, r"logits_soft_cap must be .*, got inf"),
+    "scale_is_nan": (lambda _: local(scale=float("nan")), ValueError, r"scale must be .*finite.*, got nan"),
+    "scale_is_an_array": (lambda _: local(scale=np.ones(2)), ValueError, r"scale must be .*Python number, got array"),
+    "sinks_of_other_heads": (
+        lambda _: local(sinks=np.zeros(2)),
+        ValueError,
+        r"sinks must have shape \[N\] = \(4,\), got \(2,\)",
+    ),
+    "unknown_implementation": (
+        lambda _: local(implementation="cuda"),
+        ValueError,
+        r"implementation must be one of .*'cuda'",
+    ),
+    "float32_on_cudnn": (
+        lambda _: local(implementation="cudnn"),
+        NotImplementedError,
+        r"implementation='cudnn' cannot run: ",
+    ),
+}
+
+SHARDED = {
+    "unknown_reduction": (
+        lambda given: tree(mesh=given.mesh, reduction="tree"),
+        ValueError,
+        r"reduction must be one of 'allreduce', 'gather', 'hierarchical', got 'tree'",
+    ),
+    "hierarchical_over_one_axis": (
+        lambda given: tree(mesh=given.mesh, reduction="hierarchical"),
+        ValueError,
+        r"reduction='hierarchical' needs axis_name to be a tuple of two or more axes, got \('seq',\)",
+    ),
+    "levels_are_not_one_per_axis": (
+        lambda given: tree(mesh=given.mesh, reduction=("gather", "gather")),
+        ValueError,
+        r"reduction given as a tuple must name .* for each axis of \('seq',\), got \('gather', 'gather'\)",
+    ),
+    "a_level_is_unknown": (
+        lambda given: tree(mesh=given.mesh, reduction=("hierarchical",)),
+        ValueError,
+        r"reduction given as a tuple must name one of .*, got \('hierarchical',\)",
+    ),
+    "tree_mesh_lacks_the_axis": (
+        lambda given: tree(mesh=given.mesh, axis_name="data"),
+        ValueError,
+        r"axis_name \('data',\) must name axes of the mesh \('seq',\), not found: \['data'\]",
+    ),
+    "ring_mesh_lacks_one_of_two_axes": (
+        lambda given: ring(mesh=given.mesh, axis_name=("seq", "node")),
+        ValueError,
+        r"axis_name .* must name axes of the mesh .*, not found: \['node'\]",
+    ),
+    "an_axis_twice": (
+        lambda given: tree(mesh=given.mesh, axis_name=("seq", "seq")),
+        ValueError,
+        r"axis_name must not name an axis twice, got \('seq', 'seq'\)",
+    ),
+    "no_axis": (lambda given: tree(mesh=given.mesh, axis_name=()), ValueError, r"axis_name must be .*, got \(\)"),
+    "axis_is_none": (
+        lambda given: ring(mesh=given.mesh, axis_name=None),
+        ValueError,
+        r"axis_name must be .*, got None",
+    ),
+    "no_mesh_and_no_axis_bound": (lambda _: tree(), ValueError, r"mesh must be given .* binds axis_name .*, got None"),
+    "no_mesh_for_prefill": (lambda _: prefill(PROMPT), ValueError, r"mesh must be given .*, got None"),
+    "mesh_is_a_name": (lambda _: tree(mesh="seq"), TypeError, r"mesh must be a jax.sharding.Mesh, got str"),
+    "mesh_inside_a_shard_map": (
+        lambda given: in_shard_map(lambda: tree(mesh=given.mesh)),
+        ValueError,
+        r"mesh must be None inside a shard_map that binds axis_name \('seq',\), got ",
+    ),
+    "one_of_two_axes_bound": (
+        lambda _: in_shard_map(lambda: tree(axis_name=("seq", "node"))),
+        ValueError,
+        r"axis_name \('seq', 'node'\) is bound only in part: not bound here are \['node'\]",
+    ),
+    "length_beyond_all_shards": (
+        lambda _: in_shard_map(lambda: tree(key_value_seq_lengths=ints(25, 0))),
+        ValueError,
+        r"key_value_seq_lengths must lie in \[0, 24\] .*, got \[25, 0\]",
+    ),
+    "heads_do_not_divide_over_shards": (
+        lambda given: tree(QUERY[:, :, :3], mesh=given.mesh),
+        ValueError,
+        r"query heads must be a multiple of key heads, got N=3 and K=2",
+    ),
+    "block_of_zero": (lambda given: tree(mesh=given.mesh, block_size=0), ValueError, r"block_size must be .*, got 0"),
+    "block_is_a_bool": (
+        lambda given: ring(mesh=given.mesh, block_size=True),
+        ValueError,
+        r"block_size must be .*, got True",
+    ),
+    "keys_do_not_fill_blocks": (
+        lambda given: tree(mesh=given.mesh, block_size=5),
+        ValueError,
+        r"key must hold a multiple of num_shards \* block_size = 15 slots, got 12",
+    ),
+    "unknown_implementation_over_shards": (
+        lambda given: ring(mesh=given.mesh, implementation="triton"),
+        ValueError,
+        r"implementation must be one of .*, got 'triton'",
+    ),
+    "unknown_variant": (
+        lambda given: ring(mesh=given.mesh, variant="fast"),
+        ValueError,
+        r"variant must be one of .*'fast'",
+    ),
+    "fewer_queries_than_keys_in_prefill": (
+        lambda given: prefill(mesh=given.mesh),
+        ValueError,
+        r"query must have one position per key, S = 12, got T = 3",
+    ),
+    "prompt_does_not_divide": (
+        lambda given: prefill(PROMPT[:, :10], KEY[:, :10], mesh=given.mesh, block_size=None),
+        ValueError,
+        r"key must hold a multiple of num_shards \* block_size = 3 slots, got 10",
+    ),
+}
+
+ALGEBRA = {
+    "states_of_other_shapes": (
+        lambda _: merge_state(state(), state(rows=(3,))),
+        ValueError,
+        r"b.out must have the shape and dtype of a.out, \(2, 4\) float32; got \(3, 4\) float32",
+    ),
+    "states_of_other_dtypes": (
+        lambda _: merge_state(state(), state(dtype=BFLOAT16)),
+        ValueError,
+        r"b.out must have the shape and dtype of a.out, .*; got \(2, 4\) bfloat16",
+    ),
+    "narrow_lse": (
+        lambda _: merge_state(state(), state(lse_dtype=BFLOAT16)),
+        ValueError,
+        r"b.lse must be float32 .*, got bfloat16",
+    ),
+    "lse_of_other_rows": (
+        lambda _: merge_states(state(rows=(2, 3), lse_rows=(3, 2)), axis=0),
+        ValueError,
+        r"stacked.lse must have the shape of stacked.out \(2, 3, 4\) less its last axis, got \(3, 2\)",
+    ),
+    "no_such_axis": (lambda _: merge_states(state(), axis=1), ValueError, r"axis must be an axis of lse \(2,\), got 1"),
+    "ids_of_other_length": (
+        lambda _: merge_segments(state(), ints(0, 0, 1), 2),
+        ValueError,
+        r"segment_ids must have shape \[n\] .*, got \(3,\)",
+    ),
+    "float_ids": (
+        lambda _: merge_segments(state(), np.zeros(2, np.float32), 2),
+        ValueError,
+        r"segment_ids must be integers, got float32",
+    ),
+    "negative_number_of_segments": (
+        lambda _: merge_segments(state(), ints(0, 0), -1),
+        ValueError,
+        r"num_segments must be at least 0, got -1",
+    ),
+    "tokens_do_not_fill_blocks": (
+        lambda _: storage_order(10, 4, 2),
+        ValueError,
+        r"num_tokens must be a multiple of num_shards \* block_size = 8, got 10",
+    ),
+    "fractional_block": (lambda _: storage_order(8, 2, 1.5), ValueError, r"block_size must be .*, got 1.5"),
+    "no_shards": (lambda _: storage_order(8, 0, 1), ValueError, r"num_shards must be an integer of at least 1, got 0"),
+    "too_few_devices": (
+        lambda _: make_mesh({"seq": 9}),
+        ValueError,
+        r"axis_shapes \{'seq': 9\} needs 9 devices, got 8",
+    ),
+    "axis_of_no_devices": (
+        lambda _: make_mesh({"a": 2, "b": 0}),
+        ValueError,
+        r"axis_shapes must .*, got \{'a': 2, 'b': 0\}",
+    ),
+    "mesh_without_axes": (lambda _: make_mesh({}), ValueError, r"axis_shapes must .*, got \{\}"),
+}
+
+CACHE = {
+    "capacity_of_zero": (
+        lambda g: create(g, capacity=0),
+        ValueError,
+        r"capacity must be an integer of at least 1, got 0",
+    ),
+    "fractional_heads": (
+        lambda g: create(g, num_kv_heads=2.0),
+        ValueError,
+        r"num_kv_heads must be an integer .*, got 2.0",
+    ),
+    "contiguous_cache": (
+        lambda g: create(g, block_size=None),
+        ValueError,
+        r"block_size must be an integer .*, got None",
+    ),
+    "integer_cache": (lambda g: create(g, dtype=jnp.int32), ValueError, r"dtype must be one of .*, got 'int32'"),
+    "cache_mesh_lacks_the_axis": (
+        lambda g: create(g, axis_name="x"),
+        ValueError,
+        r"axis_name \('x',\) .*not found: \['x'\]",
+    ),
+    "cache_without_a_mesh": (
+        lambda g: create(g, mesh=None),
+        TypeError,
+        r"mesh must be a jax.sharding.Mesh, got NoneType",
+    ),
+    "token_of_other_heads": (
+        lambda g: g.cache.append(NEW[:, :, :1], NEW),
+        ValueError,
+        r"key must have shape \[B=2, T, K=2, H=8\], got \(2, 1, 1, 8\)",
+    ),
+    "token_of_other_dtype": (
+        lambda g: g.cache.append(NEW, NEW.astype(np.float16)),
+        ValueError,
+        r"value must have the cache's dtype float32, got float16",
+    ),
+    "more_values_than_keys": (
+        lambda g: g.cache.append(NEW, KEY[:, :2]),
+        ValueError,
+        r"value must hold as many tokens as key, T = 1, got 2",
+    ),
+    "append_to_a_full_cache": (
+        lambda g: g.full.append(NEW, NEW),
+        CacheFullError,
+        r"cache is full: sequence 1 holds 12 of 12 tokens, no room for 1 more",
+    ),
+    "room_for_more_than_the_capacity": (
+        lambda g: g.cache.check_room(13),
+        CacheFullError,
+        r"cache is full: sequence 0 holds 0 of 12 tokens, no room for 13 more",
+    ),
+    "prefix_longer_than_the_capacity": (
+        lambda g: g.cache.write_prefix(*2 * (np.zeros((2, 15, 2, 8), np.float32),)),
+        CacheFullError,
+        r"cache is full: a prefix of 15 tokens does not fit a capacity of 12",
+    ),
+    "prefix_does_not_fill_blocks": (
+        lambda g: g.cache.write_prefix(KEY[:, :4], KEY[:, :4]),
+        ValueError,
+        r"key must hold a multiple of shards \* block_size = 3 tokens, got 4",
+    ),
+    "layer_of_a_cache_without_layers": (
+        lambda g: g.cache.write(NEW, NEW, layer=0),
+        ValueError,
+        r"layer must be given .*layer=0",
+    ),
+    "no_layer_of_a_layered_cache": (
+        lambda g: g.layered.append(NEW, NEW),
+        ValueError,
+        r"layer must be given .*layer=None",
+    ),
+    "no_such_layer": (lambda g: g.layered.write(NEW, NEW, layer=2), ValueError, r"layer must lie in \[0, 2\), got 2"),
+    "cache_lengths_of_other_batch": (
+        lambda g: g.cache.with_lengths(ints(1, 2, 3)),
+        ValueError,
+        r"lengths must have shape \[B\] = \(2,\), got \(3,\)",
+    ),
+    "cache_lengths_beyond_the_capacity": (
+        lambda g: g.cache.with_lengths(ints(1, 13)),
+        ValueError,
+        r"lengths must lie in \[0, 12\] .*, got \[1, 13\]",
+    ),
+}
+
+WRONG_CALLS = ATTEND | SHARDED | ALGEBRA | CACHE
+
+
+@pytest.fixture(scope="module")
+def given():
+    """What takes devices to make, made before any wrong call is counted."""
+    made = types.SimpleNamespace(mesh=make_mesh({"seq": 3}))
+    made.cache, made.layered = create(made), create(made, num_layers=2)
+    made.full = made.cache.with_lengths(ints(5, 12))
+    return made
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """A list that grows by one with every program XLA compiles."""
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _seconds, **_: events.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    return events
+
+
+def test_the_table_has_no_name_twice():
+    assert len(WRONG_CALLS) == sum(map(len, (ATTEND, SHARDED, ALGEBRA, CACHE))) >= 40
+
+
+def test_compilations_are_counted(compilations):
+    before = len(compilations)
+    jax.jit(lambda x: x + 1)(np.zeros(3, np.float32)).block_until_ready()
+    assert len(compilations) == before + 1
+
+
+@pytest.mark.parametrize("call, exception, pattern", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_is_one_clear_error_before_anything_is_compiled(call, exception, pattern, given, compilations):
+    before = len(compilations)
+    with pytest.raises(exception, match=pattern) as raised:
+        call(given)
+    assert type(raised.value) is exception
+    assert len(compilations) == before
