@@ -108,8 +108,8 @@ def merge_segments(states: SoftmaxState, segment_ids: Int[Array, " n"], num_segm
     if num_segments < 0:
         raise ValueError(f"num_segments must be at least 0, got {num_segments}")
     max_lse = finite_max(jax.ops.segment_max(states.lse, segment_ids, num_segments))
-    # A dropped id would read max_lse out of bounds; any finite value serves, since segment_sum drops the row.
-    max_of_row = jnp.take(max_lse, segment_ids, axis=0, mode="fill", fill_value=0)
+    # The row of a dropped id weighs exp(lse - inf) = 0. A finite value could make it infinite, and its gradient NaN.
+    max_of_row = jnp.take(max_lse, segment_ids, axis=0, mode="fill", fill_value=jnp.inf)
     numerator, denominator = numerator_and_denominator(states, max_of_row)
     return from_sums(
         jax.ops.segment_sum(numerator, segment_ids, num_segments),

@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from models.llama.attention import Attention
 from models.llama.config import LlamaConfig
 from models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
 from models.llama.parameters import Create, Parameter
 from models.llama.rope import rotation
-from models.llama.sharding import LlamaSharding
+from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.cache import KVCache
 
 
@@ -101,7 +102,7 @@ class Llama(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, cache: KVCache, attend: Attend, token_axis: str | None
     ) -> tuple[jax.Array, KVCache]:
         with jax.named_scope("embed"):
-            x = self.embedding[...].at[tokens].get(mode="clip")
+            x = self._look_up(tokens, token_axis)
             x = self.sharding.constrain(x, "batch", token_axis, "embed")
         shared = Pass(
             cosine_sine=rotation(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
@@ -117,6 +118,31 @@ class Llama(nnx.Module):
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
             (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
         return x, cache
+
+    def _look_up(self, tokens: jax.Array, token_axis: str | None) -> jax.Array:
+        """Rows of the embedding, `[B, T]` to `[B, T, D]`.
+
+        Where the table is cut over the vocabulary and the tokens are few (decoding), each device looks up the rows it
+        has and a sum brings them together. Left to itself, XLA on GPU gathers the whole table for every token.
+        """
+        axes = as_tuple(self.sharding.vocab)
+        if not axes or token_axis is not None:
+            return self.embedding[...].at[tokens].get(mode="clip")
+
+        def of_shard(table, tokens):
+            row = tokens - jax.lax.axis_index(axes) * table.shape[0]
+            is_here = (row >= 0) & (row < table.shape[0])
+            rows = table.at[jnp.where(is_here, row, 0)].get(mode="clip")
+            return jax.lax.psum(jnp.where(is_here[..., None], rows, jnp.zeros_like(rows)), axes)
+
+        return jax.shard_map(
+            of_shard,
+            mesh=self.sharding.mesh,
+            axis_names=set(axes),
+            in_specs=(P(axes), P()),
+            out_specs=P(),
+            check_vma=False,
+        )(self.embedding[...], tokens)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """`[B, T, D]` to float32 `[B, T, V]`: bfloat16 logits would tie tokens that differ."""

@@ -19,7 +19,7 @@ is_installed = importlib.util.find_spec("flash_attn_jax") is not None
 needs_package = pytest.mark.skipif(not is_installed, reason=f"runs where the package is: {flash_attn.INSTALL}")
 needs_gpu = pytest.mark.skipif(
     not is_installed or jax.default_backend() != "gpu",
-    reason=f"runs where JAX finds a CUDA GPU and the package is: {flash_attn.INSTALL}",
+    reason=f"runs with TREE_ATTN_TEST_GPU=1 where JAX finds a CUDA GPU and the package is: {flash_attn.INSTALL}",
 )
 INSTALL = re.escape("pip install --no-deps flash-attn-jax==0.6.2")
 
