@@ -85,7 +85,7 @@ def test_merge_is_commutative_to_the_bit(merge, a, b):
 
 
 def test_merge_is_commutative_to_the_bit_however_it_is_vectorised():
-    """Compilers fuse multiply and add, which rounds one of two products: seen on wide arrays more than on small ones."""
+    """Compilers fuse multiply and add, which rounds one of two products: seen most on wide arrays."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(3 * rng.normal(size=shape), jnp.float32)
     a, b = (SoftmaxState(draw(512, 8), draw(512)) for _ in range(2))

@@ -19,7 +19,9 @@ from tree_attn.arguments import AttentionOptions
 from tree_attn.local import cudnn
 from tree_attn.masking import visibility
 
-needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs with TREE_ATTN_TEST_GPU=1 where JAX finds a CUDA GPU")
+needs_gpu = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="runs with TREE_ATTN_TEST_GPU=1 where JAX finds a CUDA GPU"
+)
 SUPPORTED = {name: options for name, options in OPTIONS.items() if "logits_soft_cap" not in options}
 LENGTHS = np.array([[KEYS, KEYS], [0, 19], [1, 36]], np.int32)
 
