@@ -179,6 +179,18 @@ def test_return_lse():
     assert_same_bits(decode(*arrays), out)
 
 
+def test_outside_jit():
+    arrays = Case(queries=1).arrays()
+    assert_attention(decode_on({"seq": 2})(*arrays), *arrays)
+
+
+def test_traced_lengths_out_of_range_are_clipped():
+    """Where their values cannot be checked, no key outside the arrays is read and none inside is lost."""
+    arrays = Case().arrays()
+    decode = jax.jit(lambda lengths: decode_on({"seq": 3})(*arrays, key_value_seq_lengths=lengths))
+    assert_attention(decode(np.array([-3, 99], np.int32)), *arrays, key_value_seq_lengths=np.array([0, KEYS]))
+
+
 def test_what_none_picked_is_logged(caplog):
     caplog.set_level(logging.INFO, "tree_attn")
     jax.eval_shape(decode_on({"seq": 2}), *Case().arrays())

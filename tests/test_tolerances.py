@@ -20,6 +20,7 @@ WRONG = {
     "lse_rounded_to_bfloat16": lambda s: s._replace(lse=s.lse.astype(jnp.bfloat16).astype(jnp.float32)),
     "lse_in_base_2": lambda s: s._replace(lse=s.lse / np.float32(np.log(2))),
     "half_the_keys_forgotten": lambda s: s._replace(lse=jnp.full_like(s.lse, -jnp.inf), out=jnp.zeros_like(s.out)),
+    "out_five_percent_off": lambda s: s._replace(out=s.out * jnp.asarray(1.05, s.out.dtype)),
     "heads_swapped": lambda s: s._replace(out=s.out[:, :, ::-1]),
     "nan": lambda s: s._replace(out=s.out * jnp.asarray(jnp.nan, s.out.dtype)),
 }

@@ -110,7 +110,11 @@ def _fit(key, value, options: AttentionOptions, num_shards: int, block_size: int
         return key, value, options
     if block_size is not None or not may_pad:
         raise ValueError(f"key must hold a multiple of num_shards * block_size = {unit} slots, got {num_keys}")
-    if options.key_value_seq_lengths is None:
-        options = dataclasses.replace(options, key_value_seq_lengths=jnp.full(key.shape[:1], num_keys, jnp.int32))
+    lengths = options.key_value_seq_lengths
+    # A traced length may be too long; clipped later it would be clipped to the padded size.
+    lengths = (
+        jnp.full(key.shape[:1], num_keys, jnp.int32) if lengths is None else jnp.minimum(jnp.asarray(lengths), num_keys)
+    )
+    options = dataclasses.replace(options, key_value_seq_lengths=lengths)
     widths = [(0, 0), (0, padding), (0, 0), (0, 0)]
     return jnp.pad(key, widths), jnp.pad(value, widths), options
