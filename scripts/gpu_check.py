@@ -265,7 +265,7 @@ def environment(num_devices: int) -> dict:
         hardware=measure.hardware(jax.devices()),
         jax_version=jax.__version__,
         git_commit=measure.git_commit(),
-        command=" ".join(sys.argv),
+        command=" ".join(["python3 scripts/gpu_check.py", *sys.argv[1:]]),
     )
 
 
