@@ -16,10 +16,24 @@ def test_python_example_runs():
     assert done.stdout.strip() == "(1, 1, 32, 128)"
 
 
-def test_every_file_of_the_tree_exists():
-    tree = (ROOT / "README.md").read_text().split("## Files")[1]
-    names = re.findall(r"^  ([\w.]+(?:, [\w./]+)*)\s", tree, flags=re.MULTILINE)
-    paths = [name for line in names for name in line.split(", ")]
-    assert len(paths) > 10
-    for name in paths:
-        assert (ROOT / "tree_attn" / name).exists(), name
+def test_the_tree_names_what_exists_and_all_of_it():
+    (tree,) = re.findall(r"## Files\n+```\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    named, folder = set(), ROOT
+    for line in tree.splitlines():
+        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+        if line.startswith(" "):
+            named |= {folder / name for name in names}
+        else:
+            folder = ROOT / names[0]
+            named.add(folder)
+    assert [str(path) for path in named if not path.exists()] == []
+    for folder in (ROOT / "tree_attn", ROOT / "models" / "llama"):
+        modules = {path for path in folder.glob("*.py") if path.name != "__init__.py"}
+        assert [str(path) for path in modules - named] == []
+
+
+def test_table_is_made_from_the_raw_rows():
+    readme = (ROOT / "README.md").read_text()
+    ((command, table),) = re.findall(r"<!-- made by: python3 (.*?) -->\n(.*?)<!-- end", readme, flags=re.DOTALL)
+    made = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert made.stdout == table
