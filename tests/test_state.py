@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 from tree_attn import SoftmaxState, empty_like, merge_segments, merge_state, merge_states, reference
 
 ROWS, H, N = 6, 3, 4
-LAWS = settings(max_examples=40, deadline=None, derandomize=True)
+LAWS = settings(max_examples=30, deadline=None, derandomize=True)
 DTYPES = ["float32", "bfloat16", "float16"]
 merge_state_jit = jax.jit(merge_state)
 merge_segments_jit = jax.jit(merge_segments, static_argnums=2)
@@ -136,7 +136,7 @@ def test_a_dropped_state_has_no_gradient():
     """However large its lse is beside those of the segments."""
     stacked = SoftmaxState(jnp.ones((3, H)), jnp.array([0.0, 1e4, -1e4]))
     ids = jnp.array([0, 7, -1], jnp.int32)
-    gradient = jax.grad(lambda s: sum(x.sum() for x in merge_segments(s, ids, 1)))(stacked)
+    gradient = jax.jit(jax.grad(lambda s: sum(x.sum() for x in merge_segments(s, ids, 1))))(stacked)
     assert_gradients(gradient.lse, jnp.array([1.0, 0.0, 0.0]))
     assert_gradients(gradient.out, jnp.array([1.0, 0.0, 0.0])[:, None] * jnp.ones(H)[None])
 

@@ -38,25 +38,27 @@ def tiny_tiles(monkeypatch):
     monkeypatch.setattr(xla, "MAX_LOGITS_PER_CHUNK", 1)
 
 
-@pytest.fixture(params=["whole", "tiled"])
-def either_tiling(request):
-    """Runs a test twice: with all queries and keys in one piece, and in tiny tiles."""
-    if request.param == "tiled":
-        request.getfixturevalue("tiny_tiles")
-
-
 def attend_xla(*arrays, lengths=None, **options):
     return attend(*arrays, implementation="xla", key_value_seq_lengths=lengths, **options)
 
 
-@pytest.mark.usefixtures("either_tiling")
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_option_with_lengths_that_end_anywhere(options):
+def check_lengths_that_end_anywhere(options):
     arrays = Case().arrays()
     call = jax.jit(lambda *arrays, lengths: attend_xla(*arrays, lengths=lengths, **options))
     for lengths in LENGTHS:
         lengths = np.array(lengths, np.int32)
         assert_attention(call(*arrays, lengths=lengths), *arrays, key_value_seq_lengths=lengths, **options)
+
+
+@pytest.mark.usefixtures("tiny_tiles")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_tiled(options):
+    check_lengths_that_end_anywhere(options)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "everything"])
+def test_options_whole(name):
+    check_lengths_that_end_anywhere(OPTIONS[name])
 
 
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
@@ -66,16 +68,17 @@ def test_every_shape_and_dtype_whole(case):
 
 
 @pytest.mark.usefixtures("tiny_tiles")
-@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
-def test_every_shape_and_dtype_tiled(case):
-    arrays, options = case.arrays(), {"is_causal": True, "local_window_size": (17, 0)}
+@pytest.mark.parametrize(
+    "name", ["one_query", "no_keys", "one_key", "chunks_divide_the_keys", "huge_logits", "bfloat16"]
+)
+def test_shapes_and_dtypes_tiled(name):
+    arrays, options = SHAPES[name].arrays(), {"is_causal": True, "local_window_size": (17, 0)}
     assert_attention(jax.jit(partial(attend_xla, **options))(*arrays), *arrays, **options)
 
 
-@pytest.mark.usefixtures("either_tiling")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes_with_every_option_at_once(dtype):
-    arrays, options = Case(dtype=dtype).arrays(), OPTIONS["everything"]
+@pytest.mark.usefixtures("tiny_tiles")
+def test_every_option_at_once_in_a_narrow_dtype():
+    arrays, options = Case(dtype="float16").arrays(), OPTIONS["everything"]
     assert_attention(jax.jit(partial(attend_xla, **options))(*arrays), *arrays, **options)
 
 

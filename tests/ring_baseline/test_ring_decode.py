@@ -22,7 +22,7 @@ def ring_on(num_devices, **options):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_devices", [1, 3, 8])
 def test_every_device_count_with_lengths_that_end_anywhere(num_devices, variant):
     query, key, value = Case().arrays()
     ring = ring_on(num_devices, variant=variant, is_causal=True)
