@@ -126,7 +126,7 @@ class Llama(nnx.Module):
         has and a sum brings them together. Left to itself, XLA on GPU gathers the whole table for every token.
         """
         axes = as_tuple(self.sharding.vocab)
-        if not axes or token_axis is not None:
+        if self.sharding.num_shards("vocab") == 1 or token_axis is not None:
             return self.embedding[...].at[tokens].get(mode="clip")
 
         def of_shard(table, tokens):

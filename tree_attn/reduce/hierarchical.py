@@ -14,6 +14,8 @@ def hierarchical(
 
     Correct because the merge is associative. Source: Tree Attention, section 5.3 (two-level topologies).
     """
+    # Widened once: rounding to a narrow dtype at every level would add an error per level.
+    merged = SoftmaxState(state.out.astype(state.lse.dtype), state.lse)
     for axis, level in zip(axes, levels, strict=True):
-        state = level(state, (axis,))
-    return state
+        merged = level(merged, (axis,))
+    return SoftmaxState(merged.out.astype(state.out.dtype), merged.lse)
