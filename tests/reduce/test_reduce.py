@@ -83,8 +83,9 @@ def test_none_picks_by_the_number_of_axes_and_says_so(axes, picked, caplog):
 
 
 def test_hierarchical_merges_over_the_first_axis_first():
-    """The fastest link is named first, so that the slow ones carry merged results only."""
+    """The fastest link is named first, so that the slow ones carry merged results only; no level rounds."""
     order = []
-    levels = [lambda state, axes, i=i: order.append((i, axes)) for i in range(3)]
-    hierarchical(None, ("device", "node", "rack"), tuple(levels))
-    assert order == [(0, ("device",)), (1, ("node",)), (2, ("rack",))]
+    state = SoftmaxState(jnp.ones((1, 2), jnp.bfloat16), jnp.zeros(1))
+    levels = [lambda state, axes, i=i: (order.append((i, axes, state.out.dtype)), state)[1] for i in range(3)]
+    assert hierarchical(state, ("device", "node", "rack"), tuple(levels)).out.dtype == jnp.bfloat16
+    assert order == [(0, ("device",), jnp.float32), (1, ("node",), jnp.float32), (2, ("rack",), jnp.float32)]
