@@ -129,6 +129,14 @@ def test_what_it_can_do_is_not_refused():
     assert cudnn.unsupported(*arrays, logits_soft_cap=None, visible=view_of(*arrays[:2], is_causal=True)) is None
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_a_mask_is_not_materialised_without_bound():
+    prompt = [jax.ShapeDtypeStruct((1, 1 << 15, 4, 64), jnp.bfloat16)] * 3
+    refuse = partial(cudnn.unsupported, *prompt, logits_soft_cap=None)
+    assert "B x T x S = 1073741824" in refuse(visible=view_of(*prompt[:2], is_causal=True))
+    assert refuse(visible=view_of(*prompt[:2])) is None
+
+
 def test_head_dims_above_128_need_hopper(monkeypatch):
     monkeypatch.setattr(cudnn._fused_attention(), "check_compute_capability", lambda capability: False)
     arrays = shapes(head_dim=256)

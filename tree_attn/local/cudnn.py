@@ -15,6 +15,8 @@ from tree_attn.local import xla
 from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState
 
+MAX_BIAS_ELEMENTS = 1 << 28  # 512 MiB; a long prefill belongs to a kernel that computes its mask
+
 
 def unavailable() -> str | None:
     """Returns why cuDNN cannot run here (no CUDA GPU, no cuDNN, JAX moved the private entry), or None."""
@@ -41,6 +43,12 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> s
         )
     if key.shape[1] == 0:
         return "cudnn does not support key and value with no slots (S = 0)"
+    bias_elements = query.shape[0] * query.shape[1] * key.shape[1]
+    if not visible.by_length_only and bias_elements > MAX_BIAS_ELEMENTS:
+        return (
+            f"cudnn is given causal offsets and windows as a bias of B x T x S = {bias_elements} elements, "
+            f"more than the {MAX_BIAS_ELEMENTS} allowed"
+        )
     return None
 
 
