@@ -1,0 +1,59 @@
+"""The miniature cluster itself: what it makes, and what it refuses. That nothing is left of it, its fixture checks."""
+
+import os
+import subprocess
+
+from jobs import MINICLUSTER, minicluster
+
+
+def refused(*arguments: str, user: int | None = None, **environment: str) -> str:
+    """The message of a `minicluster` call that must fail."""
+    done = subprocess.run(
+        [MINICLUSTER, *arguments], capture_output=True, text=True, timeout=60, user=user, env=os.environ | environment
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_nodes_have_names_and_addresses_of_their_own(cluster):
+    report = ["bash", "-c", "echo $SLURM_PROCID $(hostname) $(hostname -i)"]
+    command = ["srun", "--nodes=2", "--ntasks-per-node=2", *report]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    expected = ["0 n1 10.77.13.1", "1 n1 10.77.13.1", "2 n2 10.77.13.2", "3 n2 10.77.13.2"]
+    assert sorted(printed.splitlines()) == expected
+
+
+def test_a_node_can_be_cut_off_and_healed(cluster):
+    assert reaches("n1", "n2")
+    minicluster("cut", "n2")
+    try:
+        assert not reaches("n1", "n2")
+    finally:
+        minicluster("heal", "n2")
+    assert reaches("n1", "n2")
+
+
+def reaches(source: str, target: str) -> bool:
+    """Whether `source` can connect to the slurmd of `target` within a second."""
+    connect = f"exec 3<>/dev/tcp/{target}/27818"
+    done = subprocess.run([MINICLUSTER, "exec", source, "timeout", "1", "bash", "-c", connect], capture_output=True)
+    return done.returncode == 0
+
+
+def test_wrong_calls_are_one_line(cluster):
+    assert "runs already, or was not stopped" in refused("start")
+    assert "there is no node 'n9'; nodes are: n1 n2" in refused("cut", "n9")
+    assert "unknown command 'begin'" in refused("begin")
+    assert "start takes --nodes N, 1 to 99" in refused("start", "--nodes", "0")
+
+
+def test_without_root_it_refuses():
+    assert "needs root" in refused("status", user=65534)
+
+
+def test_without_slurm_it_says_how_to_install_it(tmp_path):
+    for command in ("bash", "id", "env", "ip", "tc"):
+        (tmp_path / command).symlink_to(subprocess.check_output(["which", command], text=True).strip())
+    message = refused("start", PATH=str(tmp_path))
+    assert "not found: munged slurmctld slurmd" in message and "apt-get install slurm-wlm munge" in message
