@@ -2,8 +2,10 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -129,6 +131,77 @@ def test_a_row_that_is_not_json_is_refused_before_the_file_is_touched(tmp_path):
     with pytest.raises(ValueError):
         writer.append({"a": float("nan")})
     assert not writer.path.exists()
+
+
+@pytest.fixture
+def small_disk():
+    """A file system of 16 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a file system of 16 KiB")
+    # Under a folder of its own, for pytest's would be removed with the disk still mounted if unmounting failed.
+    folder = pathlib.Path(tempfile.mkdtemp())
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)], check=True, timeout=30)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=30)
+    folder.rmdir()
+
+
+def test_a_disk_that_fills_within_a_row_keeps_the_rows_before_it(small_disk):
+    writer = measure.JsonlWriter(small_disk / "results.jsonl")
+    row = {"text": "x" * 3000}
+    with pytest.raises(OSError, match=r"No space left on device: row \d+ of .*results\.jsonl could not be written"):
+        for _ in range(20):
+            writer.append(row)
+    assert 2 <= len(writer.rows) < 6
+    content = writer.path.read_text()
+    assert content.endswith("\n") and [json.loads(line) for line in content.splitlines()] == writer.rows
+    writer.append({"fits": True})  # in what is left
+    assert measure.JsonlWriter(writer.path).rows[-1] == {"fits": True}
+
+
+def test_a_full_disk_leaves_a_row_that_was_to_be_replaced(small_disk):
+    writer = measure.JsonlWriter(small_disk / "results.jsonl")
+    writer.append({"old": "x" * 6000})
+    with pytest.raises(OSError, match=r"results\.jsonl could not be written, and is as it was"):
+        writer.replace(0, {"new": "x" * 12000})
+    assert [path.name for path in small_disk.iterdir()] == ["results.jsonl"]
+    assert measure.JsonlWriter(writer.path).rows == writer.rows == [{"old": "x" * 6000}]
+
+
+def test_a_row_is_replaced_in_its_place(tmp_path):
+    writer = measure.JsonlWriter(tmp_path / "results.jsonl")
+    for i in range(3):
+        writer.append({"a": i})
+    writer.replace(1, {"a": "new"})
+    writer.append({"a": 3})
+    assert measure.JsonlWriter(writer.path).rows == writer.rows == [{"a": 0}, {"a": "new"}, {"a": 2}, {"a": 3}]
+
+
+def test_a_second_writer_is_noticed_before_anything_is_written(tmp_path):
+    first, second = (measure.JsonlWriter(tmp_path / "results.jsonl") for _ in range(2))
+    first.append({"a": 1})
+    with pytest.raises(RuntimeError, match=r"results\.jsonl has 9 bytes and not 0: another process writes to it"):
+        second.append({"a": 1})
+    assert measure.JsonlWriter(first.path).rows == [{"a": 1}]
+
+
+def test_rows_of_another_sweep_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "results.jsonl"
+    sweep = {"seed": 0, "keys": (8, 16)}
+    measure.JsonlWriter(path, sweep).append({"a": 1})
+    assert measure.JsonlWriter(path, sweep).rows == [{"a": 1}]
+    with pytest.raises(ValueError) as raised:
+        measure.JsonlWriter(path, {"seed": 1, "keys": (8, 16), "batch": 2})
+    assert f"{tmp_path} holds the results of another sweep: seed is 0 there and 1 here; batch is None there" in str(
+        raised.value
+    )
+    assert measure.JsonlWriter(path, sweep).rows == [{"a": 1}]
+
+
+def test_a_sweep_that_cannot_be_read_is_one_error(tmp_path):
+    (tmp_path / "results.sweep.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"results\.sweep\.json should say which sweep lies here"):
+        measure.JsonlWriter(tmp_path / "results.jsonl", {"seed": 0})
 
 
 def test_enough_devices():

@@ -6,6 +6,7 @@ enqueued one by one within the program, so work shorter than its own enqueueing 
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -203,42 +204,78 @@ def versions() -> dict[str, str | None]:
 
 
 class JsonlWriter:
-    """Rows in a file, one JSON object a line, each on disk before `append` returns.
+    """Rows in a file, one JSON object a line, each on disk before `append` returns, and each whole or not there at all.
 
-    A process that dies while writing leaves a torn last line; the next writer drops it, so a run can be continued.
+    A process that dies while writing leaves a torn last line; the next writer drops it, so a run can be continued. What
+    the rows belong to (`sweep`) lies beside them, for `results.jsonl` in `results.sweep.json`: rows of two sweeps never
+    mix. One writer at a time.
 
     Example:
-        >>> writer = JsonlWriter("results.jsonl")
+        >>> writer = JsonlWriter("results.jsonl", sweep={"seed": 0})
         >>> writer.append({"latency_us_median": 35.2})
         >>> writer.rows
         [{'latency_us_median': 35.2}]
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, sweep: Mapping[str, Any] | None = None):
         """Opens `path`, made if it is not there, and reads the rows it holds.
 
         Raises:
-            ValueError: a line other than a torn last one is not a JSON object; names the file and the line.
+            ValueError: a line other than a torn last one is not a JSON object (names the file and the line); or the
+                rows that are there belong to another sweep (names what differs).
         """
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if sweep is not None:
+            _check_sweep(self.path.with_suffix(".sweep.json"), json.loads(json.dumps(sweep)))
         self.rows = self._read_and_repair()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row and waits until it is on disk."""
-        # allow_nan=False: NaN is not JSON, and a row that other tools cannot read is worse than an error here.
-        line = json.dumps(row, allow_nan=False) + "\n"
-        with self.path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        """Writes one row and waits until it is on disk.
+
+        Raises:
+            OSError: the row could not be written whole (a full disk, say); the file then ends after the row before it.
+            RuntimeError: someone else has written to the file.
+        """
+        line = _line(row)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != self._size:
+                raise RuntimeError(f"{self.path} has {size} bytes and not {self._size}: another process writes to it")
+            self._write_whole(descriptor, line)
+        finally:
+            os.close(descriptor)
+        if not self._size:
+            _sync_folder(self.path.parent)  # a new file's name has to reach the disk too
+        self._size += len(line)
         self.rows.append(dict(row))
 
+    def replace(self, index: int, row: Mapping[str, Any]) -> None:
+        """Writes `row` in the place of `rows[index]`; at every moment the file holds one of the two."""
+        rows = [*self.rows[:index], dict(row), *self.rows[index + 1 :]]
+        content = b"".join(_line(one) for one in rows)
+        write_atomically(self.path, content)
+        self.rows, self._size = rows, len(content)
+
+    def _write_whole(self, descriptor: int, line: bytes) -> None:
+        try:
+            # One call: other programs then see all of the line or nothing of it, unless the disk fills within it.
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, self._size)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: row {len(self.rows) + 1} of {self.path} could not be written; the "
+                f"{len(self.rows)} rows before it are whole, and a rerun continues after them",
+            ) from error
+
     def _read_and_repair(self) -> list[dict]:
-        if not self.path.exists():
-            return []
-        content = self.path.read_bytes()
+        content = self.path.read_bytes() if self.path.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
+        self._size = len(complete)
         if len(complete) < len(content):
             with self.path.open("r+b") as file:
                 file.truncate(len(complete))
@@ -253,6 +290,58 @@ class JsonlWriter:
                 raise ValueError(f"{self.path}, line {number}, is not a JSON object: {line[:80]!r}")
             rows.append(row)
         return rows
+
+
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
+    """Puts a file in place with all of its content, on disk; whatever happens, the old file or the new one is there."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}: {path} could not be written, and is as it was") from error
+    _sync_folder(path.parent)
+
+
+def _check_sweep(path: pathlib.Path, sweep: dict[str, Any]) -> None:
+    """Leaves `sweep` at `path`, or raises ValueError if another one lies there."""
+    if not path.exists():
+        write_atomically(path, json.dumps(sweep, indent=1).encode() + b"\n")
+        return
+    try:
+        there = dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} should say which sweep lies here, and is not a JSON object: {error}") from error
+    differences = [
+        f"{name} is {there.get(name)!r} there and {sweep.get(name)!r} here"
+        for name in dict.fromkeys([*there, *sweep])
+        if there.get(name) != sweep.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{path.parent} holds the results of another sweep: {'; '.join(differences)}. Give the same options to "
+            "continue that sweep, or another folder to begin this one"
+        )
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    # allow_nan=False: NaN is not JSON, and a row that other tools cannot read is worse than an error here.
+    return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no such thing
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _method(chain: int) -> str:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tree_attn import cli, make_mesh, reference
+from tree_attn import cli, make_mesh, measure, reference
 from tree_attn.commands import comparison, comparison_data
 from tree_attn.cost_model import DecodeStep
 
@@ -114,7 +114,7 @@ def test_rerun_measures_nothing_again_and_reports_everything(finished, capsys, m
     out, rows = finished
     monkeypatch.setattr(comparison, "check_case", None)  # would fail if it were called
     monkeypatch.setattr(comparison, "time_case", None)
-    assert compare(out, "--devices", "8", "--keys", "64,128") == 0
+    assert compare(out, "--devices", "8", "--keys", "64,128", "--chain", "2") == 0
     document = last_line(capsys)
     assert document["rows"] == rows
     assert document["files"]["results"] == str(out / "results.jsonl")
@@ -132,6 +132,26 @@ def test_continues_where_it_stopped_after_a_torn_line(tmp_path, capsys):
     assert again[0] == lines[0]
     assert names(json.loads(line) for line in again) == ["tree gather", "ring_overlapped None", "ring_public None"]
     assert "1 of 3 rows are in" in capsys.readouterr().out
+
+
+def test_other_options_need_another_folder(finished, capsys):
+    out, rows = finished
+    assert compare(out, "--devices", "8", "--keys", "64", "--chain", "2", "--seed", "1") == 2
+    message = capsys.readouterr().err
+    assert f"{out} holds the results of another sweep: seed is 0 there and 1 here; keys is [64, 128] there" in message
+    assert [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()] == rows
+
+
+def test_a_row_with_an_error_is_tried_again_and_stands_once(tmp_path, capsys, monkeypatch):
+    options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
+    with monkeypatch.context() as broken:
+        broken.setattr(measure, "latency_us", None)
+        assert compare(tmp_path, *options) == 0
+    assert all("TypeError" in row["error"] for row in last_line(capsys)["rows"])
+    assert compare(tmp_path, *options) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["error"] for row in rows] == [None] * 3
+    assert names(rows) == ["tree gather", "ring_overlapped None", "ring_public None"]
 
 
 def test_what_cannot_run_is_a_row_with_its_reason_and_the_others_go_on(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The real SLURM cluster of `slurm/minicluster`: one for all tests here.
 
-They cannot share it between processes: `python3 -m pytest -n 0 tests/slurm`, as root, with slurm-wlm and munge. With TREE_ATTN_TEST_SLURM=1, as in CI, a cluster that cannot start is a failure and no skip.
+They cannot share it between processes: `python3 -m pytest -n 0 tests/slurm`, as root, with slurm-wlm and munge. With
+TREE_ATTN_TEST_SLURM=1, as in CI, a cluster that cannot start is a failure and no skip.
 """
 
 import os

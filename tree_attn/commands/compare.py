@@ -14,8 +14,9 @@ Compares one step of decoding by Tree Attention and by Ring Attention: latency, 
   2. the physical limit and the predictions of the paper (its equations 8, 9, 10 and 14) are printed
   3. every strategy is timed; DIR/results.jsonl gets a row as soon as it is measured
 
-A rerun with the same --out skips the rows that are there already. A case that cannot run here is a row with its
-reason in "error", and the others go on. The last line on stdout is one JSON document: all rows, and the files written.
+A rerun with the same options and --out continues: it skips the rows that are there and tries those with an error
+again; other options need another folder. A case that cannot run here is a row with its reason in "error", and the
+others go on. The last line on stdout is one JSON document: all rows, and the files written.
 
 examples:
   tree-attn compare --devices 8 --keys 8192,65536 --out results/
@@ -169,8 +170,22 @@ def _start(args: argparse.Namespace, steps) -> _Session:
             step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps
         },
         is_first=is_first,
-        writer=JsonlWriter(args.out / "results.jsonl") if is_first else _NoWriter(args.out / "results.jsonl"),
+        writer=JsonlWriter(args.out / "results.jsonl", _sweep(args, devices))
+        if is_first
+        else _NoWriter(args.out / "results.jsonl"),
     )
+
+
+def _sweep(args: argparse.Namespace, devices: Sequence[Any]) -> dict[str, Any]:
+    """What rows must have in common to lie in one file: what decides which rows there are, and their values."""
+    import jax
+
+    from tree_attn import measure
+
+    options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
+    lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
+    where = {"n_processes": jax.process_count(), "hardware": measure.hardware(devices)}
+    return {name: getattr(args, name) for name in options} | lists | where | {"jax_version": jax.__version__}
 
 
 class _NoWriter:
@@ -181,6 +196,9 @@ class _NoWriter:
 
     def append(self, row: dict) -> None:
         self.rows.append(row)
+
+    def replace(self, index: int, row: dict) -> None:
+        self.rows[index] = row
 
 
 def _new_rows(cases, session: _Session, command: str) -> list[dict]:
@@ -226,7 +244,18 @@ def _time_all(todo, session: _Session) -> None:
                 return timed | _rates(timed, row, session.neighbour_gb_per_s[case.step])
 
             if _attempt(row, session, measured):
-                session.writer.append(row)
+                _write(row, session)
+
+
+def _write(row: dict, session: _Session) -> None:
+    """Writes a row; one that stands there for the same case, with an error, makes room for it."""
+    from tree_attn.commands import comparison
+
+    keys = [comparison.row_key(one) for one in session.writer.rows]
+    if comparison.row_key(row) in keys:
+        session.writer.replace(keys.index(comparison.row_key(row)), row)
+    else:
+        session.writer.append(row)
 
 
 def _attempt(row: dict, session: _Session, measure_fields: Callable[[], dict]) -> bool:
@@ -239,7 +268,7 @@ def _attempt(row: dict, session: _Session, measure_fields: Callable[[], dict]) -
         raise
     except Exception as error:  # any backend may fail in its own way: out of memory, unsupported, not compiled
         row["error"] = f"{type(error).__name__}: {str(error).strip()[:2000]}"
-        session.writer.append(row)
+        _write(row, session)
         return False
     return True
 
