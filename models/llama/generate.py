@@ -90,15 +90,18 @@ class Generator:
         self._dtype = model.embedding[...].dtype
         self._programs: dict[tuple[int, int, int], Programs] = {}
 
-    def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Step]:
+    def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, first_step: int = 0) -> Iterator[Step]:
         """Yields `max_new_tokens` steps for a batch of prompts, which may differ in length.
+
+        To go on with a generation that was interrupted, give the prompts with their new tokens and, as `first_step`,
+        how many those are: step `i` draws with the key of `first_step + i`.
 
         Raises:
           ValueError: before anything is compiled: no prompt, an empty one, a token that the vocabulary lacks, or more
             tokens than the model has positions.
         """
         check_request(self.config, prompts, max_new_tokens)
-        return self._steps(prompts, max_new_tokens)
+        return self._steps(prompts, max_new_tokens, first_step)
 
     def programs(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Programs:
         """The programs that `stream` would run on these prompts."""
@@ -172,12 +175,12 @@ class Generator:
         key = jax.random.fold_in(jax.random.key(self.sampling.seed), step)
         return jax.device_put(key, self.sharding.named())
 
-    def _steps(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[Step]:
+    def _steps(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, first_step: int) -> Iterator[Step]:
         cache = self._empty_cache(prompts, max_new_tokens)
         tokens, lengths = self._lay_out(prompts)
         programs = self._compile(tokens, lengths, cache)
         # Keys are drawn beforehand, so that a step's time holds the step alone.
-        keys = [self._key(step) for step in range(max_new_tokens)]
+        keys = [self._key(first_step + step) for step in range(max_new_tokens)]
         start = time.perf_counter()
         tokens, logits, cache = programs.prefill(self._parameters, tokens, lengths, keys[0], cache=cache)
         yield Step(np.asarray(tokens), logits, time.perf_counter() - start)
@@ -194,8 +197,13 @@ def generate(
     *,
     stop_ids: Collection[int] = (),
     on_token: Callable[[int, int], None] | None = None,
+    done: Sequence[Sequence[int]] | None = None,
 ) -> list[Generation]:
     """Generates until each sequence meets a stop token or has `max_new_tokens`.
+
+    With `done`, an interrupted generation goes on: its cache is made by one prefill of prompts and new tokens, and the
+    same tokens follow, greedy or drawn, for a step's random key depends on its number alone. (Prefill and decoding
+    round differently: candidates closer than that may change places, in bfloat16 more easily than in float32.)
 
     Args:
       generator: the model, its attention and how tokens are chosen.
@@ -203,14 +211,18 @@ def generate(
       max_new_tokens: per sequence.
       stop_ids: tokens that end a sequence.
       on_token: told `(sequence, token)` as each is made, for streaming.
+      done: for each prompt its new tokens so far, of one number below `max_new_tokens` and without a stop token.
 
     Raises:
-      ValueError: as `Generator.stream`.
+      ValueError: as `Generator.stream`; or `done` is none that can go on.
     """
-    new_ids: list[list[int]] = [[] for _ in prompts]
+    new_ids = [list(ids) for ids in ([[]] * len(prompts) if done is None else done)]
+    _check_done(new_ids, prompts, max_new_tokens)
+    num_done = len(new_ids[0]) if new_ids else 0
+    longer = [[*prompt, *ids] for prompt, ids in zip(prompts, new_ids, strict=True)]
     stopped = [False] * len(prompts)
     seconds = []
-    for step in generator.stream(prompts, max_new_tokens):
+    for step in generator.stream(longer, max_new_tokens - num_done, first_step=num_done):
         seconds.append(step.seconds)
         for sequence, token in enumerate(step.tokens.tolist()):
             stopped[sequence] = stopped[sequence] or token in stop_ids
@@ -230,3 +242,12 @@ def generate(
         )
         for prompt, ids, stop in zip(prompts, new_ids, stopped, strict=True)
     ]
+
+
+def _check_done(done: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    counts = [len(ids) for ids in done]
+    if len(counts) != len(prompts) or len(set(counts)) > 1 or (max(counts, default=0) >= max_new_tokens >= 1):
+        raise ValueError(
+            f"done: must hold equally many new tokens for each of {len(prompts)} prompts, fewer than "
+            f"{max_new_tokens=}; got {counts}"
+        )

@@ -56,6 +56,33 @@ def test_raw_prompts_are_continued_and_streamed(capsys):
     assert len(document["prompt_ids"]) == 6
 
 
+def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys, tmp_path, monkeypatch):
+    arguments = ["--prompt", PROMPT, "--attention", "single", "--out", str(tmp_path), "--save-every", "3", "--json"]
+    arguments += ["--temperature", "1.5", "--seed", "4", "--max-new-tokens"]
+    _, whole, _ = run(capsys, *arguments, "10")
+    path = tmp_path / "tokens.jsonl"
+    content = path.read_text()
+    rows = [json.loads(line) for line in content.splitlines()]
+    new_ids = json.loads(whole[-1])["new_ids"]
+    assert [row["first"] for row in rows] == list(range(0, len(new_ids) + 1, 3))
+    assert [token for row in rows for token in row["ids"]] == new_ids
+    assert [row["is_last"] for row in rows] == [False] * (len(rows) - 1) + [True]
+
+    path.write_text(content[: content.index("\n") + 20])  # killed while it wrote the second batch
+    _, again, _ = run(capsys, *arguments, "10")
+    assert again[:-1] == whole[:-1]
+    assert json.loads(again[-1])["new_ids"] == new_ids
+    assert path.read_text() == content
+
+    status, _, error = run(capsys, *arguments, "11")
+    assert status == 2
+    assert f"{tmp_path} holds the results of another sweep: max_new_tokens is 10 there and 11 here" in error
+    monkeypatch.setattr("models.llama.session.load_with_progress", None)  # would fail if it were called
+    _, complete, _ = run(capsys, *arguments, "10")
+    assert complete[:-1] == whole[:-1]
+    assert path.read_text() == content
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,6 +91,7 @@ def test_raw_prompts_are_continued_and_streamed(capsys):
         (["--attention", "single", "--devices", "2"], "attention='single': keeps all keys on one device"),
         (["--reduction", "star"], "reduction must be one of"),
         (["--reduction", "hierarchical", "--devices", "7"], "devices=7: a hierarchical reduction needs a product"),
+        (["--save-every", "0"], "--save-every must be at least 1, got 0"),
         (["--devices", "0"], "n_devices must be an integer of at least 1, got 0"),
         (["--temperature", "-1"], "temperature=-1.0: must be 0 (greedy)"),
         (["--top-k", "0"], "top_k=0: must be 1 or more"),

@@ -1,7 +1,9 @@
 """`tree-attn generate`: a Llama writes, its KV cache sharded over devices."""
 
 import argparse
+import dataclasses
 import json
+import pathlib
 import sys
 
 HELP = """\
@@ -14,6 +16,9 @@ examples:
   tree-attn generate --model smollm2 --prompt "Hi" --attention tree --reduction allreduce --json | tail -1
 
 Prompts are read by ring attention, and every new token attends by the attention that --attention names.
+
+With --out DIR, new tokens are saved every few tokens in DIR/tokens.jsonl. The same command run again goes on after the
+last one saved, with the tokens that would have come; once complete, it prints them and makes none.
 """
 
 
@@ -42,52 +47,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
     )
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="save tokens there, and go on from those saved")
+    parser.add_argument("--save-every", type=int, default=16, metavar="N", help="tokens saved at a time; default 16")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: ids, text and times")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
-    from models.llama import Generator, Sampling, by_name, generate, session
+    from models.llama import Sampling, session
     from models.llama.attention import check_choice
     from models.llama.generate import check_request
-    from models.llama.tokenizer import TextStream
+    from tree_attn.commands.saved_tokens import SavedTokens
 
+    if args.save_every < 1:
+        raise ValueError(f"--save-every must be at least 1, got {args.save_every}")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
-    check_choice(args.attention, args.reduction, place.axes, len(devices))
+    reduction = check_choice(args.attention, args.reduction, place.axes, len(devices))
     checkpoint = session.open_with_progress(args.model)
     prompt_ids = _encode(checkpoint.tokenizer, args)
     check_request(checkpoint.config, [prompt_ids], args.max_new_tokens)
+    how = {"attention": args.attention, "reduction": reduction, "n_devices": len(devices)}
+    tokens = SavedTokens(args, _identity(args, prompt_ids, sampling, place) | how, is_first=_is_first())
+    document = {"prompt_ids": prompt_ids} | _generate(args, checkpoint, place, sampling, tokens, prompt_ids) | how
+    if args.json and _is_first():
+        print(json.dumps(document))
+    return 0
+
+
+def _generate(args: argparse.Namespace, checkpoint, place, sampling, tokens, prompt_ids: list[int]) -> dict:
+    """Prints the new tokens as they come, those saved first; returns what `--json` says of them."""
+    from models.llama.tokenizer import TextStream
+
+    saved = tokens.load()
+    stream = TextStream(checkpoint.tokenizer)
+    for token in saved.ids:
+        _write(stream.push(token))
+
+    def on_token(_, token: int) -> None:
+        tokens.add(token)
+        _write(stream.push(token))
+
+    document = {"new_ids": saved.ids, "text": None, "prefill_s": None, "per_token_s": None}
+    if not saved.is_complete:
+        result = _new_tokens(args, checkpoint, place, sampling, prompt_ids, saved.ids, on_token)
+        tokens.close()
+        document |= {name: getattr(result, name) for name in ("new_ids", "prefill_s", "per_token_s")}
+    _write(stream.flush() + "\n")
+    return document | {"text": checkpoint.tokenizer.decode(document["new_ids"])}
+
+
+def _new_tokens(args: argparse.Namespace, checkpoint, place, sampling, prompt_ids, done, on_token):
+    from models.llama import Generator, by_name, generate, session
+
     sharding = place.sharding(checkpoint.config)
     attention = by_name(args.attention, sharding, reduction=args.reduction)
     model = session.load_with_progress(checkpoint, sharding, place.dtype)
     generator = Generator(model, attention, sampling)
     with session.phase("compiling ..."):
-        generator.programs([prompt_ids], args.max_new_tokens)
-
-    stream = TextStream(checkpoint.tokenizer)
+        generator.programs([[*prompt_ids, *done]], args.max_new_tokens - len(done))
+    stop_ids = checkpoint.tokenizer.stop_ids
     (result,) = generate(
-        generator,
-        [prompt_ids],
-        args.max_new_tokens,
-        stop_ids=checkpoint.tokenizer.stop_ids,
-        on_token=lambda _, token: _write(stream.push(token)),
+        generator, [prompt_ids], args.max_new_tokens, stop_ids=stop_ids, on_token=on_token, done=[done]
     )
-    _write(stream.flush() + "\n")
-    if args.json:
-        document = {
-            "prompt_ids": result.prompt_ids,
-            "new_ids": result.new_ids,
-            "text": checkpoint.tokenizer.decode(result.new_ids),
-            "prefill_s": result.prefill_s,
-            "per_token_s": result.per_token_s,
-            "attention": attention.name,
-            "reduction": attention.reduction,
-            "n_devices": len(devices),
-        }
-        print(json.dumps(document))
-    return 0
+    return result
+
+
+def _identity(args: argparse.Namespace, prompt_ids: list[int], sampling, place) -> dict:
+    """What two runs must have in common for one to go on with the other's tokens."""
+    import jax.numpy as jnp
+
+    limits = {"max_new_tokens": args.max_new_tokens, "dtype": jnp.dtype(place.dtype).name}
+    return {"model": args.model, "prompt_ids": prompt_ids} | dataclasses.asdict(sampling) | limits
+
+
+def _is_first() -> bool:
+    """Whether this process prints and writes."""
+    import jax
+
+    return jax.process_index() == 0
 
 
 def _encode(tokenizer, args: argparse.Namespace) -> list[int]:
@@ -98,5 +137,7 @@ def _encode(tokenizer, args: argparse.Namespace) -> list[int]:
 
 
 def _write(text: str) -> None:
+    if not _is_first():
+        return
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -100,6 +100,28 @@ def test_a_seed_draws_the_same_tokens_and_another_seed_others(tiny_model):
     assert drawn(0) == drawn(0) != drawn(1)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=30, top_p=0.95, seed=3)])
+def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model, sampling):
+    model = tiny_model(8)
+    generator = Generator(model, by_name("tree", model.sharding), sampling)
+    whole = [result.new_ids for result in generate(generator, PROMPTS, 12)]
+    for count in (0, 1, 5, 11):
+        heard = []
+        done = [ids[:count] for ids in whole]
+        again = generate(generator, PROMPTS, 12, done=done, on_token=lambda *token, heard=heard: heard.append(token))
+        assert [result.new_ids for result in again] == whole
+        assert [result.prompt_ids for result in again] == PROMPTS
+        assert heard == [(row, whole[row][step]) for step in range(count, 12) for row in range(3)]
+
+
+@pytest.mark.parametrize("done", [[[1], [2]], [[1], [2, 3], [4]], [[1, 2, 3]] * 3])
+def test_what_cannot_go_on_is_refused(tiny_model, done):
+    model = tiny_model(1)
+    generator = Generator(model, by_name("single", model.sharding))
+    with pytest.raises(ValueError, match=r"done: must hold equally many new tokens for each of 3 prompts, fewer than"):
+        generate(generator, PROMPTS, 3, done=done)
+
+
 def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
     def num_lines(num_layers: int) -> int:
         config = dataclasses.replace(tiny_config, num_layers=num_layers)
