@@ -120,10 +120,11 @@ class Generator:
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        return (
-            jax.device_put(tokens[:, order.positions], self.sharding.named("batch", "sequence")),
-            jax.device_put(lengths, self.sharding.named("batch")),
-        )
+        return self._place(tokens[:, order.positions], "batch", "sequence"), self._place(lengths, "batch")
+
+    def _place(self, array: np.ndarray, *logical_axes: str) -> jax.Array:
+        """The same array of every process, each placing the part of its own devices."""
+        return jax.make_array_from_callback(array.shape, self.sharding.named(*logical_axes), lambda index: array[index])
 
     def _empty_cache(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> KVCache:
         longest = max(len(prompt) for prompt in prompts)
@@ -142,7 +143,7 @@ class Generator:
     def _compile(self, tokens: jax.Array, lengths: jax.Array, cache: KVCache) -> Programs:
         shape = (*tokens.shape, cache.capacity)
         if shape not in self._programs:
-            last = jax.device_put(np.zeros(len(lengths), np.int32), self.sharding.named("batch"))
+            last = self._place(np.zeros(len(lengths), np.int32), "batch")
             key = self._key(0)
             shardings = (
                 self.sharding.named("batch"),
@@ -169,11 +170,12 @@ class Generator:
 
     def _choose(self, logits: jax.Array, key: jax.Array) -> jax.Array:
         with jax.named_scope("choose"):
-            return choose(logits, self.sampling, key, self.sharding.num_shards("vocab"))
+            return choose(logits, self.sampling, jax.random.wrap_key_data(key), self.sharding.num_shards("vocab"))
 
     def _key(self, step: int) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(self.sampling.seed), step)
-        return jax.device_put(key, self.sharding.named())
+        # As numbers, for those can be placed on devices of other processes.
+        key = jax.random.key_data(jax.random.fold_in(jax.random.key(self.sampling.seed), step))
+        return self._place(np.asarray(key))
 
     def _steps(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, first_step: int) -> Iterator[Step]:
         cache = self._empty_cache(prompts, max_new_tokens)
