@@ -154,6 +154,21 @@ def test_a_row_with_an_error_is_tried_again_and_stands_once(tmp_path, capsys, mo
     assert names(rows) == ["tree gather", "ring_overlapped None", "ring_public None"]
 
 
+def test_a_peer_that_dies_is_no_row(tmp_path, capsys, monkeypatch):
+    """The runtime's errors in one of several processes speak of the others, and a rerun must measure the row."""
+    options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
+
+    def lose(*_, **__):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo collective permute failed: Connection closed by peer [n2]:1")
+
+    monkeypatch.setattr(measure, "latency_us", lose)
+    assert compare(tmp_path, *options) == 2
+    message = capsys.readouterr().err
+    assert "compare: error: rank 0 on " in message and "lost the others: UNKNOWN: Gloo" in message
+    assert measure.JsonlWriter(tmp_path / "results.jsonl").rows == []
+
+
 def test_what_cannot_run_is_a_row_with_its_reason_and_the_others_go_on(tmp_path, capsys):
     options = ("--devices", "3", "--keys", "12", "--implementation", "cudnn", "xla", "--no-plots")
     assert compare(tmp_path, *options) == 0

@@ -267,10 +267,30 @@ def _attempt(row: dict, session: _Session, measure_fields: Callable[[], dict]) -
     except WrongResult:
         raise
     except Exception as error:  # any backend may fail in its own way: out of memory, unsupported, not compiled
+        _raise_if_peer_failed(error)
         row["error"] = f"{type(error).__name__}: {str(error).strip()[:2000]}"
         _write(row, session)
         return False
     return True
+
+
+def _raise_if_peer_failed(error: Exception) -> None:
+    """Raises ConnectionError where the error says nothing of the case: a rerun would measure it.
+
+    What all processes meet alike is of the case: not enough memory, not implemented, anything that Python raises. What
+    the runtime reports beside that, in one process of several, is a peer that died or a link that failed.
+    """
+    import socket
+
+    import jax
+
+    of_the_case = ("RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
+    is_runtime = isinstance(error, jax.errors.JaxRuntimeError) and not any(code in str(error) for code in of_the_case)
+    if is_runtime and jax.process_count() > 1:
+        raise ConnectionError(
+            f"rank {jax.process_index()} on {socket.gethostname()} lost the others: {str(error).strip()[:500]}. The "
+            "rows before this one are on disk, and a rerun goes on with it"
+        ) from error
 
 
 def _rates(timed: dict, row: dict, neighbour_gb_per_s: float | None) -> dict:
