@@ -4,7 +4,9 @@ import argparse
 import importlib
 import os
 import shlex
+import socket
 import sys
+import traceback
 from collections.abc import Sequence
 
 # One line each, here and not in the commands' modules, so that `tree-attn --help` need not import them.
@@ -39,11 +41,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command_line = shlex.join(["tree-attn", *argv])
     try:
         return _module(args.command_name).run(args)
-    except (ValueError, OSError, ImportError, NotImplementedError) as error:
-        if os.environ.get("TREE_ATTN_TRACEBACK"):
+    except Exception as error:
+        is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
+        is_brief = is_users and not os.environ.get("TREE_ATTN_TRACEBACK")
+        rank = _rank_of_several()
+        if rank is None and not is_brief:
             raise
-        print(f"tree-attn {args.command_name}: error: {error}", file=sys.stderr)
+        print(f"tree-attn {args.command_name}: {rank or ''}error: {error}", file=sys.stderr)
+        if not is_brief:
+            traceback.print_exc()
+        if rank is not None:
+            # At a regular exit JAX waits minutes for the others to exit; they wait for this one in a collective.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
         return 2
+
+
+def _rank_of_several() -> str | None:
+    """Returns "rank 3 on n2: " in one of several processes, None in a single one."""
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return None
+    return f"rank {jax.process_index()} on {socket.gethostname()}: "
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -280,16 +280,14 @@ def _raise_if_peer_failed(error: Exception) -> None:
     What all processes meet alike is of the case: not enough memory, not implemented, anything that Python raises. What
     the runtime reports beside that, in one process of several, is a peer that died or a link that failed.
     """
-    import socket
-
     import jax
 
     of_the_case = ("RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
     is_runtime = isinstance(error, jax.errors.JaxRuntimeError) and not any(code in str(error) for code in of_the_case)
     if is_runtime and jax.process_count() > 1:
         raise ConnectionError(
-            f"rank {jax.process_index()} on {socket.gethostname()} lost the others: {str(error).strip()[:500]}. The "
-            "rows before this one are on disk, and a rerun goes on with it"
+            f"lost the other processes: {str(error).strip()[:500]}. The rows before this one are on disk, and a rerun "
+            "goes on with it"
         ) from error
 
 
