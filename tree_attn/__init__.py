@@ -4,6 +4,7 @@ from tree_attn.decode import tree_decode
 from tree_attn.local import attend
 from tree_attn.mesh import make_mesh
 from tree_attn.placement import Shard, storage_order
+from tree_attn.ragged import lean_decode, paged_decode
 from tree_attn.state import SoftmaxState, empty_like, merge_segments, merge_state, merge_states
 
 __all__ = [
@@ -11,10 +12,12 @@ __all__ = [
     "SoftmaxState",
     "attend",
     "empty_like",
+    "lean_decode",
     "make_mesh",
     "merge_segments",
     "merge_state",
     "merge_states",
+    "paged_decode",
     "storage_order",
     "tree_decode",
 ]

@@ -50,6 +50,25 @@ class Visibility:
         """Returns how many slots of this shard are valid, int32 `[B]`; None when all are."""
         return None if self.lengths is None else self.shard.local_lengths(self.lengths, self.num_slots)
 
+    def slot_ranges(self) -> tuple[Int[Array, "#B #T"], Int[Array, "#B #T"]]:
+        """Returns each query's visible slots as `(first, end)`, int32 `[B or 1, T or 1]`; none where `first >= end`.
+
+        Positions ascend with slots in every placement, so a range of positions is a range of slots.
+        """
+        num_keys = self.num_slots * self.shard.num_shards
+        end = jnp.full((1, 1), num_keys, jnp.int32) if self.lengths is None else self.lengths[:, None]
+        first = jnp.zeros((1, 1), jnp.int32)
+        if self.query_positions is not None:
+            left, right = self.window or (None, None)
+            reach = 0 if self.is_causal else right
+            reach = reach if right is None else min(reach, right)
+            if reach is not None:
+                end = jnp.minimum(end, jnp.clip(self.query_positions, -1, num_keys - reach) + reach + 1)
+            if left is not None:
+                first = jnp.maximum(self.query_positions, left) - left
+        slots_before = lambda position: self.shard.local_lengths(jnp.clip(position, 0, num_keys), self.num_slots)
+        return slots_before(first), slots_before(end)
+
     def mask(self, start: Int[Array, ""] | int = 0, size: int | None = None) -> Bool[Array, "#B #T size"]:
         """Returns the visible slots among `start .. start + size`, bool `[B or 1, T or 1, size]`."""
         keys = self.shard.positions(self.num_slots, start, size)[None, None, :]

@@ -11,15 +11,15 @@ import logging
 from jaxtyping import Array, Float, Int
 
 from tree_attn.arguments import AttentionOptions, Window, check_arrays, default_scale, one_of
-from tree_attn.local import cudnn, flash_attn, xla
+from tree_attn.local import cudnn, flash_attn, mosaic_gpu, xla
 from tree_attn.masking import sink_state, visibility
 from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_state
 
 # Also the order in which `implementation=None` tries them: flash_attn repeats K and V per query head, so it is named
 # or not used at all.
-IMPLEMENTATIONS = {"cudnn": cudnn, "xla": xla, "flash_attn": flash_attn}
-_AUTOMATIC = ("cudnn", "xla")
+IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn}
+_AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
 _log = logging.getLogger("tree_attn")
 
 
@@ -53,7 +53,8 @@ def attend(
       sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`).
       scale: multiplies the logits, default `H ** -0.5`.
       shard: which positions of the sequence `key` holds; default: all of it.
-      implementation: "xla", "cudnn" or "flash_attn"; None takes the first of cudnn, xla that can run and logs which.
+      implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn"; None takes the first of the first three that can run
+        and logs which.
     Returns:
       `SoftmaxState(out [B, T, N, Hv] in query's dtype, lse float32 [B, T, N])`; where a query sees nothing, 0 and -inf.
     Raises:

@@ -1,0 +1,184 @@
+"""Decode attention for Hopper, written in Pallas: LeanAttention's equal runs of KV tiles, in two launches.
+
+This file validates, folds the query heads of a group into columns, and makes the schedule; `lean_kernel.py` computes.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from tree_attn.devices import default_platform
+from tree_attn.local import xla
+from tree_attn.local.lean_kernel import LeanConfig, LeanShape, lean_attention
+from tree_attn.local.tuning import lean_config
+from tree_attn.masking import Visibility
+from tree_attn.schedule import run_table, sequence_offsets
+from tree_attn.state import SoftmaxState
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_QUERIES, MAX_GROUP = 8, 16
+SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
+PAGE_MULTIPLE = 64  # a tile lies within one page
+
+
+def unavailable() -> str | None:
+    """Returns why the kernel cannot run here (no Hopper GPU), or None."""
+    if default_platform() != "gpu":
+        return f"mosaic_gpu needs a Hopper GPU; programs run on {default_platform()!r} here"
+    capability = getattr(jax.local_devices()[0], "compute_capability", "")
+    if capability != "9.0":
+        return f"mosaic_gpu is written for compute capability 9.0 (Hopper), this GPU has {capability}"
+    return None
+
+
+def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> str | None:
+    """Returns which option the kernel cannot do, or None."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"mosaic_gpu supports dtype bfloat16 and float16, not {query.dtype}"
+    if query.shape[-1] not in HEAD_DIMS or value.shape[-1] != query.shape[-1]:
+        return (
+            f"mosaic_gpu supports one head dim of {HEAD_DIMS}, not {query.shape[-1]} for keys and "
+            f"{value.shape[-1]} for values"
+        )
+    if query.shape[1] > MAX_QUERIES:
+        return f"mosaic_gpu decodes up to {MAX_QUERIES} queries per sequence, not {query.shape[1]}"
+    group = query.shape[2] // key.shape[2]
+    if group > MAX_GROUP:
+        return f"mosaic_gpu supports up to {MAX_GROUP} query heads per key head, not {group}"
+    if key.shape[1] == 0 or key.shape[1] % SLOT_MULTIPLE:
+        return f"mosaic_gpu needs S to be a positive multiple of {SLOT_MULTIPLE}, not {key.shape[1]}"
+    return None
+
+
+def attend(query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility) -> SoftmaxState:
+    """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
+    return _attend(query, key, value, visible, scale, logits_soft_cap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(query, key, value, visible: Visibility, scale, soft_cap) -> SoftmaxState:
+    return lean_padded(query, key, value, visible=visible, scale=scale, soft_cap=soft_cap)
+
+
+def _forward(query, key, value, visible, scale, soft_cap):
+    return _attend(query, key, value, visible, scale, soft_cap), (query, key, value, visible)
+
+
+def _backward(scale, soft_cap, residuals, cotangents):
+    """Decoding is not trained through, so XLA recomputes."""
+    *arrays, visible = residuals
+    _, pull = jax.vjp(functools.partial(xla.attend, scale=scale, logits_soft_cap=soft_cap, visible=visible), *arrays)
+    return (*pull(cotangents), None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def lean_padded(query, key, value, *, visible: Visibility, config: LeanConfig | None = None, **how) -> SoftmaxState:
+    """The kernel over `[B, S, K, H]`, with whatever `visible` says; `how` as in `lean_state`."""
+    spans = None if visible.is_total else visible.slot_ranges()
+    return lean_state(query, key, value, spans, num_slots=key.shape[1], config=config, **how)
+
+
+def lean_state(
+    query, key, value, spans, *, num_slots: int, scale: float, soft_cap: float | None, scales=None, pages=None,
+    is_packed: bool = False, config: LeanConfig | None = None,
+) -> SoftmaxState:  # fmt: skip
+    """Makes the schedule and runs the kernels; arguments are checked already.
+
+    Args:
+      query: `[B, T, N, H]`; key, value: as `lean_kernel.lean_attention` takes them.
+      spans: first and end visible slot of each query, int32 `[B or 1, T or 1]` each; None where every slot is visible.
+        Slots count within a sequence (padded, paged) or over all (packed).
+      num_slots: slots that a sequence can have.
+      scales: float32 `[2, K]` for K and V stored in float8, else None.
+      pages: int32 `[B, pages]` where K and V are pages, else None.
+    """
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    group = num_heads // num_kv_heads
+    blocks, cols = _column_blocks(num_queries * group, head_dim)
+    shape = LeanShape(
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        col_blocks=blocks,
+        cols=cols,
+        head_dim=head_dim,
+        scale=scale,
+        soft_cap=soft_cap,
+        mask="span",
+        num_slots=num_slots,
+        page_size=None if pages is None else key.shape[1],
+        is_packed=is_packed,
+        dtype=query.dtype,
+        key_dtype=key.dtype,
+    )
+    config = config or lean_config(shape, is_static=spans is None)
+    if pages is not None and key.shape[1] % config.block_kv:
+        config = dataclasses.replace(config, block_kv=PAGE_MULTIPLE)
+    tables = {"scales": scales, "pages": pages}
+    if spans is None:
+        mask = "none" if num_slots % config.block_kv == 0 else "span"
+        shape = shape.replace(mask=mask, static_tiles=pl.cdiv(num_slots, config.block_kv))
+    else:
+        if num_queries > 1 and max(x.shape[1] for x in spans) > 1:
+            shape = shape.replace(mask="columns")
+            tables["columns"] = _columns(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
+        tables["sequences"], tables["runs"] = _schedule(
+            *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans), shape, config
+        )
+    out, lse = lean_attention(_fold(query, shape), key, value, shape=shape, config=config, **tables)
+    return SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
+
+
+def _column_blocks(num_columns: int, head_dim: int) -> tuple[int, int]:
+    """How many blocks of how many query columns: a multiple of 8, no more than registers hold."""
+    blocks = pl.cdiv(num_columns, 32 if head_dim > 128 else 64)
+    return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
+
+
+def _schedule(first, end, shape: LeanShape, config: LeanConfig):
+    """The tables `sequences` and `runs` from the visible slots `first .. end` of each query, int32 `[B, T]`."""
+    is_seen = first < end
+    span_start = jnp.min(jnp.where(is_seen, first, jnp.iinfo(jnp.int32).max), axis=1)
+    span_end = jnp.max(jnp.where(is_seen, end, 0), axis=1)
+    is_any = span_start < span_end
+    span_start, span_end = jnp.where(is_any, span_start, 0), jnp.where(is_any, span_end, 0)
+    # Packed sequences begin anywhere; a tile begins at a multiple of 8, and what comes before the span is masked.
+    grain = SLOT_MULTIPLE if shape.is_packed else config.block_kv
+    first_slot = span_start // grain * grain
+    num_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)  # at least one, to write an empty row
+    offsets = sequence_offsets(num_tiles, shape.rows_per_sequence)
+    sequences = jnp.stack([first_slot, num_tiles, offsets, span_start, span_end], axis=1).astype(jnp.int32)
+    return sequences, run_table(num_tiles, offsets, shape.rows_per_sequence, config.num_ctas)
+
+
+def _columns(first, end, group: int, shape: LeanShape):
+    """Visible slots of every query column, int32 `[2, B, col_blocks * cols]`; a padding column sees nothing."""
+    ranges = jnp.repeat(jnp.stack([first, end]).astype(jnp.int32), group, axis=2)  # columns are (t, g)
+    return jnp.pad(ranges, [(0, 0), (0, 0), (0, shape.col_blocks * shape.cols - ranges.shape[2])])
+
+
+def _fold(query, shape: LeanShape):
+    """`[B, T, K G, H]` to `[rows, columns, H]`: the query columns (t, g) of each KV head, in blocks."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    group = num_heads // shape.num_kv_heads
+    if num_queries == 1 and shape.col_blocks == 1 and (group < 8 or group % 8 == 0):
+        return query.reshape(shape.num_rows, group, head_dim)  # no copy; TMA fills what is missing up to 8
+    grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim)
+    columns = grouped.swapaxes(1, 2).reshape(batch, shape.num_kv_heads, num_queries * group, head_dim)
+    padding = shape.col_blocks * shape.cols - num_queries * group
+    columns = jnp.pad(columns, [(0, 0), (0, 0), (0, padding), (0, 0)])
+    return columns.reshape(shape.num_rows, shape.cols, head_dim)
+
+
+def _unfold(folded, query_shape, shape: LeanShape):
+    """The inverse of `_fold`, for out `[rows, columns, H]` and lse `[rows, columns]`."""
+    batch, num_queries, num_heads = query_shape[:3]
+    group = num_heads // shape.num_kv_heads
+    columns = folded.reshape(batch, shape.num_kv_heads, -1, *folded.shape[2:])[:, :, : num_queries * group]
+    grouped = columns.reshape(batch, shape.num_kv_heads, num_queries, group, *folded.shape[2:])
+    return grouped.swapaxes(1, 2).reshape(query_shape)

@@ -1,0 +1,239 @@
+"""Decoding batches of unequal lengths that are not padded: packed end to end, or kept in pages.
+
+Both are LeanAttention on a Hopper GPU (`implementation="mosaic_gpu"`), and plain XLA elsewhere.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AttentionOptions, Window, default_scale, one_of
+from tree_attn.local import mosaic_gpu, xla
+from tree_attn.masking import Visibility, sink_state, visibility
+from tree_attn.placement import Shard
+from tree_attn.state import SoftmaxState, merge_segments, merge_state
+
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+_XLA_CHUNK = 1024  # packed keys whose states XLA holds at once
+
+
+def lean_decode(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "total K H"],
+    value: Float[Array, "total K H"],
+    cu_seqlens: Int[Array, " B+1"],
+    *,
+    is_causal: bool = False,
+    local_window_size: int | Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
+    implementation: str | None = None,
+) -> SoftmaxState:
+    """Exact attention over a packed ragged batch: sequence b's keys are `key[cu_seqlens[b] : cu_seqlens[b + 1]]`.
+
+    logits = cap(scale query . key),    lse = log sum exp(logits),    out = sum exp(logits - lse) value
+
+    Every CTA gets the same number of tiles whatever the lengths, which only the device need know: changing them from
+    step to step compiles nothing and asks nothing of the host.
+
+    Args:
+      query: `[B, T, N, H]`, the last T positions of each sequence; bfloat16 or float16 (float32 too under "xla").
+      key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query` or float8_e4m3fn; the kernel needs `total`
+        to be a multiple of 8.
+      cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`.
+      is_causal, local_window_size, logits_soft_cap, sinks, scale: as in `attend`.
+      key_scale, value_scale: float32 `[K]`, what stored keys and values are multiplied by; default 1.
+      implementation: "mosaic_gpu" or "xla"; None takes the first that can run.
+    Returns:
+      `SoftmaxState(out [B, T, N, H] in query's dtype, lse float32 [B, T, N])`; an empty sequence has 0 and -inf.
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+      NotImplementedError: the named implementation cannot do it, or cannot run here.
+
+    Example:
+      >>> out, lse = lean_decode(query, key, value, jnp.array([0, 5, 5, 2053]))
+
+    Source: LeanAttention, section 4.3 (lean ragged batching).
+    """
+    query, key, value, cu_seqlens = map(jnp.asarray, (query, key, value, cu_seqlens))
+    _check_arrays(query, key, value, rank=3)
+    _check_cu_seqlens(cu_seqlens, query.shape[0], key.shape[0])
+    starts, ends = (jnp.asarray(x, jnp.int32) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
+    options = AttentionOptions(
+        key_value_seq_lengths=ends - starts,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        scale=scale,
+    )
+    view = _checked_view(query, key, value, key.shape[0], options)
+    spans = tuple(starts[:, None] + slots for slots in view.slot_ranges())
+    how = dict(scale=default_scale(scale, query.shape[-1]), soft_cap=logits_soft_cap)
+    scales = _scales(key, key_scale, value_scale)
+    if _choose(implementation, query, key[None], value[None], view) == "xla":
+        state = _packed_by_xla(query, key, value, spans, scales=scales, **how)
+    else:
+        state = mosaic_gpu.lean_state(
+            query, key[None], value[None], spans, num_slots=key.shape[0], is_packed=True, scales=scales, **how
+        )
+    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+
+
+def paged_decode(
+    query: Float[Array, "B T N H"],
+    key_pages: Float[Array, "P page K H"],
+    value_pages: Float[Array, "P page K H"],
+    page_table: Int[Array, "B pages"],
+    key_value_seq_lengths: Int[Array, " B"],
+    *,
+    is_causal: bool = False,
+    local_window_size: int | Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
+    implementation: str | None = None,
+) -> SoftmaxState:
+    """Exact attention over a paged cache: slot s of sequence b is `key_pages[page_table[b, s // page], s % page]`.
+
+    Args:
+      query: `[B, T, N, H]`, the last T positions of each sequence.
+      key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 64 keys.
+      page_table: int32 `[B, pages]`; entries beyond a sequence's length are not read, but must name some page.
+      key_value_seq_lengths: int32 `[B]`, at most `pages * page`.
+      Others, returns and raises: as `lean_decode`.
+
+    Example:
+      >>> out, lse = paged_decode(query, key_pages, value_pages, jnp.array([[4, 0], [2, 2]]), jnp.array([200, 30]))
+
+    Source: LeanAttention, section 4.3; pages as in vLLM (PagedAttention).
+    """
+    query, key_pages, value_pages, page_table = map(jnp.asarray, (query, key_pages, value_pages, page_table))
+    _check_arrays(query, key_pages, value_pages, rank=4)
+    if page_table.ndim != 2 or page_table.shape[0] != query.shape[0]:
+        raise ValueError(f"page_table must be [B, pages] with B = {query.shape[0]}, got {page_table.shape}")
+    num_slots = page_table.shape[1] * key_pages.shape[1]
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        scale=scale,
+    )
+    view = _checked_view(query, key_pages, value_pages, num_slots, options)
+    how = dict(scale=default_scale(scale, query.shape[-1]), soft_cap=logits_soft_cap)
+    scales = _scales(key_pages, key_scale, value_scale)
+    if _choose(implementation, query, key_pages, value_pages, view, is_paged=True) == "xla":
+        gather = lambda pages: pages[page_table].reshape(query.shape[0], num_slots, *pages.shape[2:])
+        key, value = _widen(gather(key_pages), gather(value_pages), scales, query.dtype)
+        state = xla.attend(query, key, value, scale=how["scale"], logits_soft_cap=logits_soft_cap, visible=view)
+    else:
+        state = mosaic_gpu.lean_state(
+            query, key_pages, value_pages, view.slot_ranges(), num_slots=num_slots,
+            pages=page_table.astype(jnp.int32), scales=scales, **how,
+        )  # fmt: skip
+    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+
+
+def _checked_view(query, key, value, num_slots: int, options: AttentionOptions) -> Visibility:
+    options.check(query, key, value, num_keys=num_slots)
+    return visibility(options, batch=query.shape[0], num_queries=query.shape[1], num_slots=num_slots, shard=Shard())
+
+
+def _check_cu_seqlens(cu_seqlens, batch: int, total: int) -> None:
+    if cu_seqlens.shape != (batch + 1,) or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise ValueError(
+            f"cu_seqlens must be integers [B + 1] = [{batch + 1}], got {cu_seqlens.dtype} {cu_seqlens.shape}"
+        )
+    if isinstance(cu_seqlens, jax.core.Tracer):
+        return
+    values = np.asarray(cu_seqlens)
+    if values[0] < 0 or (np.diff(values) < 0).any() or values[-1] > total:
+        raise ValueError(f"cu_seqlens must ascend from 0 to at most total = {total}, got {values.tolist()}")
+
+
+def _check_arrays(query, key, value, rank: int) -> None:
+    if query.ndim != 4:
+        raise ValueError(f"query must be [B, T, N, H], got {query.shape}")
+    if key.ndim != rank or key.shape != value.shape:
+        raise ValueError(f"key and value must have one shape of rank {rank}, got {key.shape} and {value.shape}")
+    if key.shape[-1] != query.shape[-1] or query.shape[2] % key.shape[-2]:
+        raise ValueError(
+            f"key must have query's head dim and a number of heads that divides query's, {query.shape}, got {key.shape}"
+        )
+    allowed = (query.dtype, jnp.dtype(jnp.float8_e4m3fn))
+    if key.dtype not in allowed or value.dtype != key.dtype:
+        raise TypeError(f"key and value must both be {allowed[0]} or {allowed[1]}, got {key.dtype} and {value.dtype}")
+
+
+def _choose(implementation: str | None, query, key, value, view: Visibility, is_paged: bool = False) -> str:
+    if implementation is not None:
+        one_of("implementation", implementation, IMPLEMENTATIONS)
+    reason = mosaic_gpu.unavailable() or mosaic_gpu.unsupported(query, key, value, logits_soft_cap=None, visible=view)
+    if reason is None and is_paged and key.shape[1] % mosaic_gpu.PAGE_MULTIPLE:
+        reason = f"mosaic_gpu needs pages of a multiple of {mosaic_gpu.PAGE_MULTIPLE} keys, not {key.shape[1]}"
+    if implementation == "mosaic_gpu" and reason is not None:
+        raise NotImplementedError(f"implementation='mosaic_gpu' cannot run: {reason}")
+    return implementation or ("xla" if reason is not None else "mosaic_gpu")
+
+
+def _scales(key, key_scale, value_scale) -> Float[Array, "2 K"] | None:
+    if key_scale is None and value_scale is None:
+        return None
+    scales = []
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        scale = jnp.ones(key.shape[-2], jnp.float32) if scale is None else scale
+        if scale.shape != (key.shape[-2],) or scale.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32 [K] = [{key.shape[-2]}], got {scale.dtype} {scale.shape}")
+        scales.append(scale)
+    return jnp.stack(scales)
+
+
+def _widen(key, value, scales, dtype):
+    """K and V as XLA multiplies them: in float32 where they are scaled, else in the query's dtype."""
+    if scales is None:
+        return key.astype(dtype), value.astype(dtype)
+    return tuple(x.astype(jnp.float32) * scale[:, None] for x, scale in zip((key, value), scales))
+
+
+def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | None, scales) -> SoftmaxState:
+    """Every key of every sequence is a state of its own, `(value, logit)`; a sequence is their merge."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    total, num_kv_heads = key.shape[:2]
+    group = num_heads // num_kv_heads
+    padding = -total % _XLA_CHUNK
+    key, value = (jnp.pad(x, [(0, padding), (0, 0), (0, 0)]) for x in _widen(key, value, scales, query.dtype))
+    first, end = (jnp.broadcast_to(x, (batch, num_queries)) for x in spans)
+    owner_ends = jnp.max(end, axis=1)
+
+    def chunk(state, start):
+        slots = start + jnp.arange(_XLA_CHUNK, dtype=jnp.int32)
+        # Sequences ascend, so a key belongs to the first that ends after it.
+        owner = jnp.minimum(jnp.sum(owner_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32), batch - 1)
+        take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=_XLA_CHUNK, axis=0)
+        own = query[owner].reshape(-1, num_queries, num_kv_heads, group, head_dim)
+        logits = jnp.einsum(
+            "stkgh,skh->stkg", own.astype(jnp.float32), take(key).astype(jnp.float32), precision="highest"
+        ) * jnp.float32(scale)
+        logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+        logits = logits.reshape(-1, num_queries, num_heads)
+        is_visible = (slots[:, None] >= first[owner]) & (slots[:, None] < end[owner])
+        lse = jnp.where(is_visible[:, :, None], logits, -jnp.inf)
+        values = jnp.repeat(take(value).astype(jnp.float32), group, axis=1)[:, None]
+        out = jnp.broadcast_to(values, (_XLA_CHUNK, num_queries, num_heads, head_dim))
+        merged = merge_segments(SoftmaxState(out, lse), owner, batch)
+        return merge_state(state, merged), None
+
+    rows = (batch, num_queries, num_heads)
+    empty = SoftmaxState(jnp.zeros((*rows, head_dim), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))
+    state, _ = jax.lax.scan(chunk, empty, jnp.arange(0, total + padding, _XLA_CHUNK, dtype=jnp.int32))
+    return SoftmaxState(state.out.astype(query.dtype), state.lse)
