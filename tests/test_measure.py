@@ -230,23 +230,3 @@ def test_devices_are_emulated_in_a_fresh_process(flags, count, expected):
     """
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment, timeout=120)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((None, 2, 0), "coordinator_address must be given too"),
-        (("localhost:1", None, 0), "num_processes must be given too"),
-        (("localhost:1", 2, None), "process_id must be given too"),
-        (("localhost:1", 2, 2), r"process_id must lie in 0 .. num_processes - 1 = 1, got 2"),
-        (("localhost:1", 2, 0, None, 7), "n_devices must be a multiple of num_processes=2, got 7"),
-    ],
-)
-def test_start_distributed_refuses_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        devices.start_distributed(*arguments)
-
-
-def test_start_distributed_without_arguments_is_one_process():
-    devices.start_distributed(None, None, None)
-    assert jax.process_count() == 1

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import os
 import shlex
-import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -44,26 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
         is_brief = is_users and not os.environ.get("TREE_ATTN_TRACEBACK")
-        rank = _rank_of_several()
-        if rank is None and not is_brief:
-            raise
-        print(f"tree-attn {args.command_name}: {rank or ''}error: {error}", file=sys.stderr)
+        line = f"tree-attn {args.command_name}: {_rank_of_several()}error: {error}"
+        _end_all(line, "" if is_brief else traceback.format_exc())
         if not is_brief:
-            traceback.print_exc()
-        if rank is not None:
-            # At a regular exit JAX waits minutes for the others to exit; they wait for this one in a collective.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(2)
+            raise
+        print(line, file=sys.stderr)
         return 2
 
 
-def _rank_of_several() -> str | None:
-    """Returns "rank 3 on n2: " in one of several processes, None in a single one."""
-    jax = sys.modules.get("jax")
-    if jax is None or not jax.distributed.is_initialized():
-        return None
-    return f"rank {jax.process_index()} on {socket.gethostname()}: "
+def _end_all(line: str, details: str) -> None:
+    """Ends this process and the others, if this is one of several; JAX would wait for them, and they for this one."""
+    distributed = sys.modules.get("tree_attn.distributed")
+    if distributed is not None:
+        distributed.fail(line, 2, details)
+
+
+def _rank_of_several() -> str:
+    """Returns "rank 3 on n2: " in one of several processes, nothing in a single one."""
+    distributed = sys.modules.get("tree_attn.distributed")
+    launch = distributed and distributed.current()
+    return f"{launch.name_of(launch.process_id)}: " if launch and launch.num_processes > 1 else ""
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -1,5 +1,7 @@
 """Which devices a command runs on: real ones if there are enough, otherwise emulated ones on the CPU."""
 
+import ctypes
+import importlib.util
 import os
 
 import jax
@@ -51,50 +53,49 @@ def default_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
-def start_distributed(
-    coordinator_address: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    local_device_ids: list[int] | None = None,
-    n_devices: int | None = None,
-) -> None:
-    """Joins this process to the others, when there are others: a thin, checked `jax.distributed.initialize`.
-
-    Args:
-        coordinator_address: "host:port" of process 0, reachable from all; None means that there is one process.
-        num_processes: how many processes there are.
-        process_id: this one, 0 to num_processes - 1; process 0 prints and writes files.
-        local_device_ids: which of this machine's accelerators are this process's own; None takes all that it can see.
-        n_devices: devices over all processes; without accelerators every process emulates its equal part of them.
-
-    Raises:
-        ValueError: some of the three are given and others are not, or `process_id` is out of range, or `n_devices` is
-            not a multiple of `num_processes`.
-    """
-    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    if all(value is None for value in given.values()):
-        return
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} must be given too: {', '.join(given)} go together")
-    if num_processes < 1 or not 0 <= process_id < num_processes:
-        raise ValueError(f"process_id must lie in 0 .. num_processes - 1 = {num_processes - 1}, got {process_id}")
-    if n_devices is not None:
-        if n_devices % num_processes:
-            raise ValueError(f"n_devices must be a multiple of num_processes={num_processes}, got {n_devices}")
-        request_cpu_devices(n_devices // num_processes)
-    jax.distributed.initialize(coordinator_address, num_processes, process_id, local_device_ids)
-
-
 def request_cpu_devices(n_devices: int) -> None:
     """Asks for at least `n_devices` emulated CPU devices per process; too late (backends have started) is no error."""
     if jax.distributed.is_initialized():
-        return  # `start_distributed` has asked for this process's part already
-    # The option overrides the environment variable, so it must not lower what that asks for.
-    flag = "--xla_force_host_platform_device_count="
-    flags = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
-    wanted = max([n_devices, jax.config.jax_num_cpu_devices, *(int(count) for count in flags if count.isdigit())])
+        return  # `distributed.initialize` has asked for this process's part already
     try:
-        jax.config.update("jax_num_cpu_devices", wanted)
+        # The option overrides the environment variable, so it must not lower what that asks for.
+        jax.config.update("jax_num_cpu_devices", max(n_devices, planned_cpu_devices()))
     except RuntimeError:
         return
+
+
+def planned_cpu_devices() -> int:
+    """How many CPU devices this process has, or will have when JAX starts."""
+    flag = "--xla_force_host_platform_device_count="
+    flags = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
+    return max([1, jax.config.jax_num_cpu_devices, *(int(count) for count in flags if count.isdigit())])
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """PCI addresses of the NVIDIA GPUs that JAX will use in this process, in its order; empty where it will use the CPU.
+
+    Asks the driver and starts no backend, so it can be called before `jax.distributed` connects.
+
+    Example:
+        >>> visible_gpus()
+        ('0000:1B:00.0', '0000:43:00.0')
+    """
+    platforms = jax.config.jax_platforms
+    if platforms and platforms.split(",")[0] not in ("cuda", "gpu"):
+        return ()
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return ()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_pci_address(driver, device) for device in range(count.value))
+
+
+def _pci_address(driver: ctypes.CDLL, device: int) -> str:
+    text = ctypes.create_string_buffer(32)
+    driver.cuDeviceGetPCIBusId(text, len(text), device)
+    return text.value.decode()

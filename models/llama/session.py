@@ -63,9 +63,15 @@ class Place:
 def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
     """The requested number of devices, emulated if there are too few; by default up to 8 accelerators, or 8 emulated.
 
+    Of several processes, all devices: each must have a part in what the others wait for.
+
     Raises:
-      ValueError: the number is not positive.
+      ValueError: the number is not positive, or not that of all devices of several processes.
     """
+    if jax.distributed.is_initialized():  # to count processes would start JAX too early where there is one
+        if requested not in (None, jax.device_count()):
+            raise ValueError(f"devices={requested} must be all {jax.device_count()} devices of all processes")
+        return tuple(jax.devices())
     if requested is not None:
         return tuple(ensure_devices(requested))
     request_cpu_devices(DEFAULT_DEVICES)  # whether they are needed is known only once JAX has started

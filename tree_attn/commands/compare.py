@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tree_attn.commands import processes
+
 HELP = """\
 Compares one step of decoding by Tree Attention and by Ring Attention: latency, peak memory and communication.
 
@@ -23,7 +25,10 @@ examples:
   tree-attn compare --devices 8 --keys 81920 640000 --heads 16 --head-dim 128 --dtype bfloat16 --out results/
   tree-attn compare --devices 4 --keys 16384 --heads 32 --kv-heads 8 --reduction allreduce,gather --out gqa/
 
-one process per GPU (process 0 writes and prints):
+one process per GPU, or per node (process 0 writes and prints; --devices counts those of all):
+  srun --ntasks-per-node=4 tree-attn compare --devices 8 --keys 81920 --out results/
+  torchrun --nproc-per-node=4 -m tree_attn.cli compare --devices 4 --keys 81920 --out results/
+or, without any of them:
   for i in 0 1 2 3; do tree-attn compare --devices 4 --keys 81920 --out results/ \\
       --coordinator-address localhost:9876 --num-processes 4 --process-id $i --local-device-ids $i & done; wait
 """
@@ -63,13 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, default=0, help="of the random data (default 0)")
     how.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results and plots go")
     how.add_argument("--no-plots", action="store_true", help="do not draw (drawing needs the extra 'plot')")
-    several = parser.add_argument_group("one process per GPU")
-    several.add_argument("--coordinator-address", metavar="HOST:PORT", help="of process 0")
-    several.add_argument("--num-processes", type=int)
-    several.add_argument("--process-id", type=int)
-    several.add_argument(
-        "--local-device-ids", type=_integers, help="this process's accelerators (default: all it sees)"
-    )
+    processes.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,12 +146,11 @@ def _start(args: argparse.Namespace, steps) -> _Session:
     import jax
 
     from tree_attn import links
-    from tree_attn.devices import ensure_devices, start_distributed
+    from tree_attn.devices import ensure_devices
     from tree_attn.measure import JsonlWriter
     from tree_attn.mesh import make_mesh
 
-    several = (args.coordinator_address, args.num_processes, args.process_id)
-    start_distributed(*several, local_device_ids=args.local_device_ids, n_devices=args.devices)
+    processes.join(args, args.devices)
     devices = ensure_devices(args.devices)
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")

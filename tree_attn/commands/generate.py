@@ -6,6 +6,8 @@ import json
 import pathlib
 import sys
 
+from tree_attn.commands import processes
+
 HELP = """\
 Generate text with a Llama whose KV cache is sharded over devices along the sequence.
 
@@ -16,6 +18,8 @@ examples:
   tree-attn generate --model smollm2 --prompt "Hi" --attention tree --reduction allreduce --json | tail -1
 
 Prompts are read by ring attention, and every new token attends by the attention that --attention names.
+
+Under srun or torchrun, the processes generate together, over all of their devices; process 0 prints.
 
 With --out DIR, new tokens are saved every few tokens in DIR/tokens.jsonl. The same command run again goes on after the
 last one saved, with the tokens that would have come; once complete, it prints them and makes none.
@@ -50,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="save tokens there, and go on from those saved")
     parser.add_argument("--save-every", type=int, default=16, metavar="N", help="tokens saved at a time; default 16")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: ids, text and times")
+    processes.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_every < 1:
         raise ValueError(f"--save-every must be at least 1, got {args.save_every}")
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    processes.join(args, args.devices)
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
     reduction = check_choice(args.attention, args.reduction, place.axes, len(devices))
