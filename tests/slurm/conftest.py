@@ -4,13 +4,15 @@ They cannot share it between processes: `python3 -m pytest -n 0 tests/slurm`, as
 TREE_ATTN_TEST_SLURM=1, as in CI, a cluster that cannot start is a failure and no skip.
 """
 
+import dataclasses
 import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import pytest
-from jobs import minicluster
+from jobs import Job, minicluster, slurm, submit, wait_until
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "ip", "tc")
 
@@ -35,25 +37,129 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def cluster():
-    """Two idle nodes, n1 and n2, that SLURM's commands talk to while it lives; afterwards, nothing may be left."""
+def cluster(request, tmp_path_factory):
+    """Four idle nodes that SLURM's commands talk to while it lives; afterwards, nothing may be left.
+
+    Its `disk` is small, and was mounted before, for the nodes see only what was there when they started.
+    """
     reason = reason_to_skip()
     assert reason is None, reason
     minicluster("stop")  # what an interrupted run left
     before = remains()
-    minicluster("start", "--nodes", "2")
+    disk = SmallDisk(tmp_path_factory.mktemp("disk"))
+    disk.mount()
+    minicluster("start", "--nodes", "4")
     name, _, path = minicluster("env").removeprefix("export ").strip().partition("=")
     os.environ[name] = path
-    yield
+    started = Cluster(disk, LimitedJobs.start(tmp_path_factory.mktemp("limited")) if needs_limited(request) else None)
+    yield started
     del os.environ[name]
     minicluster("stop")
+    disk.unmount()
     assert remains() == before
     assert not pathlib.Path(path).parent.exists()
 
 
+def needs_limited(request) -> bool:
+    return any("limited_jobs" in item.fixturenames for item in request.session.items)
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallDisk:
+    """A file system of 64 KiB."""
+
+    folder: pathlib.Path
+
+    def mount(self) -> None:
+        self._run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs")
+
+    def unmount(self) -> None:
+        self._run("umount")
+
+    def fill_up_to(self, free_bytes: int) -> None:
+        """Leaves so much room."""
+        free = shutil.disk_usage(self.folder).free
+        (self.folder / "ballast").write_bytes(b"x" * (free - free_bytes))
+
+    def make_room(self) -> None:
+        (self.folder / "ballast").unlink()
+
+    def _run(self, *command: str) -> None:
+        subprocess.run([*command, str(self.folder)], check=True, timeout=30)
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitedJobs:
+    """Sweeps of three lines with a time limit of a minute, each line followed by a pause that makes them reach it."""
+
+    requeued: Job
+    not_requeued: Job
+    settings: dict[str, str]
+    where = ("--nodes=1", "--ntasks=1", "--nodelist=n4")
+
+    @classmethod
+    def start(cls, folder: pathlib.Path) -> "LimitedJobs":
+        """Submits both: they take minutes, and little of the machine."""
+        sweep = "--heads 2 --head-dim 8 --dtype float32 --iters 2 --reduction gather"
+        matrix, pauses = folder / "matrix.txt", folder / "pauses"
+        matrix.write_text("# three lines\n" + "".join(f"--keys {keys} {sweep}\n" for keys in (8, 16, 24)))
+        pauses.write_text(f'#!/bin/sh\n{sys.executable} -m tree_attn.cli "$@" && sleep $PAUSE_S\n')
+        pauses.chmod(0o755)
+        settings = {"TREE_ATTN_MATRIX": str(matrix), "TREE_ATTN_COMMAND": str(pauses), "PAUSE_S": "22"}
+        # The warning comes within the 30 s before the limit: SLURM looks every 30 s, and a second is the least.
+        limit = ("--nodes=1", "--ntasks=1", "--time=1", "--signal=B:USR1@1")
+        requeued = submit("matrix", folder / "requeued", sbatch=(*limit, "--nodelist=n3"), **settings)
+        # So long a pause that the limit falls into the second one.
+        longer, where = settings | {"PAUSE_S": "50"}, ("--nodelist=n4", "--no-requeue")
+        not_requeued = submit("matrix", folder / "not_requeued", sbatch=(*limit, *where), **longer)
+        return cls(requeued, not_requeued, settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The running cluster: its small disk, and the jobs that began with it."""
+
+    disk: SmallDisk
+    limited_jobs: LimitedJobs | None
+
+
+@pytest.fixture(autouse=True)
+def ends_its_jobs():
+    """A test that fails must not leave the next one without nodes."""
+    before = set(running_jobs())
+    yield
+    left = set(running_jobs()) - before
+    if left:
+        slurm("scancel", *sorted(left))
+        wait_until(lambda: not left & set(running_jobs()), 60, f"jobs {left} ended")
+
+
+def running_jobs() -> list[str]:
+    return slurm("squeue", "--noheader", "--format=%i").split() if "SLURM_CONF" in os.environ else []
+
+
+@pytest.fixture
+def small_disk(cluster):
+    return cluster.disk
+
+
+@pytest.fixture
+def limited_jobs(cluster):
+    return cluster.limited_jobs
+
+
 def remains() -> set[str]:
-    """Network interfaces, namespaces, and processes of SLURM and of our commands, one line each."""
+    """Network interfaces, namespaces, and processes of SLURM and of its jobs, one line each."""
     commands = (["ip", "-brief", "link"], ["ip", "netns", "list"], ["ps", "-eo", "pid,args"])
     lines = [line for command in commands for line in subprocess.check_output(command, text=True).splitlines()]
-    words = ("mc-", "slurm", "munged", "tree-attn", "tree_attn.cli")
-    return {line for line in lines if any(word in line for word in words) and "pytest" not in line}
+    of_slurm = {line for line in lines if any(word in line for word in ("mc-", "slurmd", "slurmctld", "munged"))}
+    return of_slurm | {f"{pid} in a job" for pid in filter(str.isdigit, os.listdir("/proc")) if in_job(pid)}
+
+
+def in_job(pid: str) -> bool:
+    try:
+        return b"\0SLURM_JOB_ID=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
+
+

@@ -1,10 +1,29 @@
-"""What the SLURM tests ask of the cluster."""
+"""What the SLURM tests ask of the cluster: jobs, their states, logs and processes. Every wait has a limit."""
 
+import dataclasses
+import json
+import os
 import pathlib
+import re
 import subprocess
+import sys
+import time
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 MINICLUSTER = ROOT / "slurm" / "minicluster" / "minicluster"
+
+# Two cores compile for all ranks: code that is made quickly counts here, not code that runs quickly.
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "OMP_NUM_THREADS": "1",
+    "TREE_ATTN_TIMEOUT_S": "25",
+    "TREE_ATTN_HEARTBEAT_S": "10",
+    "PYTHONPATH": str(ROOT),
+    "TREE_ATTN_HOME": str(ROOT),
+    "TREE_ATTN_COMMAND": f"{sys.executable} -m tree_attn.cli",
+}
+RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "SIGNALING")
 
 
 def minicluster(*arguments: str, timeout: float = 90) -> str:
@@ -12,3 +31,114 @@ def minicluster(*arguments: str, timeout: float = 90) -> str:
     done = subprocess.run([MINICLUSTER, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, f"minicluster {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout
+
+
+def wait_until(condition, limit_s: float, what):
+    """Returns the first true value of `condition()`; fails with `what` (or what it returns) after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what() if callable(what) else what}"
+        time.sleep(0.2)
+    return value
+
+
+def slurm(*command: str) -> str:
+    """What a command of SLURM prints; fails with its message."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job that was submitted, and its folders of results and logs."""
+
+    id: str
+    out: pathlib.Path
+    logs: pathlib.Path
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """`scontrol show job`, as a dictionary."""
+        return dict(re.findall(r"(\S+?)=(\S*)", slurm("scontrol", "show", "job", "-o", self.id)))
+
+    @property
+    def state(self) -> str:
+        return self.facts["JobState"]
+
+    def wait(self, limit_s: float) -> str:
+        """Waits until the job has ended and returns its state."""
+        return wait_until(lambda: (state := self.state) not in RUNNING and state, limit_s, self.story)
+
+    def requeue(self) -> None:
+        """Starts the job again, whether it runs or has ended."""
+        slurm("scontrol", "requeue", self.id)
+
+    @property
+    def output(self) -> str:
+        """What the sbatch file printed."""
+        path = self.logs / "job.log"
+        return path.read_text() if path.exists() else ""
+
+    def rank_log(self, rank: int) -> str:
+        path = self.logs / f"{self.id}-{rank}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def story(self) -> str:
+        """All there is to say when something went wrong."""
+        logs = "".join(f"\n-- rank {rank}:\n{self.rank_log(rank)[-5000:]}" for rank in range(4))
+        whole = f"job {self.id} is {self.state}\n-- output:\n{self.output}{logs}"
+        return "\n".join(line[:400] for line in whole.splitlines())
+
+    def rows(self, name: str = "results.jsonl") -> list[dict]:
+        """The rows so far; fails if one is torn, but for the last while it is being written."""
+        path = self.out / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for_rows(self, count: int, limit_s: float, name: str = "results.jsonl") -> None:
+        """Waits until so many rows are on disk; fails if the job ends before."""
+
+        def enough():
+            assert self.state in RUNNING or len(self.rows(name)) >= count, self.story()
+            return len(self.rows(name)) >= count
+
+        wait_until(enough, limit_s, self.story)
+
+    def process(self, rank: int) -> int:
+        """The process of a rank, as the host numbers it."""
+        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_rank(pid, rank)]
+        assert len(found) == 1, f"rank {rank} of job {self.id} has the processes {found}"
+        return found[0]
+
+    def _is_rank(self, pid: int, rank: int) -> bool:
+        try:
+            environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:  # it has ended meanwhile
+            return False
+        mine = {f"SLURM_JOB_ID={self.id}".encode(), f"SLURM_PROCID={rank}".encode()}
+        return mine <= set(environment) and b"tree_attn.cli" in command
+
+
+def submit(
+    file: str,
+    out: pathlib.Path,
+    *options: str,
+    sbatch: tuple[str, ...] = (),
+    logs: pathlib.Path | None = None,
+    **environment: str,
+) -> Job:
+    """Submits `slurm/FILE.sbatch` with the results in `out` and all logs in `logs`, by default beside it."""
+    logs = out.parent / f"{out.name}-logs" if logs is None else logs
+    logs.mkdir(exist_ok=True)
+    settings = SETTINGS | {"TREE_ATTN_OUT": str(out), "TREE_ATTN_LOGS": str(logs)} | environment
+    command = ["sbatch", "--parsable", f"--output={logs}/job.log", *sbatch]
+    command += [str(ROOT / "slurm" / f"{file}.sbatch"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | settings, check=False)
+    assert done.returncode == 0, done.stderr
+    return Job(done.stdout.strip(), out, logs)
+
+
+def cases(rows: list[dict]) -> list[tuple]:
+    """What was measured, in order: all of a row but its measurements."""
+    return [(row["strategy"], row["reduction"], row["num_keys"], row["n_processes"], row["error"]) for row in rows]

@@ -1,0 +1,31 @@
+# shellcheck shell=bash
+# Settings of NCCL and JAX for jobs over several nodes, each with its reason. The sbatch files source it; whatever is in
+# the environment already stays as it is.
+
+# NVLS is NVLink multicast. It is set up by the fabric manager for all GPUs of a node together, so on shared nodes a job
+# that dies within it can take the GPUs of others down. The collectives of this library are a few KB: they gain nothing.
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+
+# A warning says why a connection failed; INFO says which network was chosen (set it when links are slow).
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+# Not set, for no value is right everywhere: NCCL_SOCKET_IFNAME and NCCL_IB_HCA. Where NCCL or Gloo picks a network that
+# does not reach the other nodes (docker0, a management network), name the one that does: NCCL_SOCKET_IFNAME=ib0.
+
+# Compiled programs outlive the job: one that is requeued starts where it was within seconds, not minutes.
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/tree-attn/compiled}
+
+# Python keeps what it prints to a file until 8 KB are there; a rank that is killed would take its last words with it.
+export PYTHONUNBUFFERED=1
+
+# On a crash in native code (NCCL, XLA), every thread's Python stack goes to the rank's log.
+export PYTHONFAULTHANDLER=1
+
+# JAX's coordinator is reached by gRPC, which would ask an HTTP proxy for the nodes of this very job, and wait for ever.
+if [ -n "${SLURM_JOB_NODELIST:-}" ] && env | grep -qiE '^(grpc|https?)_proxy=.'; then
+  nodes_of_job=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+  export no_proxy="$nodes_of_job${no_proxy:+,$no_proxy}" NO_PROXY="$nodes_of_job${NO_PROXY:+,$NO_PROXY}"
+fi
+
+# Not set, but to be known: no --gpus-per-task and no CUDA_VISIBLE_DEVICES per task. JAX gives task i of a node the node's
+# i-th GPU, so every task must see them all (jax#23452, #28194): ask for --gpus-per-node or --gres=gpu:N.

@@ -1,0 +1,74 @@
+# shellcheck shell=bash
+# What the sbatch files have in common; they source it. It sets, from the environment or by default:
+#
+#   TREE_ATTN_HOME     the checkout                               the folder that sbatch was called in
+#   TREE_ATTN_SETUP    a file to source on each node, for         none
+#                      `module load` or `source .venv/bin/activate`
+#   TREE_ATTN_COMMAND  what runs in every task, e.g.              tree-attn
+#                      `apptainer exec --nv image.sif tree-attn`
+#   TREE_ATTN_SRUN     more flags for srun                        none
+#   TREE_ATTN_OUT      results                                    results/JOB in the folder that sbatch was called in
+#   TREE_ATTN_LOGS     a log per rank and job                     logs/ in the folder of the results
+#
+# A job that is requeued has the same job id, hence the same folder, and goes on from what lies there.
+
+TREE_ATTN_HOME=${TREE_ATTN_HOME:-$SLURM_SUBMIT_DIR}
+TREE_ATTN_OUT=${TREE_ATTN_OUT:-$SLURM_SUBMIT_DIR/results/$SLURM_JOB_ID}
+TREE_ATTN_LOGS=${TREE_ATTN_LOGS:-$TREE_ATTN_OUT/logs}
+read -ra command_words <<<"${TREE_ATTN_COMMAND:-tree-attn}"
+read -ra srun_flags <<<"${TREE_ATTN_SRUN:-}"
+if [ -n "${TREE_ATTN_SETUP:-}" ]; then
+  set +u # the activate scripts of conda and of module systems read variables that are not set
+  # shellcheck disable=SC1090
+  source "$TREE_ATTN_SETUP"
+  set -u
+fi
+# shellcheck source=slurm/env.sh
+source "$TREE_ATTN_HOME/slurm/env.sh"
+
+say() { echo "$(date +%FT%T) $(hostname): $*"; }
+
+# SLURM sends USR1 when the time limit is near (--signal in the sbatch files), TERM when the job is cancelled, preempted
+# or out of time. What is finished is on disk at every moment, so there is nothing to save here.
+started=$(mktemp)
+trap 'rm -f "$started"' EXIT
+has_progressed() { find "$TREE_ATTN_OUT" -name '*.jsonl' -newer "$started" 2>/dev/null | grep -q .; }
+on_time_limit() {
+  if ! has_progressed; then
+    say "job $SLURM_JOB_ID is near its time limit and has finished nothing in it: it is not requeued; give it more time"
+    return
+  fi
+  say "job $SLURM_JOB_ID is near its time limit: it is requeued, and goes on from what is in $TREE_ATTN_OUT"
+  scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again with TREE_ATTN_OUT=$TREE_ATTN_OUT"
+}
+told_to_end=
+on_term() {
+  told_to_end=yes
+  say "job $SLURM_JOB_ID was told to end; what is finished is in $TREE_ATTN_OUT, and the same job goes on from there"
+}
+trap on_time_limit USR1
+trap on_term TERM
+
+# Runs `tree-attn` with these arguments in every task, one log per rank, and returns the worst exit status. A rank that
+# fails ends the others: the rest would wait for it in the next collective, for ever.
+run_ranks() {
+  local step status=0
+  mkdir -p "$TREE_ATTN_OUT" "$TREE_ATTN_LOGS"
+  srun --kill-on-bad-exit=1 --open-mode=append --output="$TREE_ATTN_LOGS/%j-%t.log" "${srun_flags[@]}" \
+    "${command_words[@]}" "$@" &
+  step=$!
+  # A signal to this script ends `wait` early.
+  while wait "$step" && status=0 || status=$?; kill -0 "$step" 2>/dev/null; do :; done
+  # Ranks that were told to end may still end well, without having done all there was to do.
+  [ -z "$told_to_end" ] || status=143
+  [ "$status" = 0 ] || say_last_words "$status"
+  return "$status"
+}
+
+say_last_words() {
+  local log
+  say "tree-attn ended with status $1. The last lines of every rank's log:"
+  for log in "$TREE_ATTN_LOGS/$SLURM_JOB_ID"-*.log; do
+    tail -n 3 "$log" | cut -c1-1000 | sed "s|^|${log##*/}: |"
+  done
+}

@@ -1,0 +1,110 @@
+"""Faults, each against a running job: it ends in time and not well, says who or where, and loses no row; then the same
+job, queued again, finishes with the rows of a job that nothing happened to."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from jobs import MINICLUSTER, SETTINGS, Job, cases, minicluster, slurm, submit, wait_until
+
+SWEEP = ("--heads", "2", "--head-dim", "8", "--dtype", "float32", "--iters", "1500", "--reduction", "gather")
+STRATEGIES = [("tree", "gather"), ("ring_overlapped", None), ("ring_public", None)]
+UNDISTURBED = [(*strategy, 16, 2, None) for strategy in STRATEGIES]
+ENDS_S = 60  # the most that a job may live on after a fault; nothing here is set to more than 25 s
+FINISHES_S = 90
+
+
+def start(out, keys: str = "16", **options) -> Job:
+    """A sweep of three rows for each number of keys, over two nodes, a task each."""
+    where = ("--nodelist=n[1-2]", "--ntasks-per-node=1")
+    return submit("compare", out, *SWEEP, sbatch=where, TREE_ATTN_KEYS=keys, **options)
+
+
+def check_ended_badly(job: Job, *words: str, states=("FAILED",), expected=UNDISTURBED) -> None:
+    """The job has ended in one of the states, with all of these words in its logs, and every row so far is whole."""
+    state = job.wait(ENDS_S)
+    assert state in states, job.story()
+    assert job.facts["ExitCode"] != "0:0" or state == "CANCELLED", job.story()
+    story = job.story()
+    assert [word for word in words if word not in story] == [], story
+    assert cases(job.rows()) == expected[: len(job.rows())], story
+
+
+def check_finishes(job: Job, expected=UNDISTURBED) -> None:
+    """Queued again, the job ends well with each row once, those it had before among them to the letter."""
+    before = job.rows()
+    job.requeue()
+    assert job.wait(FINISHES_S) == "COMPLETED", job.story()
+    assert job.rows()[: len(before)] == before
+    assert cases(job.rows()) == expected
+
+
+def test_a_rank_that_is_stopped(cluster, tmp_path):
+    job = start(tmp_path / "out")
+    job.wait_for_rows(1, FINISHES_S)
+    os.kill(job.process(1), signal.SIGSTOP)
+    check_ended_badly(job, "rank 1", "n2")
+    check_finishes(job)
+
+
+def test_a_rank_that_never_starts(cluster, tmp_path):
+    starts = tmp_path / "starts"
+    starts.write_text(
+        f'#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || exec sleep 600\nexec {SETTINGS["TREE_ATTN_COMMAND"]} "$@"'
+    )
+    starts.chmod(0o755)
+    job = start(tmp_path / "out", TREE_ATTN_COMMAND=str(starts))
+    check_ended_badly(job, "rank 1", "n2")
+    assert job.rows() == []
+    starts.write_text(f'#!/bin/sh\nexec {SETTINGS["TREE_ATTN_COMMAND"]} "$@"')
+    check_finishes(job)
+
+
+def test_a_node_cut_off_in_the_middle_of_a_collective(cluster, tmp_path):
+    job = start(tmp_path / "out")
+    job.wait_for_rows(1, FINISHES_S)
+    minicluster("cut", "n2")
+    try:
+        # Also NODE_FAIL: SLURM itself may notice first, and then queues the job again of its own accord.
+        wait_until(lambda: "n2" in job.rank_log(0), ENDS_S, job.story)
+        wait_until(lambda: job.state != "RUNNING", ENDS_S, job.story)
+    finally:
+        minicluster("heal", "n2")
+    wait_until(lambda: slurm("sinfo", "-hN", "-n", "n2", "-o", "%T").strip() == "idle", 60, job.story)
+    check_ended_badly(job, "rank 1", states=("FAILED", "NODE_FAIL"))
+    check_finishes(job)
+
+
+def test_a_coordinator_port_that_is_taken(cluster, tmp_path):
+    listen = "import socket, time; s = socket.create_server(('', 45678)); print('listens', flush=True); time.sleep(600)"
+    command = [MINICLUSTER, "exec", "n1", sys.executable, "-c", listen]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as taken:
+        try:
+            assert taken.stdout.readline() == "listens\n"
+            job = start(tmp_path / "out", TREE_ATTN_COORDINATOR_PORT="45678")
+            check_ended_badly(job, "45678", "n1")
+        finally:
+            taken.kill()
+    assert job.rows() == []
+    check_finishes(job)
+
+
+def test_a_disk_that_fills(small_disk, tmp_path):
+    job_folder = small_disk.folder / "out"
+    job_folder.mkdir()
+    small_disk.fill_up_to(8192)  # a page for what describes the sweep, and one for three rows and a part of the fourth
+    job = start(job_folder, "16,32", logs=tmp_path)
+    expected = [(*strategy, keys, 2, None) for keys in (16, 32) for strategy in STRATEGIES]
+    check_ended_badly(job, "No space left on device: row", "could not be written", "rank 0 on n1", expected=expected)
+    assert 0 < len(job.rows()) < len(expected)
+    small_disk.make_room()
+    check_finishes(job, expected)
+
+
+def test_a_cancelled_job(cluster, tmp_path):
+    job = start(tmp_path / "out")
+    job.wait_for_rows(1, FINISHES_S)
+    slurm("scancel", job.id)
+    check_ended_badly(job, "ON n1 CANCELLED", "was told to end", states=("CANCELLED",))
+    check_finishes(job)
