@@ -2,8 +2,9 @@
 
 A backend is a module with
   unavailable() -> str | None                  why it cannot run on this machine
-  unsupported(query, key, value, ...) -> str | None   which option it cannot do
-  attend(query, key, value, *, scale, logits_soft_cap, visible) -> SoftmaxState
+  unsupported(query, key, value, *, logits_soft_cap, visible, scales) -> str | None   which option it cannot do
+  attend(query, key, value, *, scale, logits_soft_cap, visible, scales) -> SoftmaxState
+where key and value may be float8_e4m3fn, and `scales` is None or float32 [2, K]: of each head's keys and values.
 """
 
 import logging
@@ -35,16 +36,19 @@ def attend(
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     shard: Shard | None = None,
     implementation: str | None = None,
 ) -> SoftmaxState:
     """Exact attention of `query` over the keys on this device, with its log-sum-exp.
 
-    logits = cap(scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
-    out    = sum exp(logits - lse) value
+    logits = cap(scale key_scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
+    out    = value_scale sum exp(logits - lse) value
 
     Args:
       query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]` with `N = K * G`, one float dtype. S may be 0.
+        key and value may both be float8_e4m3fn instead; they are widened where they are used, which is exact.
       key_value_seq_lengths: int32 `[B]`, valid keys per sequence, counted over all shards; default: all.
       is_causal: query t sees the keys at positions up to its own.
       query_positions: int32 `[B, T]` or `[T]`; default: the last T positions of each sequence.
@@ -52,6 +56,7 @@ def attend(
       logits_soft_cap: logits become `cap * tanh(logits / cap)`.
       sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`).
       scale: multiplies the logits, default `H ** -0.5`.
+      key_scale, value_scale: float32 `[K]`, what the stored keys and values of each head are multiplied by; default 1.
       shard: which positions of the sequence `key` holds; default: all of it.
       implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn"; None takes the first of the first three that can run
         and logs which.
@@ -71,6 +76,8 @@ def attend(
         key_value_seq_lengths=key_value_seq_lengths,
         query_positions=query_positions,
         sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
@@ -87,25 +94,26 @@ def attend(
 def attend_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
     """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already."""
     visible = visibility(options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard)
-    cap = options.logits_soft_cap
-    name = choose(query, key, value, logits_soft_cap=cap, visible=visible, implementation=options.implementation)
-    scale = default_scale(options.scale, query.shape[-1])
-    return IMPLEMENTATIONS[name].attend(query, key, value, scale=scale, logits_soft_cap=cap, visible=visible)
+    how = dict(logits_soft_cap=options.logits_soft_cap, visible=visible, scales=options.head_scales(key.shape[2]))
+    name = choose(query, key, value, implementation=options.implementation, **how)
+    return IMPLEMENTATIONS[name].attend(query, key, value, scale=default_scale(options.scale, query.shape[-1]), **how)
 
 
-def choose(query, key, value, *, logits_soft_cap, visible, implementation: str | None) -> str:
+def choose(query, key, value, *, implementation: str | None, **how) -> str:
     """Returns the backend that will run: the named one, or the first of the automatic order that can.
+
+    `how` are the keyword arguments of a backend's `unsupported`.
 
     Raises:
       NotImplementedError: the named backend cannot run here, or cannot do what is asked; with the reason.
     """
     if implementation is not None:
-        reason = why_not(implementation, query, key, value, logits_soft_cap=logits_soft_cap, visible=visible)
+        reason = why_not(implementation, query, key, value, **how)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
         return implementation
     for name in _AUTOMATIC:
-        reason = why_not(name, query, key, value, logits_soft_cap=logits_soft_cap, visible=visible)
+        reason = why_not(name, query, key, value, **how)
         if reason is None:
             _log.info("implementation=None picked %r", name)
             return name
@@ -119,12 +127,10 @@ def check_implementation(implementation: str | None) -> None:
         one_of("implementation", implementation, sorted(IMPLEMENTATIONS))
 
 
-def why_not(name: str, query, key, value, *, logits_soft_cap, visible) -> str | None:
+def why_not(name: str, query, key, value, **how) -> str | None:
     """Returns why backend `name` cannot compute this attention here, or None if it can."""
     backend = IMPLEMENTATIONS[name]
-    return backend.unavailable() or backend.unsupported(
-        query, key, value, logits_soft_cap=logits_soft_cap, visible=visible
-    )
+    return backend.unavailable() or backend.unsupported(query, key, value, **how)
 
 
 __all__ = ["IMPLEMENTATIONS", "attend", "attend_shard", "check_implementation", "choose", "why_not"]

@@ -29,12 +29,16 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> str | None:
+def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scales=None) -> str | None:
     """Returns which option cuDNN's fused attention cannot do, or None."""
     if logits_soft_cap is not None:
         return "cudnn does not support logits_soft_cap"
+    if scales is not None:
+        return "cudnn does not support key_scale and value_scale"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn supports dtype bfloat16 and float16, not {query.dtype}"
+    if key.dtype != query.dtype:
+        return f"cudnn does not support {key.dtype} key and value"
     max_head_dim = 256 if _fused_attention().check_compute_capability("9.0") else 128
     if query.shape[-1] > max_head_dim or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]:
         return (
@@ -52,7 +56,9 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> s
     return None
 
 
-def attend(query, key, value, *, scale: float, logits_soft_cap: None, visible: Visibility) -> SoftmaxState:
+def attend(
+    query, key, value, *, scale: float, logits_soft_cap: None, visible: Visibility, scales: None = None
+) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
 
     Lengths alone become cuDNN's padding mask, which reads no more than the valid keys; causal offsets and windows

@@ -29,10 +29,12 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> str | None:
+def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scales=None) -> str | None:
     """Returns which option flash-attn-jax's forward cannot do, or None."""
     if logits_soft_cap is not None:
         return "flash_attn does not support logits_soft_cap"
+    if scales is not None:
+        return "flash_attn does not support key_scale and value_scale"
     if visible.lengths is not None:
         return "flash_attn does not support key_value_seq_lengths"
     if visible.is_causal:
@@ -41,6 +43,8 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> s
         return "flash_attn does not support local_window_size"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"flash_attn supports dtype bfloat16 and float16, not {query.dtype}"
+    if key.dtype != query.dtype:
+        return f"flash_attn does not support {key.dtype} key and value"
     if query.shape[-1] > 256 or value.shape[-1] != query.shape[-1]:
         return f"flash_attn supports one head dim up to 256, not {query.shape[-1]} and {value.shape[-1]}"
     if key.shape[1] == 0:
@@ -48,7 +52,9 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> s
     return None
 
 
-def attend(query, key, value, *, scale: float, logits_soft_cap: None, visible: Visibility) -> SoftmaxState:
+def attend(
+    query, key, value, *, scale: float, logits_soft_cap: None, visible: Visibility, scales: None = None
+) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
     out, lse = load().flash_mha_fwd(
         query, key, value, softmax_scale=scale, is_causal=False, window_size_left=-1, window_size_right=-1

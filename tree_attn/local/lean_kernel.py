@@ -33,7 +33,6 @@ LOWEST = float(np.finfo(np.float32).min)
 SMEM_BYTES_PER_SM = 227 * 1024
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 MERGE_HEAD_DIMS = 64  # of one merging CTA
-MERGE_WARPGROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,15 +165,16 @@ def lean_attention(
         name="lean_attention",
     )(query, key, value, *tables.values())
     tables = (sequences,) if sequences is not None else ()
+    groups = _merge_warpgroups(shape, config)
     return _kernel(
-        functools.partial(_merge_partials, shape, config),
+        functools.partial(_merge_partials, groups, shape, config),
         out_type=(
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32),
         ),
         grid=(shape.num_rows, padded // MERGE_HEAD_DIMS),
         grid_names=("row", "head_dims"),
-        num_threads=MERGE_WARPGROUPS,
+        num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=_scratch_bytes(shape),
         name="lean_merge",
@@ -189,6 +189,11 @@ def _kernel(body, *, scratch_bytes: int, name: str, **options):
     )
     body.__name__ = name
     return plgpu.kernel(body, compiler_params=params, kernel_name=name, **options)
+
+
+def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
+    """Few rows have many partials each, which four warpgroups share; many rows need their registers for one another."""
+    return 4 if shape.num_rows * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
 
 
 def _scratch_bytes(shape: LeanShape) -> int:
@@ -322,7 +327,7 @@ def _attend_runs_scoped(
                 weights = jnp.exp2(logits - _spread(new_top, logits.shape))
                 # Summed over keys at the end only: a sum over keys crosses warps.
                 total = total * _spread(decay, total.shape) + weights  # [kv, cols]
-                weights_smem.transpose((1, 0))[...] = weights.astype(shape.dtype)
+                _store_transposed(weights_smem, weights.astype(shape.dtype))
                 plgpu.commit_smem()
 
                 plgpu.barrier_wait(value_full.at[slot])
@@ -461,15 +466,14 @@ def _visible(tables, shape: LeanShape, row: _Row, tile_shape, per_column):
         return tuple(tables["sequences"][row.sequence, i] for i in (SPAN_START, SPAN_END))
     columns = pl.ds(pl.multiple_of(row.col_block * shape.cols, 8), shape.cols)
     refs = (tables["columns"].at[i, row.sequence, columns] for i in range(2))
-    load = functools.partial(plgpu.load, layout=per_column, optimized=False)
-    return tuple(lax.broadcast_in_dim(load(ref), tile_shape, [1]) for ref in refs)
+    return tuple(lax.broadcast_in_dim(_load(ref, per_column), tile_shape, [1]) for ref in refs)
 
 
 def _operand(stored, wide):
     """K or V of a tile as the tensor core takes it: as stored, or widened to the query's dtype (exact for float8)."""
     if wide is None:
         return stored
-    narrow = plgpu.load(stored, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+    narrow = _load(stored, plgpu.Layout.WGMMA_UPCAST_2X)
     # Hopper converts e4m3 to float16 only; bfloat16 goes by way of float32.
     wide[...] = (
         narrow.astype(wide.dtype) if wide.dtype == jnp.float16 else narrow.astype(jnp.float32).astype(wide.dtype)
@@ -488,11 +492,10 @@ def _scaled(logits, shape: LeanShape, key_scale):
     return (1.0 - 2.0 / (grown + 1.0)) * (shape.soft_cap * LOG2_E)
 
 
-def _merge_partials(shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+def _merge_partials(groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     sequences_ref, (out_ref, lse_ref) = (refs[0] if len(refs) == 3 else None), refs[-2:]
-    groups = MERGE_WARPGROUPS
     pl.run_scoped(
-        functools.partial(_merge_scoped, shape, config, accs_ref, stats_ref, sequences_ref, out_ref, lse_ref),
+        functools.partial(_merge_scoped, groups, shape, config, accs_ref, stats_ref, sequences_ref, out_ref, lse_ref),
         acc_smem=plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32),
         stats_smem=plgpu.SMEM((groups, 2, shape.cols), jnp.float32),
         out_smem=plgpu.SMEM(
@@ -507,15 +510,15 @@ def _merge_partials(shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *
 
 
 def _merge_scoped(
-    shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, sequences_ref, out_ref, lse_ref, *,
+    groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, sequences_ref, out_ref, lse_ref, *,
     acc_smem, stats_smem, out_smem, lse_smem, written,
 ):  # fmt: skip
-    """Each warpgroup folds every fourth partial; the first folds the four results and writes `out` and `lse`."""
+    """Warpgroup i of n folds every n-th partial from the i-th; the first folds their results and writes them."""
     row, block, group = (lax.axis_index(name) for name in ("row", "head_dims", "warpgroup"))
     first, count = _partials(shape, config, sequences_ref, row)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
-    cols, groups = shape.cols, MERGE_WARPGROUPS
-    at_once = max(1, min(4, 64 // cols))  # a dependent load takes longer than all arithmetic here
+    cols = shape.cols
+    at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))  # a dependent load takes longer than all arithmetic here
 
     def step(i, state):
         indices = [group + groups * (i * at_once + j) for j in range(at_once)]
@@ -544,7 +547,7 @@ def _merge_scoped(
 
         acc_all, top_all, total_all = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
         inverse = jnp.where(total_all > 0, 1.0 / total_all, 0.0)
-        out_smem.transpose((1, 0))[...] = (acc_all * _spread(inverse, acc_all.shape)).astype(out_ref.dtype)
+        _store_transposed(out_smem, (acc_all * _spread(inverse, acc_all.shape)).astype(out_ref.dtype))
         lse_smem[...] = jnp.where(total_all > 0, (top_all + jnp.log2(total_all)) * (1 / LOG2_E), -jnp.inf)
         plgpu.commit_smem()
         # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
@@ -561,10 +564,9 @@ def _fold(state, refs, weights):
     """Folds unnormalised partials, read from `refs` all at once, into `state`; each counts `weight` times, 0 or 1."""
     acc, top, total = state
     per_column = plgpu.Layout.WGMMA.reduce(0)
-    load = functools.partial(plgpu.load, optimized=False)
-    accs = [load(acc_ref, layout=plgpu.Layout.WGMMA) for acc_ref, _ in refs]
-    tops = [load(stats_ref.at[0], layout=per_column) for _, stats_ref in refs]
-    totals = [load(stats_ref.at[1], layout=per_column) for _, stats_ref in refs]
+    accs = [_load(acc_ref, plgpu.Layout.WGMMA) for acc_ref, _ in refs]
+    tops = [_load(stats_ref.at[0], per_column) for _, stats_ref in refs]
+    totals = [_load(stats_ref.at[1], per_column) for _, stats_ref in refs]
     new_top = functools.reduce(jnp.maximum, tops, top)
     decay = jnp.exp2(top - new_top)
     acc, total = acc * _spread(decay, acc.shape), total * decay
@@ -581,6 +583,17 @@ def _empty(cols: int):
         _full(LOWEST, (cols,), plgpu.Layout.WGMMA.reduce(0)),
         _full(0.0, (cols,), plgpu.Layout.WGMMA.reduce(0)),
     )
+
+
+def _load(ref, layout):
+    index = () if jax.__version_info__ >= (0, 11) else ((),)  # JAX 0.10 insists on one, JAX 0.12 has none
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def _store_transposed(ref, x):
+    if jax.__version_info__ < (0, 11):  # knows one layout only that can be stored so
+        x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    ref.transpose((1, 0))[...] = x
 
 
 def _full(fill: float, shape, layout):

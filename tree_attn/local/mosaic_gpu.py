@@ -34,7 +34,7 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> str | None:
+def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scales=None) -> str | None:
     """Returns which option the kernel cannot do, or None."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"mosaic_gpu supports dtype bfloat16 and float16, not {query.dtype}"
@@ -53,24 +53,30 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility) -> s
     return None
 
 
-def attend(query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility) -> SoftmaxState:
+def attend(
+    query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None
+) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
-    return _attend(query, key, value, visible, scale, logits_soft_cap)
+    return _attend(query, key, value, scales, visible, scale, logits_soft_cap)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend(query, key, value, visible: Visibility, scale, soft_cap) -> SoftmaxState:
-    return lean_padded(query, key, value, visible=visible, scale=scale, soft_cap=soft_cap)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(query, key, value, scales, visible: Visibility, scale, soft_cap) -> SoftmaxState:
+    return lean_padded(query, key, value, visible=visible, scale=scale, soft_cap=soft_cap, scales=scales)
 
 
-def _forward(query, key, value, visible, scale, soft_cap):
-    return _attend(query, key, value, visible, scale, soft_cap), (query, key, value, visible)
+def _forward(query, key, value, scales, visible, scale, soft_cap):
+    return _attend(query, key, value, scales, visible, scale, soft_cap), (query, key, value, scales, visible)
 
 
 def _backward(scale, soft_cap, residuals, cotangents):
     """Decoding is not trained through, so XLA recomputes."""
     *arrays, visible = residuals
-    _, pull = jax.vjp(functools.partial(xla.attend, scale=scale, logits_soft_cap=soft_cap, visible=visible), *arrays)
+
+    def recompute(query, key, value, scales):
+        return xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
+
+    _, pull = jax.vjp(recompute, *arrays)
     return (*pull(cotangents), None)
 
 
@@ -94,28 +100,13 @@ def lean_state(
       spans: first and end visible slot of each query, int32 `[B or 1, T or 1]` each; None where every slot is visible.
         Slots count within a sequence (padded, paged) or over all (packed).
       num_slots: slots that a sequence can have.
-      scales: float32 `[2, K]` for K and V stored in float8, else None.
+      scales: float32 `[2, K]`, what stored K and V are multiplied by, or None.
       pages: int32 `[B, pages]` where K and V are pages, else None.
     """
-    batch, num_queries, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    group = num_heads // num_kv_heads
-    blocks, cols = _column_blocks(num_queries * group, head_dim)
-    shape = LeanShape(
-        batch=batch,
-        num_kv_heads=num_kv_heads,
-        col_blocks=blocks,
-        cols=cols,
-        head_dim=head_dim,
-        scale=scale,
-        soft_cap=soft_cap,
-        mask="span",
-        num_slots=num_slots,
-        page_size=None if pages is None else key.shape[1],
-        is_packed=is_packed,
-        dtype=query.dtype,
-        key_dtype=key.dtype,
-    )
+    batch, num_queries, num_heads, _ = query.shape
+    placement = dict(page_size=None if pages is None else key.shape[1], is_packed=is_packed)
+    shape = lean_shape(query, key, num_slots=num_slots, scale=scale, soft_cap=soft_cap, **placement)
+    group = num_heads // shape.num_kv_heads
     config = config or lean_config(shape, is_static=spans is None)
     if pages is not None and key.shape[1] % config.block_kv:
         config = dataclasses.replace(config, block_kv=PAGE_MULTIPLE)
@@ -132,6 +123,27 @@ def lean_state(
         )
     out, lse = lean_attention(_fold(query, shape), key, value, shape=shape, config=config, **tables)
     return SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
+
+
+def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | None, **placement) -> LeanShape:
+    """What is static of a call with one span per sequence; `placement` says whether K and V are paged or packed."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    blocks, cols = _column_blocks(num_queries * (num_heads // num_kv_heads), head_dim)
+    return LeanShape(
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        col_blocks=blocks,
+        cols=cols,
+        head_dim=head_dim,
+        scale=scale,
+        soft_cap=soft_cap,
+        mask="span",
+        num_slots=num_slots,
+        dtype=query.dtype,
+        key_dtype=key.dtype,
+        **placement,
+    )
 
 
 def _column_blocks(num_columns: int, head_dim: int) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """How the lean kernel is laid out per device: as measured (`tuning.json`), by formula where nobody has."""
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -12,7 +11,6 @@ from tree_attn.local.lean_kernel import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, 
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
-MAX_STAGES = 8
 
 
 def lean_config(shape: LeanShape, is_static: bool) -> LeanConfig:
@@ -21,10 +19,12 @@ def lean_config(shape: LeanShape, is_static: bool) -> LeanConfig:
     Args:
       is_static: the schedule is known when compiling, because there are no lengths.
     """
-    entry = _table().get(device_kind(), {}).get(call_kind(shape, num_sms(), is_static))
+    sms = num_sms()
+    entry = _table().get(device_kind(), {}).get(call_kind(shape, sms, is_static))
     if entry is None:
-        return formula(shape, num_sms(), is_static)
-    return LeanConfig(**entry | {"num_ctas": _num_ctas(shape, entry["num_ctas"], is_static)})
+        return formula(shape, sms, is_static)
+    num_ctas = even_ctas(shape, entry["ctas_per_sm"] * sms, is_static)
+    return LeanConfig(block_kv=entry["block_kv"], num_stages=entry["num_stages"], num_ctas=num_ctas)
 
 
 def call_kind(shape: LeanShape, sms: int, is_static: bool) -> str:
@@ -37,21 +37,20 @@ def call_kind(shape: LeanShape, sms: int, is_static: bool) -> str:
 def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     """The layout for a device nobody has tuned.
 
-    Few rows of equal length: one CTA per SM with tiles of 128 keys, hence few partials to merge. Many rows, or lengths
-    that differ: two CTAs per SM with tiles of 64, so that one computes while the other waits. As many stages as shared
-    memory holds.
+    Two stages of tiles of 64 keys and two CTAs per SM: 128 KiB of K and V on their way to each SM, and one CTA computes
+    while the other waits. More stages were slower on an H200, if by little. Where that does not fit in shared memory,
+    one CTA.
     """
-    is_wide = is_static and shape.num_rows <= sms
-    orders = ((1, 128, 3), (2, 64, 3), (1, 64, 2)) if is_wide else ((2, 64, 3), (1, 128, 3), (1, 64, 2))
-    for ctas_per_sm, block_kv, least in orders:
-        stages = _stages(shape, block_kv, SMEM_BYTES_PER_SM // ctas_per_sm - RESERVED_SMEM_BYTES)
-        if stages >= least:
-            num_ctas = _num_ctas(shape, ctas_per_sm * sms, is_static)
-            return LeanConfig(block_kv=block_kv, num_stages=min(stages, MAX_STAGES), num_ctas=num_ctas)
+    orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
+    for ctas_per_sm, block_kv, stages in orders:
+        num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
+        config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
+        if ctas_per_sm * (smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM:
+            return config
     raise AssertionError(f"two tiles of K and V must fit in shared memory, got {shape}")
 
 
-def _num_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
+def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
     """Up to `ctas`, so that rows of equal length are cut alike.
 
     Then CTAs read the same keys of all heads at about the same time, which memory serves faster (docs/log.md).
@@ -61,12 +60,6 @@ def _num_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
         return ctas
     even = rows * (ctas // rows) if rows <= ctas else -(-rows // -(-rows // ctas))
     return even if even >= 0.9 * ctas else ctas
-
-
-def _stages(shape: LeanShape, block_kv: int, available_bytes: int) -> int:
-    sizes = [smem_bytes(shape, LeanConfig(block_kv=block_kv, num_stages=stages)) for stages in (2, 3)]
-    per_stage = sizes[1] - sizes[0]
-    return 2 + (available_bytes - sizes[0]) // per_stage
 
 
 def num_sms() -> int:
@@ -85,8 +78,8 @@ def _table() -> dict[str, dict[str, dict[str, int]]]:
     return json.loads(TABLE.read_text()) if TABLE.exists() else {}
 
 
-def write_table(device: str, entries: dict[str, LeanConfig]) -> None:
-    """Replaces what the table says of `device`; `scripts/tune_lean.py` calls it."""
-    table = dict(_table()) | {device: {kind: dataclasses.asdict(config) for kind, config in sorted(entries.items())}}
+def write_table(device: str, entries: dict[str, dict[str, int]]) -> None:
+    """Adds entries for `device`: kind of call -> `block_kv`, `num_stages`, `ctas_per_sm` (`scripts/tune_lean.py`)."""
+    table = dict(_table()) | {device: _table().get(device, {}) | entries}
     TABLE.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
     _table.cache_clear()

@@ -28,15 +28,17 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(query, key, value, *, logits_soft_cap, visible) -> str | None:
+def unsupported(query, key, value, *, logits_soft_cap, visible, scales=None) -> str | None:
     """Returns None: every option is supported."""
     return None
 
 
-def attend(query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility) -> SoftmaxState:
+def attend(
+    query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None
+) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
     num_queries = query.shape[1]
-    tile = partial(_attend_tile, key=key, value=value, scale=scale, soft_cap=logits_soft_cap)
+    tile = partial(_attend_tile, key=key, value=value, scale=scale, soft_cap=logits_soft_cap, scales=scales)
     if num_queries <= MAX_TILE_QUERIES:
         return tile(query, visible)
     num_tiles = -(-num_queries // MAX_TILE_QUERIES)
@@ -62,14 +64,25 @@ def attend(query, key, value, *, scale: float, logits_soft_cap: float | None, vi
     return jax.tree.map(queries_first, state)
 
 
-def _attend_tile(query, visible: Visibility, *, key, value, scale, soft_cap) -> SoftmaxState:
-    """Folds the state of one tile of queries over chunks of keys."""
+def _attend_tile(query, visible: Visibility, *, key, value, scale, soft_cap, scales) -> SoftmaxState:
+    """The state of one tile of queries over all keys. K and V are never multiplied out: logits and `out` are scaled."""
+    key_scale, value_scale = (None, None) if scales is None else scales
+    scale = jnp.full(1, scale, jnp.float32) if key_scale is None else jnp.float32(scale) * key_scale
+    state = _fold_chunks(query, visible, key=key, value=value, scale=scale[:, None, None], soft_cap=soft_cap)
+    out = state.out
+    if value_scale is not None:
+        out = out * jnp.repeat(value_scale, query.shape[2] // key.shape[2])[None, None, :, None]
+    return SoftmaxState(out.astype(query.dtype), state.lse)
+
+
+def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> SoftmaxState:
+    """Folds the state of one tile of queries over chunks of keys; float32 `out`."""
     batch, num_queries, num_heads, _ = query.shape
     num_keys = key.shape[1]
     rows = (batch, num_queries, num_heads)
     empty = empty_like(SoftmaxState(jnp.zeros((*rows, value.shape[-1]), jnp.float32), jnp.zeros(rows, jnp.float32)))
     if num_keys == 0:
-        return SoftmaxState(empty.out.astype(query.dtype), empty.lse)
+        return empty
     chunk_keys = min(num_keys, _chunk_keys(batch * num_queries * num_heads))
     num_chunks = -(-num_keys // chunk_keys)
 
@@ -82,8 +95,7 @@ def _attend_tile(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
 
     if num_chunks == 1:
         mask = None if visible.is_total else visible.mask()
-        state = _attend_chunk(query, key, value, mask, scale=scale, soft_cap=soft_cap)
-        return SoftmaxState(state.out.astype(query.dtype), state.lse)
+        return _attend_chunk(query, key, value, mask, scale=scale, soft_cap=soft_cap)
 
     @jax.checkpoint  # the backward pass recomputes a chunk's logits rather than keep those of all chunks
     def step(state, i):
@@ -96,17 +108,21 @@ def _attend_tile(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
         return merged, None
 
     state, _ = jax.lax.scan(step, empty, jnp.arange(num_chunks, dtype=jnp.int32))
-    return SoftmaxState(state.out.astype(query.dtype), state.lse)
+    return state
 
 
 def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
-    """Attention over one chunk, float32 `out`. `mask` is bool `[B or 1, T or 1, S]`, or None when all is visible."""
+    """Attention over one chunk, float32 `out`.
+
+    `scale` is float32 `[K or 1, 1, 1]`; `mask` is bool `[B or 1, T or 1, S]`, or None when all is visible.
+    """
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
+    key, value = key.astype(query.dtype), value.astype(query.dtype)  # float8 fits in each of them exactly
     # Full float32 products for float32 inputs: a GPU's default would be tf32, wrong in the third digit.
     dot = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     grouped = query.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    logits = dot("btkgh,bskh->btkgs", grouped, key) * jnp.float32(scale)  # [B, T, K, G, S]
+    logits = dot("btkgh,bskh->btkgs", grouped, key) * scale[None, None]  # [B, T, K, G, S]
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if mask is not None:

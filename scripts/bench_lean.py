@@ -1,0 +1,339 @@
+"""Decode attention on one GPU: mosaic_gpu beside cuDNN, flash-attn-jax, FlashInfer, and the time to read K and V once.
+
+    python3 scripts/bench_lean.py table --out docs/results/lean_h200/table.jsonl
+    python3 scripts/bench_lean.py figures --out docs/results/lean_h200/figures.jsonl    # LeanAttention's 7, 8 and 12
+    python3 scripts/bench_lean.py energy --out docs/results/lean_h200/energy.jsonl      # its Figure 13, by NVML
+    python3 scripts/bench_lean.py plot --out docs/results/lean_h200/figures.jsonl       # plots beside the rows
+
+Device time by the profiler, host launches and gaps between kernels excluded; every step depends on the one before,
+and K and V rotate over more memory than the L2 cache holds. FlashInfer (optional) runs in a process of its own, by
+torch's profiler; the better of its two kernels counts, and its time to plan does not. One JSON row per case and
+implementation. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both fit.
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+READ_GB_PER_S = 4300  # the best read rate seen on an H200; its datasheet says 4800
+ROTATE_BYTES = 200e6  # three times the L2 cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step: lengths of the sequences (all equal: no lengths are passed), heads, head dim."""
+
+    lengths: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    figure: str = "table"
+
+    @property
+    def is_ragged(self) -> bool:
+        return len(set(self.lengths)) > 1
+
+    @property
+    def key_value_bytes(self) -> int:
+        return 2 * 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim
+
+    @property
+    def limit_us(self) -> float:
+        return self.key_value_bytes / READ_GB_PER_S / 1e3
+
+    def row(self) -> dict:
+        shape = {"batch": len(self.lengths), "max_keys": max(self.lengths), "sum_keys": sum(self.lengths)}
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        bounds = {"key_value_bytes": self.key_value_bytes, "limit_us": self.limit_us}
+        return {"figure": self.figure, "is_ragged": self.is_ragged, "dtype": "bfloat16"} | shape | heads | bounds
+
+
+def table_cases() -> list[Case]:
+    """Dense steps of several models, and two ragged batches."""
+    dense = [(1, 10240, 16, 16), (1, 81920, 16, 16), (1, 16384, 32, 8), (1, 131072, 32, 8), (8, 32768, 32, 8)]
+    dense += [(64, 4096, 32, 8)]
+    cases = [Case(lengths=(s,) * b, num_heads=n, num_kv_heads=k) for b, s, n, k in dense]
+    ragged = [(65536, *[1024] * 31), tuple(2048 * (i + 1) for i in range(16))]
+    return cases + [Case(lengths=lengths, num_heads=32, num_kv_heads=8) for lengths in ragged]
+
+
+def figure_cases() -> list[Case]:
+    """LeanAttention's sweeps: context (Figure 7), batch and heads (Figure 8), heterogeneity (Figure 12)."""
+    cases = []
+    for heads in (8, 32, 64):
+        for keys in (4096, 16384, 65536, 262144, 524288):
+            cases.append(Case(lengths=(keys,), num_heads=heads, num_kv_heads=heads, head_dim=64, figure="7"))
+    for batch in (2, 8, 32):
+        for heads in (8, 32):
+            cases.append(Case(lengths=(16384,) * batch, num_heads=heads, num_kv_heads=heads, head_dim=64, figure="8"))
+    for percent in (25, 50, 75, 100):  # average length over longest
+        longest, batch = 65536, 8
+        mean = longest * percent / 100
+        low = max(64, round(2 * mean - longest)) if percent < 100 else longest
+        lengths = np.linspace(low, longest, batch) if percent >= 50 else [longest] + [(mean * batch - longest) / 7] * 7
+        lengths = tuple(int(n) // 64 * 64 for n in lengths)
+        cases.append(Case(lengths=lengths, num_heads=32, num_kv_heads=32, head_dim=64, figure="12"))
+    return cases
+
+
+def main() -> int:
+    """Runs one of the parts; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("table", "figures", "energy", "plot", "flashinfer"))
+    parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; cases in it are not run again")
+    parser.add_argument("--iters", type=int, default=15, help="profiled runs per row")
+    parser.add_argument("--budget-s", type=float, default=1e9, help="start no further case after so many seconds")
+    args = parser.parse_args()
+    if args.part == "flashinfer":
+        return _flashinfer_worker()
+    if args.part == "plot":
+        return plot(args.out)
+    cases = {"table": table_cases, "figures": figure_cases, "energy": lambda: table_cases()[-2:] + table_cases()[1:2]}
+    return run(cases[args.part](), args, with_energy=args.part == "energy")
+
+
+def run(cases: list[Case], args: argparse.Namespace, with_energy: bool) -> int:
+    """Times every implementation on every case; prints a line and writes a row for each."""
+    import jax
+
+    from tree_attn import measure
+
+    done = {_key(json.loads(line)) for line in args.out.read_text().splitlines()} if args.out.exists() else set()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    hardware = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit()}
+    origin = hardware | {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv]), "n_devices": 1}
+    start = time.monotonic()
+    peers = {} if with_energy else _flashinfer_rows(cases)
+    for i, case in enumerate(cases):
+        ways = {name: functools.partial(_time_jax, case, name, args.iters, with_energy) for name in _implementations()}
+        if i in peers:
+            ways["flashinfer"] = functools.partial(peers.get, i)
+        for name, measured in ways.items():
+            row = case.row() | {"implementation": name}
+            if _key(row) in done or time.monotonic() - start > args.budget_s:
+                continue
+            row |= measured() | origin
+            with args.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            _print(row)
+    return 0
+
+
+def _implementations() -> list[str]:
+    from tree_attn.local import flash_attn
+
+    return ["mosaic_gpu", "cudnn", *(["flash_attn"] if flash_attn.unavailable() is None else [])]
+
+
+def _print(row: dict) -> None:
+    if row.get("device_us_median") is None:
+        print(f"{_title(row)}  {row['implementation']:12s} {row['error'][:150]}", flush=True)
+        return
+    over = row["device_us_median"] / row["limit_us"]
+    print(
+        f"{_title(row)}  {row['implementation']:12s} {row['device_us_median']:8.1f} us  {over:5.2f} x limit", flush=True
+    )
+
+
+def _time_jax(case: Case, implementation: str, n_iters: int, with_energy: bool) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import attend
+    from tree_attn.device_time import device_time
+    from tree_attn.tolerances import lse_tolerance, max_abs_error
+
+    batch, keys = len(case.lengths), max(case.lengths)
+    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes)))
+    rng = iter(jax.random.split(jax.random.key(0), 1 + 2 * sets))
+    query = jax.random.normal(next(rng), (batch, 1, case.num_heads, case.head_dim), jnp.bfloat16)
+    shape = (batch, keys, case.num_kv_heads, case.head_dim)
+    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
+    caches = [(draw(next(rng)), draw(next(rng))) for _ in range(sets)]
+    lengths = jnp.asarray(case.lengths, jnp.int32) if case.is_ragged else None
+
+    def step(query, key, value, implementation=implementation):
+        return attend(query, key, value, key_value_seq_lengths=lengths, implementation=implementation)
+
+    def chain(query, caches):
+        def turn(query, _):
+            for key, value in caches:
+                query = step(query, key, value).out
+            return query, None
+
+        return jax.lax.scan(turn, query, None, length=max(1, 8 // sets))[0]
+
+    calls = sets * max(1, 8 // sets)
+    try:
+        lse = jax.jit(lambda q, k, v: step(q, k, v).lse)(query, *caches[0])
+        expected = jax.jit(lambda q, k, v: step(q, k, v, implementation="xla").lse)(query, *caches[0])
+        wrong_by = max_abs_error(lse, np.asarray(expected))
+        assert wrong_by <= 2 * lse_tolerance(np.asarray(expected)), f"lse is off by {wrong_by}"
+        program = jax.jit(chain)
+        timed = device_time(program, query, caches, calls=calls, n_iters=n_iters)
+    except (NotImplementedError, ImportError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    row = {
+        "device_us_median": timed.median_us,
+        "device_us_p10": timed.p10_us,
+        "device_us_p90": timed.p90_us,
+        "n_iters": n_iters,
+        "calls": calls,
+        "caches": sets,
+        "timing": "profiler: union of kernel, copy and memset times of a chain of dependent steps, over its calls",
+        "kernels": timed.kernels,
+        "max_lse_error": wrong_by,
+    }
+    return row | (_energy(program, (query, caches), calls) if with_energy else {})
+
+
+def _energy(program, args, calls: int, seconds: float = 3.0) -> dict:
+    """Joules per call and mean watts, by NVML's energy counter, over a few seconds of back-to-back calls."""
+    import jax
+
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    device, before, after = ctypes.c_void_p(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    nvml.nvmlInit_v2()
+    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+    read = lambda to: nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(to))
+    if read(before):
+        return {"energy_error": "NVML gives no total energy on this device"}
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        jax.block_until_ready([program(*args) for _ in range(20)])
+        count += 20 * calls
+    elapsed = time.perf_counter() - start
+    read(after)
+    joules = (after.value - before.value) / 1e3
+    return {"energy_mj_per_call": joules / count * 1e3, "power_w_mean": joules / elapsed, "energy_calls": count}
+
+
+def _flashinfer_rows(cases: list[Case]) -> dict[int, dict]:
+    """FlashInfer's rows by case, from one process of its own; none where it is not installed."""
+    request = json.dumps([dataclasses.asdict(case) for case in cases])
+    worker = [sys.executable, __file__, "flashinfer"]
+    done = subprocess.run(worker, input=request, capture_output=True, text=True)
+    if done.returncode:
+        print(f"flashinfer did not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        return {}
+    return dict(enumerate(json.loads(done.stdout.strip().splitlines()[-1])))
+
+
+def _flashinfer_worker() -> int:
+    """Reads cases from stdin, times FlashInfer's batch decode on each, prints a JSON list of rows."""
+    rows = [_time_flashinfer(Case(**case)) for case in json.loads(sys.stdin.read())]
+    print(json.dumps(rows))
+    return 0
+
+
+def _time_flashinfer(case: Case) -> dict:
+    import flashinfer
+    import torch
+
+    page, lengths = 64, list(case.lengths)
+    pages = [-(-n // page) for n in lengths]
+    starts = np.concatenate([[0], np.cumsum(pages)])
+    on_gpu = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
+    indptr, indices = on_gpu(starts), on_gpu(np.arange(starts[-1]))
+    last = on_gpu([n - page * (p - 1) for n, p in zip(lengths, pages)])
+    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes)))
+    draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    query = draw(len(lengths), case.num_heads, case.head_dim)
+    caches = [draw(int(starts[-1]), 2, page, case.num_kv_heads, case.head_dim) for _ in range(sets)]
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim, page)
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    times, errors = {}, []
+
+    def run(decode):
+        for cache in caches:
+            decode.run(query, cache)
+
+    for use_tensor_cores in (True, False):
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
+        try:
+            decode.plan(indptr, indices, last, *heads, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+            times[use_tensor_cores] = _torch_device_us(functools.partial(run, decode), sets)
+        except (RuntimeError, ValueError) as error:
+            errors.append(str(error))
+    if not times:
+        return {"error": f"flashinfer: {errors[0]}"}
+    best = min(times, key=times.get)
+    return {
+        "device_us_median": times[best],
+        "device_us_tensor_cores": times.get(True),
+        "device_us_cuda_cores": times.get(False),
+        "caches": sets,
+        "flashinfer": flashinfer.__version__,
+        "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
+    }
+
+
+def _torch_device_us(call, calls: int, n_iters: int = 15) -> float:
+    import torch
+
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(n_iters):
+                call()
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        samples.append(sum(event.time_range.elapsed_us() for event in events) / n_iters / calls)
+    return float(np.median(samples))
+
+
+def plot(path: pathlib.Path) -> int:
+    """Draws time over the limit for each figure, one line per implementation and number of heads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if row.get("device_us_median")]
+    axes_of = {"7": ("max_keys", "keys, one sequence"), "8": ("batch", "sequences of 16,384 keys")}
+    axes_of["12"] = ("sum_keys", "keys over 8 sequences, the longest 65,536")
+    figure, panels = plt.subplots(1, 3, figsize=(16, 5), sharey=True)
+    styles = {"mosaic_gpu": "-", "cudnn": "--", "flash_attn": "-.", "flashinfer": ":"}
+    for panel, (name, (x, label)) in zip(panels, axes_of.items()):
+        for implementation, style in styles.items():
+            for heads, colour in zip((8, 32, 64), ("tab:blue", "tab:orange", "tab:green")):
+                chosen = [r for r in rows if (r["figure"], r["implementation"]) == (name, implementation)]
+                points = sorted(
+                    (r[x], r["device_us_median"] / r["limit_us"]) for r in chosen if r["num_heads"] == heads
+                )
+                if points:
+                    panel.plot(*zip(*points), style, color=colour, marker=".", label=f"{implementation}, {heads} heads")
+        panel.set(xscale="log", yscale="log", xlabel=label, title=f"LeanAttention, Figure {name}: head dim 64, bf16")
+        panel.axhline(1, color="gray", linewidth=1)
+        panel.legend(fontsize=7)
+    panels[0].set_ylabel(f"device time / time to read K and V at {READ_GB_PER_S / 1000} TB/s")
+    figure.savefig(path.with_suffix(".png"), bbox_inches="tight", dpi=110)
+    return 0
+
+
+def _key(row: dict) -> tuple:
+    names = ("figure", "batch", "max_keys", "sum_keys", "num_heads", "num_kv_heads", "head_dim", "implementation")
+    return tuple(row[name] for name in names)
+
+
+def _title(row: dict) -> str:
+    keys = (
+        f"{row['batch']} x {row['max_keys']}" if not row["is_ragged"] else f"{row['batch']} ragged, {row['sum_keys']}"
+    )
+    return f"{keys:>20s} {row['num_heads']}/{row['num_kv_heads']} of {row['head_dim']}, limit {row['limit_us']:7.1f} us"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

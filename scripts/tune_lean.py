@@ -1,0 +1,99 @@
+"""Finds the fastest layout of the lean kernel for each kind of call on this GPU, and writes it to the tuning table.
+
+    python3 scripts/tune_lean.py --out docs/results/lean_h200/tuning.jsonl        # also tree_attn/local/tuning.json
+
+Every candidate is timed by the profiler on one call of its kind (K and V larger than the L2 cache). Candidates that do
+not fit in shared memory are left out. One JSON row per candidate; the table keeps the fastest.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import pathlib
+import sys
+
+CANDIDATES = tuple(itertools.product((1, 2, 3), (64, 128), (2, 3, 4)))  # CTAs per SM, keys per tile, stages
+# batch, keys, query heads, KV heads, head dim, dtype of K and V, ragged
+CALLS = (
+    (1, 65536, 16, 16, 128, "bfloat16", False),
+    (64, 4096, 32, 8, 128, "bfloat16", False),
+    (16, 32768, 32, 8, 128, "bfloat16", True),
+    (4, 32768, 32, 8, 128, "bfloat16", True),
+    (1, 131072, 16, 16, 64, "bfloat16", False),
+    (32, 16384, 32, 8, 64, "bfloat16", False),
+    (32, 16384, 32, 8, 64, "bfloat16", True),
+    (1, 65536, 16, 8, 256, "bfloat16", False),
+    (1, 131072, 32, 8, 128, "float8_e4m3fn", False),
+    (64, 8192, 32, 8, 128, "float8_e4m3fn", False),
+)
+
+
+def main() -> int:
+    """Times, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    parser.add_argument("--calls", help="which of CALLS, e.g. 0,3 (default: all)")
+    args = parser.parse_args()
+    import jax
+
+    from tree_attn import measure
+    from tree_attn.local import tuning
+
+    origin = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen = [CALLS[int(i)] for i in args.calls.split(",")] if args.calls else CALLS
+    best = {}
+    for call in chosen:
+        rows = list(_sweep(call))
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(row | origin | {"versions": measure.versions()}) + "\n" for row in rows)
+        fastest = min((row for row in rows if row["device_us_median"]), key=lambda row: row["device_us_median"])
+        best[fastest["kind"]] = fastest["config"]
+        print(fastest["kind"], fastest["config"], f"{fastest['device_us_median']:.1f} us", flush=True)
+    tuning.write_table(tuning.device_kind(), best)
+    return 0
+
+
+def _sweep(call):
+    """One row per candidate that fits."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn.device_time import device_time
+    from tree_attn.local import mosaic_gpu, tuning
+    from tree_attn.local.lean_kernel import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, smem_bytes
+    from tree_attn.local.lean_kernel import LeanConfig as Config
+
+    batch, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call
+    query = jax.random.normal(jax.random.key(0), (batch, 1, num_heads, head_dim), jnp.bfloat16)
+    shape = (batch, keys, num_kv_heads, head_dim)
+    draw = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16).astype(dtype))
+    key, value = draw(1), draw(2)
+    ends = jnp.arange(1, batch + 1, dtype=jnp.int32)[:, None] * (keys // batch)
+    spans = (jnp.zeros_like(ends), ends) if is_ragged else None
+    lean = functools.partial(mosaic_gpu.lean_state, num_slots=keys, scale=head_dim**-0.5, soft_cap=None)
+    lean_shape = mosaic_gpu.lean_shape(query, key, num_slots=keys, scale=head_dim**-0.5, soft_cap=None)
+    sms = tuning.num_sms()
+    for ctas_per_sm, block_kv, stages in CANDIDATES:
+        num_ctas = tuning.even_ctas(lean_shape, ctas_per_sm * sms, is_static=not is_ragged)
+        config = Config(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
+        if ctas_per_sm * (smem_bytes(lean_shape, config) + RESERVED_SMEM_BYTES) > SMEM_BYTES_PER_SM:
+            continue
+        row = {
+            "kind": tuning.call_kind(lean_shape, sms, is_static=not is_ragged),
+            "call": call,
+            "config": {"block_kv": block_kv, "num_stages": stages, "ctas_per_sm": ctas_per_sm},
+            "num_ctas": num_ctas,
+        }
+        step = lambda q, k, v, config=config: lean(q, k, v, spans, config=config).out
+        chain = lambda q, k, v, step=step: jax.lax.scan(lambda q, _: (step(q, k, v), None), q, None, length=8)[0]
+        try:
+            row["device_us_median"] = device_time(jax.jit(chain), query, key, value, calls=8).median_us
+        except RuntimeError as error:
+            row |= {"device_us_median": None, "error": str(error)[:500]}
+        yield row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What a program costs the device alone: its kernels' time, from the profiler, without launches and gaps.
+
+Around kernels of a few microseconds `measure.latency_us` times their enqueueing; this does not.
+"""
+
+import collections
+import dataclasses
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceTime:
+    """Time in which at least one kernel, copy or memset ran, per call in microseconds, over `n_iters` calls.
+
+    kernels: name -> (microseconds of one launch, launches per call), means; overlapping ones each count in full here.
+    """
+
+    median_us: float
+    p10_us: float
+    p90_us: float
+    n_iters: int
+    kernels: dict[str, tuple[float, float]]
+
+
+def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 10, warmup: int = 3) -> DeviceTime:
+    """Profiles `fn(*args)`, a jitted program that makes `calls` calls of what is to be timed one after another.
+
+    Raises:
+        RuntimeError: the profiler saw no device event (on a CPU there is none), or runs that differ.
+
+    Example:
+        >>> device_time(jax.jit(lambda q, k, v: attend(q, k, v).out), query, key, value).median_us
+    """
+    for _ in range(warmup):
+        jax.block_until_ready(fn(*args))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(n_iters):
+                jax.block_until_ready(fn(*args))
+        (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        events = _device_events(jax.profiler.ProfileData.from_file(str(trace)))
+    if not events or len(events) % n_iters:
+        raise RuntimeError(f"{len(events)} device events in {n_iters} runs: nothing ran on a GPU, or runs differ")
+    runs = np.array_split(np.array([event[:2] for event in events]), n_iters)
+    busy_us = [_busy_ns(run) / 1e3 / calls for run in runs]
+    p10, median, p90 = np.percentile(busy_us, [10, 50, 90])
+    return DeviceTime(
+        median_us=float(median),
+        p10_us=float(p10),
+        p90_us=float(p90),
+        n_iters=n_iters,
+        kernels=_by_name(events, n_iters * calls),
+    )
+
+
+def _device_events(data) -> list[tuple[float, float, str]]:
+    """Every kernel, copy and memset as (start, end, name) in ns, in the order they started."""
+    lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
+    return sorted((e.start_ns, e.start_ns + e.duration_ns, e.name) for line in lines for e in line.events)
+
+
+def _busy_ns(intervals: np.ndarray) -> float:
+    """The length of the union of intervals `[n, 2]`, sorted by start."""
+    busy, reached = 0.0, -np.inf
+    for start, end in intervals:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy
+
+
+def _by_name(events, calls: int) -> dict[str, tuple[float, float]]:
+    spent: dict[str, list[float]] = collections.defaultdict(list)
+    for start, end, name in events:
+        spent[name].append((end - start) / 1e3)
+    return {name: (float(np.mean(us)), len(us) / calls) for name, us in sorted(spent.items(), key=lambda x: -sum(x[1]))}
