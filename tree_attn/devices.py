@@ -72,7 +72,7 @@ def planned_cpu_devices() -> int:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """PCI addresses of the NVIDIA GPUs that JAX will use in this process, in its order; empty where it will use the CPU.
+    """PCI addresses of the NVIDIA GPUs that JAX will use in this process, in its order; () where it will use the CPU.
 
     Asks the driver and starts no backend, so it can be called before `jax.distributed` connects.
 

@@ -17,17 +17,19 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import launch as launches
-from tree_attn import rollcall
+from tree_attn import relay, rollcall
 from tree_attn.devices import planned_cpu_devices, request_cpu_devices, visible_gpus
 from tree_attn.launch import Launch
 from tree_attn.mesh import make_mesh
 from tree_attn.watchdog import LOST_STATUS, Watchdog, exit_now
 
-__all__ = ["LOST_STATUS", "Launch", "current", "fail", "initialize", "shutdown", "speaks_of_others"]
+__all__ = ["LOST_STATUS", "Launch", "current", "fail", "initialize", "make_mesh", "shutdown", "speaks_of_others"]
 
 TIMEOUT_VARIABLE = "TREE_ATTN_TIMEOUT_S"
 HEARTBEAT_VARIABLE = "TREE_ATTN_HEARTBEAT_S"
-_RUNTIME_CODES = ("UNKNOWN", "INTERNAL", "UNAVAILABLE", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION")
+# How the runtime's errors begin, whatever Python type they have.
+_RUNTIME_CODES = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE")
+_RUNTIME_CODES += ("UNKNOWN",)
 _STAGES = ("connecting to JAX's coordinator", "starting its devices", "the first collective")
 
 
@@ -108,9 +110,10 @@ def shutdown() -> None:
 def fail(message: str, status: int = 1, details: str = "") -> None:
     """Ends this process, with `message` on its stderr, and all others; returns at once where no others are watched.
 
-    For an error that a program reports by itself; call it where the error is handled. If the error is the consequence of
-    another rank's end (see `speaks_of_others`), it is that rank that is named, here too. Exceptions that nothing catches
-    are dealt with already; a rank that calls `sys.exit(1)` leaves the others waiting for as long as JAX lets them.
+    For an error that a program reports by itself; call it where the error is handled. If the error is the consequence
+    of another rank's end (see `speaks_of_others`), it is that rank that is named, here too. Exceptions that nothing
+    catches are dealt with already; a rank that calls `sys.exit(1)` leaves the others waiting for as long as JAX lets
+    them.
 
     Args:
         message: one line; the others print it too, with this rank's name.
@@ -124,10 +127,10 @@ def fail(message: str, status: int = 1, details: str = "") -> None:
 
 
 def speaks_of_others(error: BaseException) -> bool:
-    """Whether an error may be the consequence of another rank's end: a broken connection, or one that the runtime reports.
+    """Whether an error may be the consequence of another rank's end: a broken connection, or what the runtime reports.
 
-    JAX raises what Gloo reports as JaxRuntimeError from one call and as ValueError from another. What all ranks meet alike
-    (no memory, not implemented) is not of this kind.
+    JAX raises what Gloo reports as JaxRuntimeError from one call and as ValueError from another. What all ranks meet
+    alike (no memory, not implemented) is not of this kind.
     """
     if isinstance(error, ConnectionError):
         return True
@@ -160,7 +163,8 @@ def _join(launch: Launch, timeout_s: float, silence_s: float) -> Launch:
         launches.check_coordinator(launch)
         ids = launches.own_gpus(launch, gpus)
     except ValueError as error:
-        with contextlib.suppress(Exception):  # the others need not wait for the time limit; if they cannot hear it, they do
+        # So that the others need not wait for the time limit; if they cannot be told, they do.
+        with contextlib.suppress(Exception):
             rollcall.tell_problem(launch, _hello(launch, gpus, None, str(error)))
         raise
     launch = dataclasses.replace(launch, local_device_ids=ids)
@@ -192,16 +196,17 @@ def _hello(launch: Launch, gpus: Sequence[str], ids: Sequence[int] | None, probl
 def _connect_jax(launch: Launch, members: rollcall.Members, timeout_s: float, silence_s: float) -> None:
     """The stages after the roll call. The watchdog keeps their time limits, for some of them cannot be interrupted."""
     watchdog = _state.watchdog
-    address = members.address if launch.process_id == 0 else members.channels[0].socket.getpeername()[0]
-    address = address.removeprefix("::ffff:")
-    _bypass_proxies(address)
+    _bypass_proxies()
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         # It would catch SIGTERM, and then a job that is cancelled goes on until it is killed.
         jax.config.update("jax_enable_preemption_service", False)
     _use_address_for_gloo(members.address)
+    port = members.jax_port
+    if launch.process_id != 0:
+        port = relay.start(members.channels[0].socket.getpeername()[0], port)
     try:
         jax.distributed.initialize(
-            f"[{address}]:{members.jax_port}" if ":" in address else f"{address}:{members.jax_port}",
+            f"127.0.0.1:{port}",
             launch.num_processes,
             launch.process_id,
             list(launch.local_device_ids) if launch.local_device_ids else None,
@@ -217,7 +222,8 @@ def _connect_jax(launch: Launch, members: rollcall.Members, timeout_s: float, si
         _first_collective()
         watchdog.reach(3)
     except RuntimeError as error:
-        raise ConnectionError(f"{launch.name_of(launch.process_id)} could not begin: {str(error).strip()[:500]}") from error
+        reason = str(error).strip()[:500]
+        raise ConnectionError(f"{launch.name_of(launch.process_id)} could not begin: {reason}") from error
 
 
 def _first_collective() -> None:
@@ -231,18 +237,18 @@ def _first_collective() -> None:
         raise ConnectionError(f"the first sum over {jax.device_count()} devices gave {got} and not {expected}")
 
 
-def _bypass_proxies(address: str) -> None:
+def _bypass_proxies() -> None:
     """gRPC, by which JAX's coordinator is reached, would ask an HTTP proxy for it and wait for ever."""
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         for name in ("no_grpc_proxy", "no_proxy"):
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name), address)))
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
 
 
 def _use_address_for_gloo(address: str) -> None:
     """Makes Gloo (collectives on CPU) listen on the address by which this machine was reached in the roll call.
 
-    Left to itself it takes what the host name means here, which on many machines is 127.0.1.1. JAX has no option for it,
-    only an argument that its CPU client does not pass on.
+    Left to itself it takes what the host name means here, which on many machines is 127.0.1.1. JAX has no option for
+    it, only an argument that its CPU client does not pass on.
     """
     from jax._src.lib import _jax
 

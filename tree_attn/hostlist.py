@@ -57,7 +57,8 @@ def _expand(word: str, text: str) -> list[str]:
         return [word]
     ranges, _, after = rest.partition("]")
     endings = _expand(after, text) if after else [""]
-    return [before + number + ending for part in ranges.split(",") for number in _numbers(part, text) for ending in endings]
+    numbers = [number for part in ranges.split(",") for number in _numbers(part, text)]
+    return [before + number + ending for number in numbers for ending in endings]
 
 
 def _numbers(part: str, text: str) -> list[str]:

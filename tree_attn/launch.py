@@ -87,7 +87,7 @@ def detect(
 
 
 def check_coordinator(launch: Launch) -> None:
-    """Raises ValueError unless the coordinator's name means an address, one that other nodes can reach if there are any.
+    """Raises ValueError unless the coordinator's name means an address, and one that other nodes can reach.
 
     Resolving it takes as long as the resolver's own time limit.
     """
@@ -97,7 +97,8 @@ def check_coordinator(launch: Launch) -> None:
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}
     except OSError as error:
-        raise ValueError(f"the coordinator's name {host!r} does not resolve on {launch.node} ({error}): {remedy}") from None
+        problem = f"does not resolve on {launch.node} ({error.strerror or error})"
+        raise ValueError(f"the coordinator's name {host!r} {problem}: {remedy}") from None
     loopback = sorted(address for address in found if ipaddress.ip_address(address.partition("%")[0]).is_loopback)
     if loopback and (launch.num_nodes or 1) > 1:
         raise ValueError(
@@ -107,7 +108,7 @@ def check_coordinator(launch: Launch) -> None:
 
 
 def own_gpus(launch: Launch, gpus: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
-    """Which of the GPUs that this process sees are its own: all with one process on the node, else an equal run of them.
+    """Which of the GPUs that this process sees are its own: all with one process on the node, else its equal part.
 
     Args:
         gpus: the GPUs that this process sees, in order.
@@ -125,7 +126,8 @@ def own_gpus(launch: Launch, gpus: Sequence[str], environ: Mapping[str, str] = o
     if launch.local_device_ids is not None:
         wrong = [number for number in launch.local_device_ids if gpus and not 0 <= number < len(gpus)]
         if wrong:
-            raise ValueError(f"local_device_ids must lie in 0 .. {len(gpus) - 1}, the GPUs that {launch.node} shows; got {wrong}")
+            last = len(gpus) - 1
+            raise ValueError(f"local_device_ids must lie in 0 .. {last}, the GPUs seen on {launch.node}; got {wrong}")
         return launch.local_device_ids
     if not gpus or launch.local_size is None:
         return None
@@ -136,8 +138,8 @@ def own_gpus(launch: Launch, gpus: Sequence[str], environ: Mapping[str, str] = o
     share = len(gpus) // launch.local_size
     if len(gpus) % launch.local_size:
         raise ValueError(
-            f"{len(gpus)} GPUs of {launch.node} cannot be dealt out equally to its {launch.local_size} processes: start "
-            "as many as divide them, e.g. --ntasks-per-node or torchrun's --nproc-per-node"
+            f"the {len(gpus)} GPUs of {launch.node} cannot be dealt out equally to its {launch.local_size} processes: "
+            "start as many as divide them, e.g. by --ntasks-per-node or torchrun's --nproc-per-node"
         )
     return tuple(range(launch.local_rank * share, (launch.local_rank + 1) * share))
 
@@ -147,8 +149,8 @@ def _hidden(launch: Launch, gpus: Sequence[str], on_node: str, environ: Mapping[
     found = ", ".join(f"{name}={environ[name]}" for name in names if name in environ) or "no variable says why"
     return (
         f"rank {launch.process_id} sees {len(gpus)} GPU{'s' * (len(gpus) != 1)} of {launch.node}, and must see all "
-        f"{on_node or launch.local_size} of it, for its {launch.local_size} processes number them alike ({found}): with "
-        "SLURM, ask for --gpus-per-node or --gres=gpu:N, without --gpus-per-task and --gpu-bind; otherwise leave "
+        f"{on_node or launch.local_size} of it, for its {launch.local_size} processes number them alike ({found}): "
+        "with SLURM, ask for --gpus-per-node or --gres=gpu:N, without --gpus-per-task and --gpu-bind; otherwise leave "
         "CUDA_VISIBLE_DEVICES alike for all"
     )
 
@@ -196,8 +198,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     if len(counts) != len(nodes) or sum(counts) != num_processes:
         raise read.wrong(
             per_node,
-            f"gives {sum(counts)} tasks on {len(counts)} nodes, and SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']}"
-            f" has {len(nodes)} nodes for {num_processes} tasks",
+            f"gives {sum(counts)} tasks on {len(counts)} nodes, and there are {num_processes} tasks on the {len(nodes)}"
+            f" nodes of SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']}",
         )
     node_id = read.integer("SLURM_NODEID", most=len(nodes) - 1)
     return Launch(

@@ -10,19 +10,25 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 AxisName = str | tuple[str, ...]
 
 
-def make_mesh(axis_shapes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh with the named axes, all of type Auto (JAX's own default changed to Explicit in 0.12).
 
     Args:
       axis_shapes: axis name -> size, fastest link first, e.g. `{"device": 4, "node": 2}` for `axis_name=("device",
-        "node")`: four neighbours in each of two nodes. (`mesh.axis_names` then lists them slowest first.)
-      devices: which devices, in order; default: the first ones of `jax.devices()`.
+        "node")`: four neighbours in each of two nodes. (`mesh.axis_names` then lists them slowest first.) Or the names
+        alone: `("device", "node")` has the sizes of the real topology, the devices of each node and the nodes, as
+        `tree_attn.distributed.initialize` found them, and `("device",)` is all devices, node by node.
+      devices: which devices, in order; default: the first ones of `jax.devices()`. For names alone in any order, all.
     Raises:
-      ValueError: a size is not positive, or there are fewer devices than the axes ask for.
+      ValueError: a size is not positive, or there are fewer devices than the axes ask for; for names alone, the nodes
+        have unequal numbers of devices, or there are several processes that `initialize` has not joined.
 
     Example:
       >>> mesh = make_mesh({"seq": 8})
+      >>> mesh = make_mesh(("device", "node"))
     """
+    if isinstance(axis_shapes, tuple):
+        return _real_mesh(axis_shapes, by_node(jax.devices() if devices is None else devices))
     is_size = lambda size: isinstance(size, int | np.integer) and size >= 1
     if not axis_shapes or not all(is_size(size) for size in axis_shapes.values()):
         raise ValueError(f"axis_shapes must name axes of size at least 1, got {axis_shapes}")
@@ -34,6 +40,41 @@ def make_mesh(axis_shapes: dict[str, int], devices: Sequence[jax.Device] | None 
     # grid. (A transposed grid would do as well, but XLA's GPU compiler wants programs that list devices in order.)
     names, sizes = tuple(reversed(axis_shapes)), tuple(reversed(axis_shapes.values()))
     return Mesh(np.array(devices[:needed]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def by_node(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
+    """The devices of each node, in order; a node is a machine, whether one process runs on it or many.
+
+    Raises:
+      ValueError: the devices are of several processes, and `tree_attn.distributed.initialize` has not joined them.
+    """
+    from tree_attn.distributed import current
+
+    launch = current()
+    hosts = launch.hosts if launch is not None else ()
+    nodes: dict[str, list[jax.Device]] = {}
+    for device in devices:
+        if (hosts and device.process_index >= len(hosts)) or (not hosts and jax.process_count() > 1):
+            raise ValueError("which node a device is on is not known: call tree_attn.distributed.initialize() first")
+        nodes.setdefault(hosts[device.process_index] if hosts else "here", []).append(device)
+    return nodes
+
+
+def _real_mesh(names: tuple[str, ...], nodes: dict[str, list[jax.Device]]) -> Mesh:
+    """Axes over nodes: one over all devices, or two, over the devices of a node and over the nodes."""
+    axis_tuple(names)
+    if len(names) > 2:
+        raise ValueError(f"axis_shapes {names} must be one name, or two for devices and nodes; give sizes for more")
+    counts = {name: len(devices) for name, devices in nodes.items()}
+    in_order = [device for devices in nodes.values() for device in devices]
+    if len(names) == 1:
+        return make_mesh({names[0]: len(in_order)}, in_order)
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"axis_shapes {names} needs as many devices on every node, got {counts}: use one axis over all, "
+            f"make_mesh({names[:1]}), or as many devices on each"
+        )
+    return make_mesh(dict(zip(names, (len(in_order) // len(nodes), len(nodes)))), in_order)
 
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:

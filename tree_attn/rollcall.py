@@ -37,7 +37,7 @@ def readable(sources: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 class Channel:
-    """A connection on which JSON objects pass, one a line. Nothing here waits; `lost` says why it ended, once it has."""
+    """A connection on which JSON objects pass, one a line; `lost` says why it ended, once it has."""
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
@@ -107,7 +107,8 @@ class Channel:
 
     def _lose(self, error: OSError) -> None:
         # A reset is what the kernel says for a process that has died with something left to read.
-        self.lost = "connection closed" if error.errno in (errno.ECONNRESET, errno.EPIPE) else f"connection lost ({error.strerror})"
+        has_died = error.errno in (errno.ECONNRESET, errno.EPIPE)
+        self.lost = "connection closed" if has_died else f"connection lost ({error.strerror})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +161,8 @@ def reject(launch: Launch, listener: socket.socket) -> Channel | None:
     except OSError:
         return None
     message = (
-        f"the roll call at {launch.coordinator_host}:{launch.coordinator_port} is over: all {launch.num_processes} ranks "
-        f"of {launch.job or 'the job there'} are running. Two jobs have one port, or a rank was started twice. "
+        f"the roll call at {launch.coordinator_host}:{launch.coordinator_port} is over: all {launch.num_processes} "
+        f"ranks of {launch.job or 'the job there'} are running. Two jobs have one port, or a rank was started twice. "
         f"{_port_remedy(launch)}"
     )
     channel.send("welcome", tree_attn=PROTOCOL, job=launch.job, remaining_s=0.0)
@@ -298,7 +299,7 @@ class _Caller:
     def _own_address(self) -> str:
         """The address that the others came to; of several, one that is not loopback."""
         addresses = {_plain(channel.socket.getsockname()[0]) for channel in self.channels.values()}
-        return min(addresses, key=lambda address: (ipaddress.ip_address(address.partition("%")[0]).is_loopback, address))
+        return min(addresses, key=lambda one: (ipaddress.ip_address(one.partition("%")[0]).is_loopback, one))
 
 
 def _answer(launch: Launch, hello: Mapping[str, Any], timeout_s: float) -> Members:
@@ -343,9 +344,9 @@ def _connect(launch: Launch, deadline: float, timeout_s: float) -> Channel:
             problem = str(error)
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"after {timeout_s:g} s, {launch.name_of(0)} is missing: rank {launch.process_id} on {launch.node} could "
-                f"not reach it at {where[0]}:{where[1]} ({problem}). See the log of rank 0; a firewall between the "
-                "nodes, or a name that means another machine here, looks the same"
+                f"after {timeout_s:g} s, {launch.name_of(0)} is missing: rank {launch.process_id} on {launch.node} "
+                f"could not reach it at {where[0]}:{where[1]} ({problem}). See the log of rank 0; a firewall between "
+                "the nodes, or a name that means another machine here, looks the same"
             )
         time.sleep(0.1)
 
@@ -389,8 +390,8 @@ def _not_ours(launch: Launch, reason: str) -> str:
 
 def _other_job(launch: Launch, job: str | None) -> str:
     return (
-        f"port {launch.coordinator_port} of {launch.coordinator_host} is used by two jobs at once: {job or 'one without a job id'}"
-        f" and {launch.job or 'one without a job id'}. {_port_remedy(launch)}"
+        f"port {launch.coordinator_port} of {launch.coordinator_host} is used by two jobs at once: "
+        f"{job or 'one without a job id'} and {launch.job or 'one without a job id'}. {_port_remedy(launch)}"
     )
 
 

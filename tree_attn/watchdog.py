@@ -7,9 +7,9 @@ The connections of the roll call stay open. Over them every rank tells rank 0 ev
     to rank 0:  {"frame": "stage", "stage": 2}   {"frame": "failed", "message": "ValueError: ...", "by_others": false}
     to others:  {"frame": "verdict", "faults": [[2, "rank 2 on n2: connection closed"]]}
 
-A rank that dies closes its connection; one that is stopped or cut off falls silent. Rank 0 then tells the verdict to those
-that remain, and each prints it and ends with status `LOST_STATUS`, whatever it is waiting in. Where rank 0 is lost, each
-of the others finds that by itself.
+A rank that dies closes its connection; one that is stopped or cut off falls silent. Rank 0 then tells the verdict to
+those that remain, and each prints it and ends with status `LOST_STATUS`, whatever it is waiting in. Where rank 0 is
+lost, each of the others finds that by itself.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 from tree_attn.launch import Launch
@@ -49,13 +50,13 @@ class _Peer:
 class _Fault:
     rank: int
     text: str
-    order: int  # 0: a rank is lost; 1: it failed by itself; 2: it failed because of something outside it, likely another
+    order: int  # 0: the rank is lost; 1: it failed by itself; 2: it failed, likely because another one is lost
 
 
 class Watchdog:
     """One per process; starts its thread at once and never stops the program but for a verdict."""
 
-    def __init__(self, launch: Launch, members: Members, stages: tuple[str, ...], stage_limit_s: float, silence_s: float):
+    def __init__(self, launch: Launch, members: Members, stages: Sequence[str], stage_limit_s: float, silence_s: float):
         """Watches `members`.
 
         Args:
@@ -94,7 +95,7 @@ class Watchdog:
         self._wake()
 
     def fail(self, message: str, *, by_others: bool) -> None:
-        """Tells the others that this process cannot go on, and returns once they know; or ends it, if others are the cause.
+        """Tells the others that this process cannot go on; returns once they know, or ends it if they are the cause.
 
         Args:
             message: the error, one line.
@@ -200,8 +201,8 @@ class Watchdog:
         self._judge_stages(now)
         if self._faults and self._verdict_s is None:
             self._verdict_s = now + _SETTLE_S
-        # Errors that speak of others wait for the silence of those others.
-        waits = self._faults and all(fault.order == 2 for fault in self._faults.values())
+        # Errors that speak of others wait for the silence of those others, unless all have spoken.
+        waits = all(fault.order == 2 for fault in self._faults.values()) and len(self._faults) <= len(self._peers)
         if self._verdict_s is not None and now >= self._verdict_s + (self.silence_s if waits else 0):
             self._speak()
 
@@ -213,8 +214,8 @@ class Watchdog:
             self._all_reached, self._stage_began_s = last, now
         if last < len(self.stages) and now - self._stage_began_s > self.stage_limit_s:
             for rank in [rank for rank, stage in reached.items() if stage == last]:
-                text = f"{self.launch.name_of(rank)}: did not come through {self.stages[last]} in {self.stage_limit_s:g} s"
-                self._note(_Fault(rank, text, 0))
+                text = f"did not come through {self.stages[last]} in {self.stage_limit_s:g} s"
+                self._note(_Fault(rank, f"{self.launch.name_of(rank)}: {text}", 0))
 
     def _speak(self) -> None:
         """Rank 0: tells the verdict to those that remain, waits until they have left, and obeys it too."""

@@ -148,10 +148,11 @@ def _start(args: argparse.Namespace, steps) -> _Session:
     from tree_attn import links
     from tree_attn.devices import ensure_devices
     from tree_attn.measure import JsonlWriter
-    from tree_attn.mesh import make_mesh
+    from tree_attn.mesh import by_node, make_mesh
 
     processes.join(args, args.devices)
-    devices = ensure_devices(args.devices)
+    # Node by node, for the levels of a hierarchical reduction; a scheduler may number the ranks otherwise.
+    devices = [device for node in by_node(ensure_devices(args.devices)).values() for device in node]
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     emulated = devices[0].platform == "cpu"

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from tree_attn import cost_model, hlo, measure, tree_decode
+from tree_attn import cost_model, distributed, hlo, measure, tree_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.commands import comparison_data
 from tree_attn.cost_model import DecodeStep
@@ -95,7 +95,13 @@ def plan(
 
 
 def two_levels(n_devices: int) -> tuple[int, int] | None:
-    """Two factors of `n_devices`, the larger first and as equal as they can be: 8 -> (4, 2); None if it has none."""
+    """The devices of a node and the nodes, where there are several nodes that have equal parts of `n_devices`.
+
+    Otherwise two factors of it, the larger first and as equal as they can be: 8 -> (4, 2); None if it has none.
+    """
+    launch = distributed.current()
+    if launch is not None and 1 < launch.num_nodes < n_devices and n_devices % launch.num_nodes == 0:
+        return n_devices // launch.num_nodes, launch.num_nodes
     small = next((size for size in range(math.isqrt(n_devices), 1, -1) if n_devices % size == 0), None)
     return small and (n_devices // small, small)
 

@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-processes", type=int, metavar="N")
     group.add_argument("--process-id", type=int, metavar="I")
     group.add_argument(
-        "--local-device-ids", type=_integers, metavar="I,J", help="this process's accelerators (default: its equal part)"
+        "--local-device-ids", type=_integers, metavar="I,J", help="this process's accelerators (default: its part)"
     )
 
 
