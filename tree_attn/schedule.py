@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 MIN_TILES_PER_RUN = 2  # below that a CTA's start and its partial cost more than the tiles it takes off another
@@ -40,20 +41,21 @@ class Segment:
 
 def num_runs(num_tiles: Count, num_ctas: int) -> Count:
     """How many CTAs get a run: all, unless runs would be shorter than `MIN_TILES_PER_RUN`; at least 1."""
-    return _least(num_ctas, _most(num_tiles // MIN_TILES_PER_RUN, 1))
+    return _least(num_ctas, _most(_quotient(num_tiles, MIN_TILES_PER_RUN), 1))
 
 
 def run_start(run: Count, num_tiles: Count, runs: Count) -> Count:
     """The first tile of run `run` of `runs`; that of the next run ends it. The first runs take the odd tiles."""
-    return run * (num_tiles // runs) + _least(run, num_tiles % runs)
+    per_run = _quotient(num_tiles, runs)
+    return run * per_run + _least(run, num_tiles - per_run * runs)
 
 
 def run_of_tile(tile: Count, num_tiles: Count, runs: Count) -> Count:
     """The run that holds `tile`: the inverse of `run_start`."""
-    per_run, longer_runs = num_tiles // runs, num_tiles % runs
-    in_longer = longer_runs * (per_run + 1)
-    in_first = _least(tile, in_longer) // (per_run + 1)
-    return in_first + (_most(tile, in_longer) - in_longer) // _most(per_run, 1)
+    per_run = _quotient(num_tiles, runs)
+    in_longer = (num_tiles - per_run * runs) * (per_run + 1)
+    in_first = _quotient(_least(tile, in_longer), per_run + 1)
+    return in_first + _quotient(_most(tile, in_longer) - in_longer, _most(per_run, 1))
 
 
 def partials_of_row(row: Count, first: Count, num_row_tiles: Count, num_tiles: Count, runs: Count):
@@ -140,6 +142,11 @@ def run_table(
     row, tile = within // tiles_per_row[sequence], within % tiles_per_row[sequence]
     count = jnp.where(cta < runs, end - start, 0)
     return jnp.stack([sequence, row, tile, count], axis=1).astype(jnp.int32)
+
+
+def _quotient(a: Count, b: Count) -> Count:
+    # Counts are not negative, so kernels are spared the cases that `//` on arrays distinguishes.
+    return a // b if isinstance(a, int) and isinstance(b, int) else lax.div(a, b)
 
 
 def _least(a: Count, b: Count) -> Count:
