@@ -33,8 +33,9 @@ def visible(queries=2, shard=None, **options):
 @pytest.mark.parametrize("window", [None, 0, 2, (1, 3), (None, 1), (2, None), (None, None)])
 @pytest.mark.parametrize("lengths", [None, [0, 7]], ids=["all_valid", "lengths"])
 @pytest.mark.parametrize("positions", [None, [0, 9], [[3, -1], [11, 2]]], ids=["last", "shared", "each"])
-def test_mask_is_the_rule(is_causal, window, lengths, positions):
-    shard = Shard(index=1, num_shards=2, block_size=2)
+@pytest.mark.parametrize("block_size", [None, 2], ids=["contiguous", "block_cyclic"])
+def test_mask_is_the_rule(is_causal, window, lengths, positions, block_size):
+    shard = Shard(index=1, num_shards=2, block_size=block_size)
     keys = np.asarray(shard.positions(SLOTS))
     ends = [2 * SLOTS] * 2 if lengths is None else lengths
     last = [[end - 2, end - 1] for end in ends]
@@ -52,9 +53,21 @@ def test_mask_is_the_rule(is_causal, window, lengths, positions):
         expected[b, t, slot] = sees(keys[slot], queries[b][t], ends[b], is_causal, window)
     np.testing.assert_array_equal(np.broadcast_to(view.mask(), expected.shape), expected)
     np.testing.assert_array_equal(np.broadcast_to(view.mask(2, 3), (2, 2, 3)), expected[..., 2:5])
+    first, end = (np.broadcast_to(x, (2, 2))[..., None] for x in view.slot_ranges())
+    np.testing.assert_array_equal((first <= np.arange(SLOTS)) & (np.arange(SLOTS) < end), expected)
     if view.by_length_only:  # then kernels may pass the lengths alone
         count = SLOTS if lengths is None else np.asarray(view.local_lengths())[:, None, None]
         np.testing.assert_array_equal(expected, np.broadcast_to(np.arange(SLOTS) < count, expected.shape))
+
+
+@pytest.mark.parametrize("position", [-(2**31), -(2**31) + 1, 2**31 - 2, 2**31 - 1])
+@pytest.mark.parametrize("window", [None, 0, 3, (2**30, None), (None, 2**30)])
+def test_ranges_of_slots_do_not_overflow_where_positions_are_extreme(position, window):
+    view = visible(is_causal=True, local_window_size=window, query_positions=np.full(2, position, np.int32))
+    first, end = (np.broadcast_to(x, (2, 2)) for x in view.slot_ranges())
+    expected = [sees(slot, position, SLOTS, True, window) for slot in range(SLOTS)]
+    for a, b in zip(first.ravel(), end.ravel()):
+        assert [a <= slot < b for slot in range(SLOTS)] == expected
 
 
 @pytest.mark.parametrize(
