@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from tree_attn import cli, make_mesh, measure, reference
+from tree_attn import cli, distributed, make_mesh, measure, reference
 from tree_attn.commands import comparison, comparison_data
 from tree_attn.cost_model import DecodeStep
+from tree_attn.launch import Launch
 
 # The fields that were agreed, all of them.
 FIELDS = [
@@ -154,18 +155,19 @@ def test_a_row_with_an_error_is_tried_again_and_stands_once(tmp_path, capsys, mo
     assert names(rows) == ["tree gather", "ring_overlapped None", "ring_public None"]
 
 
-def test_a_peer_that_dies_is_no_row(tmp_path, capsys, monkeypatch):
-    """The runtime's errors in one of several processes speak of the others, and a rerun must measure the row."""
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])  # JAX raises one or the other
+def test_a_peer_that_dies_is_no_row(tmp_path, capsys, monkeypatch, kind):
+    """In one of several processes an error may speak of the others, and a rerun must measure the row."""
     options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
 
     def lose(*_, **__):
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo collective permute failed: Connection closed by peer [n2]:1")
+        monkeypatch.setattr(distributed, "current", lambda: Launch(source="slurm", num_processes=2, hosts=("n1", "n2")))
+        raise kind("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [n2]:1")
 
     monkeypatch.setattr(measure, "latency_us", lose)
     assert compare(tmp_path, *options) == 2
     message = capsys.readouterr().err
-    assert "compare: error: lost the other processes: UNKNOWN: Gloo" in message
+    assert "compare: rank 0 on n1: error: lost the other processes: UNKNOWN: Gloo" in message
     assert measure.JsonlWriter(tmp_path / "results.jsonl").rows == []
 
 

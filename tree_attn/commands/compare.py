@@ -274,16 +274,14 @@ def _attempt(row: dict, session: _Session, measure_fields: Callable[[], dict]) -
 
 
 def _raise_if_peer_failed(error: Exception) -> None:
-    """Raises ConnectionError where the error says nothing of the case: a rerun would measure it.
+    """Raises ConnectionError where an error says nothing of the case but that a peer or a link failed.
 
-    What all processes meet alike is of the case: not enough memory, not implemented, anything that Python raises. What
-    the runtime reports beside that, in one process of several, is a peer that died or a link that failed.
+    A rerun would measure such a row, so it must not stand as one that cannot run.
     """
-    import jax
+    from tree_attn import distributed
 
-    of_the_case = ("RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
-    is_runtime = isinstance(error, jax.errors.JaxRuntimeError) and not any(code in str(error) for code in of_the_case)
-    if is_runtime and jax.process_count() > 1:
+    launch = distributed.current()
+    if launch is not None and launch.num_processes > 1 and distributed.speaks_of_others(error):
         raise ConnectionError(
             f"lost the other processes: {str(error).strip()[:500]}. The rows before this one are on disk, and a rerun "
             "goes on with it"
