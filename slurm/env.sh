@@ -21,11 +21,5 @@ export PYTHONUNBUFFERED=1
 # On a crash in native code (NCCL, XLA), every thread's Python stack goes to the rank's log.
 export PYTHONFAULTHANDLER=1
 
-# JAX's coordinator is reached by gRPC, which would ask an HTTP proxy for the nodes of this very job, and wait for ever.
-if [ -n "${SLURM_JOB_NODELIST:-}" ] && env | grep -qiE '^(grpc|https?)_proxy=.'; then
-  nodes_of_job=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
-  export no_proxy="$nodes_of_job${no_proxy:+,$no_proxy}" NO_PROXY="$nodes_of_job${NO_PROXY:+,$NO_PROXY}"
-fi
-
 # Not set, but to be known: no --gpus-per-task and no CUDA_VISIBLE_DEVICES per task. JAX gives task i of a node the node's
 # i-th GPU, so every task must see them all (jax#23452, #28194): ask for --gpus-per-node or --gres=gpu:N.

@@ -161,5 +161,3 @@ def in_job(pid: str) -> bool:
         return b"\0SLURM_JOB_ID=" in pathlib.Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # it has ended meanwhile
         return False
-
-
