@@ -4,7 +4,7 @@
     python3 scripts/gpu_check.py --devices 1,2,8 --out ... --process-per-device                    # one per GPU
 
 Every check runs twice and must give the same bits. One JSON row per check; a backend that cannot do a case is recorded
-with its reason. Exits with 1 if any check failed. Without a GPU it runs on emulated CPU devices, which checks the script.
+with its reason. Exits with 1 if any check failed. Without a GPU it runs on emulated CPU devices (checks the script).
 """
 
 import argparse
