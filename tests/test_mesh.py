@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh
-from tree_attn.mesh import axis_tuple, bound_axis_sizes
+from tree_attn.launch import Launch
+from tree_attn.mesh import axis_tuple, bound_axis_sizes, by_node
 
 
 def test_axes_are_of_type_auto_whatever_jax_defaults_to():
@@ -35,6 +37,41 @@ def test_the_mesh_lists_devices_in_order():
 def test_devices_may_be_given():
     devices = jax.devices()[4:6]
     assert list(make_mesh({"seq": 2}, devices=devices).devices) == devices
+
+
+def test_names_alone_take_the_real_nodes_whatever_the_order_of_ranks(monkeypatch):
+    devices = jax.devices()
+    monkeypatch.setattr("tree_attn.mesh.by_node", lambda _: {"n1": devices[0::2], "n2": devices[1::2]})
+    mesh = make_mesh(("device", "node"))
+    assert dict(mesh.shape) == {"device": 4, "node": 2}
+    assert mesh.axis_names == ("node", "device")  # slowest first, as where sizes are given
+    assert mesh.devices.tolist() == [devices[0::2], devices[1::2]]
+    assert make_mesh(("all",)).devices.tolist() == [*devices[0::2], *devices[1::2]]
+
+
+def test_one_process_is_one_node():
+    assert dict(make_mesh(("device", "node")).shape) == {"device": 8, "node": 1}
+
+
+def test_unequal_nodes_have_no_second_axis(monkeypatch):
+    devices = jax.devices()
+    monkeypatch.setattr("tree_attn.mesh.by_node", lambda _: {"n1": devices[:5], "n2": devices[5:]})
+    with pytest.raises(ValueError, match=r"as many devices on every node, got {'n1': 5, 'n2': 3}: use one axis"):
+        make_mesh(("device", "node"))
+    assert make_mesh(("all",)).devices.shape == (8,)
+    with pytest.raises(ValueError, match="must be one name, or two for devices and nodes; give sizes for more"):
+        make_mesh(("device", "node", "rack"))
+
+
+def test_devices_by_node(monkeypatch):
+    """One process per node, or one per device; processes that nobody has joined cannot be placed."""
+    devices = [SimpleNamespace(process_index=index) for index in (0, 0, 1, 2, 3)]
+    monkeypatch.setattr("tree_attn.distributed.current", lambda: Launch(source="slurm", hosts=("a", "b", "a", "b")))
+    assert by_node(devices) == {"a": [*devices[:2], devices[3]], "b": [devices[2], devices[4]]}
+    monkeypatch.setattr("tree_attn.distributed.current", lambda: None)
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"call tree_attn\.distributed\.initialize"):
+        by_node(devices)
 
 
 @pytest.mark.parametrize("given, expected", [("seq", ("seq",)), (("a", "b"), ("a", "b"))])

@@ -1,5 +1,6 @@
-"""How fast neighbouring devices exchange data: the bare transfer that a ring cannot beat."""
+"""How fast devices exchange data: bare transfers, which no ring can beat, and small collectives."""
 
+import dataclasses
 import functools
 import time
 
@@ -9,16 +10,68 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tree_attn.measure import latency_us
+
 _WARMUP = 3  # a GPU takes a while to raise its clocks
 
 
-def neighbour_gb_per_s(mesh: Mesh, num_bytes: int | None = None, n_iters: int = 10) -> float | None:
-    """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """What the links along one mesh axis do, all groups of that axis at once; medians.
 
-    A chain of `ppermute`s, each sending what the one before received, in one program; all axes of the mesh form one
-    ring.
+    Attributes:
+        axis: name of the mesh axis.
+        size: devices along it.
+        sum_us, gather_us: one all-reduce and one all-gather of 4 kB per device, in a chain of dependent ones.
+        neighbour_gb_per_s: see `neighbour_gb_per_s`.
+    """
+
+    axis: str
+    size: int
+    sum_us: float
+    gather_us: float
+    neighbour_gb_per_s: float
+
+
+def measure_levels(mesh: Mesh, num_bytes: int | None = None) -> list[Level]:
+    """Times the links along every axis of more than one device, fastest axis first.
 
     Args:
+        num_bytes: size of one transfer to a neighbour, as for `neighbour_gb_per_s`.
+
+    Example:
+        >>> measure_levels(make_mesh(("device", "node")))
+    """
+    return [
+        Level(
+            axis=axis,
+            size=mesh.shape[axis],
+            sum_us=_collective_us(mesh, lambda x, axis=axis: jax.lax.pmean(x, axis)),
+            gather_us=_collective_us(mesh, lambda x, axis=axis: jax.lax.all_gather(x, axis)[0]),
+            neighbour_gb_per_s=neighbour_gb_per_s(mesh, num_bytes, axis_name=axis),
+        )
+        for axis in reversed(mesh.axis_names)
+        if mesh.shape[axis] > 1
+    ]
+
+
+def _collective_us(mesh: Mesh, collective) -> float:
+    """The median time of `collective`, [1, 1024] -> [1, 1024] float32 on each device, from a chain in one program."""
+    axes = tuple(mesh.axis_names)
+    shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
+    whole = jax.jit(shard_map(lambda: jnp.ones((1, 1024), jnp.float32), in_specs=()))()
+    return latency_us(shard_map(collective, in_specs=P(axes)), whole, chain=16).median_us
+
+
+def neighbour_gb_per_s(
+    mesh: Mesh, num_bytes: int | None = None, n_iters: int = 10, axis_name: str | None = None
+) -> float | None:
+    """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
+
+    A chain of `ppermute`s, each sending what the one before received, in one program.
+
+    Args:
+        axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
         num_bytes: size of one transfer; default 256 MB, and 4 MB between emulated devices. A device holds a few such
             buffers meanwhile.
 
@@ -28,20 +81,21 @@ def neighbour_gb_per_s(mesh: Mesh, num_bytes: int | None = None, n_iters: int = 
     Example:
         >>> neighbour_gb_per_s(make_mesh({"device": 8}))
     """
-    n_devices = mesh.devices.size
-    if n_devices == 1:
+    axes = tuple(mesh.axis_names)
+    ring = axes if axis_name is None else axis_name
+    ring_size = mesh.devices.size if axis_name is None else mesh.shape[axis_name]
+    if ring_size == 1:
         return None
     is_emulated = mesh.devices.flat[0].platform == "cpu"
     if num_bytes is None:
         num_bytes = 4_000_000 if is_emulated else 256_000_000
     num_hops = 2 if is_emulated else 16
-    axes = tuple(mesh.axis_names)
-    permutation = [(i, (i + 1) % n_devices) for i in range(n_devices)]
+    permutation = [(i, (i + 1) % ring_size) for i in range(ring_size)]
     num_elements = max(1, num_bytes // 4)
 
     def send(x):
         for _ in range(num_hops):  # unrolled: a loop would copy each arrival into its carry
-            x = jax.lax.ppermute(x, axes, permutation)
+            x = jax.lax.ppermute(x, ring, permutation)
         return x
 
     def fill():

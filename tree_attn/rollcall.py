@@ -362,8 +362,9 @@ def _listen(launch: Launch) -> socket.socket:
                     raise  # otherwise IPv6 is compiled in and turned off
         return socket.create_server(("", port), backlog=4096)
     except OSError as error:
+        reason = os.strerror(error.errno)
         raise ValueError(
-            f"rank 0 on {launch.node} cannot listen on port {port} ({error.strerror}): another program has it. "
+            f"rank 0 on {launch.node} cannot listen on port {port} ({reason}): another program has it. "
             f"{_port_remedy(launch)}"
         ) from None
 

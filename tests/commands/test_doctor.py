@@ -59,3 +59,19 @@ def test_tables_show_the_reasons(capsys):
 def test_too_many_devices_is_one_error(capsys):
     assert cli.main(["doctor", "--devices", "9"]) == 2
     assert "n_devices=9 devices were asked for" in capsys.readouterr().err
+
+
+def test_distributed_of_one_process(capsys):
+    assert cli.main(["doctor", "--distributed", "--devices", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (level,) = report["levels"]
+    assert (level["axis"], level["size"], report["launch"]["num_processes"]) == ("device", 4, 1)
+    assert min(level["sum_us"], level["gather_us"], level["neighbour_gb_per_s"]) > 0
+
+
+def test_distributed_tables_name_the_levels(capsys, monkeypatch):
+    halves = lambda devices: {"n1": devices[:2], "n2": devices[2:]}
+    monkeypatch.setattr("tree_attn.mesh.by_node", halves)
+    assert cli.main(["doctor", "--distributed", "--devices", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "inside a node" in text and "across nodes" in text

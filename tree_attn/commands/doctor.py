@@ -1,17 +1,25 @@
 """`tree-attn doctor`: what is here, what can run, and for what cannot, why."""
 
 import argparse
+import dataclasses
 import json
 import shutil
 import subprocess
 from typing import Any
 
+from tree_attn.commands import processes
+
 HELP = """\
 Lists the devices, the links between them, the versions installed, and which local kernels and reductions can run here;
 for each that cannot, why. Takes no model and changes nothing.
 
+With --distributed, as several processes: checks how they were started (under srun, torchrun or by the options below),
+that all are there, fit together and reach each other, each within TREE_ATTN_TIMEOUT_S (60), and times the links inside
+a node and across nodes. The first thing that is wrong ends it, on every rank, with one error that says what to do.
+
 examples:
   tree-attn doctor
+  srun --nodes=2 --ntasks-per-node=4 tree-attn doctor --distributed
   tree-attn doctor --json | python3 -m json.tool
 """
 
@@ -20,16 +28,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tree-attn doctor`."""
     parser.add_argument("--devices", type=int, help="look at this many (default: all there are; emulated if too few)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
+    parser.add_argument("--distributed", action="store_true", help="check and time the processes and their links only")
+    processes.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines and prints; returns 0."""
-    report = examine(args.devices)
+    """Examines and prints, in process 0; returns 0."""
+    launch = processes.join(args, args.devices)
+    report = examine_distributed(launch, args.devices) if args.distributed else examine(args.devices)
+    if launch.process_id != 0:
+        return 0
     if args.json:
         print(json.dumps(report))
     else:
-        _print(report)
+        (_print_distributed if args.distributed else _print)(report)
     return 0
+
+
+def examine_distributed(launch, n_devices: int | None = None) -> dict[str, Any]:
+    """Everything `tree-attn doctor --distributed` shows, ready for JSON; every process calls it.
+
+    Returns:
+        `launch` (see `tree_attn.distributed.Launch`), `hardware`, `n_devices`, and `levels`, fastest links first: the
+        fields of `tree_attn.links.Level`, of axis "device" inside a node and "node" across nodes.
+    """
+    import jax
+
+    from tree_attn import links, measure
+    from tree_attn.devices import ensure_devices
+    from tree_attn.mesh import make_mesh
+
+    devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
+    levels = links.measure_levels(make_mesh(("device", "node"), devices))
+    return {
+        "launch": dataclasses.asdict(launch),
+        "hardware": measure.hardware(devices),
+        "n_devices": len(devices),
+        "levels": [dataclasses.asdict(level) for level in levels],
+    }
 
 
 def examine(n_devices: int | None = None) -> dict[str, Any]:
@@ -59,7 +95,10 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
 
 
 def _describe(device) -> dict[str, Any]:
-    stats = device.memory_stats() or {}
+    import jax
+
+    is_own = device.process_index == jax.process_index()  # others do not tell
+    stats = (device.memory_stats() if is_own else None) or {}
     return {
         "id": device.id,
         "platform": device.platform,
@@ -152,6 +191,34 @@ def _nvidia_smi_topo() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _print_distributed(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    launch, console = report["launch"], Console()
+    started = "" if launch["source"] == "single" else f", started by {launch['job'] or launch['source']}"
+    console.print(f"{report['hardware']}, processes: {launch['num_processes']}{started}", soft_wrap=True)
+    hosts = launch["hosts"]
+    for host in dict.fromkeys(hosts):
+        ranks = [str(rank) for rank, one in enumerate(hosts) if one == host]
+        console.print(f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", highlight=False, soft_wrap=True)
+    if launch["num_processes"] > 1:
+        console.print(
+            "Variables, roll call, JAX's connection and a first sum over all devices: in order.", soft_wrap=True
+        )
+    if not report["levels"]:
+        console.print("one device: no links")
+        return
+    table = Table(title="links (4 kB per device; transfers to a neighbour, all at once)")
+    for column in ("level", "devices", "sum, us", "gather, us", "to a neighbour, GB/s"):
+        table.add_column(column, justify="left" if column == "level" else "right")
+    for level in report["levels"]:
+        where = "inside a node" if level["axis"] == "device" else "across nodes"
+        times = (f"{level[name]:.1f}" for name in ("sum_us", "gather_us"))
+        table.add_row(where, str(level["size"]), *times, f"{level['neighbour_gb_per_s']:.3g}")
+    console.print(table)
 
 
 def _print(report: dict[str, Any]) -> None:
