@@ -30,6 +30,8 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]:
@@ -44,7 +46,7 @@ def ring_attention(
     Args:
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`
         (`tree_attn.placement.storage_order`); S a multiple of devices x block_size. The query stored at index i is at
-        position `storage_order(...)[i]`.
+        position `storage_order(...)[i]`. key and value may both be float8_e4m3fn.
       key_value_seq_lengths: int32 `[B]`, length of each prompt; queries past it are padding, their result is defined
         (they see the valid keys) and meaningless.
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work.
@@ -61,6 +63,8 @@ def ring_attention(
     options = AttentionOptions(
         key_value_seq_lengths=key_value_seq_lengths,
         sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,

@@ -33,6 +33,8 @@ def ring_decode(
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     variant: str = "overlapped",
     return_lse: bool = False,
@@ -40,7 +42,8 @@ def ring_decode(
     """Exact attention of a replicated query over sequence-sharded keys, by rotating K and V: the baseline.
 
     The formula, arguments, result and errors are those of `tree_attn.tree_decode`; there is no `reduction`. Each
-    device ends with the states of all p shards and merges them in ring order, so that all hold the same bits.
+    device ends with the states of all p shards and merges them in ring order, so that all hold the same bits. Keys and
+    values in float8_e4m3fn travel as they are (on a CPU XLA widens them first).
 
     Args:
       variant: "overlapped": p - 1 hops, the next hop's transfer started before this hop's attention so that they can
@@ -60,6 +63,8 @@ def ring_decode(
         key_value_seq_lengths=key_value_seq_lengths,
         query_positions=query_positions,
         sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_cases import multiplied_out
 
 from tree_attn import Shard, reference
 from tree_attn.arguments import AttentionOptions
@@ -12,6 +13,7 @@ from tree_attn.tolerances import lse_tolerance, max_abs_error, out_tolerance, pl
 
 def assert_attention(got, query, key, value, **options):
     """Asserts that `got = (out, lse)` is the attention of these arrays (in natural order) under these options."""
+    key, value, options = multiplied_out(key, value, **options)
     out, lse = got
     expected_out, expected_lse = reference.attention(query, key, value, **options)
     assert out.dtype == query.dtype
@@ -58,7 +60,7 @@ def assert_same_bits(a, b):
 
 
 def _plain(query, key, value, options):
-    """The yardstick of narrow dtypes. It knows no cap and no sinks, and does not need them to err as much."""
+    """The yardstick of narrow dtypes, K and V rounded to them. It knows no cap and no sinks: it errs enough without."""
     masking = ("key_value_seq_lengths", "query_positions", "is_causal", "local_window_size")
     view = visibility(
         AttentionOptions(**{name: options[name] for name in masking if name in options}),
@@ -67,4 +69,5 @@ def _plain(query, key, value, options):
         num_slots=key.shape[1],
         shard=Shard(),
     )
+    key, value = (jnp.asarray(x, query.dtype) for x in (key, value))
     return plain_attention(query, key, value, view.mask()[:, None], options.get("scale"))

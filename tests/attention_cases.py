@@ -7,6 +7,7 @@ import numpy as np
 
 BATCH, KEYS, HEAD_DIM = 2, 37, 8  # a number of keys that no shard, chunk or tile divides
 SINKS = np.array([0.5, -1.0, 30.0, 0.0], np.float32)  # one that outweighs every key
+HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.array([5.1, 0.2], np.float32)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,19 +21,27 @@ class Case:
     keys: int = KEYS
     logit_size: float = 1.0
     dtype: str = "float32"
+    stored_dtype: str | None = None  # of key and value, where it is not the query's
     options: dict = dataclasses.field(default_factory=dict)
 
     def arrays(self, seed: int = 0):
         """Draws query, key and value; `logit_size` is the standard deviation of the logits at the default scale."""
         rng = np.random.default_rng(seed)
-        draw = lambda *shape, size=1.0: jnp.asarray(size * rng.normal(size=shape), self.dtype)
+        draw = lambda *shape, size=1.0, dtype=self.stored_dtype or self.dtype: jnp.asarray(
+            size * rng.normal(size=shape), dtype
+        )
         return (
-            draw(BATCH, self.queries, self.heads, HEAD_DIM, size=self.logit_size),
+            draw(BATCH, self.queries, self.heads, HEAD_DIM, size=self.logit_size, dtype=self.dtype),
             draw(BATCH, self.keys, self.kv_heads, HEAD_DIM),
             draw(BATCH, self.keys, self.kv_heads, self.value_dim),
         )
 
 
+FLOAT8 = {
+    "float8_float32": Case(stored_dtype="float8_e4m3fn"),
+    "float8_bfloat16": Case(dtype="bfloat16", stored_dtype="float8_e4m3fn", value_dim=5),
+    "float8_float16": Case(dtype="float16", stored_dtype="float8_e4m3fn", heads=6),
+}
 CAUSAL = {"is_causal": True}
 OPTIONS = {
     "plain": {},
@@ -45,6 +54,8 @@ OPTIONS = {
     "soft_cap": {"logits_soft_cap": 1.5},
     "sinks": {"sinks": SINKS},
     "scale": {"scale": 0.11},
+    "key_scale": {"key_scale": HEAD_SCALES["key_scale"]},
+    "value_scale": {"value_scale": HEAD_SCALES["value_scale"]},
     "positions_shared": CAUSAL | {"query_positions": np.array([0, 17, 200], np.int32)},
     "positions_each": CAUSAL | {"query_positions": np.array([[3, -1, 36], [9, 9, 0]], np.int32)},
     "everything": {
@@ -54,5 +65,15 @@ OPTIONS = {
         "logits_soft_cap": 2.0,
         "sinks": SINKS,
         "scale": 0.7,
+        **HEAD_SCALES,
     },
 }
+
+
+def multiplied_out(key, value, *, key_scale=None, value_scale=None, **options):
+    """What `key_scale` and `value_scale` mean, for a function that has no such options: key, value and the rest."""
+    key, value = (
+        np.asarray(x).astype(np.float64) * (1.0 if scale is None else scale[:, None].astype(np.float64))
+        for x, scale in ((key, key_scale), (value, value_scale))
+    )
+    return key, value, options

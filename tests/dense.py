@@ -23,6 +23,8 @@ def dense_attention(
     local_window_size=None,
     logits_soft_cap=None,
     sinks=None,
+    key_scale=None,
+    value_scale=None,
 ):
     """Returns `(out, lse)`, differentiable by JAX, whatever the number of keys visible."""
     (batch, num_queries, num_heads, head_dim), num_keys = query.shape, key.shape[1]
@@ -35,6 +37,8 @@ def dense_attention(
     sees = sees & (k_at <= q_at) if is_causal else sees
     sees = sees & (k_at >= q_at - left) if left is not None else sees
     sees = sees & (k_at <= q_at + right) if right is not None else sees
+    key = key if key_scale is None else key * key_scale[None, None, :, None]
+    value = value if value_scale is None else value * value_scale[None, None, :, None]
     key, value = (jnp.repeat(x, num_heads // key.shape[2], axis=2) for x in (key, value))
     logits = exact_einsum("btnh,bsnh->btns", query, key) * (head_dim**-0.5 if scale is None else scale)
     if logits_soft_cap is not None:

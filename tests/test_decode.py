@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_same_bits, assert_state
-from attention_cases import KEYS, OPTIONS, Case
+from attention_cases import FLOAT8, HEAD_SCALES, KEYS, OPTIONS, Case
 from dense import dense_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -66,6 +66,16 @@ def test_every_option(options):
 
 
 @pytest.mark.parametrize(
+    "axis_sizes, reduction",
+    [({"seq": n}, reduction) for n in (3, 8) for reduction in ("allreduce", "gather")] + LEVELS,
+    ids=str,
+)
+@pytest.mark.parametrize("name", FLOAT8)
+def test_scaled_float8_under_every_reduction(name, axis_sizes, reduction):
+    check_with_lengths(decode_on(axis_sizes, reduction=reduction), FLOAT8[name].arrays(), LENGTHS[:3], **HEAD_SCALES)
+
+
+@pytest.mark.parametrize(
     "case",
     [
         Case(queries=1),
@@ -77,8 +87,20 @@ def test_every_option(options):
         Case(logit_size=1e4),
         Case(dtype="bfloat16"),
         Case(dtype="float16"),
+        Case(dtype="bfloat16", stored_dtype="float8_e4m3fn"),
     ],
-    ids=["one_query", "mha", "mqa", "value_dim", "fewer_keys_than_devices", "no_keys", "huge_logits", "bf16", "fp16"],
+    ids=[
+        "one_query",
+        "mha",
+        "mqa",
+        "value_dim",
+        "fewer_keys_than_devices",
+        "no_keys",
+        "huge_logits",
+        "bf16",
+        "fp16",
+        "fp8",
+    ],
 )
 def test_every_shape_and_dtype_without_lengths(case):
     arrays = case.arrays()
@@ -146,14 +168,14 @@ def test_a_context_mesh_serves_as_the_mesh():
 def test_sharding_over_other_axes_is_kept(query_spec, key_spec):
     mesh = make_mesh({"other": 2, "seq": 4})
     arrays = Case(keys=40).arrays()
-    lengths = np.array([40, 11], np.int32)
+    options = HEAD_SCALES | {"key_value_seq_lengths": np.array([40, 11], np.int32)}
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     placed = [place(x, spec) for x, spec in zip(arrays, (query_spec, key_spec, key_spec), strict=True)]
-    decode = jax.jit(partial(tree_decode, axis_name="seq", mesh=mesh, return_lse=True, key_value_seq_lengths=lengths))
+    decode = jax.jit(partial(tree_decode, axis_name="seq", mesh=mesh, return_lse=True, **options))
     got = decode(*placed)
     for x in got:
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, query_spec), x.ndim)
-    assert_attention(got, *arrays, key_value_seq_lengths=lengths)
+    assert_attention(got, *arrays, **options)
 
 
 @pytest.mark.parametrize("reduction", ["allreduce", "gather", "hierarchical"])

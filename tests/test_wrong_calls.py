@@ -25,7 +25,7 @@ from tree_attn.cache import CacheFullError, KVCache
 QUERY, KEY = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 12, 2, 8), np.float32)
 PROMPT = np.zeros((2, 12, 4, 8), np.float32)
 NEW = np.zeros((2, 1, 2, 8), np.float32)
-BFLOAT16 = np.dtype(jnp.bfloat16)
+BFLOAT16, FLOAT8 = np.dtype(jnp.bfloat16), np.dtype(jnp.float8_e4m3fn)
 
 
 def ints(*values):
@@ -73,6 +73,46 @@ ATTEND = {
         lambda _: local(key=KEY.astype(np.float16)),
         ValueError,
         r"one dtype, got query float32, key float16",
+    ),
+    "float8_query": (
+        lambda _: local(QUERY.astype(FLOAT8)),
+        ValueError,
+        r"query.dtype must be one of float32, bfloat16, float16, got float8_e4m3fn",
+    ),
+    "another_float8": (
+        lambda _: local(key=KEY.astype(jnp.float8_e5m2)),
+        ValueError,
+        r"key.dtype must be one of .*float8_e4m3fn, got float8_e5m2",
+    ),
+    "float8_value_of_another_kind": (
+        lambda _: local(key=KEY.astype(FLOAT8), value=KEY.astype(jnp.float8_e4m3b11fnuz)),
+        ValueError,
+        r"value.dtype must be one of .*float8_e4m3fn, got float8_e4m3b11fnuz",
+    ),
+    "float8_key_alone": (
+        lambda _: local(key=KEY.astype(FLOAT8), value=KEY),
+        ValueError,
+        r"got .* key float8_e4m3fn, value float32; .* key and value must both be float8_e4m3fn",
+    ),
+    "float8_value_alone": (
+        lambda _: local(value=KEY.astype(FLOAT8)),
+        ValueError,
+        r"got .* key float32, value float8_e4m3fn; .* key and value must both be float8_e4m3fn",
+    ),
+    "key_scale_of_query_heads": (
+        lambda _: local(key_scale=np.ones(4, np.float32)),
+        ValueError,
+        r"key_scale must be float32 of shape \[K\] = \(2,\), got float32 of shape \(4,\)",
+    ),
+    "value_scale_is_a_number": (
+        lambda _: local(value_scale=0.5),
+        ValueError,
+        r"value_scale must be float32 of shape \[K\] = \(2,\), got float64 of shape \(\)",
+    ),
+    "narrow_key_scale": (
+        lambda _: local(key_scale=np.ones(2, BFLOAT16)),
+        ValueError,
+        r"key_scale must be float32 .*, got bfloat16 of shape \(2,\)",
     ),
     "value_of_other_length": (
         lambda _: local(value=KEY[:, :5]),
@@ -215,6 +255,16 @@ SHARDED = {
         lambda given: tree(QUERY[:, :, :3], mesh=given.mesh),
         ValueError,
         r"query heads must be a multiple of key heads, got N=3 and K=2",
+    ),
+    "ring_key_scale_of_other_heads": (
+        lambda given: ring(mesh=given.mesh, key_scale=np.ones(3, np.float32)),
+        ValueError,
+        r"key_scale must be float32 of shape \[K\] = \(2,\), got float32 of shape \(3,\)",
+    ),
+    "tree_value_scale_of_other_heads": (
+        lambda given: tree(mesh=given.mesh, value_scale=np.ones(1, np.float32)),
+        ValueError,
+        r"value_scale must be float32 of shape \[K\] = \(2,\), got float32 of shape \(1,\)",
     ),
     "block_of_zero": (lambda given: tree(mesh=given.mesh, block_size=0), ValueError, r"block_size must be .*, got 0"),
     "block_is_a_bool": (

@@ -14,12 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
+STORED_DTYPES = (*ATTENTION_DTYPES, "float8_e4m3fn")  # of key and value
 Window = tuple[int | None, int | None]
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key_value_seq_lengths", "query_positions", "sinks"],
+    data_fields=["key_value_seq_lengths", "query_positions", "sinks", "key_scale", "value_scale"],
     meta_fields=["is_causal", "local_window_size", "logits_soft_cap", "scale", "implementation"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class AttentionOptions:
     key_value_seq_lengths: Int[Array, " B"] | None = None
     query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None
     sinks: Float[Array, " N"] | None = None
+    key_scale: Float[Array, " K"] | None = None
+    value_scale: Float[Array, " K"] | None = None
     is_causal: bool = False
     local_window_size: int | Window | None = None
     logits_soft_cap: float | None = None
@@ -59,6 +62,17 @@ class AttentionOptions:
             raise ValueError(f"scale must be None (H ** -0.5) or a finite Python number, got {scale!r}")
         if self.sinks is not None and jnp.shape(self.sinks) != (num_heads,):
             raise ValueError(f"sinks must have shape [N] = ({num_heads},), got {jnp.shape(self.sinks)}")
+        for name in ("key_scale", "value_scale"):
+            _check_head_scale(name, getattr(self, name), num_kv_heads=key.shape[-2])
+
+    def head_scales(self, num_kv_heads: int) -> Float[Array, "2 K"] | None:
+        """Returns `key_scale` over `value_scale`, float32 `[2, K]`, None where both are: what kernels are given."""
+        if self.key_scale is None and self.value_scale is None:
+            return None
+        ones = jnp.ones(num_kv_heads, jnp.float32)
+        return jnp.stack(
+            [ones if scale is None else jnp.asarray(scale) for scale in (self.key_scale, self.value_scale)]
+        )
 
 
 def default_scale(scale: float | None, head_dim: int) -> float:
@@ -80,12 +94,7 @@ def check_arrays(query, key, value) -> None:
             raise TypeError(f"{name} must be an array {layout}, got {type(x).__name__}")
         if len(x.shape) != 4:
             raise ValueError(f"{name} must be {layout}, got shape {tuple(x.shape)}")
-        if str(x.dtype) not in ATTENTION_DTYPES:
-            raise ValueError(f"{name}.dtype must be one of {', '.join(ATTENTION_DTYPES)}, got {x.dtype}")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(
-            f"query, key and value must have one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}"
-        )
+    check_dtypes(query, key, value)
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(f"value must agree with key {tuple(key.shape)} in B, S and K, got shape {tuple(value.shape)}")
     if key.shape[0] != query.shape[0]:
@@ -96,6 +105,19 @@ def check_arrays(query, key, value) -> None:
         raise ValueError(f"query and key must not have empty axes, got {tuple(query.shape)} and {tuple(key.shape)}")
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"query heads must be a multiple of key heads, got N={query.shape[2]} and K={key.shape[2]}")
+
+
+def check_dtypes(query, key, value) -> None:
+    """Raises ValueError unless all three have one float dtype, or key and value are stored in float8_e4m3fn."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        allowed = ATTENTION_DTYPES if name == "query" else STORED_DTYPES
+        if str(x.dtype) not in allowed:
+            raise ValueError(f"{name}.dtype must be one of {', '.join(allowed)}, got {x.dtype}")
+    if key.dtype != value.dtype or key.dtype not in (query.dtype, jnp.float8_e4m3fn):
+        raise ValueError(
+            f"query, key and value must have one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}; "
+            "of other dtype than query, key and value must both be float8_e4m3fn"
+        )
 
 
 def check_lengths(name: str, lengths, batch: int, num_keys: int) -> None:
@@ -128,10 +150,20 @@ def _check_window(window) -> None:
         raise ValueError(f"local_window_size must be None, an integer >= 0 or a pair, got {window!r}")
 
 
+def _check_head_scale(name: str, scale, num_kv_heads: int) -> None:
+    if scale is not None and (jnp.shape(scale) != (num_kv_heads,) or _dtype(scale) != jnp.float32):
+        raise ValueError(
+            f"{name} must be float32 of shape [K] = ({num_kv_heads},), got {_dtype(scale)} of shape {jnp.shape(scale)}"
+        )
+
+
 def _check_integers(name: str, x) -> None:
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, got dtype {dtype}")
+    if not jnp.issubdtype(_dtype(x), jnp.integer):
+        raise ValueError(f"{name} must be integers, got dtype {_dtype(x)}")
+
+
+def _dtype(x):
+    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
 def _concrete(x) -> np.ndarray | None:

@@ -28,6 +28,8 @@ def tree_decode(
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
@@ -42,14 +44,15 @@ def tree_decode(
 
     Args:
       query: `[B, T, N, H]`, the same on every device of the axes; T is 1 for plain decoding, more for speculation.
-      key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S. Contiguous placement may have any S (the array is
-        padded, a copy, where the devices do not divide it).
+      key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S, both in query's dtype or in float8_e4m3fn. Contiguous
+        placement may have any S (the array is padded, a copy, where the devices do not divide it).
       axis_name: mesh axis, or an ordered tuple of axes, fastest link first. Any number of devices.
       mesh: the mesh, unless the axes are bound or a context mesh is set.
       key_value_seq_lengths: int32 `[B]`, valid keys over all shards; may end anywhere, shards may hold nothing.
       block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn.
-      is_causal, query_positions, local_window_size, logits_soft_cap, sinks, scale: as in `tree_attn.local.attend`;
-        the T queries are the last T positions of each sequence unless `query_positions` says otherwise.
+      is_causal, query_positions, local_window_size, logits_soft_cap, sinks, scale, key_scale, value_scale: as in
+        `tree_attn.local.attend`; the T queries are the last T positions of each sequence unless `query_positions` says
+        otherwise.
       implementation: the kernel on each device, see `tree_attn.local.attend`.
       reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "hierarchical" or a
         tuple of one of the former per axis; None: "gather" over one axis, "hierarchical" over several.
@@ -73,6 +76,8 @@ def tree_decode(
         key_value_seq_lengths=key_value_seq_lengths,
         query_positions=query_positions,
         sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,

@@ -3,14 +3,12 @@
 Both are LeanAttention on a Hopper GPU (`implementation="mosaic_gpu"`), and plain XLA elsewhere.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AttentionOptions, Window, default_scale, one_of
+from tree_attn.arguments import AttentionOptions, Window, check_dtypes, default_scale, one_of
 from tree_attn.local import mosaic_gpu, xla
 from tree_attn.masking import Visibility, sink_state, visibility
 from tree_attn.placement import Shard
@@ -37,7 +35,8 @@ def lean_decode(
 ) -> SoftmaxState:
     """Exact attention over a packed ragged batch: sequence b's keys are `key[cu_seqlens[b] : cu_seqlens[b + 1]]`.
 
-    logits = cap(scale query . key),    lse = log sum exp(logits),    out = sum exp(logits - lse) value
+    logits = cap(scale key_scale query . key),    lse = log sum exp(logits),
+    out    = value_scale sum exp(logits - lse) value
 
     Every CTA gets the same number of tiles whatever the lengths, which only the device need know: changing them from
     step to step compiles nothing and asks nothing of the host.
@@ -47,8 +46,7 @@ def lean_decode(
       key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query` or float8_e4m3fn; the kernel needs `total`
         to be a multiple of 8.
       cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`.
-      is_causal, local_window_size, logits_soft_cap, sinks, scale: as in `attend`.
-      key_scale, value_scale: float32 `[K]`, what stored keys and values are multiplied by; default 1.
+      is_causal, local_window_size, logits_soft_cap, sinks, scale, key_scale, value_scale: as in `attend`.
       implementation: "mosaic_gpu" or "xla"; None takes the first that can run.
     Returns:
       `SoftmaxState(out [B, T, N, H] in query's dtype, lse float32 [B, T, N])`; an empty sequence has 0 and -inf.
@@ -72,11 +70,13 @@ def lean_decode(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
         scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     view = _checked_view(query, key, value, key.shape[0], options)
     spans = tuple(starts[:, None] + slots for slots in view.slot_ranges())
     how = dict(scale=default_scale(scale, query.shape[-1]), soft_cap=logits_soft_cap)
-    scales = _scales(key, key_scale, value_scale)
+    scales = options.head_scales(key.shape[-2])
     if _choose(implementation, query, key[None], value[None], view) == "xla":
         state = _packed_by_xla(query, key, value, spans, scales=scales, **how)
     else:
@@ -128,14 +128,18 @@ def paged_decode(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
         scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     view = _checked_view(query, key_pages, value_pages, num_slots, options)
     how = dict(scale=default_scale(scale, query.shape[-1]), soft_cap=logits_soft_cap)
-    scales = _scales(key_pages, key_scale, value_scale)
+    scales = options.head_scales(key_pages.shape[-2])
     if _choose(implementation, query, key_pages, value_pages, view, is_paged=True) == "xla":
         gather = lambda pages: pages[page_table].reshape(query.shape[0], num_slots, *pages.shape[2:])
-        key, value = _widen(gather(key_pages), gather(value_pages), scales, query.dtype)
-        state = xla.attend(query, key, value, scale=how["scale"], logits_soft_cap=logits_soft_cap, visible=view)
+        state = xla.attend(
+            query, gather(key_pages), gather(value_pages),
+            scale=how["scale"], logits_soft_cap=logits_soft_cap, visible=view, scales=scales,
+        )  # fmt: skip
     else:
         state = mosaic_gpu.lean_state(
             query, key_pages, value_pages, view.slot_ranges(), num_slots=num_slots,
@@ -170,9 +174,7 @@ def _check_arrays(query, key, value, rank: int) -> None:
         raise ValueError(
             f"key must have query's head dim and a number of heads that divides query's, {query.shape}, got {key.shape}"
         )
-    allowed = (query.dtype, jnp.dtype(jnp.float8_e4m3fn))
-    if key.dtype not in allowed or value.dtype != key.dtype:
-        raise TypeError(f"key and value must both be {allowed[0]} or {allowed[1]}, got {key.dtype} and {value.dtype}")
+    check_dtypes(query, key, value)
 
 
 def _choose(implementation: str | None, query, key, value, view: Visibility, is_paged: bool = False) -> str:
@@ -186,32 +188,14 @@ def _choose(implementation: str | None, query, key, value, view: Visibility, is_
     return implementation or ("xla" if reason is not None else "mosaic_gpu")
 
 
-def _scales(key, key_scale, value_scale) -> Float[Array, "2 K"] | None:
-    if key_scale is None and value_scale is None:
-        return None
-    scales = []
-    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-        scale = jnp.ones(key.shape[-2], jnp.float32) if scale is None else scale
-        if scale.shape != (key.shape[-2],) or scale.dtype != jnp.float32:
-            raise ValueError(f"{name} must be float32 [K] = [{key.shape[-2]}], got {scale.dtype} {scale.shape}")
-        scales.append(scale)
-    return jnp.stack(scales)
-
-
-def _widen(key, value, scales, dtype):
-    """K and V as XLA multiplies them: in float32 where they are scaled, else in the query's dtype."""
-    if scales is None:
-        return key.astype(dtype), value.astype(dtype)
-    return tuple(x.astype(jnp.float32) * scale[:, None] for x, scale in zip((key, value), scales))
-
-
 def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | None, scales) -> SoftmaxState:
     """Every key of every sequence is a state of its own, `(value, logit)`; a sequence is their merge."""
     batch, num_queries, num_heads, head_dim = query.shape
     total, num_kv_heads = key.shape[:2]
     group = num_heads // num_kv_heads
     padding = -total % _XLA_CHUNK
-    key, value = (jnp.pad(x, [(0, padding), (0, 0), (0, 0)]) for x in _widen(key, value, scales, query.dtype))
+    key, value = (jnp.pad(x, [(0, padding), (0, 0), (0, 0)]) for x in (key, value))
+    key_scale, value_scale = jnp.ones((2, num_kv_heads), jnp.float32) if scales is None else scales
     first, end = (jnp.broadcast_to(x, (batch, num_queries)) for x in spans)
     owner_ends = jnp.max(end, axis=1)
 
@@ -219,16 +203,19 @@ def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | 
         slots = start + jnp.arange(_XLA_CHUNK, dtype=jnp.int32)
         # Sequences ascend, so a key belongs to the first that ends after it.
         owner = jnp.minimum(jnp.sum(owner_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32), batch - 1)
-        take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=_XLA_CHUNK, axis=0)
+
+        def take(x, head_scale):  # multiplied out in float32, a chunk at a time
+            return jax.lax.dynamic_slice_in_dim(x, start, _XLA_CHUNK).astype(jnp.float32) * head_scale[None, :, None]
+
         own = query[owner].reshape(-1, num_queries, num_kv_heads, group, head_dim)
         logits = jnp.einsum(
-            "stkgh,skh->stkg", own.astype(jnp.float32), take(key).astype(jnp.float32), precision="highest"
+            "stkgh,skh->stkg", own.astype(jnp.float32), take(key, key_scale), precision="highest"
         ) * jnp.float32(scale)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
         logits = logits.reshape(-1, num_queries, num_heads)
         is_visible = (slots[:, None] >= first[owner]) & (slots[:, None] < end[owner])
         lse = jnp.where(is_visible[:, :, None], logits, -jnp.inf)
-        values = jnp.repeat(take(value).astype(jnp.float32), group, axis=1)[:, None]
+        values = jnp.repeat(take(value, value_scale), group, axis=1)[:, None]
         out = jnp.broadcast_to(values, (_XLA_CHUNK, num_queries, num_heads, head_dim))
         merged = merge_segments(SoftmaxState(out, lse), owner, batch)
         return merge_state(state, merged), None

@@ -22,7 +22,8 @@ from tree_attn.masking import visibility
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="runs with TREE_ATTN_TEST_GPU=1 where JAX finds a CUDA GPU"
 )
-SUPPORTED = {name: options for name, options in OPTIONS.items() if "logits_soft_cap" not in options}
+UNSUPPORTED = {"logits_soft_cap", "key_scale", "value_scale"}
+SUPPORTED = {name: options for name, options in OPTIONS.items() if not UNSUPPORTED & options.keys()}
 LENGTHS = np.array([[KEYS, KEYS], [0, 19], [1, 36]], np.int32)
 
 
@@ -101,9 +102,10 @@ def test_gradients_include_those_of_lse(options):
     assert_gradients(gradient(ours), gradient(partial(dense_attention, **options)))
 
 
-def shapes(dtype=jnp.bfloat16, head_dim=64, value_dim=None, keys=16):
-    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    return of(2, 4, 8, head_dim), of(2, keys, 2, head_dim), of(2, keys, 2, value_dim or head_dim)
+def shapes(dtype=jnp.bfloat16, head_dim=64, value_dim=None, keys=16, stored_dtype=None):
+    stored = lambda *shape: jax.ShapeDtypeStruct(shape, stored_dtype or dtype)
+    query = jax.ShapeDtypeStruct((2, 4, 8, head_dim), dtype)
+    return query, stored(2, keys, 2, head_dim), stored(2, keys, 2, value_dim or head_dim)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -116,6 +118,7 @@ def shapes(dtype=jnp.bfloat16, head_dim=64, value_dim=None, keys=16):
         (shapes(head_dim=264), None, "head dim .* 256, not 264"),
         (shapes(value_dim=32), None, "head dim .* 32 for values"),
         (shapes(keys=0), None, "S = 0"),
+        (shapes(stored_dtype=jnp.float8_e4m3fn), None, "float8_e4m3fn key and value"),
     ],
 )
 def test_what_it_cannot_do_is_named(arrays, soft_cap, named):

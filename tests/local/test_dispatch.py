@@ -1,14 +1,17 @@
 """Which backend runs: the named one or an error, and without a name the first of a documented order."""
 
 import logging
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Case
+from assertions import assert_attention
+from attention_cases import HEAD_SCALES, Case
 
 from tree_attn import SoftmaxState, attend, make_mesh, tree_decode
-from tree_attn.local import IMPLEMENTATIONS, cudnn
+from tree_attn.local import IMPLEMENTATIONS, cudnn, flash_attn, mosaic_gpu, xla
 
 needs_cpu = pytest.mark.skipif(cudnn.unavailable() is None, reason="runs only where cuDNN cannot")
 
@@ -43,6 +46,42 @@ def test_a_named_backend_that_cannot_do_an_option_raises_rather_than_fall_back()
         attend(*Case(dtype="bfloat16").arrays(), implementation="cudnn", logits_soft_cap=2.0)
 
 
+@pytest.mark.usefixtures("cudnn_that_answers_42")
+@pytest.mark.parametrize("name", HEAD_SCALES)
+def test_a_named_backend_is_not_given_scales_that_it_would_ignore(name):
+    with pytest.raises(NotImplementedError, match=r"implementation='cudnn' cannot run: .*key_scale and value_scale"):
+        attend(*Case(dtype="bfloat16").arrays(), implementation="cudnn", **{name: HEAD_SCALES[name]})
+
+
+def test_flash_attn_is_not_given_scales_that_it_would_ignore(monkeypatch):
+    monkeypatch.setattr(flash_attn, "unavailable", lambda: None)
+    with pytest.raises(NotImplementedError, match=r"implementation='flash_attn' .*key_scale and value_scale"):
+        attend(*Case(dtype="bfloat16").arrays(), implementation="flash_attn", **HEAD_SCALES)
+
+
+@pytest.mark.parametrize("scales", [{}, HEAD_SCALES], ids=["unscaled", "scaled"])
+def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(scales, monkeypatch):
+    """Its kernels are stood in for by XLA: what is under test is what reaches them, and the rule for gradients."""
+    given = []
+
+    def kernels(query, key, value, *, visible, scale, soft_cap, scales):
+        given.append((key.dtype, scales))
+        return xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
+
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "lean_padded", kernels)
+    rng = np.random.default_rng(0)
+    sizes = {"bfloat16": (2, 3, 4, 64), "float8_e4m3fn": (2, 40, 2, 64)}
+    query, key = (jnp.asarray(rng.normal(size=size), dtype) for dtype, size in sizes.items())
+    assert_attention(attend(query, key, key, implementation="mosaic_gpu", **scales), query, key, key, **scales)
+    ((dtype, passed),) = given
+    assert dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(passed, np.stack(list(scales.values())) if scales else None)
+    loss = lambda name, query, scales: attend(query, key, key, implementation=name, **scales).lse.sum()
+    ours, xlas = (jax.grad(partial(loss, name), argnums=(0, 1))(query, scales) for name in ("mosaic_gpu", "xla"))
+    jax.tree.map(np.testing.assert_array_equal, ours, xlas)
+
+
 @needs_cpu
 def test_none_takes_xla_where_cudnn_cannot_run_and_says_so(caplog):
     caplog.set_level(logging.DEBUG, "tree_attn")
@@ -54,7 +93,12 @@ def test_none_takes_xla_where_cudnn_cannot_run_and_says_so(caplog):
 @pytest.mark.usefixtures("cudnn_that_answers_42")
 @pytest.mark.parametrize(
     "dtype, options, expected",
-    [("bfloat16", {}, "cudnn"), ("float32", {}, "xla"), ("bfloat16", {"logits_soft_cap": 2.0}, "xla")],
+    [
+        ("bfloat16", {}, "cudnn"),
+        ("float32", {}, "xla"),
+        ("bfloat16", {"logits_soft_cap": 2.0}, "xla"),
+        ("bfloat16", HEAD_SCALES, "xla"),
+    ],
 )
 def test_none_takes_cudnn_for_what_it_can_do(dtype, options, expected, caplog):
     caplog.set_level(logging.INFO, "tree_attn")

@@ -24,9 +24,10 @@ needs_gpu = pytest.mark.skipif(
 INSTALL = re.escape("pip install --no-deps flash-attn-jax==0.6.2")
 
 
-def shapes(dtype=jnp.bfloat16, head_dim=64, value_dim=None, keys=48):
-    of = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
-    return of(2, 3, 4, head_dim), of(2, keys, 2, head_dim), of(2, keys, 2, value_dim or head_dim)
+def shapes(dtype=jnp.bfloat16, head_dim=64, value_dim=None, keys=48, stored_dtype=None):
+    stored = lambda *shape: jax.ShapeDtypeStruct(shape, stored_dtype or dtype)
+    query = jax.ShapeDtypeStruct((2, 3, 4, head_dim), dtype)
+    return query, stored(2, keys, 2, head_dim), stored(2, keys, 2, value_dim or head_dim)
 
 
 def view_of(query, key, **options):
@@ -67,6 +68,7 @@ def test_a_missing_library_says_which_and_how_to_install_it(monkeypatch):
         (shapes(head_dim=264), None, {}, "head dim up to 256, not 264"),
         (shapes(value_dim=32), None, {}, "head dim .* 32"),
         (shapes(keys=0), None, {}, "S = 0"),
+        (shapes(stored_dtype=jnp.float8_e4m3fn), None, {}, "float8_e4m3fn key and value"),
     ],
 )
 def test_what_it_cannot_do_is_named(arrays, soft_cap, options, named):

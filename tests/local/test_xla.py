@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_same_bits, assert_state
-from attention_cases import HEAD_DIM, KEYS, OPTIONS, SINKS, Case
+from attention_cases import FLOAT8, HEAD_DIM, HEAD_SCALES, KEYS, OPTIONS, Case
 from dense import dense_attention
 
 from tree_attn import Shard, attend, empty_like, merge_states, reference, storage_order
@@ -27,7 +27,13 @@ SHAPES = {
     "huge_logits": Case(logit_size=1e4),
     "bfloat16": Case(dtype="bfloat16"),
     "float16": Case(dtype="float16"),
+    **FLOAT8,
 }
+
+
+needs_gpu = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="runs with TREE_ATTN_TEST_GPU=1 where JAX finds a CUDA GPU"
+)
 
 
 @pytest.fixture
@@ -82,6 +88,22 @@ def test_every_option_at_once_in_a_narrow_dtype():
     assert_attention(jax.jit(partial(attend_xla, **options))(*arrays), *arrays, **options)
 
 
+@pytest.mark.parametrize("tiling", [None, "tiny_tiles"])
+@pytest.mark.parametrize("case", FLOAT8.values(), ids=FLOAT8)
+def test_scaled_float8(case, tiling, request):
+    tiling and request.getfixturevalue(tiling)
+    arrays, options = case.arrays(), HEAD_SCALES | {"is_causal": True, "key_value_seq_lengths": np.array([36, 0])}
+    assert_attention(jax.jit(partial(attend, **options))(*arrays), *arrays, **options)
+
+
+def test_head_scales_may_be_traced_and_numbers_of_float8_range_do_not_overflow():
+    query, key, value = FLOAT8["float8_float16"].arrays()
+    scales = {"key_scale": np.array([1e-3, 0.3], np.float32), "value_scale": np.array([1e-3, 2.0], np.float32)}
+    call = jax.jit(lambda *arrays, **scales: attend_xla(*arrays, **scales))
+    key, value = (x * jnp.asarray(100, x.dtype) for x in (key, value))  # up to 448
+    assert_attention(call(query, key, value, **scales), query, key, value, **scales)
+
+
 @pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize("block_size", [None, 1, 5])
 def test_the_states_of_all_shards_merge_into_the_whole(block_size):
@@ -111,12 +133,13 @@ def test_gradients_are_those_of_dense_attention(name, tiling, request):
     query, key, value = Case().arrays()
     options = OPTIONS[name] | {"key_value_seq_lengths": np.array([0, 30], np.int32)}
     weight_out, weight_lse = Case().arrays(seed=1)[0], Case().arrays(seed=2)[0][..., 0]
+    per_head = {n: jnp.asarray(options[n]) for n in ("sinks", "key_scale", "value_scale") if n in options}
 
-    def loss(attention, query, key, value, sinks):
-        out, lse = attention(query, key, value, **(options | {"sinks": sinks}))
+    def loss(attention, query, key, value, per_head):
+        out, lse = attention(query, key, value, **(options | per_head))
         return jnp.sum(out * weight_out) + jnp.sum(jnp.where(jnp.isneginf(lse), 0.0, lse) * weight_lse)
 
-    arguments = query, key, value, jnp.asarray(SINKS) if "sinks" in options else None
+    arguments = query, key, value, per_head
     gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2, 3)))(*arguments)
     got = gradient(partial(attend, implementation="xla"))
     assert_gradients(got, gradient(dense_attention))
@@ -136,15 +159,30 @@ def test_two_runs_agree_to_the_bit():
     assert_same_bits(call(*Case().arrays()), call(*Case().arrays()))
 
 
-def temporary_bytes(function, num_queries, num_keys):
-    shapes = [(1, num_queries, 4, 64), (1, num_keys, 2, 64), (1, num_keys, 2, 64)]
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+def temporary_bytes(function, num_queries, num_keys, stored_dtype=jnp.float32):
+    query = jax.ShapeDtypeStruct((1, num_queries, 4, 64), jnp.float32)
+    key = jax.ShapeDtypeStruct((1, num_keys, 2, 64), stored_dtype)
+    return jax.jit(function).lower(query, key, key).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_decoding_memory_does_not_grow_with_the_keys():
     small, large = (temporary_bytes(attend_xla, 1, 1 << exponent) for exponent in (15, 18))
     assert large <= 1.1 * small
+
+
+@needs_gpu
+def test_on_a_gpu_scaled_float8_is_not_widened_in_memory(monkeypatch):
+    monkeypatch.setattr(xla, "MAX_LOGITS_PER_CHUNK", 1 << 12)
+    decode = partial(attend_xla, **HEAD_SCALES)
+    small, large = (temporary_bytes(decode, 1, 1 << exponent, jnp.float8_e4m3fn) for exponent in (15, 18))
+    assert large <= 1.1 * small
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", FLOAT8.values(), ids=FLOAT8)
+def test_on_a_gpu_scaled_float8(case):
+    arrays, options = case.arrays(), HEAD_SCALES | {"is_causal": True}
+    assert_attention(jax.jit(partial(attend_xla, **options))(*arrays), *arrays, **options)
 
 
 def test_prefill_memory_does_not_grow_with_queries_times_keys():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients
-from attention_cases import SINKS, Case
+from attention_cases import HEAD_SCALES, SINKS, Case
 from dense import dense_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,6 +23,7 @@ OPTIONS = {
     "window_not_causal": {"is_causal": False, "local_window_size": 3},
     "soft_cap_scale": {"logits_soft_cap": 1.5, "scale": 0.6},
     "sinks": {"sinks": SINKS},
+    "head_scales": HEAD_SCALES,
 }
 PROMPT = Case(queries=TOKENS, keys=TOKENS)
 
@@ -64,9 +65,10 @@ def test_every_option_and_placement_with_lengths(name, block_size):
         ({"seq": 4}, Case(queries=TOKENS, keys=TOKENS, heads=6, kv_heads=2)),
         ({"seq": 3}, Case(queries=TOKENS, keys=TOKENS, kv_heads=1, value_dim=5)),
         ({"seq": 3}, Case(queries=TOKENS, keys=TOKENS, dtype="bfloat16")),
+        ({"seq": 3}, Case(queries=TOKENS, keys=TOKENS, dtype="bfloat16", stored_dtype="float8_e4m3fn")),
         ({"device": 3, "node": 2}, Case(queries=TOKENS, keys=TOKENS, logit_size=1e4)),
     ],
-    ids=["one_device", "gqa", "mqa_value_dim", "bf16", "two_axes_huge_logits"],
+    ids=["one_device", "gqa", "mqa_value_dim", "bf16", "float8", "two_axes_huge_logits"],
 )
 def test_devices_shapes_and_dtypes(axis_sizes, case):
     arrays = case.arrays()

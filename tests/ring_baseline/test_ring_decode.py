@@ -1,5 +1,6 @@
 """ring_decode, both variants, against the oracle and against tree_decode."""
 
+import re
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_state
-from attention_cases import KEYS, OPTIONS, Case
+from attention_cases import FLOAT8, HEAD_SCALES, KEYS, OPTIONS, Case
 from dense import dense_attention
 from jax.sharding import PartitionSpec as P
 
@@ -49,6 +50,18 @@ def test_options_under_block_cyclic_placement(name, variant):
 def test_shapes_and_dtypes(case, variant):
     arrays = case.arrays()
     assert_attention(jax.jit(ring_on(3, variant=variant))(*arrays), *arrays)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_devices", [3, 8])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_scaled_float8_travels_as_it_is_stored(name, num_devices, variant):
+    query, key, value = FLOAT8[name].arrays()
+    options = HEAD_SCALES | {"key_value_seq_lengths": np.array([KEYS, 5], np.int32)}
+    call = jax.jit(ring_on(num_devices, variant=variant, **options))
+    assert_attention(call(query, key, value), query, key, value, **options)
+    sent = re.findall(r"collective_permute.*-> tensor<[0-9x]*x(\w+)>", call.lower(query, key, value).as_text())
+    assert sent and set(sent) == {"f8E4M3FN"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -118,7 +118,8 @@ def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
-    key, value = key.astype(query.dtype), value.astype(query.dtype)  # float8 fits in each of them exactly
+    # Exact for float8. (On a CPU XLA widens float8 to float16 before it takes the chunk: it has no float8 slices.)
+    key, value = key.astype(query.dtype), value.astype(query.dtype)
     # Full float32 products for float32 inputs: a GPU's default would be tf32, wrong in the third digit.
     dot = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     grouped = query.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
