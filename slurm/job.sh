@@ -8,6 +8,8 @@
 #                      `apptainer exec --nv image.sif tree-attn`
 #   TREE_ATTN_SRUN     more flags for srun                        none
 #   TREE_ATTN_OUT      results                                    results/JOB in the folder that sbatch was called in
+#   TREE_ATTN_END_S    how long srun may take to end the rest     60
+#                      when a rank has failed
 #   TREE_ATTN_LOGS     a log per rank and job                     logs/ in the folder of the results
 #
 # A job that is requeued has the same job id, hence the same folder, and goes on from what lies there.
@@ -30,9 +32,10 @@ say() { echo "$(date +%FT%T) $(hostname): $*"; }
 
 # SLURM sends USR1 when the time limit is near (--signal in the sbatch files), TERM when the job is cancelled, preempted
 # or out of time. What is finished is on disk at every moment, so there is nothing to save here.
-started=$(mktemp)
-trap 'rm -f "$started"' EXIT
-has_progressed() { find "$TREE_ATTN_OUT" -name '*.jsonl' -newer "$started" 2>/dev/null | grep -q .; }
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+touch "$scratch/started"
+has_progressed() { find "$TREE_ATTN_OUT" -name '*.jsonl' -newer "$scratch/started" 2>/dev/null | grep -q .; }
 on_time_limit() {
   if ! has_progressed; then
     say "job $SLURM_JOB_ID is near its time limit and has finished nothing in it: it is not requeued; give it more time"
@@ -54,15 +57,32 @@ trap on_term TERM
 run_ranks() {
   local step status=0
   mkdir -p "$TREE_ATTN_OUT" "$TREE_ATTN_LOGS"
+  : >"$scratch/srun"
   srun --kill-on-bad-exit=1 --open-mode=append --output="$TREE_ATTN_LOGS/%j-%t.log" "${srun_flags[@]}" \
-    "${command_words[@]}" "$@" &
+    "${command_words[@]}" "$@" 2> >(tee "$scratch/srun" >&2) &
   step=$!
+  end_if_stuck "$step" &
   # A signal to this script ends `wait` early.
   while wait "$step" && status=0 || status=$?; kill -0 "$step" 2>/dev/null; do :; done
   # Ranks that were told to end may still end well, without having done all there was to do.
   [ -z "$told_to_end" ] || status=143
   [ "$status" = 0 ] || say_last_words "$status"
   return "$status"
+}
+
+# srun waits for tasks that it cannot reach until SLURM gives their node up, 5 minutes by default.
+end_if_stuck() {
+  trap - USR1 TERM EXIT
+  until grep -q 'error: .*: tasks\? ' "$scratch/srun" 2>/dev/null; do
+    sleep 1
+    kill -0 "$1" 2>/dev/null || return 0
+  done
+  for ((i = 0; i < ${TREE_ATTN_END_S:-60}; i++)); do
+    sleep 1
+    kill -0 "$1" 2>/dev/null || return 0
+  done
+  say "a rank has failed, and srun cannot end the others in ${TREE_ATTN_END_S:-60} s: some node cannot be reached"
+  kill -KILL "$1"
 }
 
 say_last_words() {

@@ -19,6 +19,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TREE_ATTN_TIMEOUT_S": "25",
     "TREE_ATTN_HEARTBEAT_S": "10",
+    "TREE_ATTN_END_S": "15",
     "PYTHONPATH": str(ROOT),
     "TREE_ATTN_HOME": str(ROOT),
     "TREE_ATTN_COMMAND": f"{sys.executable} -m tree_attn.cli",

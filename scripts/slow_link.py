@@ -1,0 +1,160 @@
+"""Tree and ring attention over two nodes with a slow link between them: time, and bytes per level of the topology.
+
+On the miniature cluster, whose nodes have interfaces of their own to count bytes on and a link that can be limited:
+
+  slurm/minicluster/minicluster start --nodes 2
+  slurm/minicluster/minicluster shape 50mbit
+  eval "$(slurm/minicluster/minicluster env)"
+  srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out docs/results/slow_link
+  python3 scripts/slow_link.py --table docs/results/slow_link
+
+Every node has four emulated CPU devices, two per process. The share of a strategy is what its algorithm has to send: a
+flat collective runs along a ring of all devices, which leaves each node once, so one device's traffic crosses the link;
+in a hierarchical one, each of a node's devices merges with its partners in the other nodes.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import time
+
+ROUNDS = 3  # the median of so many rounds of steps is what counts: emulated devices share their cores with everything
+NODES, TASKS, DEVICES_PER_TASK = 2, 2, 2
+KEY_COUNT, HEADS, KV_HEADS, HEAD_DIM, BATCH = 256, 32, 2, 64, 4
+
+
+def shares(step, strategy: str, reduction: str | None) -> tuple[float, float]:
+    """Bytes that one node has to send in a step, (within itself, to the other nodes), by the ring model."""
+    from tree_attn import cost_model
+
+    sizes = (step.n_devices // NODES, NODES)
+    if reduction == "hierarchical":
+        packed = cost_model.bytes_sent_per_device(step, strategy, "gather") / (step.n_devices - 1)
+        return tuple(sizes[0] * (size - 1) * packed for size in sizes)
+    per_device = cost_model.bytes_sent_per_device(step, strategy, reduction)
+    return (sizes[0] - 1) * per_device, per_device
+
+
+def sent_bytes(interface: str) -> int:
+    """What this node has sent through an interface so far."""
+    return int(pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def measure_case(case, devices, num_steps: int) -> dict:
+    """Times one strategy and counts what its steps send; the same steps are counted and timed."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    from tree_attn.commands import comparison_data
+
+    mesh = case.mesh(devices)
+    data = comparison_data.make_data(case.step, mesh, case.axes, seed=0)
+    step = jax.jit(case.decode(mesh)).lower(*data).compile()
+    for _ in range(3):
+        jax.block_until_ready(step(*data))
+    seconds, near, far = [], [], []
+    for _ in range(ROUNDS):
+        multihost_utils.sync_global_devices("before")
+        before, start = (sent_bytes("lo"), sent_bytes("eth0")), time.perf_counter()
+        for _ in range(num_steps):
+            jax.block_until_ready(step(*data))
+        multihost_utils.sync_global_devices("after")  # this node's other process has sent everything too
+        seconds.append((time.perf_counter() - start) / num_steps)
+        near.append((sent_bytes("lo") - before[0]) / num_steps)
+        far.append((sent_bytes("eth0") - before[1]) / num_steps)
+    near_share, far_share = shares(case.step, case.strategy, case.reduction)
+    return {
+        "strategy": case.strategy,
+        "reduction": case.reduction,
+        "axis_sizes": list(case.axis_sizes),
+        "latency_us_median": float(np.median(seconds)) * 1e6,
+        "latency_us_least": min(seconds) * 1e6,
+        "latency_us_most": max(seconds) * 1e6,
+        "bytes_sent_per_node_within": float(np.median(near)),
+        "bytes_sent_per_node_across": float(np.median(far)),
+        "bytes_share_per_node_within": near_share,
+        "bytes_share_per_node_across": far_share,
+        "n_steps": num_steps,
+        "n_rounds": ROUNDS,
+        "load_average": os.getloadavg()[0],  # four processes of this are the measurement itself
+    }
+
+
+def run(out: pathlib.Path, num_steps: int, link: str) -> None:
+    """Measures every strategy; process 0 writes a row for each."""
+    import jax
+
+    from tree_attn import distributed, measure
+    from tree_attn.commands import comparison
+    from tree_attn.cost_model import DecodeStep
+    from tree_attn.reduce import REDUCTIONS
+
+    launch = distributed.initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
+    assert launch.num_processes == NODES * TASKS, f"run it as the help shows, in {NODES} nodes of {TASKS} tasks"
+    devices = jax.devices()
+    step = DecodeStep(
+        batch=BATCH,
+        num_keys=KEY_COUNT,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype="float32",
+        n_devices=len(devices),
+    )
+    facts = {
+        "link": link,
+        "num_keys": KEY_COUNT,
+        "num_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "batch": BATCH,
+        "dtype": "float32",
+        "n_nodes": NODES,
+        "n_processes": jax.process_count(),
+        "hardware": f"{NODES} nodes, network namespaces of one machine: {measure.hardware(devices)}",
+        "jax_version": jax.__version__,
+    }
+    writer = measure.JsonlWriter(out / "results.jsonl", facts) if jax.process_index() == 0 else None
+    for case in comparison.plan([step], REDUCTIONS, [None], "cpu"):
+        row = measure_case(case, devices, num_steps)
+        if writer is not None:
+            command = "srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out DIR"
+            writer.append(row | facts | {"git_commit": measure.git_commit(), "command": command})
+            print(f"{case.label}: {row['latency_us_median'] / 1e3:.1f} ms, {row['bytes_sent_per_node_across']:,.0f} B")
+
+
+def table(rows: list[dict]) -> str:
+    """A Markdown table: time, then bytes per step and node at each level, measured and by the model."""
+    lines = [
+        f"| strategy | time per step (range) | sent within a node (share) | across, {rows[0]['link']} (share) |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        name = f"tree {row['reduction']}" if row["reduction"] else row["strategy"].replace("_", " ")
+        time_ms = [row[f"latency_us_{which}"] / 1e3 for which in ("median", "least", "most")]
+        cells = [name, "{:.1f} ms ({:.1f} to {:.1f})".format(*time_ms)]
+        for level in ("within", "across"):
+            sent, share = (row[f"bytes_{which}_per_node_{level}"] / 1e3 for which in ("sent", "share"))
+            cells.append(f"{sent:,.1f} kB ({share:,.1f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=pathlib.Path, metavar="DIR", help="measure, and write DIR/results.jsonl")
+    what.add_argument("--table", type=pathlib.Path, metavar="DIR", help="print the table of DIR/results.jsonl")
+    parser.add_argument("--steps", type=int, default=30, help="per round (default 30)")
+    parser.add_argument("--link", default="50 Mbit/s", help="what the table calls the link (default 50 Mbit/s)")
+    args = parser.parse_args()
+    if args.table is not None:
+        print(table([json.loads(line) for line in (args.table / "results.jsonl").read_text().splitlines()]))
+    else:
+        run(args.out, args.steps, args.link)
+
+
+if __name__ == "__main__":
+    main()
