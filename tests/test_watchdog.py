@@ -72,8 +72,8 @@ def running(command: list[str], count: int, ranks=None, **extra: str) -> Iterato
             process.communicate()
 
 
-def in_loop(at_turn_50: str) -> contextlib.AbstractContextManager[list[subprocess.Popen]]:
-    return running([sys.executable, "-c", textwrap.dedent(LOOP + at_turn_50)], 3)
+def in_loop(at_turn_50: str, count: int = 3) -> contextlib.AbstractContextManager[list[subprocess.Popen]]:
+    return running([sys.executable, "-c", textwrap.dedent(LOOP + at_turn_50)], count)
 
 
 def wait_until_running(processes: list[subprocess.Popen]) -> None:
@@ -97,18 +97,19 @@ def endings(processes: list[subprocess.Popen], limit_s: float = ENDS_S) -> list[
 
 
 @pytest.mark.parametrize(
-    "victim, what, words",
+    "count, victim, what, words",
     [
-        (1, signal.SIGKILL, "connection closed"),
-        (0, signal.SIGKILL, "connection closed"),
-        (2, signal.SIGSTOP, f"silent for {SILENCE_S} s"),
-        (0, signal.SIGSTOP, f"silent for {SILENCE_S} s"),
-        (1, signal.SIGTERM, "connection closed"),
+        (3, 1, signal.SIGKILL, "connection closed"),
+        (3, 0, signal.SIGKILL, "connection closed"),
+        (2, 1, signal.SIGKILL, "connection closed"),  # rank 0 is left alone, and must still say so
+        (3, 2, signal.SIGSTOP, f"silent for {SILENCE_S} s"),
+        (2, 0, signal.SIGSTOP, f"silent for {SILENCE_S} s"),
+        (2, 1, signal.SIGTERM, "connection closed"),
     ],
-    ids=["killed", "rank 0 killed", "stopped", "rank 0 stopped", "terminated"],
+    ids=["killed", "rank 0 killed", "the only other killed", "stopped", "rank 0 stopped", "terminated"],
 )
-def test_a_rank_that_is_lost_ends_the_others(victim, what, words):
-    with in_loop(FOREVER) as processes:
+def test_a_rank_that_is_lost_ends_the_others(count, victim, what, words):
+    with in_loop(FOREVER, count) as processes:
         wait_until_running(processes)
         processes[victim].send_signal(what)
         others = [process for rank, process in enumerate(processes) if rank != victim]

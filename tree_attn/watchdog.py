@@ -82,7 +82,8 @@ class Watchdog:
         self._own_fault: _Fault | None = None
         self._own_verdict = threading.Event()
         self._is_first = launch.process_id == 0
-        threading.Thread(target=self._watch, name="tree_attn watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="tree_attn watchdog", daemon=True)
+        self._thread.start()
 
     def reach(self, stage: int) -> None:
         """Says that this process has come through `stages[:stage]`."""
@@ -105,7 +106,8 @@ class Watchdog:
         self._own_fault = _Fault(self.launch.process_id, f"{self._name} failed: {message}", 2 if by_others else 1)
         self._wake()
         # A rank that was stopped or cut off breaks collectives only when it has been silent for long.
-        self._own_verdict.wait(_SETTLE_S + _PART_S + 1 + (self.silence_s if by_others else 0))
+        if self._thread.is_alive():
+            self._own_verdict.wait(_SETTLE_S + _PART_S + 1 + (self.silence_s if by_others else 0))
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -115,7 +117,7 @@ class Watchdog:
         try:
             beat_s = min(1.0, self.silence_s / 5)
             next_beat_s, said = 0.0, (0, False, None)
-            while self._peers:
+            while self._peers or self._faults:  # with the last peer gone, the verdict is still to be spoken
                 # The bell wakes it for what must be told now.
                 sources = [self._bell, *([self._listener] if self._listener else [])]
                 sources += [peer.channel for peer in self._peers.values()] + self._strangers
@@ -235,7 +237,7 @@ class Watchdog:
     def _obey(self, faults: list[_Fault]) -> None:
         """Ends this process, or, where the verdict is its own failure, leaves the last words to the program."""
         if self._own_fault and self.launch.process_id in [fault.rank for fault in faults]:
-            self._peers = {}
+            self._peers, self._faults = {}, {}
             self._own_verdict.set()
             return
         self._end([fault.text for fault in faults])
