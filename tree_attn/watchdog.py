@@ -14,6 +14,7 @@ lost, each of the others finds that by itself.
 
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -26,7 +27,9 @@ from tree_attn.launch import Launch
 from tree_attn.rollcall import Channel, Members, readable, reject
 
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the command, and it may be run again
-_SETTLE_S = 0.5  # one death breaks many connections at once; the verdict is about the first cause
+# How long rank 0 waits for more before it speaks its verdict. A cause is told at once, for whoever started the ranks
+# may end them all when one has ended; an error that may be a consequence waits for its cause.
+_CAUSE_SETTLES_S, _CONSEQUENCE_SETTLES_S = 0.05, 0.5
 _PART_S = 2.0  # how long rank 0 stays until all have heard the verdict, for JAX's service dies with it
 
 
@@ -66,6 +69,7 @@ class Watchdog:
         """
         self.launch, self.stages, self.stage_limit_s, self.silence_s = launch, stages, stage_limit_s, silence_s
         self._name = launch.name_of(launch.process_id)
+        self._beat_s = min(1.0, silence_s / 5)
         now = time.monotonic()
         self._peers = {
             rank: _Peer(rank, members.hellos[rank]["node"], channel, now) for rank, channel in members.channels.items()
@@ -77,7 +81,7 @@ class Watchdog:
         self._bell.setblocking(False)
         self._stage, self._all_reached, self._stage_began_s = 0, 0, now
         self._faults: dict[int, _Fault] = {}
-        self._verdict_s: float | None = None  # rank 0: when it will be spoken
+        self._verdict_s = math.inf  # rank 0: when it will be spoken
         self._said_bye = False
         self._own_fault: _Fault | None = None
         self._own_verdict = threading.Event()
@@ -107,7 +111,7 @@ class Watchdog:
         self._wake()
         # A rank that was stopped or cut off breaks collectives only when it has been silent for long.
         if self._thread.is_alive():
-            self._own_verdict.wait(_SETTLE_S + _PART_S + 1 + (self.silence_s if by_others else 0))
+            self._own_verdict.wait(_CONSEQUENCE_SETTLES_S + _PART_S + 1 + (self.silence_s if by_others else 0))
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -115,18 +119,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            beat_s = min(1.0, self.silence_s / 5)
             next_beat_s, said = 0.0, (0, False, None)
             while self._peers or self._faults:  # with the last peer gone, the verdict is still to be spoken
                 # The bell wakes it for what must be told now.
                 sources = [self._bell, *([self._listener] if self._listener else [])]
                 sources += [peer.channel for peer in self._peers.values()] + self._strangers
-                for source in readable(sources, min(beat_s, next_beat_s - time.monotonic())):
+                for source in readable(sources, min(next_beat_s, self._due_s()) - time.monotonic()):
                     self._take(source)
                 if said != (said := (self._stage, self._said_bye, self._own_fault)):
                     self._tell_own()
                 if time.monotonic() >= next_beat_s:
-                    next_beat_s = time.monotonic() + beat_s
+                    next_beat_s = time.monotonic() + self._beat_s
                     for peer in self._peers.values():
                         peer.channel.send("alive")
                 self._judge()
@@ -185,28 +188,35 @@ class Watchdog:
                 peer.channel.send("bye")
 
     def _note(self, fault: _Fault) -> None:
-        known = self._faults.setdefault(fault.rank, fault)
+        settles_s = _CONSEQUENCE_SETTLES_S if fault.order == 2 else _CAUSE_SETTLES_S
+        known = self._faults.get(fault.rank)
         # A rank that failed by itself goes afterwards; that it is gone says less than why.
-        if known.order == 2:
+        if known is None or known.order == 2 > fault.order:
             self._faults[fault.rank] = fault
+            self._verdict_s = min(self._verdict_s, time.monotonic() + settles_s)
 
     def _judge(self) -> None:
         now = time.monotonic()
         for peer in self._peers.values():
             # Who has said bye may be busy taking itself down; JAX has its own limit for that.
-            if now - peer.heard_s > self.silence_s and not peer.said_bye:
+            is_next_silent = (
+                self._faults and now - peer.heard_s > self.silence_s - self._beat_s
+            )  # of the same node, say
+            if (now - peer.heard_s > self.silence_s or is_next_silent) and not peer.said_bye:
                 self._note(_Fault(peer.rank, f"{peer.name}: silent for {self.silence_s:g} s", 0))
         if not self._is_first:
             if self._faults:
                 self._obey(list(self._faults.values()))
             return
         self._judge_stages(now)
-        if self._faults and self._verdict_s is None:
-            self._verdict_s = now + _SETTLE_S
-        # Errors that speak of others wait for the silence of those others, unless all have spoken.
-        waits = all(fault.order == 2 for fault in self._faults.values()) and len(self._faults) <= len(self._peers)
-        if self._verdict_s is not None and now >= self._verdict_s + (self.silence_s if waits else 0):
+        if now >= self._due_s():
             self._speak()
+
+    def _due_s(self) -> float:
+        """Rank 0: when the verdict is to be spoken. Errors that speak of others wait for those to fall silent."""
+        has_cause = any(fault.order < 2 for fault in self._faults.values())
+        all_failed = len(self._faults) > len(self._peers)  # nobody is left to be the cause
+        return self._verdict_s + (0 if has_cause or all_failed else self.silence_s)
 
     def _judge_stages(self, now: float) -> None:
         """Notes the ranks that are behind, where all wait for them for too long."""
