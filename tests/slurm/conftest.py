@@ -109,8 +109,8 @@ class LimitedJobs:
         # The warning comes within the 30 s before the limit: SLURM looks every 30 s, and a second is the least.
         limit = ("--nodes=1", "--ntasks=1", "--time=1", "--signal=B:USR1@1")
         requeued = submit("matrix", folder / "requeued", sbatch=(*limit, "--nodelist=n3"), **settings)
-        # So long a pause that the limit falls into the second one.
-        longer, where = settings | {"PAUSE_S": "50"}, ("--nodelist=n4", "--no-requeue")
+        # So long a pause that the limit falls into the first one: SLURM ends the job 60 to 90 s after its start.
+        longer, where = settings | {"PAUSE_S": "120"}, ("--nodelist=n4", "--no-requeue")
         not_requeued = submit("matrix", folder / "not_requeued", sbatch=(*limit, *where), **longer)
         return cls(requeued, not_requeued, settings)
 
