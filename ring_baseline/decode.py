@@ -76,7 +76,7 @@ def ring_decode(
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
         def attend_to(key_value, hop) -> SoftmaxState:
             visiting = dataclasses.replace(shard, index=source(axes, hop))
-            return attend_shard(query, *key_value, options, visiting)
+            return attend_shard(query, *key_value, options, visiting, beside_transfers=True)
 
         by_hop = rotate(attend_to, (key, value), axes, shard.num_shards)
         # Every device met the shards in another order; in the ring's order the merge rounds alike everywhere.

@@ -4,6 +4,7 @@
     python3 scripts/bench_lean.py figures --out docs/results/lean_h200/figures.jsonl    # LeanAttention's 7, 8 and 12
     python3 scripts/bench_lean.py energy --out docs/results/lean_h200/energy.jsonl      # its Figure 13, by NVML
     python3 scripts/bench_lean.py plot --out docs/results/lean_h200/figures.jsonl       # plots beside the rows
+    python3 scripts/bench_lean.py markdown --out docs/results/lean_h200/table.jsonl     # the README's table
 
 Device time by the profiler, host launches and gaps between kernels excluded; each of 8 or more unrolled steps depends
 on the one before, and K and V rotate over more memory than the L2 cache holds. FlashInfer (optional) runs in a process
@@ -87,15 +88,15 @@ def figure_cases() -> list[Case]:
 def main() -> int:
     """Runs one of the parts; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("table", "figures", "energy", "plot", "flashinfer"))
+    parser.add_argument("part", choices=("table", "figures", "energy", "plot", "markdown", "flashinfer"))
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; cases in it are not run again")
     parser.add_argument("--iters", type=int, default=15, help="profiled runs per row")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no further case after so many seconds")
     args = parser.parse_args()
     if args.part == "flashinfer":
         return _flashinfer_worker()
-    if args.part == "plot":
-        return plot(args.out)
+    if args.part in ("plot", "markdown"):
+        return {"plot": plot, "markdown": markdown}[args.part](args.out)
     cases = {"table": table_cases, "figures": figure_cases, "energy": lambda: table_cases()[-2:] + table_cases()[1:2]}
     return run(cases[args.part](), args, with_energy=args.part == "energy")
 
@@ -292,6 +293,22 @@ def _torch_device_us(call, calls: int, n_iters: int = 15) -> float:
     return float(np.median(samples))
 
 
+def markdown(path: pathlib.Path) -> int:
+    """Prints device times, one line per case, in microseconds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    names = {"mosaic_gpu": "mosaic_gpu", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
+    print(f"| step | heads | {' | '.join(names.values())} | limit |")
+    print("|---|---|" + "---|" * (len(names) + 1))
+    cases = {_key(row)[:-1]: row for row in rows}
+    for key, row in cases.items():
+        times = {r["implementation"]: r["device_us_median"] for r in rows if _key(r)[:-1] == key}
+        step = f"{row['batch']} x {row['max_keys']:,}"
+        step = f"{row['batch']} ragged, longest {row['max_keys']:,}" if row["is_ragged"] else step
+        cells = " | ".join(f"{times[name]:.1f}" if name in times else "" for name in names)
+        print(f"| {step} | {row['num_heads']}/{row['num_kv_heads']} | {cells} | {row['limit_us']:.1f} |")
+    return 0
+
+
 def plot(path: pathlib.Path) -> int:
     """Draws time over the limit for each figure, one line per implementation and number of heads."""
     import matplotlib
@@ -316,7 +333,8 @@ def plot(path: pathlib.Path) -> int:
                     panel.plot(*zip(*points), style, color=colour, marker=".", label=f"{implementation}, {heads} heads")
         panel.set(xscale="log", yscale="log", xlabel=label, title=f"LeanAttention, Figure {name}: head dim 64, bf16")
         panel.axhline(1, color="gray", linewidth=1)
-        panel.legend(fontsize=7)
+        if panel.get_legend_handles_labels()[0]:  # rows of this figure are there
+            panel.legend(fontsize=7)
     panels[0].set_ylabel(f"device time / time to read K and V at {READ_GB_PER_S / 1000} TB/s")
     figure.savefig(path.with_suffix(".png"), bbox_inches="tight", dpi=110)
     return 0

@@ -11,7 +11,7 @@ from assertions import assert_attention
 from attention_cases import HEAD_SCALES, Case
 
 from tree_attn import SoftmaxState, attend, make_mesh, tree_decode
-from tree_attn.local import IMPLEMENTATIONS, cudnn, flash_attn, mosaic_gpu, xla
+from tree_attn.local import IMPLEMENTATIONS, choose, cudnn, flash_attn, mosaic_gpu, xla
 
 needs_cpu = pytest.mark.skipif(cudnn.unavailable() is None, reason="runs only where cuDNN cannot")
 
@@ -105,3 +105,13 @@ def test_none_takes_cudnn_for_what_it_can_do(dtype, options, expected, caplog):
     out, _ = attend(*Case(dtype=dtype).arrays(), **options)
     assert f"picked {expected!r}" in caplog.text
     assert np.all(np.asarray(out) == 42) == (expected == "cudnn")
+
+
+def test_a_ring_is_given_another_kernel_than_a_tree(monkeypatch):
+    """Beside transfers the lean kernel, which keeps every SM to its end, is slower than cuDNN."""
+    for backend in IMPLEMENTATIONS.values():
+        monkeypatch.setattr(backend, "unavailable", lambda: None)
+        monkeypatch.setattr(backend, "unsupported", lambda *_, **__: None)
+    assert choose(None, None, None, implementation=None) == "mosaic_gpu"
+    assert choose(None, None, None, implementation=None, beside_transfers=True) == "cudnn"
+    assert choose(None, None, None, implementation="mosaic_gpu", beside_transfers=True) == "mosaic_gpu"

@@ -84,13 +84,14 @@ def plan(
     """All cases: for each step and implementation, tree with every reduction and then both rings."""
     cases = []
     for step, asked in itertools.product(steps, implementations):
-        implementation = asked or _automatic_implementation(step, platform)
-        case = functools.partial(Case, step=step, implementation=implementation)
+        case = functools.partial(Case, step=step, implementation=asked or _automatic_implementation(step, platform))
         for reduction in reductions:
             sizes = two_levels(step.n_devices) if reduction == "hierarchical" else None
             cases.append(case(strategy="tree", reduction=reduction, axis_sizes=sizes or (step.n_devices,)))
+        beside = asked or _automatic_implementation(step, platform, beside_transfers=True)
         for strategy in ("ring_overlapped", "ring_public"):
-            cases.append(case(strategy=strategy, reduction=None, axis_sizes=(step.n_devices,)))
+            ring = case(strategy=strategy, reduction=None, implementation=beside, axis_sizes=(step.n_devices,))
+            cases.append(ring)
     return cases
 
 
@@ -267,12 +268,14 @@ def broadcast_flags(flags: Sequence[bool]) -> list[bool]:
     return [bool(flag) for flag in _broadcast(np.asarray(flags, np.int32))]
 
 
-def _automatic_implementation(step: DecodeStep, platform: str) -> str:
-    """What `implementation=None` would run on one shard of this step."""
+def _automatic_implementation(step: DecodeStep, platform: str, beside_transfers: bool = False) -> str:
+    """What `implementation=None` would run on one shard of this step, in tree attention or in a ring."""
     if platform == "cpu":
         return "xla"  # on a machine with a GPU, the library would judge by that and not by the emulated devices
     batch, keys, heads, dim = step.batch, step.keys_per_device, step.num_kv_heads, step.head_dim
     query = jax.ShapeDtypeStruct((batch, step.num_queries, step.num_heads, dim), step.dtype)
     key = jax.ShapeDtypeStruct((batch, keys, heads, dim), step.dtype)
     visible = visibility(AttentionOptions(), batch=batch, num_queries=step.num_queries, num_slots=keys, shard=Shard())
-    return choose(query, key, key, logits_soft_cap=None, visible=visible, implementation=None)
+    return choose(
+        query, key, key, logits_soft_cap=None, visible=visible, implementation=None, beside_transfers=beside_transfers
+    )

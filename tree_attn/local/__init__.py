@@ -21,6 +21,8 @@ from tree_attn.state import SoftmaxState, merge_state
 # or not used at all.
 IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn}
 _AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
+# The lean kernel keeps every SM to its end, and a transfer's own kernels wait for one: a ring is faster beside cuDNN.
+_BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
 _log = logging.getLogger("tree_attn")
 
 
@@ -91,18 +93,23 @@ def attend(
     return state if sinks is None else merge_state(state, sink_state(sinks, state))
 
 
-def attend_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
-    """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already."""
+def attend_shard(
+    query, key, value, options: AttentionOptions, shard: Shard, *, beside_transfers: bool = False
+) -> SoftmaxState:
+    """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already.
+
+    `beside_transfers`: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
+    """
     visible = visibility(options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard)
     how = dict(logits_soft_cap=options.logits_soft_cap, visible=visible, scales=options.head_scales(key.shape[2]))
-    name = choose(query, key, value, implementation=options.implementation, **how)
+    name = choose(query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **how)
     return IMPLEMENTATIONS[name].attend(query, key, value, scale=default_scale(options.scale, query.shape[-1]), **how)
 
 
-def choose(query, key, value, *, implementation: str | None, **how) -> str:
+def choose(query, key, value, *, implementation: str | None, beside_transfers: bool = False, **how) -> str:
     """Returns the backend that will run: the named one, or the first of the automatic order that can.
 
-    `how` are the keyword arguments of a backend's `unsupported`.
+    `beside_transfers` as in `attend_shard`; `how` are the keyword arguments of a backend's `unsupported`.
 
     Raises:
       NotImplementedError: the named backend cannot run here, or cannot do what is asked; with the reason.
@@ -112,7 +119,7 @@ def choose(query, key, value, *, implementation: str | None, **how) -> str:
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
         return implementation
-    for name in _AUTOMATIC:
+    for name in _BESIDE_TRANSFERS if beside_transfers else _AUTOMATIC:
         reason = why_not(name, query, key, value, **how)
         if reason is None:
             _log.info("implementation=None picked %r", name)
