@@ -42,16 +42,61 @@ def sent_bytes(interface: str) -> int:
 
 
 def measure_case(case, devices, num_steps: int) -> dict:
-    """Times one strategy and counts what its steps send; the same steps are counted and timed."""
+    """The row of one strategy: what its steps took and sent, beside its share."""
     import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
 
     from tree_attn.commands import comparison_data
 
     mesh = case.mesh(devices)
     data = comparison_data.make_data(case.step, mesh, case.axes, seed=0)
-    step = jax.jit(case.decode(mesh)).lower(*data).compile()
+    near_share, far_share = shares(case.step, case.strategy, case.reduction)
+    return {
+        "strategy": case.strategy,
+        "reduction": case.reduction,
+        "axis_sizes": list(case.axis_sizes),
+        **measure_steps(jax.jit(case.decode(mesh)), data, num_steps),
+        "bytes_share_per_node_within": near_share,
+        "bytes_share_per_node_across": far_share,
+    }
+
+
+def measure_level(case, devices, level: int, num_steps: int) -> dict:
+    """The row of one level of the hierarchical reduction alone: a state is gathered over that axis and merged."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from tree_attn.reduce import reduce_state
+    from tree_attn.state import SoftmaxState
+
+    mesh, axis = case.mesh(devices), case.axes[level]
+    rows = (case.step.batch, case.step.num_queries, case.step.num_heads)
+
+    def reduce(query):  # the state differs between devices, so that nothing can be left out
+        out = query + jax.lax.axis_index(case.axes)
+        merged = reduce_state(SoftmaxState(out, jnp.ones(rows, jnp.float32)), (axis,), "gather").out
+        return merged[None]
+
+    query = jnp.ones((*rows, case.step.head_dim), case.step.dtype)
+    program = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=P(case.axes), check_vma=False))
+    both = shares(case.step, case.strategy, case.reduction)
+    return {
+        "strategy": "level",
+        "reduction": f"{axis} level alone",
+        "axis_sizes": list(case.axis_sizes),
+        **measure_steps(program, (query,), num_steps),
+        "bytes_share_per_node_within": both[0] if level == 0 else 0.0,
+        "bytes_share_per_node_across": both[1] if level == 1 else 0.0,
+    }
+
+
+def measure_steps(program, data, num_steps: int) -> dict:
+    """Times a program's steps and counts what they send; the same steps are counted and timed."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    step = program.lower(*data).compile()
     for _ in range(3):
         jax.block_until_ready(step(*data))
     seconds, near, far = [], [], []
@@ -64,18 +109,12 @@ def measure_case(case, devices, num_steps: int) -> dict:
         seconds.append((time.perf_counter() - start) / num_steps)
         near.append((sent_bytes("lo") - before[0]) / num_steps)
         far.append((sent_bytes("eth0") - before[1]) / num_steps)
-    near_share, far_share = shares(case.step, case.strategy, case.reduction)
     return {
-        "strategy": case.strategy,
-        "reduction": case.reduction,
-        "axis_sizes": list(case.axis_sizes),
         "latency_us_median": float(np.median(seconds)) * 1e6,
         "latency_us_least": min(seconds) * 1e6,
         "latency_us_most": max(seconds) * 1e6,
         "bytes_sent_per_node_within": float(np.median(near)),
         "bytes_sent_per_node_across": float(np.median(far)),
-        "bytes_share_per_node_within": near_share,
-        "bytes_share_per_node_across": far_share,
         "n_steps": num_steps,
         "n_rounds": ROUNDS,
         "load_average": os.getloadavg()[0],  # four processes of this are the measurement itself
@@ -117,12 +156,15 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
         "jax_version": jax.__version__,
     }
     writer = measure.JsonlWriter(out / "results.jsonl", facts) if jax.process_index() == 0 else None
-    for case in comparison.plan([step], REDUCTIONS, [None], "cpu"):
-        row = measure_case(case, devices, num_steps)
+    cases = comparison.plan([step], REDUCTIONS, [None], "cpu")
+    (hierarchical,) = (case for case in cases if case.reduction == "hierarchical")
+    rows = [measure_case(case, devices, num_steps) for case in cases]
+    rows += [measure_level(hierarchical, devices, level, num_steps) for level in (0, 1)]
+    for row in rows:
         if writer is not None:
             command = "srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out DIR"
             writer.append(row | facts | {"git_commit": measure.git_commit(), "command": command})
-            print(f"{case.label}: {row['latency_us_median'] / 1e3:.1f} ms, {row['bytes_sent_per_node_across']:,.0f} B")
+            print(f"{_name(row)}: {row['latency_us_median'] / 1e3:.1f} ms, {row['bytes_sent_per_node_across']:,.0f} B")
 
 
 def table(rows: list[dict]) -> str:
@@ -132,14 +174,19 @@ def table(rows: list[dict]) -> str:
         "|---|---|---|---|",
     ]
     for row in rows:
-        name = f"tree {row['reduction']}" if row["reduction"] else row["strategy"].replace("_", " ")
         time_ms = [row[f"latency_us_{which}"] / 1e3 for which in ("median", "least", "most")]
-        cells = [name, "{:.1f} ms ({:.1f} to {:.1f})".format(*time_ms)]
+        cells = [_name(row), "{:.1f} ms ({:.1f} to {:.1f})".format(*time_ms)]
         for level in ("within", "across"):
             sent, share = (row[f"bytes_{which}_per_node_{level}"] / 1e3 for which in ("sent", "share"))
             cells.append(f"{sent:,.1f} kB ({share:,.1f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _name(row: dict) -> str:
+    if row["strategy"] == "level":
+        return f"hierarchical, {row['reduction']}"
+    return f"tree {row['reduction']}" if row["reduction"] else row["strategy"].replace("_", " ")
 
 
 def main() -> None:

@@ -131,7 +131,9 @@ def test_wrong_arguments(arguments, message):
         detect(*arguments, environ={})
 
 
-@pytest.mark.parametrize("name", set(SLURM) - {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE"})
+@pytest.mark.parametrize(
+    "name", sorted(set(SLURM) - {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEP_TASKS_PER_NODE"})
+)
 def test_each_variable_of_slurm_that_is_missing(name):
     with pytest.raises(
         ValueError, match=f"{name} is not set, though SLURM_STEP_.* is, .*: start the program with srun"
