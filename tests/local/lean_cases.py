@@ -1,0 +1,118 @@
+"""Calls for the lean kernel: drawn, laid out padded, packed or paged, and made through the public functions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tree_attn import attend, lean_decode, paged_decode
+
+PAGE = 64
+HEAD_DIMS = (64, 80, 96, 128, 256)
+GARBAGE = 300.0  # where no sequence has a key; it would spoil any result it got into
+HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.array([5.1, 0.2], np.float32)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call. `lengths` None means that every slot is valid, which only the padded layout can say."""
+
+    layout: str = "padded"
+    lengths: tuple[int, ...] | None = None
+    batch: int = 1
+    slots: int = 256
+    queries: int = 1
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 64
+    dtype: str = "bfloat16"
+    stored_dtype: str | None = None  # of key and value, where it is not the query's
+    logit_size: float = 1.0
+    options: dict = dataclasses.field(default_factory=dict)
+
+    def __str__(self):
+        """A test's name: what differs from the default."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {"options": "+".join(self.options)}
+        changed = (f"{name}={value}" for name, value in values.items() if value != getattr(Call, name, ""))
+        return " ".join(changed).replace(", ", "_") or "default"
+
+    @property
+    def valid(self) -> tuple[int, ...]:
+        return (self.slots,) * self.batch if self.lengths is None else self.lengths
+
+    def arrays(self):
+        """Query, key and value as the oracle takes them, `[B, slots, K, H]`, with garbage beyond the lengths."""
+        rng = np.random.default_rng(0)
+        shape = (len(self.valid), self.slots, self.kv_heads, self.head_dim)
+        query = self.logit_size * rng.normal(size=(shape[0], self.queries, self.kv_heads * self.group, self.head_dim))
+        is_valid = np.arange(self.slots)[None, :, None, None] < np.array(self.valid)[:, None, None, None]
+        stored = (np.where(is_valid, rng.normal(size=shape), GARBAGE) for _ in range(2))
+        return jnp.asarray(query, self.dtype), *(jnp.asarray(x, self.stored_dtype or self.dtype) for x in stored)
+
+    def inputs(self):
+        """The arrays that `run` takes: query, key, value, and what the layout needs."""
+        query, key, value = self.arrays()
+        lengths = np.array(self.valid, np.int32)
+        if self.layout == "packed":
+            key, value = (_packed(np.asarray(x), lengths) for x in (key, value))
+            return query, key, value, jnp.asarray([0, *np.cumsum(lengths)], jnp.int32)
+        if self.layout == "paged":
+            (key, table), (value, _) = (_paged(np.asarray(x)) for x in (key, value))
+            return query, key, value, table, jnp.asarray(lengths)
+        return query, key, value, *([] if self.lengths is None else [jnp.asarray(lengths)])
+
+    def shapes(self, sharding=None):
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self.inputs()]
+
+    def run(self, query, key, value, *rest):
+        options = self.options | {"implementation": "mosaic_gpu"}
+        if self.layout == "packed":
+            return lean_decode(query, key, value, *rest, **options)
+        if self.layout == "paged":
+            return paged_decode(query, key, value, *rest, **options)
+        lengths = {"key_value_seq_lengths": rest[0]} if rest else {}
+        return attend(query, key, value, **lengths, **options)
+
+
+def variants() -> list[Call]:
+    """What differs in the compiled kernel: head dims, dtypes, masks, layouts and numbers of query columns."""
+    lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
+    float8, scaled = {"stored_dtype": "float8_e4m3fn"}, {"options": HEAD_SCALES}
+    wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
+    return [
+        *(Call(head_dim=head_dim, **kind) for head_dim in HEAD_DIMS for kind in ({}, lengths | causal, lengths | wide)),
+        *(Call(head_dim=head_dim, **float8, **kind) for head_dim in HEAD_DIMS for kind in (scaled, lengths | wide)),
+        *(
+            Call(head_dim=head_dim, dtype="float16", **kind)
+            for head_dim in (80, 128)
+            for kind in ({}, float8 | lengths)
+        ),
+        *(Call(queries=8, group=group, head_dim=128, **lengths) for group in (1, 2, 4, 8)),
+        *(
+            Call(layout=layout, head_dim=128, **lengths, **kind)
+            for layout in ("packed", "paged")
+            for kind in ({"group": 16}, causal, float8 | scaled)
+        ),
+        Call(head_dim=128, slots=200),
+        Call(head_dim=128, options={"logits_soft_cap": 30.0}),
+        Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),
+    ]
+
+
+def _packed(stored, lengths):
+    """`[total, K, H]`, ending in garbage up to a multiple of 8."""
+    packed = np.concatenate([x[:length] for x, length in zip(stored, lengths)])
+    padding = np.full((8 + -len(packed) % 8, *packed.shape[1:]), GARBAGE, stored.dtype)
+    return jnp.asarray(np.concatenate([packed, padding]))
+
+
+def _paged(stored):
+    """Pages in some order with one of garbage among them, and the table that names them."""
+    batch, slots, *rest = stored.shape
+    count = batch * slots // PAGE
+    order = np.random.default_rng(1).permutation(count + 1)
+    pages = np.full((count + 1, PAGE, *rest), GARBAGE, stored.dtype)
+    pages[order[:count]] = stored.reshape(count, PAGE, *rest)
+    return jnp.asarray(pages), jnp.asarray(order[:count].reshape(batch, -1), jnp.int32)

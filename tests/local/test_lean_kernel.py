@@ -1,0 +1,61 @@
+"""The lean kernel in Mosaic GPU's interpreter, against the oracle."""
+
+import numpy as np
+import pytest
+from assertions import assert_same_bits
+from lean_cases import HEAD_SCALES, Call
+from lean_interpreter import check, interpreted, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
+
+pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
+SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
+CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (70, 0)}
+RAGGED = (200, 0, 77, 1)  # an empty sequence, and lengths that no tile divides
+FLOAT8 = {"stored_dtype": "float8_e4m3fn", "options": HEAD_SCALES}
+CALLS = [
+    Call(group=4),
+    Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
+    Call(head_dim=96, lengths=(130, 0), slots=192, group=3),
+    Call(head_dim=128, lengths=(250,), group=16),
+    Call(head_dim=256, lengths=(100,), slots=128, group=3, dtype="float16"),
+    Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
+    Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
+    Call(queries=8, group=16, kv_heads=1, slots=128, head_dim=128),  # two blocks of columns
+    Call(queries=5, group=16, kv_heads=1, slots=128, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
+    Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
+    Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
+    Call(logit_size=1e4, lengths=(200, 13)),
+    Call(**FLOAT8, lengths=(200, 70)),
+    Call(**FLOAT8, head_dim=80, dtype="float16", slots=128, group=3),
+    Call(**FLOAT8, head_dim=256, slots=128),
+    *(Call(**FLOAT8, layout=layout, lengths=RAGGED, group=3, head_dim=128) for layout in ("packed", "paged")),
+    *(
+        Call(layout=layout, lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192)
+        for layout in ("packed", "paged")
+    ),
+    Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_it_is_exact_and_has_no_race(call):
+    check(call)
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        ("padded", {"num_ctas": 40}),  # more CTAs than tiles
+        ("packed", {"num_ctas": 1}),  # one CTA for all rows
+        ("padded", {"num_stages": 3}),
+        ("packed", {"block_kv": 128, "num_ctas": 3}),
+    ],
+    ids=str,
+)
+def test_no_layout_changes_the_result(kind, layout, monkeypatch):
+    set_layout(monkeypatch, **layout)
+    check(Call(layout=kind, lengths=(200, 0, 77)))
+
+
+def test_two_runs_agree_to_the_bit():
+    call = Call(lengths=(200, 0, 77))
+    assert_same_bits(interpreted(call), interpreted(call))

@@ -1,0 +1,62 @@
+"""The lean kernel's barriers, in Mosaic GPU's interpreter.
+
+Its race detector takes no account of what the tensor core reads. So here registers read the same at the same time, and
+since a check that cannot fail shows nothing, kernels with one wait left out must be found to race.
+"""
+
+import pathlib
+import types
+
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from lean_cases import Call
+from lean_interpreter import check, has_race, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
+
+from tree_attn.local import lean_kernel, mosaic_gpu
+
+pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watched_products")]
+
+
+@pytest.fixture
+def watched_products(monkeypatch):
+    """What the tensor core multiplies is also read by registers, and by the proxy through which it reads."""
+    wgmma = plgpu.wgmma
+
+    def watched(acc_ref, left, right):
+        _ = left[...], right[...]
+        plgpu.commit_smem()
+        wgmma(acc_ref, left, right)
+
+    monkeypatch.setattr(plgpu, "wgmma", watched)
+
+
+@pytest.mark.parametrize(
+    "call, num_stages",
+    [
+        (Call(slots=512), 2),
+        (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3),
+        (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2),
+    ],
+    ids=str,
+)
+def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_been(call, num_stages, monkeypatch):
+    set_layout(monkeypatch, num_stages=num_stages, num_ctas=2)
+    check(call)
+
+
+def mutant(waits: str) -> types.ModuleType:
+    """The kernel's module with one of its waits left out."""
+    source = pathlib.Path(lean_kernel.__file__).read_text()
+    assert source.count(waits) == 1, "the kernel no longer has this wait: name the one it has"
+    module = types.ModuleType("mutant")
+    exec(compile(source.replace(waits, "pass"), "mutant", "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize(
+    "barrier", ["key_full.at[slot]", "value_full.at[slot]", "key_free.at[slot]", "value_free.at[slot]", "query_free"]
+)
+def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
+    set_layout(monkeypatch, num_ctas=1)
+    monkeypatch.setattr(mosaic_gpu, "lean_attention", mutant(f"plgpu.barrier_wait({barrier})").lean_attention)
+    assert has_race(Call())

@@ -1,0 +1,110 @@
+"""The wrapper of the lean kernel: every variant lowers for CUDA, and what it cannot do it names. No GPU needed."""
+
+import os
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from lean_cases import Call, variants
+
+from tree_attn import Shard, attend, lean_decode, make_mesh, paged_decode, tree_decode
+from tree_attn.arguments import AttentionOptions
+from tree_attn.local import mosaic_gpu
+from tree_attn.masking import visibility
+
+KERNELS = ("lean_attention", "lean_merge")
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+
+
+def lowered(function, *shapes) -> str:
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(
+    "TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="runs where test_lean_compiled, which lowers them too, does not"
+)
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("call", variants(), ids=str)
+def test_every_variant_lowers_to_two_kernels(call):
+    text = lowered(call.run, *call.shapes())
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == len(KERNELS)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_it_lowers_within_a_sharded_program():
+    """Shapes know of the mesh there, and what jax.numpy makes of them did once not lower."""
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    decode = partial(tree_decode, mesh=make_mesh({"seq": 2}), axis_name="seq", implementation="mosaic_gpu")
+    text = lowered(
+        lambda query, key, value, lengths: decode(query, key, value, key_value_seq_lengths=lengths),
+        shape(2, 1, 4, 128), shape(2, 512, 2, 128), shape(2, 512, 2, 128), jax.ShapeDtypeStruct((2,), jnp.int32),
+    )  # fmt: skip
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_lengths_that_change_compile_nothing_anew():
+    call, count = Call(lengths=(9, 70)), 0
+
+    def run(*inputs):
+        nonlocal count
+        count += 1
+        return call.run(*inputs)
+
+    traced = jax.jit(run)
+    for lengths in ((9, 70), (256, 0)):
+        traced.trace(*Call(lengths=lengths).inputs())
+    assert count == 1
+
+
+def sizes(queries=1, heads=8, keys=64, head_dim=64, value_dim=None, dtype=jnp.bfloat16):
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+    return shape(2, queries, heads, head_dim), shape(2, keys, 2, head_dim), shape(2, keys, 2, value_dim or head_dim)
+
+
+def refusal(arrays):
+    options = dict(batch=2, num_queries=arrays[0].shape[1], num_slots=arrays[1].shape[1], shard=Shard())
+    return mosaic_gpu.unsupported(*arrays, logits_soft_cap=None, visible=visibility(AttentionOptions(), **options))
+
+
+@pytest.mark.parametrize(
+    "arrays, named",
+    [
+        (sizes(dtype=jnp.float32), "dtype .*not float32"),
+        (sizes(head_dim=100), "head dim .*not 100"),
+        (sizes(value_dim=128), "head dim .*not 64 for keys and 128 for values"),
+        (sizes(queries=9), "up to 8 queries per sequence, not 9"),
+        (sizes(heads=34), "up to 16 query heads per key head, not 17"),
+        (sizes(keys=63), "S to be a positive multiple of 8, not 63"),
+        (sizes(keys=0), "S to be a positive multiple of 8, not 0"),
+    ],
+)
+def test_what_it_cannot_do_is_named(arrays, named):
+    assert re.search(f"mosaic_gpu .*{named}", refusal(arrays))
+
+
+@pytest.mark.parametrize("arrays", [sizes(), sizes(queries=8, heads=32, head_dim=256, dtype=jnp.float16)])
+def test_what_it_can_do_is_not_refused(arrays):
+    assert refusal(arrays) is None
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="runs where JAX finds no GPU")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, x: attend(q, x, x, implementation="mosaic_gpu"),
+        lambda q, x: lean_decode(q, x[0], x[0], jnp.array([0, 64]), implementation="mosaic_gpu"),
+        lambda q, x: paged_decode(q, x, x, jnp.array([[0]]), jnp.array([64]), implementation="mosaic_gpu"),
+    ],
+    ids=["attend", "lean_decode", "paged_decode"],
+)
+def test_by_name_it_raises_where_there_is_no_hopper(call):
+    arrays = jnp.ones((1, 1, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*cannot run.*needs a Hopper GPU"):
+        call(*arrays)
