@@ -129,7 +129,7 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
     """What is static of a call with one span per sequence; `placement` says whether K and V are paged or packed."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
-    blocks, cols = _column_blocks(num_queries * (num_heads // num_kv_heads), head_dim)
+    blocks, cols = _column_blocks(num_queries * (num_heads // num_kv_heads), head_dim, key.dtype != query.dtype)
     return LeanShape(
         batch=batch,
         num_kv_heads=num_kv_heads,
@@ -146,9 +146,10 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
     )
 
 
-def _column_blocks(num_columns: int, head_dim: int) -> tuple[int, int]:
-    """How many blocks of how many query columns: a multiple of 8, no more than registers hold."""
-    blocks = pl.cdiv(num_columns, 32 if head_dim > 128 else 64)
+def _column_blocks(num_columns: int, head_dim: int, is_widened: bool) -> tuple[int, int]:
+    """How many blocks of how many query columns: a multiple of 8, no more than registers hold without a spill."""
+    most, most_of_large = (32, 8) if is_widened else (64, 32)
+    blocks = pl.cdiv(num_columns, most if head_dim <= 128 else most_of_large)
     return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from tree_attn.local.lean_kernel import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, LeanConfig, LeanShape, smem_bytes
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
+MOST_COLS_OF_TWO = 16  # query columns of two CTAs whose registers an SM holds; 8 where K and V are widened in registers
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
 
@@ -38,10 +39,12 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     """The layout for a device nobody has tuned.
 
     Two stages of tiles of 64 keys and two CTAs per SM: 128 KiB of K and V on their way to each SM, and one CTA computes
-    while the other waits. More stages were slower on an H200, if by little. Where that does not fit in shared memory,
-    one CTA.
+    while the other waits. More stages were slower on an H200, if by little. Where that does not fit in shared memory or
+    in registers, one CTA.
     """
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
+    if shape.cols > (8 if shape.is_widened else MOST_COLS_OF_TWO):
+        orders = orders[-1:]
     for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
