@@ -20,17 +20,20 @@ from tree_attn.state import SoftmaxState
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_QUERIES, MAX_GROUP = 8, 16
+OLDEST_JAX = (0, 11)
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
 PAGE_MULTIPLE = 64  # a tile lies within one page
 
 
 def unavailable() -> str | None:
-    """Returns why the kernel cannot run here (no Hopper GPU), or None."""
+    """Returns why the kernel cannot run here (no Hopper GPU, a JAX it was never run on), or None."""
     if default_platform() != "gpu":
         return f"mosaic_gpu needs a Hopper GPU; programs run on {default_platform()!r} here"
     capability = getattr(jax.local_devices()[0], "compute_capability", "")
     if capability != "9.0":
         return f"mosaic_gpu is written for compute capability 9.0 (Hopper), this GPU has {capability}"
+    if jax.__version_info__ < OLDEST_JAX:
+        return f"mosaic_gpu was run on a GPU with JAX 0.11 and newer only; it lowers, untried, with {jax.__version__}"
     return None
 
 
