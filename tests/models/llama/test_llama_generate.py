@@ -130,7 +130,8 @@ def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
         generator = Generator(model, by_name("single", sharding))
         return generator.programs([[1, 2]], 2).decode.as_text().count("\n")
 
-    assert num_lines(2) == num_lines(9)
+    # XLA writes loops of different lengths a little differently; a layer of its own would be some hundred lines.
+    assert num_lines(9) < 1.05 * num_lines(2)
 
 
 def test_a_profile_reads_like_the_source(tiny_model):
