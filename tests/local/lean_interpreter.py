@@ -16,7 +16,6 @@ from tree_attn.local.lean_kernel import LeanConfig
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="runs with JAX 0.11 or newer, whose interpreter knows transposed operands"
 )
-NUM_KERNELS = 2
 SECONDS = 120  # for a test that takes four
 
 
@@ -68,15 +67,15 @@ def has_race(call: Call) -> bool:
     return found[0].races_found or "RACE DETECTED" in error
 
 
-def interpreted(call: Call):
+def interpreted(call: Call, num_kernels: int = 2):
     """The result of `call`, in which no race may be found."""
     with interpreter() as found:
         state = jax.block_until_ready(jax.jit(call.run)(*call.inputs()))
-    assert [races.races_found for races in found] == [False] * NUM_KERNELS
+    assert [races.races_found for races in found] == [False] * num_kernels
     return state
 
 
-def check(call: Call):
-    """Asserts that `call` is exact and has no race."""
+def check(call: Call, num_kernels: int = 2):
+    """Asserts that `call` is exact, has no race, and takes so many kernels."""
     lengths = {"key_value_seq_lengths": np.array(call.valid)}
-    assert_attention(interpreted(call), *call.arrays(), **lengths, **call.options)
+    assert_attention(interpreted(call, num_kernels), *call.arrays(), **lengths, **call.options)

@@ -19,14 +19,14 @@ CALLS = [
     Call(head_dim=256, lengths=(100,), slots=128, group=3, dtype="float16"),
     Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
     Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
-    Call(queries=8, group=16, kv_heads=1, slots=128, head_dim=128),  # two blocks of columns
+    Call(queries=8, group=16, kv_heads=1, slots=192, head_dim=128),  # two blocks of columns
     Call(queries=5, group=16, kv_heads=1, slots=128, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
     Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
     Call(logit_size=1e4, lengths=(200, 13)),
     Call(**FLOAT8, lengths=(200, 70)),
-    Call(**FLOAT8, head_dim=80, dtype="float16", slots=128, group=3),
-    Call(**FLOAT8, head_dim=256, slots=128),
+    Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
+    Call(**FLOAT8, head_dim=256, slots=192),
     *(Call(**FLOAT8, layout=layout, lengths=RAGGED, group=3, head_dim=128) for layout in ("packed", "paged")),
     *(
         Call(layout=layout, lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192)
@@ -34,11 +34,22 @@ CALLS = [
     ),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
 ]
+WHOLE = [  # rows that five CTAs share evenly
+    Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
+    Call(batch=5, slots=72, kv_heads=3, queries=8, group=4, head_dim=128, dtype="float16"),  # three rows per CTA
+    Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
+    Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
+]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_it_is_exact_and_has_no_race(call):
     check(call)
+
+
+@pytest.mark.parametrize("call", WHOLE, ids=str)
+def test_rows_that_no_run_cuts_need_no_merge(call):
+    check(call, num_kernels=1)
 
 
 @pytest.mark.parametrize(

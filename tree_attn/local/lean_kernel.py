@@ -7,7 +7,8 @@ The shape of the first kernel, `_attend_runs`, per CTA:
   query columns of a decode step (T x G) are padded to a multiple of 8 only;
 - the CTA walks its run over the rows it touches and leaves one unnormalised partial `(acc, max, sum)` for each.
 `_merge_partials` folds each row's partials in a fixed order, so results are the same to the bit in every run. Why it is
-a launch of its own and not the end of the first: docs/log.md.
+a launch of its own and not the end of the first: docs/log.md. Where every run is known to hold whole rows, there is
+nothing to merge: the first kernel writes the results, and is the only one.
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a tile, `cols`
 query columns, H head dim (Hp: padded to 64).
@@ -151,12 +152,18 @@ def lean_attention(
     names = tuple(tables)
     num_partials = config.num_ctas + shape.num_rows
     padded = shape.padded_head_dim
-    accs, stats = _kernel(
+    results = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32),
+    )
+    partials = (
+        jax.ShapeDtypeStruct((num_partials, padded, shape.cols), jnp.float32),
+        jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
+    )
+    is_whole = has_whole_rows(shape, config)
+    attended = _kernel(
         functools.partial(_attend_runs, names, shape, config),
-        out_type=(
-            jax.ShapeDtypeStruct((num_partials, padded, shape.cols), jnp.float32),
-            jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
-        ),
+        out_type=results if is_whole else partials,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
@@ -164,21 +171,27 @@ def lean_attention(
         scratch_bytes=_scratch_bytes(shape),
         name="lean_attention",
     )(query, key, value, *tables.values())
+    if is_whole:
+        return attended
     tables = (sequences,) if sequences is not None else ()
     groups = _merge_warpgroups(shape, config)
     return _kernel(
         functools.partial(_merge_partials, groups, shape, config),
-        out_type=(
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32),
-        ),
+        out_type=results,
         grid=(shape.num_rows, padded // MERGE_HEAD_DIMS),
         grid_names=("row", "head_dims"),
         num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=_scratch_bytes(shape),
         name="lean_merge",
-    )(accs, stats, *tables)
+    )(*attended, *tables)
+
+
+def has_whole_rows(shape: LeanShape, config: LeanConfig) -> bool:
+    """Whether no run ends within a row, as far as is known when compiling."""
+    if shape.static_tiles is None:
+        return False
+    return shape.num_rows % num_runs(shape.num_rows * shape.static_tiles, config.num_ctas) == 0
 
 
 def _kernel(body, *, scratch_bytes: int, name: str, **options):
@@ -211,7 +224,7 @@ def _tiling(dtype, elements: int):
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
-    tables, (accs_ref, stats_ref) = dict(zip(names, refs)), refs[len(names) :]
+    tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
     # K, V and P meet in the tensor core with one swizzle, and P is a tile of `block_kv` keys.
     swizzled = _tiling(dtype, math.gcd(shape.head_dim, block_kv))
@@ -221,22 +234,29 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
     widened = {}
     if shape.is_widened:
         widened = {"wide_key": smem((block_kv, shape.head_dim)), "wide_value": smem((block_kv, shape.padded_head_dim))}
+    if has_whole_rows(shape, config):
+        left = {
+            "acc_smem": smem((cols, shape.padded_head_dim), transforms=_tiling(dtype, math.gcd(shape.head_dim, 64))),
+            "stats_smem": plgpu.SMEM((cols,), jnp.float32),
+        }
+    else:
+        left = {
+            "acc_smem": plgpu.SMEM((shape.padded_head_dim, cols), jnp.float32),
+            "stats_smem": plgpu.SMEM((2, cols), jnp.float32),
+        }
     pl.run_scoped(
-        functools.partial(
-            _attend_runs_scoped, tables, shape, config, query_ref, key_ref, value_ref, accs_ref, stats_ref
-        ),
+        functools.partial(_attend_runs_scoped, tables, shape, config, query_ref, key_ref, value_ref, *outputs),
         query_smem=smem((cols, shape.head_dim)),
         key_smem=stored((stages, block_kv, shape.head_dim)),
         value_smem=stored((stages, block_kv, shape.padded_head_dim)),
         weights_smem=smem((cols, block_kv)),
-        acc_smem=plgpu.SMEM((shape.padded_head_dim, cols), jnp.float32),
-        stats_smem=plgpu.SMEM((2, cols), jnp.float32),
         query_full=plgpu.Barrier(),
         query_free=plgpu.Barrier(),
         key_full=plgpu.Barrier(num_barriers=stages),
         key_free=plgpu.Barrier(num_barriers=stages),
         value_full=plgpu.Barrier(num_barriers=stages),
         value_free=plgpu.Barrier(num_barriers=stages),
+        **left,
         **widened,
         collective_axes="warpgroup",
     )
@@ -358,13 +378,21 @@ def _attend_runs_scoped(
                 plgpu.barrier_arrive(query_free)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
-            acc_smem[...] = acc if value_scale is None else acc * value_scale
-            stats_smem[0] = top
-            stats_smem[1] = total.sum(axis=0)
-            plgpu.commit_smem()
-            partial = lax.axis_index("cta") + row.index
-            plgpu.copy_smem_to_gmem(acc_smem, accs_ref.at[partial])
-            plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[partial])
+            acc = acc if value_scale is None else acc * value_scale
+            if has_whole_rows(shape, config):
+                _finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
+                # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
+                columns, head_dims = pl.ds(dynamic_zero, cols), pl.ds(dynamic_zero, padded)
+                acc_gmem, stats_gmem = accs_ref.at[row.index, columns, head_dims], stats_ref.at[row.index]
+            else:
+                acc_smem[...] = acc
+                stats_smem[0] = top
+                stats_smem[1] = total.sum(axis=0)
+                plgpu.commit_smem()
+                partial = lax.axis_index("cta") + row.index
+                acc_gmem, stats_gmem = accs_ref.at[partial], stats_ref.at[partial]
+            plgpu.copy_smem_to_gmem(acc_smem, acc_gmem)
+            plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
         _walk(run, tables, shape, segment)
         plgpu.wait_smem_to_gmem(0)
@@ -547,10 +575,7 @@ def _merge_scoped(
             return _fold(state, [(acc_smem.at[i], stats_smem.at[i])], [1.0])
 
         acc_all, top_all, total_all = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
-        inverse = jnp.where(total_all > 0, 1.0 / total_all, 0.0)
-        _store_transposed(out_smem, (acc_all * _spread(inverse, acc_all.shape)).astype(out_ref.dtype))
-        lse_smem[...] = jnp.where(total_all > 0, (top_all + jnp.log2(total_all)) * (1 / LOG2_E), -jnp.inf)
-        plgpu.commit_smem()
+        _finish(acc_all, top_all, total_all, out_smem, lse_smem)
         # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, pl.ds(row * 0, cols), head_dims])
 
@@ -559,6 +584,14 @@ def _merge_scoped(
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row])
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _finish(acc, top, total, out_smem, lse_smem) -> None:
+    """Leaves `acc / total` and `ln(total 2^top)` in shared memory, for a copy."""
+    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+    _store_transposed(out_smem, (acc * _spread(inverse, acc.shape)).astype(out_smem.dtype))
+    lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    plgpu.commit_smem()
 
 
 def _fold(state, refs, weights):
