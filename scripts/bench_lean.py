@@ -112,7 +112,9 @@ def run(cases: list[Case], args: argparse.Namespace, with_energy: bool) -> int:
     hardware = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit()}
     origin = hardware | {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv]), "n_devices": 1}
     start = time.monotonic()
-    cases = [case for case in cases if not {_key(case.row() | {"implementation": x}) for x in _implementations()} <= done]
+    cases = [
+        case for case in cases if not {_key(case.row() | {"implementation": x}) for x in _implementations()} <= done
+    ]
     peers = {} if with_energy else _flashinfer_rows(cases)
     for i, case in enumerate(cases):
         ways = {name: functools.partial(_time_jax, case, name, args.iters, with_energy) for name in _implementations()}

@@ -8,7 +8,7 @@ from tree_attn.arguments import AttentionOptions, Window
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
-from tree_attn.reduce import choose_reduction, reduce_state
+from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState
 
@@ -54,15 +54,16 @@ def tree_decode(
         `tree_attn.local.attend`; the T queries are the last T positions of each sequence unless `query_positions` says
         otherwise.
       implementation: the kernel on each device, see `tree_attn.local.attend`.
-      reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "hierarchical" or a
-        tuple of one of the former per axis; None: "gather" over one axis, "hierarchical" over several.
+      reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "fused" (one kernel,
+        for the GPUs of one host), "hierarchical" or a tuple of one of the former per axis; None: "fused" over the first
+        axis where it can run, else "gather", and "gather" over the others.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
     Returns:
       `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. Where a
       query sees no key: `out = 0, lse = -inf`.
     Raises:
       ValueError, TypeError: an argument does not fit, an axis is unknown, or no mesh; the message names it.
-      NotImplementedError: the named implementation cannot do what is asked; it never falls back.
+      NotImplementedError: the named implementation or reduction cannot do what is asked; it never falls back.
 
     Example:
       >>> mesh = make_mesh({"seq": 8})
@@ -71,7 +72,7 @@ def tree_decode(
     Source: Tree Attention, section 5.2, Algorithm 3.
     """
     axes = axis_tuple(axis_name)
-    reduction = choose_reduction(reduction, axes)
+    reduction = check_reduction(reduction, axes)
     options = AttentionOptions(
         key_value_seq_lengths=key_value_seq_lengths,
         query_positions=query_positions,
@@ -89,7 +90,7 @@ def tree_decode(
         with jax.named_scope("tree_decode_local"):
             state = attend_shard(query, key, value, options, shard)
         with jax.named_scope("tree_decode_reduce"):
-            return reduce_state(state, axes, reduction)
+            return reduce_state(state, axes, reduction, mesh)
 
     state = over_shards(
         body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False

@@ -1,13 +1,14 @@
-"""Memory of each GPU that all GPUs of a mesh can write to.
+"""Memory of each GPU of a host that its peers can write to, for as long as the process lives.
 
-XLA has no buffers that outlive a program and that a peer may write to, and what it has instead costs a rendezvous of the
-hosts and a wait for the device per kernel (docs/log.md). So the memory is the CUDA driver's own, allocated once per mesh: a
-buffer per GPU, reached by every other GPU directly within a process, by CUDA's IPC handles between processes.
+XLA has no buffers that outlive a program and that a peer may write to, and what it has instead costs a rendezvous of
+the hosts and a wait for the device per kernel (docs/log.md). So the memory is the CUDA driver's own, allocated once per
+mesh: a buffer per GPU, reached by every other GPU directly within a process, by CUDA's IPC handles between processes.
 
-Every process sees the buffers at other addresses, but a program must be the same in all. So it holds the address of a
-table, in each process's own memory and at a place that all have free, where the host finds the buffers at each launch.
+Every process sees the buffers at other addresses, but a program must be the same in all. So a program holds the address
+of a table, in each process's own memory and at a place that all have free, where the host finds the buffers.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -15,14 +16,18 @@ import itertools
 import mmap
 import pathlib
 import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+Groups = tuple[tuple[jax.Device, ...], ...]
+
 TABLE_BYTES = 4096
-TABLE_BASES = tuple(0x5D00_0000_0000 + (i << 32) for i in range(64))  # one per group of devices, where it is free
+TABLE_ADDRESSES = tuple(0x5D00_0000_0000 + (i << 32) for i in range(64))  # one per mesh, where it is free
 TIMEOUT_S = 60
-_count = itertools.count()
+_calls: collections.Counter = collections.Counter()
 
 
 class PeerMemoryError(NotImplementedError):
@@ -30,48 +35,94 @@ class PeerMemoryError(NotImplementedError):
 
 
 @functools.cache
-def peer_memory(devices: tuple, num_bytes: int) -> int:
-    """Allocates `num_bytes` of zeros on each of `devices`, for all of them to write to; kept until the process ends.
+def peer_memory(groups: Groups, num_bytes: int) -> int:
+    """Allocates `num_bytes` of zeros on each GPU, for all GPUs of its group to write to; kept until the process ends.
 
-    Every process that has one of `devices` must call this, and waits for the others.
+    Every process that has one of the GPUs must call this, and waits for the others; what fails in one, fails in all.
 
     Args:
-      devices: GPUs of one host in the order of their ranks, all of one process or each of its own.
+      groups: equally many GPUs each, of one host, in the order of their ranks. One process has all GPUs of a single
+        group, or each has a process of its own.
     Returns:
-      The address of the table: this process's addresses of all buffers, uint64 `[len(devices)]` in host memory.
+      The address of the table, the same in all processes: where this process has the buffers of its group's ranks,
+      uint64 `[ranks]` in host memory.
     Raises:
-      PeerMemoryError: devices that are not NVIDIA's, that are on several hosts, or that cannot reach each other.
+      PeerMemoryError: GPUs that are not NVIDIA's, that are on several hosts or that cannot reach each other.
     """
-    if any(device.platform != "gpu" for device in devices):
+    devices = tuple(itertools.chain(*groups))
+    if devices[0].platform != "gpu":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
-    local = {rank: device for rank, device in enumerate(devices) if device.process_index == jax.process_index()}
-    if len(local) not in (1, len(devices)):
-        raise PeerMemoryError(f"fused needs one process for all GPUs or one for each, got {len(local)} in this one")
-    cuda = _Driver()
-    buffers = {rank: cuda.allocate(device.local_hardware_id, num_bytes) for rank, device in local.items()}
-    offers = _exchange({rank: (_host(), cuda.handle(address)) for rank, address in buffers.items()}, devices)
-    for rank, (host, _) in offers.items():
-        if host != _host():
-            raise PeerMemoryError(f"fused needs all GPUs in one host; {devices[rank]} is in another")
-    for device, peer in itertools.permutations(local.values(), 2):
-        cuda.enable_peer(device.local_hardware_id, peer.local_hardware_id)
-    with cuda.context(local[min(local)].local_hardware_id):
-        table = [buffers[rank] if rank in buffers else cuda.open(offers[rank][1]) for rank in range(len(devices))]
-    address = _place(np.asarray(table, np.uint64), devices)
-    _exchange(dict.fromkeys(local), devices)  # no rank writes to a buffer before its owner has opened all
-    return address
+    group = next((group for group in groups if any(map(_is_local, group))), ())
+    local = {rank: device.local_hardware_id for rank, device in enumerate(group) if _is_local(device)}
+    if len(local) != 1 and len(local) != len(devices):
+        raise PeerMemoryError(
+            f"fused needs one process for all GPUs or one for each, got {len(local)} of {len(devices)}"
+        )
+
+    def allocate():
+        cuda = _Driver()
+        buffers = {rank: cuda.allocate(ordinal, num_bytes) for rank, ordinal in local.items()}
+        return (cuda, buffers), {group[rank].id: (_host(), cuda.handle(buffers[rank])) for rank in buffers}
+
+    def open_all(cuda, buffers, offers):
+        for ordinal, peer in itertools.permutations(local.values(), 2):
+            cuda.enable_peer(ordinal, peer)
+        with cuda.context(local[min(local)]):
+            return [
+                buffers[r] if r in buffers else cuda.open(*offers[device.id]) for r, device in enumerate(group)
+            ], None
+
+    (cuda, buffers), offers = _together(allocate, devices)
+    table, _ = _together(lambda: open_all(cuda, buffers, dict(collections.ChainMap(*offers))), devices)
+    # Nobody writes before all have opened: it takes an address from `_place`, which waits for all.
+    return _place(np.asarray(table, np.uint64), devices)
 
 
-def _place(table: np.ndarray, devices: tuple) -> int:
+def _is_local(device: jax.Device) -> bool:
+    return device.process_index == jax.process_index()
+
+
+def _place(table: np.ndarray, devices: Sequence[jax.Device]) -> int:
     """Copies `table` to an address that is free in all processes."""
-    for address in TABLE_BASES:
+    for address in TABLE_ADDRESSES:
         is_free = _map(address)
-        if all(_exchange({jax.process_index(): is_free}, devices).values()):
+        _, answers = _together(lambda is_free=is_free: (None, is_free), devices)
+        if all(answers):
             ctypes.memmove(address, table.ctypes.data, table.nbytes)
             return address
         if is_free:
             _unmap(address)
-    raise PeerMemoryError(f"none of {[hex(address) for address in TABLE_BASES]} is free in all processes")
+    raise PeerMemoryError(f"none of {', '.join(map(hex, TABLE_ADDRESSES))} is free in all processes")
+
+
+def _together(step: Callable[[], tuple[Any, Any]], devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
+    """Runs `step`, which returns something to keep and something to share, in all processes that have a device.
+
+    Returns:
+      What this process's step returned to keep, and what each shared.
+    Raises:
+      PeerMemoryError: the step failed in some process; all raise the same.
+    """
+    kept, shared, error = None, None, None
+    try:
+        kept, shared = step()
+    except PeerMemoryError as raised:
+        error = str(raised)
+    answers = [(shared, error)]
+    processes = sorted({device.process_index for device in devices})
+    if len(processes) > 1:
+        from jax._src.distributed import global_state
+
+        call = "/".join(("tree_attn/peer_memory", *(str(device.id) for device in devices)))
+        _calls[call, jax.process_index()] += 1
+        key = f"{call}/{_calls[call, jax.process_index()]}"
+        global_state.client.key_value_set_bytes(f"{key}/{jax.process_index()}", pickle.dumps(answers[0]))
+        get = functools.partial(global_state.client.blocking_key_value_get_bytes, timeout_in_ms=TIMEOUT_S * 1000)
+        answers = [pickle.loads(get(f"{key}/{process}")) for process in processes]
+    for process, (_, failed) in zip(processes, answers):
+        if failed is not None:
+            raise PeerMemoryError(failed + (f" (in process {process})" if len(processes) > 1 else ""))
+    return kept, [shared for shared, _ in answers]
 
 
 def _host() -> str:
@@ -79,99 +130,87 @@ def _host() -> str:
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _exchange(values: dict, devices: tuple) -> dict:
-    """Joins the dictionaries of all processes that have one of `devices`."""
-    processes = sorted({device.process_index for device in devices})
-    if len(processes) == 1:
-        return values
-    from jax._src.distributed import global_state
-
-    key = f"tree_attn/peer_memory/{'-'.join(str(device.id) for device in devices)}/{next(_count)}"
-    global_state.client.key_value_set_bytes(f"{key}/{jax.process_index()}", pickle.dumps(values))
-    joined = {}
-    for process in processes:
-        joined |= pickle.loads(global_state.client.blocking_key_value_get_bytes(f"{key}/{process}", TIMEOUT_S * 1000))
-    return joined
-
-
-class _Driver:
-    """The few calls of the CUDA driver's interface that are needed, each raising on failure."""
-
-    def __init__(self):
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise PeerMemoryError(f"fused needs the CUDA driver: {error}") from error
-        self._call("cuInit", 0)
-
-    def _call(self, name: str, *args, accept=(0,)) -> int:
-        status = getattr(self._library, name)(*args)
-        if status not in accept:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorName(status, ctypes.byref(text))
-            raise PeerMemoryError(f"{name}: {(text.value or b'unknown error').decode()} ({status})")
-        return status
-
-    @contextlib.contextmanager
-    def context(self, ordinal: int):
-        """The context that JAX uses on GPU `ordinal`, current within."""
-        context = self._primary(ordinal)
-        self._call("cuCtxPushCurrent_v2", context)
-        try:
-            yield context
-        finally:
-            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-    @functools.cache  # noqa: B019: lives as long as the process
-    def _primary(self, ordinal: int):
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        return context
-
-    def allocate(self, ordinal: int, num_bytes: int) -> int:
-        """Zeros on GPU `ordinal`."""
-        address = ctypes.c_uint64()
-        with self.context(ordinal):
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
-            self._call("cuCtxSynchronize")
-        return address.value
-
-    def handle(self, address: int) -> bytes:
-        """What another process opens memory by."""
-        handle = (ctypes.c_char * 64)()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        """Another process's memory, for the current context."""
-        address = ctypes.c_uint64()
-        struct = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), struct, ctypes.c_uint(1))
-        return address.value
-
-    def enable_peer(self, ordinal: int, peer: int) -> None:
-        """Lets GPU `ordinal` reach the memory of GPU `peer` of the same process."""
-        already = 704
-        with self.context(ordinal):
-            self._call("cuCtxEnablePeerAccess", self._primary(peer), ctypes.c_uint(0), accept=(0, already))
-
-
 def _map(address: int) -> bool:
-    """Takes `TABLE_BYTES` of host memory at `address`; False if something is there."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    no_replace = 0x100000
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_replace
-    sizes = ctypes.c_void_p(address), ctypes.c_size_t(TABLE_BYTES)
-    got = library.mmap(*sizes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0))
-    return got == address
+    """Takes `TABLE_BYTES` of this process's memory at `address`; False if something is there."""
+    map_fixed_noreplace = 0x100000
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    where = ctypes.c_void_p(address), ctypes.c_size_t(TABLE_BYTES)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_fixed_noreplace
+    return libc.mmap(*where, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0)) == address
 
 
 def _unmap(address: int) -> None:
     ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(TABLE_BYTES))
 
 
+class _Driver:
+    """The few functions of the CUDA driver that are needed; each raises PeerMemoryError when it fails."""
+
+    def __init__(self):
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise PeerMemoryError(f"fused needs the CUDA driver: {error}") from error
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def allocate(self, ordinal: int, num_bytes: int) -> int:
+        """Returns the address of `num_bytes` of zeros on GPU `ordinal`."""
+        address, size = ctypes.c_uint64(), ctypes.c_size_t(num_bytes)
+        with self.context(ordinal):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), size)
+            self._call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size)
+            self._call("cuCtxSynchronize")
+        return address.value
+
+    def handle(self, address: int) -> bytes:
+        """What another process opens memory by."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle)
+
+    def open(self, host: str, handle: bytes) -> int:
+        """Returns where the current context has another process's memory."""
+        if host != _host():
+            raise PeerMemoryError("fused needs all GPUs in one host")
+        address, with_peer_access = ctypes.c_uint64(), ctypes.c_uint(1)
+        handle = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, with_peer_access)
+        return address.value
+
+    def enable_peer(self, ordinal: int, peer: int) -> None:
+        """Lets GPU `ordinal` reach the memory of GPU `peer` of the same process."""
+        already = 704
+        with self.context(ordinal):
+            self._call("cuCtxEnablePeerAccess", self._context(peer), ctypes.c_uint(0), accept=(0, already))
+
+    @contextlib.contextmanager
+    def context(self, ordinal: int):
+        """Makes the context that JAX uses on GPU `ordinal` the current one."""
+        self._call("cuCtxPushCurrent_v2", self._context(ordinal))
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, ordinal: int) -> ctypes.c_void_p:
+        if ordinal not in self._contexts:
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[ordinal] = context
+        return self._contexts[ordinal]
+
+    def _call(self, name: str, *args, accept: tuple[int, ...] = (0,)) -> None:
+        status = getattr(self._library, name)(*args)
+        if status not in accept:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(status, ctypes.byref(text))
+            raise PeerMemoryError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status})")
+
+
 class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which CUDA takes by value."""
+
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]

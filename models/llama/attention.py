@@ -14,7 +14,7 @@ import tree_attn
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.local import attend, check_implementation
 from tree_attn.placement import storage_order
-from tree_attn.reduce import choose_reduction
+from tree_attn.reduce import check_reduction
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
 BLOCK_SIZE = 1
@@ -97,7 +97,7 @@ def check_choice(name: str, reduction: str | None, axes: tuple[str, ...], num_sh
         raise ValueError(f"attention='single': keeps all keys on one device, but the sequence has {num_shards}")
     if name != "tree":
         return None
-    chosen = choose_reduction(reduction, axes)
+    chosen = check_reduction(reduction, axes)
     return "hierarchical" if isinstance(chosen, tuple) else chosen
 
 

@@ -15,7 +15,6 @@ from tree_attn.local import mosaic_gpu
 from tree_attn.masking import visibility
 
 
-
 @pytest.fixture
 def anywhere(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)

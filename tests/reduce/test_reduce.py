@@ -11,7 +11,7 @@ from assertions import assert_rounded_once, assert_state
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, merge_states
-from tree_attn.reduce import choose_reduction, hierarchical, reduce_state
+from tree_attn.reduce import check_reduction, hierarchical, reduce_state
 
 ROWS, H = (2, 3, 4), 5
 TOPOLOGIES = [({"seq": n}, reduction) for n in (1, 2, 3, 5, 8) for reduction in ("allreduce", "gather")] + [
@@ -75,11 +75,18 @@ def test_narrow_out_is_summed_in_float32(axis_sizes, reduction):
     assert_state(SoftmaxState(expected.out, got.lse), expected)
 
 
-@pytest.mark.parametrize("axes, picked", [(("seq",), "gather"), (("device", "node"), "hierarchical")])
-def test_none_picks_by_the_number_of_axes_and_says_so(axes, picked, caplog):
+@pytest.mark.parametrize(
+    "axis_sizes, picked", [({"seq": 2}, "'gather'"), ({"device": 2, "node": 2}, "('gather', 'gather')")]
+)
+def test_none_picks_what_runs_here_and_says_why(axis_sizes, picked, caplog):
     caplog.set_level(logging.INFO, "tree_attn")
-    assert choose_reduction(None, axes) == choose_reduction(picked, axes)
-    assert f"reduction=None picked {picked!r}" in caplog.text
+    reduced_on_each_device(states_of(math.prod(axis_sizes.values()), jnp.float32), axis_sizes, None)
+    assert f"reduction=None picked {picked}" in caplog.text
+    assert "reduction=None: fused" in caplog.text
+
+
+def test_hierarchical_means_a_gather_at_each_level():
+    assert check_reduction("hierarchical", ("device", "node")) == ("gather", "gather")
 
 
 def test_hierarchical_merges_over_the_first_axis_first():

@@ -3,51 +3,77 @@
 A strategy is a function (state, axes) -> state over bound mesh axes; one file each.
 """
 
+import functools
 import logging
+from collections.abc import Callable
+
+from jax.sharding import Mesh
 
 from tree_attn.arguments import one_of
 from tree_attn.reduce.allreduce import allreduce
+from tree_attn.reduce.fused import fused
 from tree_attn.reduce.gather import gather
 from tree_attn.reduce.hierarchical import hierarchical
 from tree_attn.state import SoftmaxState
 
-LEVELS = {"allreduce": allreduce, "gather": gather}
-REDUCTIONS = ("allreduce", "gather", "hierarchical")
+LEVELS = ("allreduce", "gather", "fused")
+REDUCTIONS = (*LEVELS, "hierarchical")
+Reduction = str | tuple[str, ...] | None
 _log = logging.getLogger("tree_attn")
 
 
-def reduce_state(state: SoftmaxState, axes: tuple[str, ...], reduction: str | tuple[str, ...] | None) -> SoftmaxState:
+def reduce_state(
+    state: SoftmaxState, axes: tuple[str, ...], reduction: Reduction, mesh: Mesh | None = None
+) -> SoftmaxState:
     """Merges the states of all devices along `axes`; every device gets the result, equal to the bit.
 
     Args:
       state: this device's `SoftmaxState`, inside `shard_map`.
       axes: bound mesh axes, fastest link first.
-      reduction: see `choose_reduction`.
+      reduction: see `check_reduction`. None takes "fused" over the first axis where it can run and the state is small,
+        else "gather", and "gather" over the others: one latency per level, where "allreduce" has three.
+      mesh: the mesh of the axes where it is known; "fused" needs it unless it is of all devices in order.
+    Raises:
+      NotImplementedError: "fused" cannot run here, see `tree_attn.reduce.fused`.
 
     Source: Tree Attention, section 5.2 and Algorithm 3.
     """
-    reduction = choose_reduction(reduction, axes)
+    levels = {"allreduce": allreduce, "gather": gather, "fused": functools.partial(fused, mesh=mesh)}
+    reduction = check_reduction(reduction, axes)
+    if reduction is None:
+        return _automatic(state, axes, levels)
     if isinstance(reduction, tuple):
-        return hierarchical(state, axes, tuple(LEVELS[level] for level in reduction))
-    return LEVELS[reduction](state, axes)
+        return hierarchical(state, axes, tuple(levels[level] for level in reduction))
+    return levels[reduction](state, axes)
 
 
-def choose_reduction(reduction: str | tuple[str, ...] | None, axes: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Returns the strategy that will run: "allreduce", "gather", or one of them per axis (hierarchical).
+def _automatic(state: SoftmaxState, axes: tuple[str, ...], levels: dict[str, Callable]) -> SoftmaxState:
+    for first in ("fused", "gather"):
+        picked = (first, *("gather",) * (len(axes) - 1))
+        try:
+            merged = hierarchical(state, axes, tuple(levels[level] for level in picked))
+        except NotImplementedError as error:
+            _log.info("reduction=None: %s", error)
+            continue
+        _log.info("reduction=None picked %r", picked[0] if len(picked) == 1 else picked)
+        return merged
+    raise AssertionError("gather runs everywhere")
 
-    "hierarchical" means "gather" at each level; a tuple names each axis's own, e.g. `("gather", "allreduce")`. None
-    takes "gather" over one axis and "hierarchical" over several: one latency per level, where "allreduce" has three.
+
+def check_reduction(reduction: Reduction, axes: tuple[str, ...]) -> Reduction:
+    """Returns which strategy is meant: one for all axes, or one per axis (hierarchical), or None: to be picked.
+
+    "hierarchical" means "gather" at each level; a tuple names each axis's own, e.g. `("fused", "gather")`.
 
     Raises:
       ValueError: no such strategy; "hierarchical" over one axis; a tuple that is not one level per axis.
     """
     if reduction is None:
-        reduction = "gather" if len(axes) == 1 else "hierarchical"
-        _log.info("reduction=None picked %r", reduction)
+        return None
     if isinstance(reduction, tuple):
         if len(reduction) != len(axes) or not all(level in LEVELS for level in reduction):
             raise ValueError(
-                f"reduction given as a tuple must name one of {tuple(LEVELS)} for each axis of {axes}, got {reduction}"
+                f"reduction given as a tuple must name one of {LEVELS} for each axis of {axes}, got {reduction}"
             )
         return reduction
     one_of("reduction", reduction, REDUCTIONS)
@@ -58,4 +84,4 @@ def choose_reduction(reduction: str | tuple[str, ...] | None, axes: tuple[str, .
     return ("gather",) * len(axes)
 
 
-__all__ = ["LEVELS", "REDUCTIONS", "allreduce", "choose_reduction", "gather", "hierarchical", "reduce_state"]
+__all__ = ["LEVELS", "REDUCTIONS", "allreduce", "check_reduction", "fused", "gather", "hierarchical", "reduce_state"]

@@ -1,4 +1,4 @@
-"""The exchange of `reduction="fused"` as one Mosaic GPU kernel: every device writes its state to all, and merges what arrives.
+"""The exchange of `reduction="fused"` as one Mosaic GPU kernel: all write their state to all, and merge what arrives.
 
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. Who
 reads a word with the right number has the payload: no flag that follows the data, no fence, one way over the link.
@@ -6,8 +6,8 @@ reads a word with the right number has the payload: no flag that follows the dat
 `_exchange` per thread:
 1. step = 1 + the number of exchanges before, kept in this device's own memory;
 2. each element of this device's `(out, lse)` goes to slot `[step % 2, own rank]` of every device's buffer;
-3. each element of every slot is read until its number is `step`, and merged in the order of ranks, so that all devices get
-   the same bits.
+3. each element of every slot is read until its number is `step`, and merged in the order of ranks, so that all devices
+   get the same bits.
 
 Two slots per rank suffice: a device is in step n only if all others had begun step n - 1, and so had ended step n - 2,
 whose slot step n overwrites. The model in `tests/reduce/exchange_model.py` says so for all interleavings.
@@ -42,6 +42,8 @@ class Buffers:
     table: int
     num_ranks: int
     capacity: int
+
+    replace = dataclasses.replace
 
     @property
     def steps_offset(self) -> int:

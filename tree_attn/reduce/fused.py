@@ -1,44 +1,55 @@
-"""Everyone to everyone within one kernel: no collective, no host."""
-
-import functools
+"""Everyone to everyone within one kernel: no collective, and no host in between."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.peer_memory import peer_memory
 from tree_attn.reduce.exchange_kernel import Buffers, exchange
 from tree_attn.state import SoftmaxState
 
-MAX_ELEMENTS = 1 << 18  # of one state; beyond, 8 bytes for 4 on every link cost more than what is saved
+MAX_ELEMENTS = 1 << 18  # of one state; beyond, sending 8 bytes for 4 costs more than is saved
 OLDEST_JAX = (0, 11)
 
 
-def fused(state: SoftmaxState, axes: tuple[str, ...], mesh: Mesh | None) -> SoftmaxState:
-    """Merges over `axes`, which must be all of the mesh, by `exchange_kernel`.
+def fused(state: SoftmaxState, axes: tuple[str, ...], mesh: Mesh | None = None) -> SoftmaxState:
+    """Merges over `axes`, links of one host: each device writes its state to all others and merges what it gets.
 
-    Each device writes its `B T N (H + 1)` elements, 8 bytes each, to all p devices at once; one latency, no launch but
-    the kernel's own.
+    One latency, and no launch but the kernel's own, for `2 (p - 1) B T N (H + 1)` elements sent: each goes with the
+    number of the step, by which the receiver knows it.
+
+    Args:
+      mesh: whose devices these are. Without it they must be all of `jax.devices()`, in that order.
+    Raises:
+      NotImplementedError: what is needed is missing (NVIDIA GPUs of one host, in one process or one each; JAX 0.11), or
+        the state is larger than `MAX_ELEMENTS`.
     """
-    *batch, heads, head_dim = state.out.shape
+    if jax.__version_info__ < OLDEST_JAX:
+        raise NotImplementedError(f"fused was run with JAX 0.11 and newer only, this is {jax.__version__}")
     elements = state.out.size + state.lse.size
     if elements > MAX_ELEMENTS:
-        raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, not {elements} of {state.out.shape}")
-    devices = _devices(axes, mesh)
-    buffers = _buffers(devices)
+        raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
+    groups = _groups(axes, mesh)
+    buffers = Buffers(table=0, num_ranks=len(groups[0]), capacity=MAX_ELEMENTS)
+    buffers = buffers.replace(table=peer_memory(groups, buffers.num_bytes))
     rank = jax.lax.axis_index(axes).astype(jnp.int32)[None]
-    out, lse = exchange(state.out.reshape(-1, head_dim), state.lse.reshape(-1), rank, buffers)
+    out, lse = exchange(state.out.reshape(-1, state.out.shape[-1]), state.lse.reshape(-1), rank, buffers)
     return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
 
 
-def _buffers(devices: tuple) -> Buffers:
-    layout = functools.partial(Buffers, num_ranks=len(devices), capacity=MAX_ELEMENTS)
-    return layout(table=peer_memory(devices, layout(table=0).num_bytes))
-
-
-def _devices(axes: tuple[str, ...], mesh: Mesh | None) -> tuple:
-    """The devices in the order of their index along `axes`."""
+def _groups(axes: tuple[str, ...], mesh: Mesh | None) -> tuple[tuple[jax.Device, ...], ...]:
+    """The devices that meet along `axes`, in the order of their index along them; one group per index of the rest."""
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.size != jax.device_count():
+            raise NotImplementedError(
+                f"fused needs mesh where the axes {mesh.axis_names} are not of all {jax.device_count()} devices"
+            )
+        grid = np.array(jax.devices()).reshape(mesh.axis_sizes)
+    else:
+        grid = mesh.devices
     order = [mesh.axis_names.index(axis) for axis in axes]
-    if mesh.devices.size != len(order) and len(order) < len(mesh.axis_names):
-        pass
-    return tuple(mesh.devices.transpose(order).ravel())
+    rest = [i for i in range(grid.ndim) if i not in order]
+    ranks = int(np.prod([grid.shape[i] for i in order]))
+    return tuple(map(tuple, grid.transpose(rest + order).reshape(-1, ranks)))

@@ -1,0 +1,166 @@
+"""Many consecutive fused exchanges while ranks are held up at random; every result is checked on every rank.
+
+    python3 scripts/soak_fused.py --devices 2,4 --steps 10000 --out docs/results/soak_fused.jsonl       # one process
+    python3 scripts/soak_fused.py --devices 2,4 --steps 10000 --out ... --process-per-device            # one per GPU
+
+Each step exchanges two states of different size, independent of one another; in a quarter of the steps the second is
+left out. Before each exchange a rank waits, with probability 1/4, for up to 40 us. Rows say how many elements were
+further from the merge of all states than float32 allows (`wrong`), and how long a step took.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import gpu_check
+
+SHAPES = ((1, 1, 16, 128), (3, 5, 8, 64))
+MOST_NS = 40_000
+TOLERANCE = 1e-4  # of sums of a few float32 terms near 1, by the hardware's exponential
+
+
+def main() -> int:
+    """Runs the steps in this process, or starts one process per device that do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", default="2", help="device counts, e.g. 2,4")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
+    args = parser.parse_args()
+    if args.process_per_device:
+        command = [sys.executable, __file__, "--steps", str(args.steps), "--out", str(args.out)]
+        counts = [int(count) for count in args.devices.split(",")]
+        return max(gpu_check.spawn([*command, "--devices", str(count)], count) for count in counts)
+    if args.worker:
+        gpu_check.join(args.worker)
+    return max(soak(int(count), args.steps, args.out) for count in args.devices.split(","))
+
+
+def soak(num_devices: int, steps: int, out: pathlib.Path) -> int:
+    """Runs and writes a row; returns 1 if anything was wrong."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    from tree_attn import make_mesh
+
+    mesh = make_mesh({"seq": num_devices})
+    on_device = functools.partial(_steps, mesh=mesh, steps=min(steps, 1000))
+    program = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    rounds = -(-steps // 1000)
+    wrong, worst, start = 0, 0.0, None
+    for i in range(rounds):
+        found, error = jax.block_until_ready(program(np.int32(i)))
+        start = start or time.perf_counter()  # the first round compiles
+        wrong, worst = wrong + int(local(found)), max(worst, float(local(error)))
+    row = {
+        "what": "soak",
+        "steps": rounds * min(steps, 1000),
+        "shapes": SHAPES,
+        "wrong": wrong,
+        "max_abs_error": worst,
+        "us_per_step": (time.perf_counter() - start) / max(1, rounds - 1) / min(steps, 1000) * 1e6,
+        "passed": wrong == 0,
+    } | gpu_check.environment(num_devices)
+    if jax.process_index() == 0:
+        print(json.dumps(row))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return int(wrong > 0)
+
+
+def local(x):
+    """This process's copy of a value that all devices have."""
+    return np.asarray(x.addressable_data(0))
+
+
+def _steps(round_index, *, mesh, steps):
+    """`steps` steps on one device: how many elements were wrong on any, and by how much at most."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn.reduce import reduce_state
+    from tree_attn.state import merge_states
+
+    rank = jax.lax.axis_index("seq")
+    ranks = mesh.shape["seq"]
+
+    def exchanged(key, shape, chaos):
+        states = _states(key, ranks, shape)
+        own = jax.tree.map(lambda x: x[rank], states)
+        delay = jnp.where(jax.random.bernoulli(chaos, 0.25), jax.random.randint(chaos, (), 0, MOST_NS), 0)
+        held = jax.tree.map(lambda x: x + _stall(delay), own)
+        merged, expected = reduce_state(held, ("seq",), "fused", mesh), merge_states(states, axis=0)
+        off = jnp.concatenate([jnp.ravel(jnp.abs(a - b)) for a, b in zip(merged, expected, strict=True)])
+        return jnp.sum(~(off <= TOLERANCE), dtype=jnp.int32), jnp.max(off)
+
+    def step(carry, index):
+        key = jax.random.fold_in(jax.random.key(round_index), index)
+        chaos = jax.random.split(jax.random.fold_in(key, rank + 1))
+        first = exchanged(key, SHAPES[0], chaos[0])
+        is_whole = jax.random.bernoulli(key, 0.75)  # the same on all ranks
+        nothing = lambda: (jnp.int32(0), jnp.float32(0))
+        second = jax.lax.cond(is_whole, lambda: exchanged(key, SHAPES[1], chaos[1]), nothing)
+        wrong, worst = carry
+        return (wrong + first[0] + second[0], jnp.maximum(worst, jnp.maximum(first[1], second[1]))), None
+
+    (wrong, worst), _ = jax.lax.scan(step, (jnp.int32(0), jnp.float32(0)), jnp.arange(steps))
+    return jax.lax.psum(wrong, "seq"), jax.lax.pmax(worst, "seq")
+
+
+def _states(key, ranks, shape):
+    """Every rank's state of one step, `[ranks, *shape]`; one row is empty everywhere, one on all but rank 0."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn.state import SoftmaxState
+
+    of_out, of_lse = jax.random.split(key)
+    lse = 3 * jax.random.normal(of_lse, (ranks, *shape[:-1]))
+    lse = lse.at[..., 0].set(-jnp.inf).at[1:, ..., 1].set(-jnp.inf)
+    out = jax.random.normal(of_out, (ranks, *shape))
+    return SoftmaxState(jnp.where(jnp.isneginf(lse)[..., None], 0, out), lse)
+
+
+def _stall(nanoseconds):
+    """Zero, float32, after so many nanoseconds on the device."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, memref
+
+    def body(nanoseconds_ref, zero_ref):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
+        def emit(_, nanoseconds_ref, zero_ref):
+            from jaxlib.mlir.dialects import arith
+
+            index = arith.constant(ir.IndexType.get(), 0)
+            wait = (
+                "{ .reg .pred more; .reg .u64 start, now; .reg .u64 until; cvt.u64.u32 until, $1; "
+                "mov.u64 start, %globaltimer; AGAIN: mov.u64 now, %globaltimer; sub.u64 now, now, start; "
+                "setp.lt.u64 more, now, until; @more bra AGAIN; mov.u32 $0, 0; }"
+            )
+            i32 = ir.IntegerType.get_signless(32)
+            done = llvm.inline_asm(i32, [memref.load(nanoseconds_ref, [index])], wait, "=r,r", has_side_effects=True)
+            memref.store(arith.bitcast(ir.F32Type.get(), done), zero_ref, [index])
+
+        emit(nanoseconds_ref, zero_ref)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((1,), jnp.float32),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        kernel_name="stall",
+    )(nanoseconds.astype(jnp.int32)[None])[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

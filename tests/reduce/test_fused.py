@@ -1,0 +1,132 @@
+"""The fused reduction where there is no GPU: what it refuses, who meets whom, and what its program is made of."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tree_attn import SoftmaxState, make_mesh, tree_decode
+from tree_attn.reduce import reduce_state
+from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX
+
+# The functions have the names of their modules, which `import` would give.
+MODULE = sys.modules["tree_attn.reduce.fused"]
+COLLECTIVE = r"stablehlo\.(?:all_|reduce_scatter|collective_)"
+WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
+needs_new_jax = pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")
+
+
+def state(rows=3, head_dim=8, dtype=jnp.float32):
+    return SoftmaxState(jnp.ones((1, 1, rows, head_dim), dtype), jnp.zeros((1, 1, rows), jnp.float32))
+
+
+def traced(mesh, axes, reduction, state):
+    """The program in which every device has `state`."""
+    on_device = lambda state: reduce_state(state, axes, reduction, mesh)
+    program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(program).trace(state)
+
+
+@needs_new_jax
+def test_without_gpus_it_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match=r"fused needs NVIDIA GPUs, got 'cpu' devices"):
+        traced(make_mesh({"seq": 2}), ("seq",), "fused", state())
+
+
+@needs_new_jax
+def test_tree_decode_refuses_it_before_anything_is_compiled():
+    arrays = [jnp.ones((1, 1, 2, 8)), jnp.ones((1, 8, 2, 8)), jnp.ones((1, 8, 2, 8))]
+    with pytest.raises(NotImplementedError, match="fused needs NVIDIA GPUs"):
+        tree_decode(*arrays, axis_name="seq", mesh=make_mesh({"seq": 2}), reduction="fused")
+
+
+@needs_new_jax
+def test_a_state_that_is_too_large_is_refused():
+    with pytest.raises(NotImplementedError, match=f"up to {MAX_ELEMENTS} elements, got"):
+        traced(make_mesh({"seq": 2}), ("seq",), "fused", state(rows=MAX_ELEMENTS // 8))
+
+
+@pytest.mark.skipif(jax.__version_info__ >= OLDEST_JAX, reason="runs with JAX before 0.11")
+def test_an_old_jax_is_refused():
+    with pytest.raises(NotImplementedError, match=r"JAX 0\.11 and newer"):
+        traced(make_mesh({"seq": 2}), ("seq",), "fused", state())
+
+
+@pytest.mark.parametrize(
+    "axes, expected",
+    [
+        (("device",), [(0, 1, 2), (3, 4, 5)]),
+        (("node",), [(0, 3), (1, 4), (2, 5)]),
+        (("device", "node"), [(0, 3, 1, 4, 2, 5)]),  # the first axis varies slowest in the index over both
+        (("node", "device"), [(0, 1, 2, 3, 4, 5)]),
+    ],
+)
+def test_who_meets_whom(axes, expected):
+    mesh = make_mesh({"device": 3, "node": 2})
+    groups = MODULE._groups(axes, mesh)
+    assert [tuple(device.id for device in group) for group in groups] == expected
+    index = jax.shard_map(
+        lambda: jax.lax.axis_index(axes)[None], mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
+    )()
+    for group in groups:
+        for rank, device in enumerate(group):
+            place = list(mesh.devices.ravel()).index(device)
+            assert index[place] == rank
+
+
+def test_devices_that_it_cannot_know_are_asked_for():
+    """Within a caller's own `shard_map` over a part of the devices, no mesh says which."""
+    with pytest.raises(NotImplementedError, match="fused needs mesh"):
+        traced_in_shard_map = jax.shard_map(
+            lambda: MODULE._groups(("seq",), None) and jnp.zeros(1), mesh=make_mesh({"seq": 2}), in_specs=(),
+            out_specs=P("seq"), check_vma=False,
+        )  # fmt: skip
+        jax.jit(traced_in_shard_map).trace()
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """An address that nothing is at; the programs are not run."""
+    monkeypatch.setattr(MODULE, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+
+
+@needs_new_jax
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("axes, reduction", [(("device",), "fused"), (("device", "node"), ("fused", "fused"))])
+def test_its_program_has_a_kernel_and_no_collective(axes, reduction, dtype):
+    mesh = make_mesh(dict(zip(axes, (4, 2))))
+    text = traced(mesh, axes, reduction, state(dtype=dtype)).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == len(axes)
+    assert not re.search(COLLECTIVE, text)
+
+
+@needs_new_jax
+@pytest.mark.usefixtures("anywhere")
+def test_between_nodes_it_leaves_the_link_to_another():
+    mesh, axes = make_mesh({"device": 4, "node": 2}), ("device", "node")
+    text = traced(mesh, axes, ("fused", "gather"), state()).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == len(re.findall(COLLECTIVE, text)) == 1
+
+
+@pytest.mark.skipif(
+    WHEELS is None, reason="runs with TREE_ATTN_TEST_CUDA_WHEELS=DIR, see tests/local/test_lean_compiled.py"
+)
+def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
+    script = pathlib.Path(__file__).with_name("compile_fused.py")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([WHEELS, *sys.path])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout + done.stderr
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert spills and {int(x) for pair in spills for x in pair} == {0}
+    programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"collectives"')]
+    assert [program["collectives"] for program in programs] == [0, 0]
+    assert all(program["kernels"] == 1 for program in programs)
