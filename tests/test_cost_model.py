@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from abacus import make_machine
 
-from tree_attn import cost_model
-from tree_attn.cost_model import DecodeStep
+from tree_attn import cost_model, machine, reduce
+from tree_attn.cost_model import DecodeStep, cheapest_reduction
 
 PAPER = dict(b=2, t=80_000, d=2048)  # section 6.3: 640,000 keys on 8 devices, hidden size 2048; here with batch 2
 
@@ -73,6 +74,16 @@ def test_gather_and_hierarchical_bytes():
         cost_model.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(3, 2))
 
 
+def test_bytes_of_fused_and_of_a_tuple_of_levels():
+    step, packed, state = make_step(), 16 * 129 * 4, 16 * 130 * 4
+    assert cost_model.bytes_sent_per_device(step, "tree", "fused") == 7 * 2 * packed
+    mixed = cost_model.level_bytes_sent_per_device(step, ("fused", "allreduce"), axis_sizes=(4, 2))
+    assert mixed == (3 * 2 * packed, state)
+    assert cost_model.bytes_sent_per_device(step, "tree", ("fused", "allreduce"), axis_sizes=(4, 2)) == sum(mixed)
+    with pytest.raises(ValueError, match=r"a tuple of one of the former for each of 2 axes, got \('fused',\)"):
+        cost_model.bytes_sent_per_device(step, "tree", ("fused",), axis_sizes=(4, 2))
+
+
 def test_one_device_sends_nothing_by_tree_or_by_the_ring_without_its_last_hop():
     step = make_step(n_devices=1)
     assert cost_model.bytes_sent_per_device(step, "tree", "allreduce") == 0
@@ -121,3 +132,44 @@ def test_bad_input_is_named(call, message):
 def test_predictions_are_finite_for_a_huge_configuration():
     step = make_step(num_keys=5_120_000, n_devices=128)
     assert all(math.isfinite(cost_model.peak_memory_bytes(step, strategy)) for strategy in cost_model.STRATEGIES)
+
+
+def test_time_of_a_reduction_is_that_of_its_exchanges():
+    abacus = make_machine()  # 4 GPUs a node
+    options = dict(elements=1000, axis_sizes=(4, 3), machine=abacus)
+    across = abacus.exchange_us("gather", 4000, 3, stride=4)
+    assert cost_model.reduction_us(("fused", "gather"), **options) == (abacus.exchange_us("fused", 4000, 4), across)
+    assert cost_model.reduction_us("hierarchical", **options) == (abacus.exchange_us("gather", 4000, 4), across)
+    assert cost_model.reduction_us("gather", **options) == (abacus.exchange_us("gather", 4000, 12),)
+
+
+def test_the_cheapest_reduction_depends_on_size_and_links():
+    choose = lambda candidates, elements, sizes: cheapest_reduction(
+        candidates, elements=elements, axis_sizes=sizes, machine=machine.load("NVIDIA H200")
+    )
+    levels = ["allreduce", "gather", "fused"]
+    assert choose(levels, 2064, (4,)) == "fused"
+    assert choose(levels, 200_000, (4,)) == "gather"  # 8 bytes for 4 cost more than a launch
+    assert choose(levels, 10**9, (4,)) == "allreduce"  # which sends least
+    across = [*levels, "hierarchical", ("fused", "gather")]
+    assert choose(across, 2064, (8, 16)) == ("fused", "gather")  # fused alone cannot leave the node: passed over
+
+
+def test_of_equals_the_first_is_taken_and_one_device_costs_nothing():
+    options = dict(elements=1, axis_sizes=(1, 1), machine=make_machine())
+    assert cheapest_reduction(["gather", "fused"], **options) == "gather"
+    assert cheapest_reduction(["fused", "gather"], **options) == "fused"
+
+
+def test_no_reduction_to_choose_from():
+    options = dict(elements=1, axis_sizes=(8,), machine=make_machine())
+    with pytest.raises(NotImplementedError, match="'fused' has no cost over links"):
+        cheapest_reduction(["fused"], **options)
+    with pytest.raises(ValueError, match="candidates must name at least one reduction"):
+        cheapest_reduction([], **options)
+    with pytest.raises(ValueError, match=r"reduction must be one of 'allreduce', .* got 'star'"):
+        cheapest_reduction(["star"], **options)
+
+
+def test_the_model_knows_every_reduction_of_the_library():
+    assert set(cost_model.LEVELS) == set(reduce.LEVELS)

@@ -13,8 +13,11 @@ shrink with it: queries, outputs and softmax states keep n_h heads.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
+
+from tree_attn.machine import KINDS, Machine
 
 # Bytes per second that one device reads from its own memory: the best rate measured from any kernel (not the
 # datasheet's), by a part of `jax.Device.device_kind`.
@@ -24,6 +27,8 @@ LINK_BYTES_PER_S = {"H200": 215e9}
 
 STATE_BYTES = 4  # softmax states travel as float32, whatever the dtype of K and V
 STRATEGIES = ("tree", "ring_overlapped", "ring_public")
+LEVELS = ("allreduce", "gather", "fused")  # what can be a level of a hierarchical reduction, or be all of one
+Reduction = str | tuple[str, ...]
 
 
 def ring_memory_elements(*, b: int, t: int, d: int, d_kv: int | None = None) -> int:
@@ -128,6 +133,11 @@ class DecodeStep:
         """`b d + 2 b n_h` in float32: numerator, denominator and maximum of all queries (equation 13)."""
         return self.batch * self.num_queries * self.num_heads * (self.head_dim + 2) * STATE_BYTES
 
+    @property
+    def packed_state_bytes(self) -> int:
+        """`b d + b n_h` in float32: outputs and lse of all queries, as one gather carries them."""
+        return self.batch * self.num_queries * self.num_heads * (self.head_dim + 1) * STATE_BYTES
+
 
 def peak_memory_bytes(step: DecodeStep, strategy: str) -> int:
     """Predicted peak memory of one device: equation 9 for "tree", equation 8 for either ring, in bytes.
@@ -147,12 +157,16 @@ def peak_memory_bytes(step: DecodeStep, strategy: str) -> int:
     return (tree if strategy == "tree" else ring) * itemsize(step.dtype)
 
 
-def bytes_sent_per_device(step: DecodeStep, strategy: str, reduction: str | None = None, *, axis_sizes=None) -> float:
+def bytes_sent_per_device(
+    step: DecodeStep, strategy: str, reduction: Reduction | None = None, *, axis_sizes: Sequence[int] | None = None
+) -> float:
     """Predicted bytes that each device sends in one step, by the ring model of each collective (`tree_attn.hlo`).
 
         tree, "allreduce"      equation 14 in float32:  2 (p - 1) / p * (b d + 2 b n_h) * 4
         tree, "gather"         (p - 1) * (b d + b n_h) * 4:  one packed `[out, lse]` from everyone
-        tree, "hierarchical"   the gather of each level, summed over `axis_sizes` (p_1, p_2, ...)
+        tree, "fused"          2 (p - 1) * (b d + b n_h) * 4:  the same, each 4 bytes with 4 of the step's number
+        tree, a tuple          one of the former for each of `axis_sizes` (p_1, p_2, ...), summed
+        tree, "hierarchical"   a tuple of gathers
         ring_overlapped        (p - 1) / p of equation 10, in the dtype of K and V
         ring_public            equation 10, in the dtype of K and V
 
@@ -160,21 +174,86 @@ def bytes_sent_per_device(step: DecodeStep, strategy: str, reduction: str | None
         ValueError: an unknown strategy or reduction, or `axis_sizes` whose product is not `n_devices`.
     """
     _check_strategy(strategy)
-    p = step.n_devices
     if strategy == "ring_overlapped":
-        return float((p - 1) * step.key_value_bytes_per_device)
+        return float((step.n_devices - 1) * step.key_value_bytes_per_device)
     if strategy == "ring_public":
-        return float(p * step.key_value_bytes_per_device)
-    packed = step.state_bytes * (step.head_dim + 1) / (step.head_dim + 2)
-    if reduction == "allreduce":
-        return allreduce_volume_elements(step.state_bytes, p=p)
-    if reduction == "gather":
-        return (p - 1) * packed
-    if reduction == "hierarchical":
-        if axis_sizes is None or math.prod(axis_sizes) != p:
-            raise ValueError(f"axis_sizes must be the axes' sizes, with product n_devices={p}, got {axis_sizes}")
-        return sum((size - 1) * packed for size in axis_sizes)
-    raise ValueError(f"reduction must be one of 'allreduce', 'gather', 'hierarchical', got {reduction!r}")
+        return float(step.n_devices * step.key_value_bytes_per_device)
+    return sum(level_bytes_sent_per_device(step, reduction, axis_sizes=axis_sizes))
+
+
+def level_bytes_sent_per_device(
+    step: DecodeStep, reduction: Reduction, *, axis_sizes: Sequence[int] | None = None
+) -> tuple[float, ...]:
+    """As `bytes_sent_per_device` of tree attention, for each exchange: one, or one per axis if hierarchical."""
+    exchanges = _exchanges(reduction, (step.n_devices,) if axis_sizes is None else axis_sizes)
+    if math.prod(size for _, size, _ in exchanges) != step.n_devices or (reduction not in LEVELS and not axis_sizes):
+        raise ValueError(
+            f"axis_sizes must be the axes' sizes, with product n_devices={step.n_devices}, got {axis_sizes}"
+        )
+    payload = lambda kind: step.state_bytes if kind == "allreduce" else step.packed_state_bytes
+    return tuple(KINDS[kind].sent(size) * payload(kind) for kind, size, _ in exchanges)
+
+
+def reduction_us(
+    reduction: Reduction, *, elements: int, axis_sizes: Sequence[int], machine: Machine
+) -> tuple[float, ...]:
+    """Predicted time of each exchange of a reduction: one over all axes, or one per axis if hierarchical.
+
+    Beside these a step with any of NCCL's collectives pays `machine.collective_us` once.
+
+    Args:
+        elements: of one packed state, `B T N (H + 1)`, in float32.
+        axis_sizes: of the mesh axes, fastest links first; devices are counted along the first axis first.
+
+    Raises:
+        ValueError: no such reduction.
+        NotImplementedError: it cannot run over these links, or nobody knows what it costs there.
+
+    Example:
+        >>> reduction_us(("fused", "gather"), elements=2064, axis_sizes=(8, 16), machine=machine.load("NVIDIA H200"))
+    """
+    _check_positive(elements=elements, **{f"axis_sizes[{i}]": size for i, size in enumerate(axis_sizes)})
+    return tuple(
+        machine.exchange_us(kind, elements * STATE_BYTES, size, stride)
+        for kind, size, stride in _exchanges(reduction, axis_sizes)
+    )
+
+
+def needs_collective(reduction: Reduction, axis_sizes: Sequence[int]) -> bool:
+    """Whether any exchange of a reduction is one of NCCL's."""
+    return any(KINDS[kind].is_collective and size > 1 for kind, size, _ in _exchanges(reduction, axis_sizes))
+
+
+def cheapest_reduction(
+    candidates: Sequence[Reduction], *, elements: int, axis_sizes: Sequence[int], machine: Machine
+) -> Reduction:
+    """The candidate that is predicted to take the least time; of equals the first. Touches no device.
+
+    Args:
+        candidates: reductions that can run; those that `machine` knows no cost of are passed over.
+        elements, axis_sizes: see `reduction_us`.
+
+    Raises:
+        ValueError: no candidate, or an unknown one.
+        NotImplementedError: `machine` knows the cost of none.
+
+    Example:
+        >>> cheapest_reduction(["gather", "fused"], elements=2064, axis_sizes=(4,), machine=machine.load("NVIDIA H200"))
+        'fused'
+    """
+    if not candidates:
+        raise ValueError("candidates must name at least one reduction")
+    times, reasons = [], []
+    for candidate in candidates:
+        try:
+            exchanges = reduction_us(candidate, elements=elements, axis_sizes=axis_sizes, machine=machine)
+        except NotImplementedError as error:
+            reasons.append(str(error))
+            continue
+        times.append((sum(exchanges) + machine.collective_us * needs_collective(candidate, axis_sizes), candidate))
+    if not times:
+        raise NotImplementedError("; ".join(reasons))
+    return min(times, key=lambda timed: timed[0])[1]
 
 
 def read_limit_us(step: DecodeStep, device_kind: str) -> float | None:
@@ -228,6 +307,19 @@ def _check_positive(**sizes) -> None:
             continue
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+
+
+def _exchanges(reduction: Reduction, axis_sizes: Sequence[int]) -> list[tuple[str, int, int]]:
+    """The exchanges of a reduction in order: kind, how many devices meet, and how far apart they are counted."""
+    if reduction in LEVELS:
+        return [(reduction, math.prod(axis_sizes), 1)]
+    kinds = ("gather",) * len(axis_sizes) if reduction == "hierarchical" else reduction
+    if not isinstance(kinds, tuple) or len(kinds) != len(axis_sizes) or not all(kind in LEVELS for kind in kinds):
+        raise ValueError(
+            f"reduction must be one of {', '.join(map(repr, LEVELS))}, 'hierarchical', or a tuple of one of the former "
+            f"for each of {len(axis_sizes)} axes, got {reduction!r}"
+        )
+    return [(kind, size, math.prod(axis_sizes[:i])) for i, (kind, size) in enumerate(zip(kinds, axis_sizes))]
 
 
 def _check_strategy(strategy: str) -> None:
