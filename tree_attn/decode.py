@@ -55,8 +55,8 @@ def tree_decode(
         otherwise.
       implementation: the kernel on each device, see `tree_attn.local.attend`.
       reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "fused" (one kernel,
-        for the GPUs of one host), "hierarchical" or a tuple of one of the former per axis; None: "fused" over the first
-        axis where it can run, else "gather", and "gather" over the others.
+        for the GPUs of one host), "hierarchical" or a tuple of one of the former per axis; None: the cheapest that can
+        run, by the cost model, see `tree_attn.reduce.reduce_state`.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
     Returns:
       `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. Where a

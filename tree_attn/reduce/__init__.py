@@ -4,12 +4,17 @@ A strategy is a function (state, axes) -> state over bound mesh axes; one file e
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 
+import jax
 from jax.sharding import Mesh
 
+from tree_attn import machine
 from tree_attn.arguments import one_of
+from tree_attn.cost_model import cheapest_reduction
+from tree_attn.devices import default_platform
 from tree_attn.reduce.allreduce import allreduce
 from tree_attn.reduce.fused import fused
 from tree_attn.reduce.gather import gather
@@ -30,8 +35,9 @@ def reduce_state(
     Args:
       state: this device's `SoftmaxState`, inside `shard_map`.
       axes: bound mesh axes, fastest link first.
-      reduction: see `check_reduction`. None takes "fused" over the first axis where it can run and the state is small,
-        else "gather", and "gather" over the others: one latency per level, where "allreduce" has three.
+      reduction: see `check_reduction`. None takes what the cost model predicts to be the cheapest for this state, of
+        what can run here; on a machine that nobody measured, "fused" over the first axis if it can run, else "gather",
+        and "gather" over the others: one latency per level, where "allreduce" has three.
       mesh: the mesh of the axes where it is known; "fused" needs it unless it is of all devices in order.
     Raises:
       NotImplementedError: "fused" cannot run here, see `tree_attn.reduce.fused`.
@@ -39,25 +45,37 @@ def reduce_state(
     Source: Tree Attention, section 5.2 and Algorithm 3.
     """
     levels = {"allreduce": allreduce, "gather": gather, "fused": functools.partial(fused, mesh=mesh)}
+    run = functools.partial(_run, state, axes, levels=levels)
     reduction = check_reduction(reduction, axes)
-    if reduction is None:
-        return _automatic(state, axes, levels)
+    return _run_cheapest(state, axes, run) if reduction is None else run(reduction)
+
+
+def _run(state: SoftmaxState, axes: tuple[str, ...], reduction: str | tuple[str, ...], levels: dict) -> SoftmaxState:
     if isinstance(reduction, tuple):
         return hierarchical(state, axes, tuple(levels[level] for level in reduction))
     return levels[reduction](state, axes)
 
 
-def _automatic(state: SoftmaxState, axes: tuple[str, ...], levels: dict[str, Callable]) -> SoftmaxState:
-    for first in ("fused", "gather"):
-        picked = (first, *("gather",) * (len(axes) - 1))
+def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> SoftmaxState:
+    known = machine.load(jax.local_devices()[0].device_kind) if default_platform() == "gpu" else None
+    if known is None:
+        candidates = [(first, *("gather",) * (len(axes) - 1)) for first in ("fused", "gather")]
+        cheapest = lambda candidates: candidates[0]
+    else:
+        candidates = [*LEVELS, *(itertools.product(LEVELS, repeat=len(axes)) if len(axes) > 1 else ())]
+        sizes = tuple(map(jax.lax.axis_size, axes))
+        elements = state.out.size + state.lse.size
+        cheapest = functools.partial(cheapest_reduction, elements=elements, axis_sizes=sizes, machine=known)
+    while True:
+        picked = cheapest(candidates)
         try:
-            merged = hierarchical(state, axes, tuple(levels[level] for level in picked))
+            merged = run(picked)
         except NotImplementedError as error:
             _log.info("reduction=None: %s", error)
-            continue
-        _log.info("reduction=None picked %r", picked[0] if len(picked) == 1 else picked)
-        return merged
-    raise AssertionError("gather runs everywhere")
+            candidates.remove(picked)
+        else:
+            _log.info("reduction=None picked %r", picked)
+            return merged
 
 
 def check_reduction(reduction: Reduction, axes: tuple[str, ...]) -> Reduction:
