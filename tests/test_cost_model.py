@@ -171,5 +171,38 @@ def test_no_reduction_to_choose_from():
         cheapest_reduction(["star"], **options)
 
 
+def test_predicted_steps_by_hand():
+    """8 keys of 1000 bytes each on 4 devices of one node: reading 1 byte/us, so that a shard takes 2000 us."""
+    step = make_step(num_keys=8, num_kv_heads=1, num_heads=2, head_dim=250, dtype="float16", n_devices=4)
+    slow = make_machine(read_bytes_per_s=1e6)
+    local, transfer = 2000 + 10, 2 * slow.exchange_us("neighbour", 1000, 4)
+    tree = cost_model.predict(step, "tree", "gather", machine=slow)
+    assert tree.exchanges_us == (slow.exchange_us("gather", 2 * 251 * 4, 4),)
+    assert tree.latency_us == pytest.approx(local + 100 + tree.exchanges_us[0])
+    assert cost_model.predict(step, "tree", "fused", machine=slow).collective_us == 0
+    overlapped = cost_model.predict(step, "ring_overlapped", machine=slow)
+    assert transfer < local and overlapped.latency_us == pytest.approx(4 * local)  # the transfers are hidden
+    public = cost_model.predict(step, "ring_public", machine=slow)
+    assert public.latency_us == pytest.approx(4 * (local + transfer + 2 * 2000))
+    fast = make_machine(read_bytes_per_s=1e12, local_us=0.0)
+    hidden = cost_model.predict(step, "ring_overlapped", machine=fast)
+    assert hidden.latency_us == pytest.approx(0.002 + 3 * transfer)  # now the attention is
+    assert tree.bytes_sent == (3 * 2 * 251 * 4,) and overlapped.bytes_sent == (3 * 2000,)
+
+
+@pytest.mark.parametrize("strategy, shards", [("tree", 1), ("ring_overlapped", 3), ("ring_public", 3)])
+def test_what_programs_hold(strategy, shards):
+    step = make_step()
+    assert cost_model.program_memory_bytes(step, strategy) == pytest.approx(
+        shards * step.key_value_bytes_per_device, rel=1e-3
+    )
+
+
+def test_an_overlapped_ring_of_two_holds_what_equation_8_says():
+    step = make_step(n_devices=2)
+    memory = cost_model.program_memory_bytes(step, "ring_overlapped")
+    assert memory == cost_model.peak_memory_bytes(step, "ring_overlapped")
+
+
 def test_the_model_knows_every_reduction_of_the_library():
     assert set(cost_model.LEVELS) == set(reduce.LEVELS)

@@ -157,6 +157,18 @@ def peak_memory_bytes(step: DecodeStep, strategy: str) -> int:
     return (tree if strategy == "tree" else ring) * itemsize(step.dtype)
 
 
+def program_memory_bytes(step: DecodeStep, strategy: str) -> int:
+    """Predicted peak memory of one device as our programs have it, where `peak_memory_bytes` has the paper's equations.
+
+    They differ for rings, which hold three times the keys and values: the shard in use, the one arriving, and the
+    device's own, which the next token needs (`docs/peak_memory.md`). An overlapped ring of two has no third.
+    """
+    held = {"tree": 1, "ring_overlapped": min(step.n_devices, 3), "ring_public": 3}
+    _check_strategy(strategy)
+    extra = (held[strategy] - (1 if strategy == "tree" else 2)) * step.key_value_bytes_per_device
+    return peak_memory_bytes(step, strategy) + extra
+
+
 def bytes_sent_per_device(
     step: DecodeStep, strategy: str, reduction: Reduction | None = None, *, axis_sizes: Sequence[int] | None = None
 ) -> float:
@@ -254,6 +266,85 @@ def cheapest_reduction(
     if not times:
         raise NotImplementedError("; ".join(reasons))
     return min(times, key=lambda timed: timed[0])[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Where the time of one step goes, in microseconds, and what it sends and holds on each device, in bytes.
+
+    Attributes:
+        local_us: attention to all the keys that a device meets, and everything else beside the following.
+        collective_us: what NCCL's first collective costs beside itself.
+        exchanges_us: each exchange of a reduction; for a ring, what its transfers add to the attention.
+        bytes_sent: by each exchange; for a ring, by all of its hops.
+        memory_bytes: as `program_memory_bytes`.
+    """
+
+    local_us: float
+    collective_us: float
+    exchanges_us: tuple[float, ...]
+    bytes_sent: tuple[float, ...]
+    memory_bytes: int
+
+    @property
+    def latency_us(self) -> float:
+        """The whole step."""
+        return self.local_us + self.collective_us + sum(self.exchanges_us)
+
+
+def predict(
+    step: DecodeStep,
+    strategy: str,
+    reduction: Reduction | None = None,
+    *,
+    machine: Machine,
+    axis_sizes: Sequence[int] | None = None,
+) -> Prediction:
+    """Predicted time of one step. With `local = 2 b t d_kv / read rate + machine.local_us`, of one shard:
+
+        tree              local + collective_us + the exchanges of the reduction (`reduction_us`)
+        ring_overlapped   local + (p - 1) max(transfer, local):  a hop ends when both are done
+        ring_public       p (transfer + local + copy):  its loop copies each arrival into the carry, read and written
+
+    A transfer moves K and then V to a neighbour, and the slowest link bounds it for all.
+
+    Args:
+        axis_sizes: as for `reduction_us`; default: one axis of all devices.
+
+    Raises:
+        ValueError: as `bytes_sent_per_device`.
+        NotImplementedError: as `reduction_us`.
+
+    Source: Tree Attention, section 6 (complexity in 5.2, links in 5.3).
+    """
+    _check_strategy(strategy)
+    p, shard_bytes = step.n_devices, step.key_value_bytes_per_device
+    sizes = (p,) if axis_sizes is None else tuple(axis_sizes)
+    read_us = shard_bytes / machine.read_bytes_per_s * 1e6
+    local_us, memory_bytes = read_us + machine.local_us, program_memory_bytes(step, strategy)
+    if strategy == "tree":
+        bytes_sent = level_bytes_sent_per_device(step, reduction, axis_sizes=sizes)
+        return Prediction(
+            local_us=local_us,
+            collective_us=machine.collective_us * needs_collective(reduction, sizes),
+            exchanges_us=reduction_us(
+                reduction, elements=step.packed_state_bytes // STATE_BYTES, axis_sizes=sizes, machine=machine
+            ),
+            bytes_sent=bytes_sent,
+            memory_bytes=memory_bytes,
+        )
+    transfer_us = 2 * machine.exchange_us("neighbour", shard_bytes / 2, p)
+    if strategy == "ring_overlapped":
+        added_us = (p - 1) * max(transfer_us - local_us, 0.0)
+    else:
+        added_us = p * (transfer_us + 2 * read_us)
+    return Prediction(
+        local_us=p * local_us,
+        collective_us=0.0,
+        exchanges_us=(added_us,),
+        bytes_sent=(bytes_sent_per_device(step, strategy),),
+        memory_bytes=memory_bytes,
+    )
 
 
 def read_limit_us(step: DecodeStep, device_kind: str) -> float | None:

@@ -201,6 +201,11 @@ def load(device_kind: str) -> Machine | None:
     return _shipped().get(device_kind)
 
 
+def kinds() -> tuple[str, ...]:
+    """The kinds of device that the package has parameters of."""
+    return tuple(_shipped())
+
+
 def read(path: str | os.PathLike) -> Machine:
     """The machine in a JSON file, as `write` leaves it; without a "network", that is `ASSUMED_NETWORK`.
 

@@ -1,0 +1,66 @@
+"""The cost model against what was measured: rows of `tree-attn compare` in docs/results."""
+
+import pathlib
+import statistics
+
+import pytest
+
+from tree_attn import machine
+from tree_attn.commands import rows
+
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
+H200 = machine.load("NVIDIA H200")
+# One process per GPU, as the parameters are for.
+MEASURED = rows.read(
+    [RESULTS / "compare_4xh200_4processes", RESULTS / "compare_4xh200_4processes_mosaic_gpu"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["tree", "ring_overlapped", "ring_public"])
+def test_median_error_of_latency_is_under_15_percent(strategy):
+    """For rings nothing was fitted: bare transfers, the read rate and the shape of the loop predict them."""
+    chosen = [row for row in MEASURED if row["strategy"] == strategy]
+    assert len(chosen) >= 4
+    assert rows.median_error(chosen, H200) < 0.15
+
+
+def test_no_row_is_far_off():
+    assert max(abs(rows.relative_error(row, H200)) for row in MEASURED) < 0.2
+
+
+def test_the_error_is_that_of_the_median_row():
+    errors = sorted(abs(rows.relative_error(row, H200)) for row in MEASURED)
+    assert rows.median_error(MEASURED, H200) == statistics.median(errors)
+    assert rows.relative_error(MEASURED[0] | {"latency_us_median": 1e9}, H200) == pytest.approx(-1, abs=1e-3)
+
+
+def test_memory_and_traffic_are_those_of_the_compiled_programs():
+    for row in MEASURED:
+        predicted = rows.predict(row, H200)
+        assert predicted.memory_bytes == pytest.approx(row["peak_memory_bytes_compiled"], rel=0.005)
+        assert sum(predicted.bytes_sent) == pytest.approx(row["bytes_sent_per_device_compiled"])
+
+
+def test_machine_of_a_kind_or_of_a_file(tmp_path):
+    assert rows.machine_of(None, rows.device_kind(MEASURED[0])) is H200
+    machine.write(H200, tmp_path / "machine.json")
+    assert rows.machine_of(tmp_path / "machine.json", "cpu") == H200
+    with pytest.raises(ValueError, match=r"--machine must be given for 'cpu', which is none of \('NVIDIA H200',\)"):
+        rows.machine_of(None, "cpu")
+
+
+def test_a_mixed_reduction_in_json_is_a_tuple():
+    assert rows.reduction({"reduction": ["fused", "gather"]}) == ("fused", "gather")
+    assert rows.label("tree", ("fused", "gather")) == "tree fused + gather"
+    assert rows.label("ring_public", None) == "ring public"
+
+
+def test_folders_without_rows(tmp_path):
+    with pytest.raises(ValueError, match=r"--rows must be folders .*results.jsonl is not there"):
+        rows.read([tmp_path])
+    (tmp_path / "results.jsonl").write_text('{"error": "none fits"}\n')
+    with pytest.raises(ValueError, match="--rows must have at least one row that was measured"):
+        rows.read([tmp_path])
+    (tmp_path / "results.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match=r"line 1, is not JSON"):
+        rows.read([tmp_path])
