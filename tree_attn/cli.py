@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": "a small Llama answers over 8 devices by tree, ring and single-device attention, with the same tokens",
     "generate": "generate text with a Llama of yours, its KV cache sharded over devices",
     "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
+    "plan": "predict time, traffic and memory of every strategy on a cluster, without one, and choose",
     "doctor": "list devices, links, versions and what can run here, and for what cannot, why",
 }
 

@@ -179,7 +179,7 @@ class Machine:
         for level, devices, rounds in zip((self.node, self.network), split, how.rounds(*split)):
             if devices > 1:
                 if kind not in level.costs:
-                    raise NotImplementedError(f"{kind!r} has no cost over links {level.source!r}")
+                    raise NotImplementedError(f"no cost of {kind!r} is known over links {level.source}")
                 latency_us += how.exchanges * rounds * level.costs[kind].round_us
         sent = how.sent(size) * payload_bytes
         lines = self.level(size, stride).costs[kind].lines

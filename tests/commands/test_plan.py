@@ -1,0 +1,97 @@
+"""`tree-attn plan`: the same numbers as the cost model, the choice that the library would make, one error each."""
+
+import dataclasses
+import json
+
+import pytest
+from abacus import make_machine
+
+from tree_attn import cli, cost_model, machine
+from tree_attn.commands import plan
+from tree_attn.cost_model import DecodeStep
+
+CLUSTER = ("--nodes", "16", "--gpus-per-node", "8", "--keys", "5120000")
+
+
+def planned(capsys, *options: str) -> dict:
+    assert cli.main(["plan", *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_strategy_has_what_the_model_says(capsys):
+    document = planned(capsys, *CLUSTER)
+    step = DecodeStep(**document["step"])
+    assert (step.n_devices, document["axis_sizes"]) == (128, [8, 16])
+    assert {one["label"] for one in document["strategies"]} >= {"tree gather", "ring overlapped", "ring public"}
+    for one in document["strategies"]:
+        reduction = tuple(one["reduction"]) if isinstance(one["reduction"], list) else one["reduction"]
+        predicted = cost_model.predict(
+            step, one["strategy"], reduction, machine=machine.load("NVIDIA H200"), axis_sizes=(8, 16)
+        )
+        assert one["latency_us"] == predicted.latency_us
+        assert tuple(one["bytes_sent"]) == predicted.bytes_sent
+    times = [one["latency_us"] for one in document["strategies"]]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), (4, 2), (4,)])
+def test_the_choice_is_the_librarys(capsys, sizes):
+    options = ["--gpus-per-node", str(sizes[0]), "--nodes", str(sizes[1] if len(sizes) > 1 else 1), "--keys", "100000"]
+    document = planned(capsys, *options)
+    h200 = dataclasses.replace(machine.load("NVIDIA H200"), gpus_per_node=sizes[0])
+    cheapest = cost_model.cheapest_reduction(
+        plan.candidates(len(sizes)), elements=16 * 129, axis_sizes=sizes, machine=h200
+    )
+    best = document["strategies"][0]
+    assert document["choice"] == best["label"] and document["reason"].startswith(best["label"])
+    assert best["reduction"] == (list(cheapest) if isinstance(cheapest, tuple) else cheapest)
+
+
+def test_a_machine_of_ones_own_and_what_does_not_fit(capsys, tmp_path):
+    machine.write(make_machine(memory_bytes=4_000_000), tmp_path / "machine.json")
+    options = ("--machine", str(tmp_path / "machine.json"), "--heads", "2")
+    document = planned(capsys, *options, "--keys", "8000")  # 4 GPUs, as the file says; 2 MB of keys and values on each
+    assert document["axis_sizes"] == [4]
+    fits = {one["strategy"]: one["fits"] for one in document["strategies"]}
+    assert fits == {"tree": True, "ring_overlapped": False, "ring_public": False}
+    document = planned(capsys, *options, "--keys", "80000")
+    assert document["choice"] is None
+    assert document["reason"] == "Nothing fits: keys and values alone take 20.5 MB of each GPU, which has 4 MB."
+
+
+def test_fused_stays_in_a_node_and_among_small_states(capsys):
+    assert "no cost of 'fused' is known over links assumed" in planned(capsys, *CLUSTER)["left_out"]["tree fused"]
+    left_out = planned(capsys, "--gpus-per-node", "4", "--keys", "8", "--batch", "1000")["left_out"]
+    assert left_out == {"tree fused": "fused exchanges up to 262,144 elements, and this state has 2,064,000"}
+
+
+def test_one_gpu_exchanges_nothing(capsys):
+    document = planned(capsys, "--gpus-per-node", "1", "--keys", "1000")
+    assert document["reason"].startswith("One GPU holds all keys and exchanges nothing")
+
+
+def test_tables_say_what_is_predicted_and_what_is_assumed(capsys):
+    assert cli.main(["plan", *CLUSTER]) == 0
+    text = capsys.readouterr().out
+    assert "PREDICTED per step: 5,120,000 keys" in text
+    assert "links inside a node: measured" in text
+    assert "links across nodes: assumed" in text and "not measured" in text
+    assert "is predicted to be the fastest that fits" in text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--keys", "0"), "num_keys must be an integer of at least 1, got 0"),
+        (("--keys", "8", "--nodes", "0"), "--nodes must be at least 1, got 0"),
+        (("--keys", "8", "--gpus-per-node", "-1"), "--gpus-per-node must be at least 1, got -1"),
+        (("--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
+        (("--keys", "8", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads"),
+        (("--keys", "8", "--device-kind", "abacus"), "--machine must be given for 'abacus'"),
+        (("--keys", "8", "--machine", "/nowhere.json"), "No such file or directory: '/nowhere.json'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, options, message):
+    assert cli.main(["plan", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tree-attn plan: error: ") and message in error and error.count("\n") == 1
