@@ -128,7 +128,6 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
     from tree_attn import distributed, measure
     from tree_attn.commands import comparison
     from tree_attn.cost_model import DecodeStep
-    from tree_attn.reduce import REDUCTIONS
 
     launch = distributed.initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
     assert launch.num_processes == NODES * TASKS, f"run it as the help shows, in {NODES} nodes of {TASKS} tasks"
@@ -156,7 +155,7 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
         "jax_version": jax.__version__,
     }
     writer = measure.JsonlWriter(out / "results.jsonl", facts) if jax.process_index() == 0 else None
-    cases = comparison.plan([step], REDUCTIONS, [None], "cpu")
+    cases = comparison.plan([step], (), [None], "cpu")
     (hierarchical,) = (case for case in cases if case.reduction == "hierarchical")
     rows = [measure_case(case, devices, num_steps) for case in cases]
     rows += [measure_level(hierarchical, devices, level, num_steps) for level in (0, 1)]

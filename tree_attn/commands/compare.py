@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--dtype", default="bfloat16", help="of queries, keys and values (default bfloat16)")
     what = parser.add_argument_group("what is compared (the rings always are)")
     what.add_argument(
-        "--reduction", type=_words, nargs="+", help="of tree attention, e.g. allreduce,gather (default: all)"
+        "--reduction",
+        type=_words,
+        nargs="+",
+        help="of tree attention, e.g. allreduce,gather (default: all, fused on GPUs only)",
     )
     what.add_argument("--implementation", type=_words, nargs="+", help="local kernels (default: the best that can run)")
     how = parser.add_argument_group("how it is measured")
@@ -116,7 +119,7 @@ def _checked(args: argparse.Namespace):
     for name in ("devices", "iters", *(("chain",) if args.chain is not None else ())):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    reductions = _flat(args.reduction) or list(REDUCTIONS)
+    reductions = _flat(args.reduction)
     for reduction in reductions:
         one_of("--reduction", reduction, REDUCTIONS)
     implementations = _flat(args.implementation) or [None]

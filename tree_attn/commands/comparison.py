@@ -21,6 +21,7 @@ from tree_attn.local import choose
 from tree_attn.masking import visibility
 from tree_attn.mesh import make_mesh
 from tree_attn.placement import Shard
+from tree_attn.reduce import REDUCTIONS
 from tree_attn.tolerances import relative_out_tolerance
 
 # The fields of a row that say what was run, rather than what came out.
@@ -81,7 +82,12 @@ class Case:
 def plan(
     steps: Sequence[DecodeStep], reductions: Sequence[str], implementations: Sequence[str | None], platform: str
 ) -> list[Case]:
-    """All cases: for each step and implementation, tree with every reduction and then both rings."""
+    """All cases: for each step and implementation, tree with every reduction and then both rings.
+
+    Args:
+        reductions: which; if empty, all but "fused" on a platform that never has it.
+    """
+    reductions = reductions or [name for name in REDUCTIONS if name != "fused" or platform == "gpu"]
     cases = []
     for step, asked in itertools.product(steps, implementations):
         case = functools.partial(Case, step=step, implementation=asked or _automatic_implementation(step, platform))
