@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from tree_attn import cli
+from tree_attn import cli, machine
 from tree_attn.commands import doctor
 from tree_attn.local import IMPLEMENTATIONS
 from tree_attn.reduce import REDUCTIONS
@@ -81,3 +81,28 @@ def test_distributed_tables_name_the_levels(capsys, monkeypatch):
     assert cli.main(["doctor", "--distributed", "--devices", "4"]) == 0
     text = capsys.readouterr().out
     assert "inside a node" in text and "across nodes" in text
+
+
+def test_machine_out_measures_what_plan_reads(capsys, tmp_path, monkeypatch):
+    halves = lambda devices: {"n1": devices[:2], "n2": devices[2:]}
+    monkeypatch.setattr("tree_attn.mesh.by_node", halves)
+    path = tmp_path / "machine.json"
+    assert cli.main(["doctor", "--distributed", "--devices", "4", "--machine-out", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "allreduce" in text and "keys and values are read at" in text
+    measured = machine.read(path)
+    assert (measured.device_kind, measured.gpus_per_node) == ("cpu", 2)
+    for level in (measured.node, measured.network):
+        assert level.is_measured and set(level.costs) == {"allreduce", "gather", "neighbour"}  # fused needs GPUs
+    assert measured.provenance["command"].startswith("tree-attn doctor --distributed")
+    assert {point["kind"] for point in measured.provenance["points"]["node"]} == set(measured.network.costs)
+    assert cli.main(["plan", "--machine", str(path), "--nodes", "2", "--keys", "64"]) == 0
+    assert "links across nodes: measured: 2 x 2 x cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options", [["--machine-out", "machine.json"], ["--distributed", "--machine-out", "/no/where"]]
+)
+def test_machine_out_is_checked_first(options, capsys):
+    assert cli.main(["doctor", *options]) == 2
+    assert "--machine-out needs --distributed, and a folder that is there" in capsys.readouterr().err

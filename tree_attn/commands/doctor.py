@@ -3,10 +3,12 @@
 import argparse
 import dataclasses
 import json
+import pathlib
 import shutil
 import subprocess
 from typing import Any
 
+from tree_attn import machine
 from tree_attn.commands import processes
 
 HELP = """\
@@ -16,10 +18,12 @@ for each that cannot, why. Takes no model and changes nothing.
 With --distributed, as several processes: checks how they were started (under srun, torchrun or by the options below),
 that all are there, fit together and reach each other, each within TREE_ATTN_TIMEOUT_S (60), and times the links inside
 a node and across nodes. The first thing that is wrong ends it, on every rank, with one error that says what to do.
+With --machine-out too, it measures what `tree-attn plan --machine FILE` predicts from; that takes a minute or two.
 
 examples:
   tree-attn doctor
   srun --nodes=2 --ntasks-per-node=4 tree-attn doctor --distributed
+  srun --nodes=2 --ntasks-per-node=4 tree-attn doctor --distributed --machine-out machine.json
   tree-attn doctor --json | python3 -m json.tool
 """
 
@@ -29,15 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, help="look at this many (default: all there are; emulated if too few)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--distributed", action="store_true", help="check and time the processes and their links only")
+    parser.add_argument(
+        "--machine-out", type=pathlib.Path, metavar="FILE", help="with --distributed: measure the machine for `plan`"
+    )
     processes.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints, in process 0; returns 0."""
+    path = args.machine_out
+    if path is not None and not (args.distributed and path.absolute().parent.is_dir()):
+        raise ValueError(f"--machine-out needs --distributed, and a folder that is there, got {path}")
     launch = processes.join(args, args.devices)
     report = examine_distributed(launch, args.devices) if args.distributed else examine(args.devices)
+    if path is not None:
+        measured = measure_machine(args.devices, args.command_line)
+        report["machine"] = dataclasses.asdict(measured)
     if launch.process_id != 0:
         return 0
+    if path is not None:
+        machine.write(measured, path)
     if args.json:
         print(json.dumps(report))
     else:
@@ -66,6 +81,20 @@ def examine_distributed(launch, n_devices: int | None = None) -> dict[str, Any]:
         "n_devices": len(devices),
         "levels": [dataclasses.asdict(level) for level in levels],
     }
+
+
+def measure_machine(n_devices: int | None, command: str) -> machine.Machine:
+    """The parameters of the cost model, measured here, with where they are from; every process calls it."""
+    import jax
+
+    from tree_attn import calibrate, measure
+    from tree_attn.devices import ensure_devices
+
+    devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
+    measured = calibrate.measure_machine(devices)
+    where = {"hardware": measure.hardware(devices), "n_processes": jax.process_count(), "command": command}
+    where |= {"git_commit": measure.git_commit(), "versions": measure.versions()}
+    return dataclasses.replace(measured, provenance=where | {"points": measured.provenance})
 
 
 def examine(n_devices: int | None = None) -> dict[str, Any]:
@@ -221,6 +250,28 @@ def _print_distributed(report: dict[str, Any]) -> None:
         times = (f"{level[name]:.1f}" for name in ("sum_us", "gather_us"))
         table.add_row(where, str(level["size"]), *times, f"{level['neighbour_gb_per_s']:.3g}")
     console.print(table)
+    if "machine" in report:
+        _print_machine(report["machine"], console)
+
+
+def _print_machine(measured: dict[str, Any], console) -> None:
+    from rich.table import Table
+
+    table = Table(title="the cost model's parameters (several lines: the cheapest holds)")
+    for column in ("level", "exchange", "launch, us", "per message, us", "GB/s"):
+        table.add_column(column, justify="left" if column in ("level", "exchange") else "right")
+    for name, where in (("node", "inside a node"), ("network", "across nodes")):
+        if measured[name]["source"].startswith("measured"):
+            for kind, cost in measured[name]["costs"].items():
+                launches = ", ".join(f"{line['alpha_us']:.1f}" for line in cost["lines"])
+                rates = ", ".join(f"{line['bytes_per_s'] / 1e9:.3g}" for line in cost["lines"])
+                table.add_row(where, kind, launches, f"{cost['round_us']:.1f}", rates)
+    console.print(table)
+    console.print(
+        f"keys and values are read at {measured['read_bytes_per_s'] / 1e12:.3g} TB/s; beside that a step takes "
+        f"{measured['local_us']:.1f} us, and {measured['collective_us']:.1f} us more where NCCL takes part",
+        soft_wrap=True,
+    )
 
 
 def _print(report: dict[str, Any]) -> None:
