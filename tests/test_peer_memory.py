@@ -89,7 +89,7 @@ def test_a_process_opens_the_buffers_of_its_group(driver, monkeypatch):
         return kept, [*others, shared] if isinstance(shared, dict) else [True] * 3 + [shared]
 
     monkeypatch.setattr(module, "_together", with_others)
-    assert table_at(allocated(*groups), 2) == [7 * 3 * BUFFER, 4 * BUFFER]
+    assert table_at(allocated(*groups), 3) == [7 * 3 * BUFFER, 4 * BUFFER, 1]  # and its rank
     assert driver.opened == [(MINE, 3 * BUFFER)]
 
 

@@ -45,7 +45,7 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
         group, or each has a process of its own.
     Returns:
       The address of the table, the same in all processes: where this process has the buffers of its group's ranks,
-      uint64 `[ranks]` in host memory.
+      uint64 `[ranks + 1]` in host memory; last comes the rank of its first GPU.
     Raises:
       PeerMemoryError: GPUs that are not NVIDIA's, that are on several hosts or that cannot reach each other.
     """
@@ -75,7 +75,7 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
     (cuda, buffers), offers = _together(allocate, devices)
     table, _ = _together(lambda: open_all(cuda, buffers, dict(collections.ChainMap(*offers))), devices)
     # Nobody writes before all have opened: it takes an address from `_place`, which waits for all.
-    return _place(np.asarray(table, np.uint64), devices)
+    return _place(np.asarray([*table, min(local)], np.uint64), devices)
 
 
 def _is_local(device: jax.Device) -> bool:

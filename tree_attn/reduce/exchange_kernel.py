@@ -34,7 +34,7 @@ WORD_BYTES = 8
 class Buffers:
     """Where the devices' buffers are, as their addresses (`tree_attn.peer_memory`) and the kernel know it.
 
-    table:     where the host finds the addresses of all ranks' buffers, int64 `[num_ranks]`
+    table:     where the host finds the addresses of all ranks' buffers, and then its own rank, int64 `[num_ranks + 1]`
     capacity:  elements of one slot
     A buffer is 2 * num_ranks slots of `capacity` words of 8 bytes, then a step number per CTA.
     """
@@ -55,7 +55,12 @@ class Buffers:
 
 
 def exchange(out, lse, rank, buffers: Buffers):
-    """Merges `out [rows, H]` and float32 `lse [rows]` over all ranks; `rank` is this device's, int32 `[1]`."""
+    """Merges `out [rows, H]` and float32 `lse [rows]` over all ranks.
+
+    Args:
+      rank: this device's, int32 `[1]`; None where a process has one device: then the table knows it, and two small
+        kernels are spared.
+    """
     body = functools.partial(_exchange, buffers)
     body.__name__ = "fused_exchange"
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -66,12 +71,13 @@ def exchange(out, lse, rank, buffers: Buffers):
         grid_names=("cta",),
         compiler_params=params,
         kernel_name="fused_exchange",
-    )(rank, out, lse)
+    )(*([] if rank is None else [rank]), out, lse)
 
 
 def _exchange(buffers: Buffers, *refs):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5)
-    def emit(_, rank_ref, out_ref, lse_ref, merged_ref, merged_lse_ref):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def emit(_, *refs):
+        (*rank_refs, out_ref, lse_ref, merged_ref, merged_lse_ref) = refs
         i32, i64, f32, index = ir.IntegerType.get_signless(32), _i64(), ir.F32Type.get(), ir.IndexType.get()
         rows, head_dim = ir.MemRefType(out_ref.type).shape
         dtype = ir.MemRefType(out_ref.type).element_type
@@ -79,10 +85,12 @@ def _exchange(buffers: Buffers, *refs):
         at = functools.partial(arith.constant, index)
 
         thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-        rank = arith.extui(i64, memref.load(rank_ref, [at(0)]))
         with ir.InsertionPoint(_launch()):  # on the host, at every launch: the kernel gets the addresses as parameters
             pointer = ir.Type.parse("!llvm.ptr")
-            bases = [llvm.load(i64, llvm.inttoptr(pointer, _constant(buffers.table + 8 * r))) for r in ranks]
+            entries = (_constant(buffers.table + WORD_BYTES * i) for i in range(buffers.num_ranks + 1))
+            *bases, rank = [llvm.load(i64, llvm.inttoptr(pointer, entry)) for entry in entries]
+        if rank_refs:
+            rank = arith.extui(i64, memref.load(rank_refs[0], [at(0)]))
         own = bases[0]
         for r in ranks:
             own = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _constant(r)), bases[r], own)
