@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "generate text with a Llama of yours, its KV cache sharded over devices",
     "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
     "plan": "predict time, traffic and memory of every strategy on a cluster, without one, and choose",
+    "figures": "draw the paper's figures from measured rows, and what is predicted beyond them",
     "doctor": "list devices, links, versions and what can run here, and for what cannot, why",
 }
 

@@ -119,6 +119,11 @@ class DecodeStep:
         itemsize(self.dtype)
 
     @property
+    def hidden_size(self) -> int:
+        """d, of the queries."""
+        return self.num_heads * self.head_dim
+
+    @property
     def keys_per_device(self) -> int:
         """t, rounded up: the devices that hold most."""
         return -(-self.num_keys // self.n_devices)
@@ -149,7 +154,7 @@ def peak_memory_bytes(step: DecodeStep, strategy: str) -> int:
         ValueError: `strategy` is not one of `STRATEGIES`.
     """
     _check_strategy(strategy)
-    b, t, n_h, d = step.batch, step.keys_per_device, step.num_heads, step.num_heads * step.head_dim
+    b, t, n_h, d = step.batch, step.keys_per_device, step.num_heads, step.hidden_size
     per_key = 2 * b * t * step.num_kv_heads * step.head_dim
     per_query = 2 * b * d * step.num_queries
     tree = per_key + per_query + 2 * b * n_h * step.num_queries

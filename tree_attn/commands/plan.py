@@ -79,7 +79,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         n_devices=args.nodes * machine.gpus_per_node,
     )
     axis_sizes = (machine.gpus_per_node, args.nodes) if args.nodes > 1 else (machine.gpus_per_node,)
-    strategies, left_out = _strategies(step, axis_sizes, machine)
+    strategies, left_out = strategies_of(step, axis_sizes, machine)
     choice, reason = _choose(strategies, step, machine)
     links = {"inside a node": machine.node.source} | (
         {"across nodes": machine.network.source} if args.nodes > 1 else {}
@@ -104,7 +104,7 @@ def candidates(num_axes: int) -> list[str | tuple[str, ...]]:
     return [*LEVELS, *(itertools.product(LEVELS, repeat=num_axes) if num_axes > 1 else ())]
 
 
-def _strategies(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every strategy that can run, the fastest first; and for each that cannot, why."""
     from tree_attn import cost_model
     from tree_attn.commands import rows

@@ -1,0 +1,130 @@
+"""`tree-attn figures`: what was measured stays apart from what is predicted, in numbers, tables and drawings."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+from abacus import make_machine
+
+from tree_attn import cli, cost_model, machine
+from tree_attn.commands import paper_figures, rows
+from tree_attn.commands.paper_figures import GPUS, LENGTHS
+
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "compare_4xh200_4processes"
+H200 = machine.load("NVIDIA H200")
+NAMES = {"3": "figure_3", "4": "figure_4", "equations": "equations"}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict]:
+    return rows.read([RESULTS])
+
+
+def values(figure, panel: str, series: str, is_measured: bool) -> dict[int, float]:
+    chosen = (panel, series, is_measured)
+    return {p.x: p.y for p in figure.points if (p.panel, p.series, p.is_measured) == chosen}
+
+
+def test_figure_3_measures_where_there_are_rows_and_predicts_to_128(measured):
+    figure = paper_figures.figure_3(measured, H200)
+    us = {row["strategy"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}
+    assert values(figure, "640,000 keys", "ring overlapped", True) == {4: us["ring_overlapped"]}
+    assert set(values(figure, "640,000 keys", "tree", False)) == set(GPUS)
+    assert values(figure, "5,120,000 keys", "tree", True) == {}
+    assert set(values(figure, "5,120,000 keys", "ring public", False)) == set(GPUS)
+
+
+def test_figure_3_takes_the_best_tree_and_keeps_the_papers(measured):
+    figure = paper_figures.figure_3(measured, H200)
+    trees = {row["reduction"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}
+    assert values(figure, "640,000 keys", "tree", True) == {4: trees["gather"]}
+    assert values(figure, "640,000 keys", "tree allreduce", True) == {4: trees["allreduce"]}
+
+
+def test_figure_3_is_relative_to_the_ring_with_the_fewest_keys_on_as_many_gpus(measured):
+    figure = paper_figures.figure_3(measured, H200)
+    assert values(figure, "over keys", "ring overlapped, 4 GPUs", True)[81_920] == 1
+    predicted = values(figure, "over keys", "ring overlapped, 128 GPUs", False)
+    assert predicted[80_000] == 1 and set(predicted) == set(LENGTHS)
+    us = {(row["strategy"], row["reduction"], row["num_keys"]): row["latency_us_median"] for row in measured}
+    expected = us["tree", "gather", 640_000] / us["ring_overlapped", None, 81_920]
+    assert values(figure, "over keys", "tree, 4 GPUs", True)[640_000] == expected
+
+
+def test_figure_3_predicts_two_levels_beyond_a_node(measured):
+    """128 GPUs are 16 nodes of 8, so that the best tree is the best reduction over two axes."""
+    predicted = values(paper_figures.figure_3(measured, H200), "5,120,000 keys", "tree", False)
+    step = dataclasses.replace(rows.step(measured[0]), num_keys=5_120_000, n_devices=128)
+    best = cost_model.predict(step, "tree", ("fused", "gather"), machine=H200, axis_sizes=(8, 16))
+    assert predicted[128] == best.latency_us
+
+
+def test_every_row_is_compared_with_the_model(measured):
+    compared = paper_figures.figure_3(measured, H200).comparisons
+    assert [one["error"] for one in compared] == [rows.relative_error(row, H200) for row in measured]
+
+
+def test_figure_4_doubles_with_the_hidden_size(measured):
+    figure = paper_figures.figure_4(measured, H200)
+    panel = "4 GPUs, 640,000 keys"
+    predicted = values(figure, panel, "tree", False)
+    assert predicted[4096] / predicted[2048] == pytest.approx(2, rel=1e-3)
+    assert values(figure, panel, "tree", True)[2048] == pytest.approx(predicted[2048], rel=1e-3)
+    ratio = values(figure, panel, "ring by equation 8", False)[2048] / predicted[2048]
+    assert ratio == pytest.approx(2, rel=1e-3)
+
+
+def test_equations_and_programs_send_the_same(measured):
+    figure = paper_figures.equations(measured, H200)
+    by = {one["by"]: one["error"] for one in figure.comparisons}
+    for name in ("equation 9", "equation 10", "equation 10, less one hop", "equation 14", "program_memory_bytes"):
+        assert by[name] == pytest.approx(0, abs=0.002)
+    assert by["equation 8"] == pytest.approx(-1 / 3, abs=0.002)  # docs/peak_memory.md
+    assert values(figure, "sent (equations 10 to 14)", "tree allreduce", True) == {4: 12_480}
+
+
+def test_tiny_rows_of_one_gpu_and_a_machine_of_ones_own(tmp_path, measured, capsys):
+    shape = dict(num_keys=64, num_heads=2, num_kv_heads=1, head_dim=16, n_devices=1, axis_sizes=[1])
+    tiny = [row | shape | {"hardware": "1 x abacus"} for row in measured[:5] if row["reduction"] != "hierarchical"]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny))
+    machine.write(make_machine(), tmp_path / "machine.json")
+    for figure in NAMES:
+        options = ["--rows", str(tmp_path), "--machine", str(tmp_path / "machine.json"), "--out", str(tmp_path / "new")]
+        assert cli.main(["figures", figure, *options, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert {point["x"] for point in document["points"] if point["is_measured"]} <= {1, 64, 32}
+        assert pathlib.Path(document["files"]["drawing"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("figure", NAMES)
+def test_tables_mark_what_was_measured(figure, tmp_path, capsys):
+    assert cli.main(["figures", figure, "--rows", str(RESULTS), "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "PREDICTED" in text and "median error by" in text
+    assert (tmp_path / f"{NAMES[figure]}.png").is_file()
+
+
+def test_what_is_predicted_is_drawn_hollow_and_dashed(measured, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda drawing, *_, **__: drawn.append(drawing))
+    paper_figures.draw(paper_figures.figure_3(measured, H200), tmp_path / "x.png", "")
+    lines = [line for plot in drawn[0].axes for line in plot.get_lines()]
+    styles = {
+        kind: {(line.get_linestyle(), line.get_fillstyle()) for line in lines if line.get_label().endswith(kind)}
+        for kind in ("measured", "predicted")
+    }
+    assert styles == {"measured": {("-", "full")}, "predicted": {("--", "none")}}
+
+
+def test_without_matplotlib_it_says_how_to_install_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", str(tmp_path)]) == 2
+    assert "pip install 'tree-attn[plot]'" in capsys.readouterr().err
+
+
+def test_rows_of_two_shapes_are_refused(tmp_path, measured, capsys):
+    mixed = [measured[0], measured[0] | {"num_heads": 32, "num_kv_heads": 32}]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    assert cli.main(["figures", "4", "--rows", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "--rows must be of one kind of device and one shape of heads" in capsys.readouterr().err
