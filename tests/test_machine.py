@@ -87,7 +87,7 @@ def test_a_file_that_is_no_machine(content, message, tmp_path):
             lambda: LinkLevel(source="", costs={"pigeon": cost(1, 1, 1)}),
             r"costs must be of the kinds .* got \['pigeon'\]",
         ),
-        (lambda: dataclasses.replace(make_machine(), gpus_per_node=0), "gpus_per_node=0 must be positive"),
+        (lambda: dataclasses.replace(make_machine(), gpus_per_node=0), "gpus_per_node must be at least 1, got 0"),
         (lambda: dataclasses.replace(make_machine(), memory_bytes=0), "memory_bytes and read_bytes_per_s must be"),
         (lambda: dataclasses.replace(make_machine(), local_us=-1), "local_us and collective_us must not be negative"),
     ],

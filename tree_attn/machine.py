@@ -147,9 +147,8 @@ class Machine:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        _check(
-            isinstance(self.gpus_per_node, int) and self.gpus_per_node >= 1, f"{self.gpus_per_node=} must be positive"
-        )
+        is_count = isinstance(self.gpus_per_node, int) and self.gpus_per_node >= 1
+        _check(is_count, f"gpus_per_node must be at least 1, got {self.gpus_per_node!r}")
         _check(
             self.memory_bytes > 0 and self.read_bytes_per_s > 0, "memory_bytes and read_bytes_per_s must be positive"
         )
@@ -168,7 +167,7 @@ class Machine:
 
         Example:
             >>> round(load("NVIDIA H200").exchange_us("gather", 8256, size=4), 1)
-            6.8
+            6.7
         """
         _check(kind in KINDS, f"kind must be one of {tuple(KINDS)}, got {kind!r}")
         if size == 1:
