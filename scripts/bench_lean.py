@@ -336,6 +336,9 @@ def plot(path: pathlib.Path) -> int:
                     panel.plot(*zip(*points), style, color=colour, marker=".", label=f"{implementation}, {heads} heads")
         panel.set(xscale="log", yscale="log", xlabel=label, title=f"LeanAttention, Figure {name}: head dim 64, bf16")
         panel.axhline(1, color="gray", linewidth=1)
+        points = sorted({row[x] for row in rows if row["figure"] == name})
+        panel.set_xticks(points, [f"{point:,}" for point in points], rotation=20)
+        panel.set_xticks([], minor=True)
         if panel.get_legend_handles_labels()[0]:  # rows of this figure are there
             panel.legend(fontsize=7)
     panels[0].set_ylabel(f"device time / time to read K and V at {READ_GB_PER_S / 1000} TB/s")
