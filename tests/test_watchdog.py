@@ -47,7 +47,8 @@ def environment(rank: int, count: int, port: int) -> dict[str, str]:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     limits = {"TREE_ATTN_HEARTBEAT_S": SILENCE_S, "TREE_ATTN_TIMEOUT_S": STARTS_S}
     settings = {name: str(value) for name, value in (place | where | limits).items()}
-    return os.environ | settings | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return os.environ | settings | runs | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def free_port() -> int:

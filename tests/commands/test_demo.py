@@ -23,7 +23,7 @@ OUTCOME = demo.Outcome(
 
 
 @pytest.fixture(scope="module")
-def shown() -> tuple[int, str]:
+def shown(optimized) -> tuple[int, str]:
     """Exit status and output of the demo as a newcomer runs it."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
