@@ -1,13 +1,24 @@
 """`tree-attn generate`: what it prints under each attention, and what it refuses before it reads a model."""
 
+import functools
 import json
 
 import pytest
 
+from models.llama import session
 from tree_attn.cli import main
 
+pytestmark = pytest.mark.usefixtures("optimized")
 PROMPT = "What is the capital of France? Answer in one sentence."
 ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def opened_once():
+    """Half of a run that is refused, and much of one that is not, would be the opening of the same file again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "open_checkpoint", functools.cache(session.open_checkpoint))
+        yield
 
 
 def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
