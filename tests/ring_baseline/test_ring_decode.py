@@ -53,12 +53,11 @@ def test_shapes_and_dtypes(case, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_devices", [3, 8])
 @pytest.mark.parametrize("name", FLOAT8)
-def test_scaled_float8_travels_as_it_is_stored(name, num_devices, variant):
+def test_scaled_float8_travels_as_it_is_stored(name, variant):
     query, key, value = FLOAT8[name].arrays()
     options = HEAD_SCALES | {"key_value_seq_lengths": np.array([KEYS, 5], np.int32)}
-    call = jax.jit(ring_on(num_devices, variant=variant, **options))
+    call = jax.jit(ring_on(3, variant=variant, **options))
     assert_attention(call(query, key, value), query, key, value, **options)
     sent = re.findall(r"collective_permute.*-> tensor<[0-9x]*x(\w+)>", call.lower(query, key, value).as_text())
     assert sent and set(sent) == {"f8E4M3FN"}

@@ -39,11 +39,12 @@ def empty_cache(model, batch: int, capacity: int) -> KVCache:
 
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
-    [("tree", 8, {"reduction": "allreduce"}), ("tree", 3, {"reduction": "gather"}), ("ring", 8, {}), ("ring", 3, {})],
+    [("tree", 8, {"reduction": "allreduce"}), ("ring", 3, {})],
 )
-def test_every_attention_on_every_number_of_devices_gives_the_same_tokens(
+def test_attentions_that_are_not_compared_with_transformers_give_the_same_tokens(
     tiny_model, expected, name, num_devices, options
 ):
+    """test_llama_parity has the others: tree by gather on 8 and on 3 devices, ring on 8."""
     assert new_ids(tiny_model(num_devices), name, **options) == expected
 
 

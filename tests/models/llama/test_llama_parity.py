@@ -32,7 +32,11 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", params=TINY)
+# Every model on one placement, and on all placements the one whose head and single key head differ from SmolLM2's.
+TINY_PLACED = [*((name, *PLACES[0]) for name in TINY), *(("mqa_untied", *place) for place in PLACES[1:])]
+
+
+@pytest.fixture(scope="module")
 def tiny_reference(request, tmp_path_factory):
     """A random transformers Llama, and the folder it was saved to (in several files)."""
     torch.manual_seed(0)
@@ -68,7 +72,7 @@ def load_tiny(folder, sharding_over, num_devices):
     return Llama(config, sharding, weights.from_safetensors(folder, sharding, jnp.float32))
 
 
-@pytest.mark.parametrize(("name", "num_devices"), PLACES)
+@pytest.mark.parametrize(("tiny_reference", "name", "num_devices"), TINY_PLACED, indirect=["tiny_reference"])
 def test_tiny_llama_gives_transformers_logits_in_prefill_and_in_each_step(
     tiny_reference, sharding_over, name, num_devices
 ):
@@ -108,7 +112,7 @@ def smollm2_reference(smollm2_path):
 
 
 @pytest.fixture(scope="module")
-def smollm2_model(smollm2, sharding_over):
+def smollm2_model(optimized, smollm2, sharding_over):
     """SmolLM2 on 8 devices, read once; the tests move it."""
     return smollm2.load(sharding_over(smollm2.config, 8), jnp.float32)
 
