@@ -8,7 +8,7 @@ from tree_attn.arguments import AttentionOptions, Window
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
-from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.reduce import all_to_all, check_reduction, reduce_state
 from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState
 
@@ -32,6 +32,7 @@ def tree_decode(
     value_scale: Float[Array, " K"] | None = None,
     implementation: str | None = None,
     reduction: str | tuple[str, ...] | None = None,
+    shard_heads: bool = False,
     return_lse: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of a replicated query over keys and values sharded along the sequence.
@@ -57,6 +58,9 @@ def tree_decode(
       reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "fused" (one kernel,
         for the GPUs of one host), "hierarchical" or a tuple of one of the former per axis; None: the cheapest that can
         run, by the cost model, see `tree_attn.reduce.reduce_state`.
+      shard_heads: leave each of the p devices N / p heads, as a next product that is sharded over heads wants them, by
+        one all-to-all of a p-th of what a gather sends. The result is sharded over `axis_name` along N, and inside a
+        `shard_map` it is this device's heads. `reduction` must be None.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
     Returns:
       `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. Where a
@@ -73,6 +77,8 @@ def tree_decode(
     """
     axes = axis_tuple(axis_name)
     reduction = check_reduction(reduction, axes)
+    if shard_heads and reduction is not None:
+        raise ValueError(f"reduction must be None with shard_heads=True, which has one of its own, got {reduction!r}")
     options = AttentionOptions(
         key_value_seq_lengths=key_value_seq_lengths,
         query_positions=query_positions,
@@ -90,9 +96,18 @@ def tree_decode(
         with jax.named_scope("tree_decode_local"):
             state = attend_shard(query, key, value, options, shard)
         with jax.named_scope("tree_decode_reduce"):
+            if shard_heads:
+                _check_heads(query.shape[2], shard.num_shards)
+                return all_to_all(state, axes)
             return reduce_state(state, axes, reduction, mesh)
 
     state = over_shards(
-        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
-    )
+        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False,
+        shard_heads=shard_heads,
+    )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
+
+
+def _check_heads(num_heads: int, num_shards: int) -> None:
+    if num_heads % num_shards:
+        raise ValueError(f"shard_heads needs a number of heads that the {num_shards} devices divide, got {num_heads}")

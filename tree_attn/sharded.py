@@ -35,6 +35,7 @@ def over_shards(
     mesh: Mesh | None,
     block_size: int | None,
     shard_query: bool,
+    shard_heads: bool = False,
 ) -> SoftmaxState:
     """Checks the call, then runs `body(query, key, value, options, shard)` once per shard and joins the sinks.
 
@@ -45,6 +46,7 @@ def over_shards(
     Args:
       body: gets this device's shard of key and value, and returns the state over all shards.
       shard_query: whether the query, and so the result, is sharded along the sequence (prefill) or whole (decoding).
+      shard_heads: whether `body` returns its device's part of the heads only.
     Raises:
       ValueError: arguments that do not fit; no mesh where the axes are not bound; a mesh that lacks an axis.
     """
@@ -60,8 +62,12 @@ def over_shards(
         # The first axis varies slowest, as in PartitionSpec((first, second)).
         shard = Shard(index=jax.lax.axis_index(axes), num_shards=num_shards, block_size=block_size)
         state = body(query, key, value, options, shard)
+        if options.sinks is None:
+            return state
+        heads = state.lse.shape[-1]
+        sinks = jax.lax.dynamic_slice(options.sinks, [shard.index * heads], [heads]) if shard_heads else options.sinks
         # Sinks belong to the whole set of keys, so they join once, at the end.
-        return state if options.sinks is None else merge_state(state, sink_state(options.sinks, state))
+        return merge_state(state, sink_state(sinks, state))
 
     if bound_sizes is not None:
         if mesh is not None:
@@ -77,7 +83,7 @@ def over_shards(
         mesh=mesh,
         axis_names=set(axes),
         in_specs=(query_spec, along_sequence, along_sequence, P()),
-        out_specs=query_spec,
+        out_specs=P(None, None, axes) if shard_heads else query_spec,
         check_vma=False,  # a merged state is the same on every device, which the checker cannot see
     )
     with _kernels_for(mesh):

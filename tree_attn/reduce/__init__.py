@@ -15,6 +15,7 @@ from tree_attn import machine
 from tree_attn.arguments import one_of
 from tree_attn.cost_model import cheapest_reduction
 from tree_attn.devices import default_platform
+from tree_attn.reduce.all_to_all import all_to_all
 from tree_attn.reduce.allreduce import allreduce
 from tree_attn.reduce.fused import fused
 from tree_attn.reduce.gather import gather
@@ -102,4 +103,14 @@ def check_reduction(reduction: Reduction, axes: tuple[str, ...]) -> Reduction:
     return ("gather",) * len(axes)
 
 
-__all__ = ["LEVELS", "REDUCTIONS", "allreduce", "check_reduction", "fused", "gather", "hierarchical", "reduce_state"]
+__all__ = [
+    "LEVELS",
+    "REDUCTIONS",
+    "all_to_all",
+    "allreduce",
+    "check_reduction",
+    "fused",
+    "gather",
+    "hierarchical",
+    "reduce_state",
+]
