@@ -1,7 +1,9 @@
 """Every reduction over every topology: the merge of all devices' states, the same bits on each."""
 
+import dataclasses
 import logging
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from assertions import assert_rounded_once, assert_state
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, make_mesh, merge_states
+from tree_attn import SoftmaxState, machine, make_mesh, merge_states
 from tree_attn.reduce import check_reduction, hierarchical, reduce_state
 
 ROWS, H = (2, 3, 4), 5
@@ -83,6 +85,30 @@ def test_none_picks_what_runs_here_and_says_why(axis_sizes, picked, caplog):
     reduced_on_each_device(states_of(math.prod(axis_sizes.values()), jnp.float32), axis_sizes, None)
     assert f"reduction=None picked {picked}" in caplog.text
     assert "reduction=None: fused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "axis_sizes, elements, tried",
+    [
+        ({"seq": 4}, 16 * 129, ["fused", "gather"]),  # small: fused is cheapest, and cannot run here
+        ({"seq": 4}, 1 << 20, ["allreduce"]),  # large: it sends least
+        ({"device": 4, "node": 2}, 16 * 129, [("fused", "gather"), ("gather", "gather")]),
+    ],
+    ids=str,
+)
+def test_on_a_known_machine_none_is_what_costs_least(axis_sizes, elements, tried, monkeypatch, caplog):
+    """The H200's numbers, in nodes of four; states that are only shapes."""
+    caplog.set_level(logging.INFO, "tree_attn")
+    known = dataclasses.replace(machine.load("NVIDIA H200"), gpus_per_node=4)
+    monkeypatch.setattr(sys.modules["tree_attn.reduce"], "_machine", lambda: known)
+    state = SoftmaxState(jnp.zeros((elements // 129, 128)), jnp.zeros(elements // 129))
+    on_device = lambda state: reduce_state(state, tuple(axis_sizes), None)
+    mapped = jax.shard_map(on_device, mesh=make_mesh(axis_sizes), in_specs=P(), out_specs=P(), check_vma=False)
+    jax.jit(mapped).trace(state)
+    said = [record.getMessage() for record in caplog.records if "reduction=None" in record.getMessage()]
+    assert len(said) == len(tried)
+    assert said[-1] == f"reduction=None picked {tried[-1]!r}"
+    assert all("fused" in line for line in said[:-1])
 
 
 def test_hierarchical_means_a_gather_at_each_level():

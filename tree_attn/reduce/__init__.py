@@ -3,6 +3,7 @@
 A strategy is a function (state, axes) -> state over bound mesh axes; one file each.
 """
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from tree_attn import machine
+from tree_attn import distributed, machine
 from tree_attn.arguments import one_of
 from tree_attn.cost_model import cheapest_reduction
 from tree_attn.devices import default_platform
@@ -58,7 +59,7 @@ def _run(state: SoftmaxState, axes: tuple[str, ...], reduction: str | tuple[str,
 
 
 def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> SoftmaxState:
-    known = machine.load(jax.local_devices()[0].device_kind) if default_platform() == "gpu" else None
+    known = _machine()
     if known is None:
         candidates = [(first, *("gather",) * (len(axes) - 1)) for first in ("fused", "gather")]
         cheapest = lambda candidates: candidates[0]
@@ -77,6 +78,15 @@ def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> 
         else:
             _log.info("reduction=None picked %r", picked)
             return merged
+
+
+def _machine() -> machine.Machine | None:
+    """What is known of the machine that programs run on, with as many GPUs per node as there are."""
+    known = machine.load(jax.local_devices()[0].device_kind) if default_platform() == "gpu" else None
+    launch = distributed.current()
+    if known is None or (launch is None and jax.process_count() > 1):
+        return known
+    return dataclasses.replace(known, gpus_per_node=jax.device_count() // (launch.num_nodes if launch else 1))
 
 
 def check_reduction(reduction: Reduction, axes: tuple[str, ...]) -> Reduction:
