@@ -78,7 +78,7 @@ def test_narrow_out_is_summed_in_float32(axis_sizes, reduction):
 
 
 @pytest.mark.parametrize(
-    "axis_sizes, picked", [({"seq": 2}, "('gather',)"), ({"device": 2, "node": 2}, "('gather', 'gather')")]
+    "axis_sizes, picked", [({"seq": 2}, "'gather'"), ({"device": 2, "node": 2}, "('gather', 'gather')")]
 )
 def test_none_picks_what_runs_here_and_says_why(axis_sizes, picked, caplog):
     caplog.set_level(logging.INFO, "tree_attn")

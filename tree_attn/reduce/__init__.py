@@ -61,7 +61,8 @@ def _run(state: SoftmaxState, axes: tuple[str, ...], reduction: str | tuple[str,
 def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> SoftmaxState:
     known = _machine()
     if known is None:
-        candidates = [(first, *("gather",) * (len(axes) - 1)) for first in ("fused", "gather")]
+        rest = ("gather",) * (len(axes) - 1)
+        candidates = [(first, *rest) if rest else first for first in ("fused", "gather")]
         cheapest = lambda candidates: candidates[0]
     else:
         candidates = [*LEVELS, *(itertools.product(LEVELS, repeat=len(axes)) if len(axes) > 1 else ())]
