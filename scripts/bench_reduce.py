@@ -1,0 +1,169 @@
+"""What a reduction adds to a step of tree decoding: alone over payloads, and in whole steps beside the local attention.
+
+    python3 scripts/bench_reduce.py --devices 4 --out docs/results/reduce_4xh200.jsonl --process-per-device
+    python3 scripts/bench_reduce.py --devices 4 --out ...                                               # one process
+
+Rows of "exchange": one reduction of a state of `elements`, 64 of them one after another, unrolled. Rows of "step": one
+step of tree_decode, 32 of them; `reduction` "none" leaves the local results unmerged, which is what the others add to.
+`us_median` is by the host's clock over the chain; `device_us` is the time in which this process's GPUs ran anything,
+and `kernels` what they ran, by the profiler, in runs of their own. Up to 100 chains come first, for clocks to rise.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import gpu_check
+
+HEAD_DIM = 128
+ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024))
+KEYS_PER_DEVICE = (10_240, 80_000, 640_000)
+REDUCTIONS = ("allreduce", "gather", "fused", None)
+
+
+def main() -> int:
+    """Times in this process, or starts one process per device that do."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    parser.add_argument("--parts", default="exchange,step")
+    parser.add_argument("--heads", type=int, default=16, help="query and key heads of a step")
+    parser.add_argument("--iters", type=int, default=30, help="timed samples per row")
+    parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
+    args = parser.parse_args()
+    if args.process_per_device:
+        own = [word for word in sys.argv[1:] if word != "--process-per-device"]
+        return gpu_check.spawn([sys.executable, __file__, *own], args.devices)
+    if args.worker:
+        gpu_check.join(args.worker)
+    from tree_attn import make_mesh
+
+    mesh = make_mesh({"seq": args.devices})
+    parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads)}
+    for part in args.parts.split(","):
+        for labels, program, arrays, calls, warmup in parts[part](mesh):
+            write({"what": part} | labels | timed(program, arrays, calls, warmup, args.iters), args)
+    return 0
+
+
+def exchanges(mesh):
+    """A reduction alone: each call's state is made of the result of the last, so that none can be left out."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from tree_attn.reduce import reduce_state
+    from tree_attn.state import SoftmaxState
+
+    for elements, reduction in itertools.product(ELEMENTS, REDUCTIONS):
+        rows = elements // (HEAD_DIM + 1)
+
+        def on_device(out, lse, reduction=reduction):
+            own = SoftmaxState(out[0], lse[0])
+            mixed = own
+            for _ in range(64):
+                merged = reduce_state(mixed, ("seq",), reduction, mesh)
+                mixed = jax.tree.map(lambda a, b: (0.5 * a + 0.5 * b).astype(a.dtype), own, merged)
+            return mixed.out[None], mixed.lse[None]
+
+        spec = P("seq")
+        program = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
+        ranks = mesh.devices.size
+        arrays = [
+            sharded(mesh, spec, (ranks, 1, 1, rows, HEAD_DIM), jnp.bfloat16),
+            sharded(mesh, spec, (ranks, 1, 1, rows), jnp.float32),
+        ]
+        yield {"reduction": reduction, "elements": elements}, program, arrays, 64, 100
+
+
+def steps(mesh, heads: int):
+    """Whole steps of decoding, and the local attention of one."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from tree_attn import attend, measure, tree_decode
+
+    along_keys = P(None, "seq")
+    for keys in KEYS_PER_DEVICE:
+        shape = (1, keys * mesh.devices.size, heads, HEAD_DIM)
+        arrays = [
+            sharded(mesh, P(), (1, 1, heads, HEAD_DIM), jnp.bfloat16),
+            sharded(mesh, along_keys, shape, jnp.bfloat16),
+            sharded(mesh, along_keys, shape, jnp.bfloat16),
+        ]
+        local = jax.shard_map(
+            lambda *shard: attend(*shard).out, mesh=mesh, in_specs=(P(), along_keys, along_keys), out_specs=P(),
+            check_vma=False,
+        )  # fmt: skip
+        ways = {"none": local}
+        for reduction in REDUCTIONS:
+            ways[reduction] = functools.partial(tree_decode, axis_name="seq", mesh=mesh, reduction=reduction)
+        for reduction, step in ways.items():
+            labels = {"reduction": reduction, "keys_per_device": keys, "heads": heads}
+            yield labels, measure.chain_calls(step, 32), arrays, 32, max(5, 1_000_000 // keys)
+
+
+def sharded(mesh, spec, shape, dtype):
+    """Random values, each device's made on it."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    return jax.jit(
+        lambda: jax.random.normal(jax.random.key(0), shape, dtype), out_shardings=NamedSharding(mesh, spec)
+    )()
+
+
+def timed(program, arrays, calls: int, warmup: int, iters: int) -> dict:
+    """Medians per call; where the program cannot run, why."""
+    import jax
+
+    from tree_attn.device_time import device_time
+
+    program = jax.jit(program)
+    try:
+        jax.block_until_ready(program(*arrays))
+    except NotImplementedError as error:
+        return {"error": str(error)}
+    # Every process makes the same number of calls, or the others would wait: the number follows from no clock.
+    for _ in range(warmup):
+        jax.block_until_ready(program(*arrays))
+    samples = []
+    for _ in range(iters):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arrays))
+        samples.append((time.perf_counter() - start) / calls * 1e6)
+    p10, median, p90 = np.percentile(samples, [10, 50, 90])
+    row = {"us_median": median, "us_p10": p10, "us_p90": p90, "n_iters": iters, "calls": calls}
+    on_device = device_time(program, *arrays, calls=calls, n_iters=5, warmup=1)
+    kernels = dict(itertools.islice(on_device.kernels.items(), 8))
+    return row | {"device_us": on_device.median_us, "kernels": kernels}
+
+
+def write(row: dict, args) -> None:
+    """Prints a line and appends the row, in process 0."""
+    import jax
+
+    from tree_attn import measure
+
+    if jax.process_index():
+        return
+    origin = gpu_check.environment(args.devices) | {"versions": measure.versions()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a") as file:
+        file.write(json.dumps(row | origin) + "\n")
+    size = row.get("elements") or row.get("keys_per_device")
+    values = row.get("error") or f"{row['us_median']:8.1f} us, on the device {row['device_us']:8.1f}"
+    print(f"{row['what']:9s} {size:8d} {row['reduction'] or 'picked'!s:10s} {values}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
