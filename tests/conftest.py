@@ -20,6 +20,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# A worker takes a file at a time; with the longest first, none waits at the end for another that has just begun one.
+LONGEST = ("test_llama_parity.py", "test_lean_compiled.py", "test_lean_kernel.py", "test_generate.py", "test_demo.py")
+LONGEST += ("test_compare.py", "test_xla.py", "test_shared_prefix.py", "test_ring_attention.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Files in the order of `LONGEST`, then the others in theirs."""
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
 @pytest.fixture(scope="module")
 def optimized():
     """For SmolLM2, which runs for longer than it takes to compile: three times as long without LLVM's optimizations."""

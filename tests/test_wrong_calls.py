@@ -195,7 +195,7 @@ SHARDED = {
     "unknown_reduction": (
         lambda given: tree(mesh=given.mesh, reduction="tree"),
         ValueError,
-        r"reduction must be one of 'allreduce', 'gather', 'hierarchical', got 'tree'",
+        r"reduction must be one of 'allreduce', 'gather', 'fused', 'hierarchical', got 'tree'",
     ),
     "hierarchical_over_one_axis": (
         lambda given: tree(mesh=given.mesh, reduction="hierarchical"),

@@ -31,11 +31,13 @@ def over_shards(
     value,
     options: AttentionOptions,
     *,
-    axis_name: AxisName,
+    axis_name: AxisName | None,
     mesh: Mesh | None,
     block_size: int | None,
     shard_query: bool,
     shard_heads: bool = False,
+    shard_batch: bool = False,
+    levels: tuple | None = None,
 ) -> SoftmaxState:
     """Checks the call, then runs `body(query, key, value, options, shard)` once per shard and joins the sinks.
 
@@ -45,23 +47,32 @@ def over_shards(
 
     Args:
       body: gets this device's shard of key and value, and returns the state over all shards.
+      axis_name: None: everything is on one device.
       shard_query: whether the query, and so the result, is sharded along the sequence (prefill) or whole (decoding).
       shard_heads: whether `body` returns its device's part of the heads only.
+      shard_batch: whether key and value are sharded by sequences of the batch instead of along them.
+      levels: of a prefix tree (`tree_attn.shared_prefix.PrefixLevel`), sharded along their keys; `body` gets its part
+        of them as its last argument.
     Raises:
       ValueError: arguments that do not fit; no mesh where the axes are not bound; a mesh that lacks an axis.
     """
-    axes = axis_tuple(axis_name)
+    axes = () if axis_name is None else axis_tuple(axis_name)
     check_block_size(block_size)
     check_implementation(options.implementation)
-    check_arrays(query, key, value)
-    bound_sizes = bound_axis_sizes(axes)
-    options.check(query, key, value, num_keys=key.shape[1] * math.prod(bound_sizes or (1,)))
+    bound_sizes = bound_axis_sizes(axes) if axes else ()
+    parts = math.prod(bound_sizes or (1,))
+    own_part = slice(query.shape[0] // parts) if shard_batch and bound_sizes else slice(None)
+    check_arrays(jax.eval_shape(lambda x: x[own_part], query) if shard_batch else query, key, value)
+    options.check(query, key, value, num_keys=key.shape[1] * (1 if shard_batch else parts))
+    for i, level in enumerate(levels or ()):
+        level.check(f"levels[{i}]", query, parts)
 
-    def on_shard(query, key, value, options: AttentionOptions) -> SoftmaxState:
-        num_shards = math.prod(bound_axis_sizes(axes))
+    def on_shard(query, key, value, options: AttentionOptions, *levels) -> SoftmaxState:
+        num_shards = math.prod(bound_axis_sizes(axes)) if axes else 1
         # The first axis varies slowest, as in PartitionSpec((first, second)).
-        shard = Shard(index=jax.lax.axis_index(axes), num_shards=num_shards, block_size=block_size)
-        state = body(query, key, value, options, shard)
+        index = jax.lax.axis_index(axes) if axes else 0
+        shard = Shard(index=index, num_shards=num_shards, block_size=block_size)
+        state = body(query, key, value, options, shard, *levels)
         if options.sinks is None:
             return state
         heads = state.lse.shape[-1]
@@ -72,22 +83,34 @@ def over_shards(
     if bound_sizes is not None:
         if mesh is not None:
             raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
-        return on_shard(query, key, value, options)
+        return on_shard(query, key, value, options, *([] if levels is None else [levels]))
     mesh = _mesh_with(axes, mesh)
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    key, value, options = _fit(key, value, options, num_shards, block_size, may_pad=not shard_query)
     along_sequence = P(None, axes)
+    if shard_batch and key.shape[0] % num_shards:
+        raise ValueError(f"a batch sharded over {num_shards} devices must be a multiple of that, got {key.shape[0]}")
+    if not shard_batch:
+        key, value, options = _fit(key, value, options, num_shards, block_size, may_pad=not shard_query)
+    of_key = P(axes) if shard_batch else along_sequence
+    if levels is not None:
+        levels = tuple(_fit_level(level, num_shards) for level in levels)
+        of_levels = tuple(
+            dataclasses.replace(
+                level, key=along_sequence, value=along_sequence, lengths=None if level.lengths is None else P()
+            )
+            for level in levels
+        )
     query_spec = along_sequence if shard_query else P()
     mapped = jax.shard_map(
         on_shard,
         mesh=mesh,
         axis_names=set(axes),
-        in_specs=(query_spec, along_sequence, along_sequence, P()),
+        in_specs=(query_spec, of_key, of_key, P(), *([] if levels is None else [of_levels])),
         out_specs=P(None, None, axes) if shard_heads else query_spec,
         check_vma=False,  # a merged state is the same on every device, which the checker cannot see
     )
     with _kernels_for(mesh):
-        return mapped(query, key, value, jax.tree.map(jnp.asarray, options))
+        return mapped(query, key, value, jax.tree.map(jnp.asarray, options), *([] if levels is None else [levels]))
 
 
 def _kernels_for(mesh: Mesh):
@@ -105,6 +128,13 @@ def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None):
     chosen = context if mesh is None else mesh
     check_axes(axes, chosen)
     return chosen
+
+
+def _fit_level(level, num_shards: int):
+    """As `_fit`, for the nodes of a level."""
+    options = AttentionOptions(key_value_seq_lengths=level.lengths)
+    key, value, options = _fit(level.key, level.value, options, num_shards, None, may_pad=True)
+    return dataclasses.replace(level, key=key, value=value, lengths=options.key_value_seq_lengths)
 
 
 def _fit(key, value, options: AttentionOptions, num_shards: int, block_size: int | None, *, may_pad: bool):

@@ -1,0 +1,234 @@
+"""Sequences that share prefixes, against the oracle over the keys that each would have by itself."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assertions import assert_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from tree_attn import SoftmaxState, hlo, make_mesh
+from tree_attn.shared_prefix import PrefixLevel, bifurcated_decode, hydragen_decode
+
+GARBAGE = 300.0  # where a node or a suffix has no key
+H = 16
+
+
+class Tree:
+    """A tree over a batch, its suffixes, and the keys that each sequence has with all of its path written out."""
+
+    def __init__(
+        self, levels, suffix_lengths, *, queries=1, kv_heads=2, group=2, dtype=np.float32, logits=1.0, slots=None
+    ):
+        """`levels`: for each level its nodes as (length, rows); slots beyond the longest node hold garbage."""
+        self.rng, self.dtype, self.batch = np.random.default_rng(0), dtype, len(suffix_lengths)
+        self.query = jnp.asarray(logits * self.rng.normal(size=(self.batch, queries, kv_heads * group, H)), dtype)
+        paths = [[] for _ in range(self.batch)]
+        self.levels = []
+        for nodes in levels:
+            keys = self._keys([length for length, _ in nodes], kv_heads)
+            for node, (length, rows) in enumerate(nodes):
+                for row in rows:
+                    paths[row].append([np.asarray(x[node, :length]) for x in keys])
+            lengths = jnp.asarray([length for length, _ in nodes], jnp.int32)
+            served = tuple(tuple(rows) for _, rows in nodes)
+            self.levels.append(PrefixLevel(key=keys[0], value=keys[1], lengths=lengths, sequences=served))
+        self.key, self.value = self._keys(suffix_lengths, kv_heads, slots)
+        self.lengths = np.array(suffix_lengths, np.int32)
+        for row, path in enumerate(paths):
+            path.append([np.asarray(x[row, : suffix_lengths[row]]) for x in (self.key, self.value)])
+        self.whole_lengths = np.array([sum(len(keys) for keys, _ in path) for path in paths], np.int32)
+        self.whole = [self._padded([np.concatenate([part[i] for part in path]) for path in paths]) for i in range(2)]
+
+    def _keys(self, lengths, kv_heads, slots=None):
+        slots = max(lengths) + 3 if slots is None else slots
+        shape = (len(lengths), slots, kv_heads, H)
+        is_valid = np.arange(slots)[None, :, None, None] < np.array(lengths)[:, None, None, None]
+        return [jnp.asarray(np.where(is_valid, self.rng.normal(size=shape), GARBAGE), self.dtype) for _ in range(2)]
+
+    def _padded(self, rows):
+        longest = max(1, *map(len, rows))
+        return np.stack([np.pad(row, [(0, longest - len(row)), (0, 0), (0, 0)]) for row in rows])
+
+    def decoded(self, **options):
+        decode = functools.partial(
+            hydragen_decode, key_value_seq_lengths=self.lengths, return_lse=True, implementation="xla", **options
+        )
+        return SoftmaxState(*jax.jit(decode)(self.query, self.levels, self.key, self.value))
+
+    def check(self, options=None, **sharding):
+        """Asserts that decoding is the attention of every sequence over its own keys."""
+        options = options or {}
+        state = self.decoded(**options, **sharding)
+        assert_attention(state, self.query, *self.whole, key_value_seq_lengths=self.whole_lengths, **options)
+
+
+def three_levels(**how):
+    """Six sequences: a root for all, nodes for some, one without a key; one sequence has neither, one no suffix."""
+    return Tree([[(9, range(6))], [(5, (0, 2)), (0, (1,)), (12, (3, 4))], [(4, (4, 0))]], [3, 1, 0, 7, 2, 5], **how)
+
+
+@pytest.mark.parametrize(
+    "how, options",
+    [
+        ({}, {}),
+        ({"queries": 3}, {}),
+        ({"kv_heads": 1, "group": 4}, {"logits_soft_cap": 3.0}),
+        ({"kv_heads": 3, "group": 1}, {"sinks": np.array([1.0, -2.0, 0.0], np.float32)}),
+        ({"logits": 1e4}, {}),
+        ({"dtype": jnp.bfloat16}, {"scale": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_tree_is_what_its_sequences_are_by_themselves(how, options):
+    three_levels(**how).check(options)
+
+
+def test_several_tokens_see_the_suffix_up_to_their_own():
+    tree = Tree([[(9, range(3))], [(6, (2,))]], [4, 9, 4], queries=4)
+    tree.check({"is_causal": True})
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_random_trees(data):
+    """Depth to 4; nodes of length 0, sequences in no node of a level, and without a suffix."""
+    batch = data.draw(st.integers(1, 5))
+    levels = []
+    for _ in range(data.draw(st.integers(0, 4))):
+        node_of = data.draw(st.lists(st.integers(-1, 2), min_size=batch, max_size=batch))
+        served = [[row for row in range(batch) if node_of[row] == node] for node in range(3)]
+        levels.append([(data.draw(st.integers(0, 7)), rows) for rows in served])
+    suffixes = data.draw(st.lists(st.integers(0, 6), min_size=batch, max_size=batch))
+    Tree(levels, suffixes, queries=data.draw(st.sampled_from([1, 2]))).check()
+
+
+@pytest.mark.parametrize("shard_suffix", ["sequence", "batch"])
+@pytest.mark.parametrize("axis_sizes", [{"seq": 2}, {"seq": 3}, {"device": 3, "node": 2}], ids=str)
+def test_sharded_it_is_the_same(axis_sizes, shard_suffix):
+    options = {"sinks": np.array([1.0, -2.0, 0.0, 3.0], np.float32)}
+    sharding = dict(axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), shard_suffix=shard_suffix)
+    three_levels(queries=2).check(options, **sharding)
+
+
+def test_on_eight_devices_more_than_a_node_has_keys():
+    three_levels().check(axis_name="seq", mesh=make_mesh({"seq": 8}))
+
+
+def test_block_cyclic_suffixes():
+    tree = three_levels(slots=16)
+    order = np.arange(16).reshape(-1, 2, 2).transpose(1, 0, 2).ravel()  # blocks of 2 to each of 2 devices in turn
+    tree.key, tree.value = tree.key[:, order], tree.value[:, order]
+    tree.check(axis_name="seq", mesh=make_mesh({"seq": 2}), block_size=2)
+
+
+def test_all_levels_together_take_one_collective():
+    tree, mesh = three_levels(), make_mesh({"seq": 2})
+    decode = functools.partial(hydragen_decode, axis_name="seq", mesh=mesh, reduction="gather")
+    text = jax.jit(decode).lower(tree.query, tree.levels, tree.key, tree.value).compile().as_text()
+    assert hlo.counts(hlo.collectives(text, num_devices=2)) == {"all-gather": 1}
+
+
+@pytest.mark.parametrize("shard_suffix", ["sequence", "batch"])
+def test_within_a_callers_shard_map(shard_suffix):
+    tree, mesh = three_levels(slots=8), make_mesh({"seq": 2})
+    levels = [
+        PrefixLevel(key=jnp.pad(x.key, [(0, 0), (0, x.key.shape[1] % 2), (0, 0), (0, 0)]),
+                    value=jnp.pad(x.value, [(0, 0), (0, x.key.shape[1] % 2), (0, 0), (0, 0)]),
+                    lengths=x.lengths, sequences=x.sequences)
+        for x in tree.levels
+    ]  # fmt: skip
+    along = P(None, "seq")
+    of_levels = [PrefixLevel(key=along, value=along, lengths=P(), sequences=x.sequences) for x in levels]
+    of_key = P("seq") if shard_suffix == "batch" else along
+    decode = functools.partial(
+        hydragen_decode, key_value_seq_lengths=tree.lengths, axis_name="seq", shard_suffix=shard_suffix, return_lse=True
+    )
+    mapped = jax.shard_map(decode, mesh=mesh, in_specs=(P(), of_levels, of_key, of_key), out_specs=P(), check_vma=False)
+    state = SoftmaxState(*jax.jit(mapped)(tree.query, levels, tree.key, tree.value))
+    assert_attention(state, tree.query, *tree.whole, key_value_seq_lengths=tree.whole_lengths)
+
+
+def bifurcated(query, prefix_key, prefix_value, key, value, scale=H**-0.5):
+    """The paper's four products (equations 3 and 4, appendix E.3), in float64; b samples, g groups of p heads."""
+    query, *rest = (np.asarray(x, np.float64) for x in (query, prefix_key, prefix_value, key, value))
+    prefix_key, prefix_value, key, value = rest
+    b, n, heads, k = query.shape
+    g = key.shape[2]
+    q = query.reshape(b, n, g, heads // g, k).transpose(0, 2, 3, 1, 4)  # b g p n k
+    of_context = np.einsum("bgpnk,mgk->bgpnm", q, prefix_key)
+    of_own = np.einsum("bgpnk,bmgk->bgpnm", q, key)
+    logits = scale * np.concatenate([of_context, of_own], axis=-1)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    split = prefix_key.shape[0]
+    out = np.einsum("bgpnm,mgv->bgpnv", weights[..., :split], prefix_value)
+    out += np.einsum("bgpnm,bmgv->bgpnv", weights[..., split:], value)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, n, heads, -1)
+
+
+@pytest.mark.parametrize("kv_heads, group, queries", [(4, 1, 1), (2, 3, 1), (1, 8, 5)])
+def test_bifurcated_attention_is_its_four_products(kv_heads, group, queries):
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    query, context = draw(5, queries, kv_heads * group, H), [draw(11, kv_heads, H) for _ in range(2)]
+    own = [draw(5, 4, kv_heads, H) for _ in range(2)]
+    out = bifurcated_decode(query, *context, *own)
+    np.testing.assert_allclose(out, bifurcated(query, *context, *own), atol=2e-6)
+    shorter = bifurcated_decode(query, *context, *own, prefix_length=7)
+    np.testing.assert_allclose(shorter, bifurcated(query, *(x[:7] for x in context), *own), atol=2e-6)
+
+
+def test_the_context_is_read_once_for_all_samples():
+    """The program holds no copy of the context for each sample: its largest array is smaller than two of them."""
+    samples, keys = 16, 512
+    shapes = [(samples, 1, 4, H), (keys, 4, H), (keys, 4, H), (samples, 8, 4, H), (samples, 8, 4, H)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    memory = jax.jit(bifurcated_decode).lower(*arrays).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 2 * keys * 4 * H * 4
+
+
+def level(sequences=((0, 1), (2,)), lengths=None, keys=4, heads=2, nodes=2):
+    key = jnp.zeros((nodes, keys, heads, H))
+    return PrefixLevel(key=key, value=key, lengths=lengths, sequences=sequences)
+
+
+@pytest.mark.parametrize(
+    "changed, options, said",
+    [
+        (
+            {"sequences": ((0, 1), (1,))},
+            {},
+            r"levels\[0\].sequences must name rows of the batch of 3, none of them twice",
+        ),
+        ({"sequences": ((0, 1), (3,))}, {}, r"levels\[0\].sequences must name rows of the batch of 3"),
+        ({"sequences": ((0, 1, 2),)}, {}, r"levels\[0\]: key must have the batch size of query, 1, got 2"),
+        ({"heads": 3}, {}, r"levels\[0\]: query heads must be a multiple of key heads, got N=4 and K=3"),
+        ({"lengths": np.array([5, 0])}, {}, r"levels\[0\]: lengths must lie in \[0, 4\]"),
+        ({"lengths": np.array([1, 2, 3])}, {}, r"levels\[0\]: lengths must have shape"),
+        ({}, {"shard_suffix": "heads"}, "shard_suffix must be one of 'sequence', 'batch', got 'heads'"),
+        (
+            {},
+            {"shard_suffix": "batch", "devices": 2},
+            "a batch sharded over 2 devices must be a multiple of that, got 3",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(changed, options, said):
+    options = dict(options)
+    devices = options.pop("devices", None)
+    sharding = {} if devices is None else dict(axis_name="seq", mesh=make_mesh({"seq": devices}))
+    suffix = jnp.zeros((3, 4, 2, H))
+    with pytest.raises(ValueError, match=said):
+        hydragen_decode(jnp.zeros((3, 1, 4, H)), [level(**changed)], suffix, suffix, **options, **sharding)
+
+
+def test_a_context_needs_no_batch_axis():
+    with pytest.raises(ValueError, match=r"prefix_key must be \[S, K, H\], got shape \(1, 4, 2, 16\)"):
+        x = jnp.zeros((1, 4, 2, H))
+        bifurcated_decode(jnp.zeros((1, 1, 4, H)), x, x, x, x)

@@ -1,0 +1,224 @@
+"""Decoding sequences that share prefixes: keys that many have in common are held once, and read once for all of them.
+
+A prefix tree is a list of levels; each node of a level holds keys and serves some sequences of the batch, and a
+sequence's keys are those of the nodes on its path, then its own suffix. By the algebra its attention is the merge of
+one state per node and one of the suffix. The queries of all sequences that a node serves attend to it together, which
+turns a product of a matrix with each query into one of two matrices.
+
+Sharded along the sequence, every device does this over its part of all nodes, and one reduction serves all levels.
+
+Sources: Bifurcated Attention, section 4 (one node); Hydragen, sections 3.1 to 3.3 (trees).
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AttentionOptions, check_arrays, check_lengths, one_of
+from tree_attn.local import attend_shard
+from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import Shard
+from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.sharded import over_shards
+from tree_attn.state import SoftmaxState, empty_like, merge_states
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "lengths"], meta_fields=["sequences"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixLevel:
+    """One level of a prefix tree: its nodes' keys and values, and which sequences each node serves.
+
+    key:        `[nodes, S, K, H]`; value: `[nodes, S, K, Hv]`
+    lengths:    int32 `[nodes]`, valid keys of each node; None: all
+    sequences:  for each node the rows of the batch it serves (static); no row has two nodes of a level, some have none
+
+    Example:
+      >>> level = PrefixLevel(key=key, value=value, sequences=((0, 1, 2), (3,)))    # two nodes, a batch of four
+    """
+
+    key: Float[Array, "nodes S K H"]
+    value: Float[Array, "nodes S K Hv"]
+    sequences: tuple[tuple[int, ...], ...]
+    lengths: Int[Array, " nodes"] | None = None
+
+    def check(self, name: str, query, num_shards: int = 1) -> None:
+        """Raises ValueError or TypeError, naming what does not fit `query [B, T, N, H]`; `key` is one of the shards."""
+        batch, nodes = query.shape[0], len(self.sequences)
+        with _named(name):
+            check_arrays(jax.ShapeDtypeStruct((nodes, *query.shape[1:]), query.dtype), self.key, self.value)
+            if self.lengths is not None:
+                check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_shards)
+        rows = [row for served in self.sequences for row in served]
+        if len(set(rows)) != len(rows) or any(not 0 <= row < batch for row in rows):
+            raise ValueError(
+                f"{name}.sequences must name rows of the batch of {batch}, none of them twice, got {self.sequences}"
+            )
+
+
+def hydragen_decode(
+    query: Float[Array, "B T N H"],
+    levels: Sequence[PrefixLevel],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    is_causal: bool = False,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    scale: float | None = None,
+    key_scale: Float[Array, " K"] | None = None,
+    value_scale: Float[Array, " K"] | None = None,
+    implementation: str | None = None,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    block_size: int | None = None,
+    shard_suffix: str = "sequence",
+    reduction: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Exact attention of each sequence over the nodes of its path in a prefix tree, and its own suffix.
+
+    With node keys P_1, ..., P_d on the path of sequence b and suffix keys S_b,
+      (out_b, lse_b) = merge(attend(q_b, P_1), ..., attend(q_b, P_d), attend(q_b, S_b)).
+
+    Args:
+      query: `[B, T, N, H]`; the T tokens' own keys are in the suffix.
+      levels: the tree, any number of levels; keys of a node precede those of deeper nodes and of the suffix.
+      key: `[B, S, K, H]`; value: `[B, S, K, Hv]`: the suffixes. S may be 0.
+      key_value_seq_lengths: int32 `[B]`, valid keys of each suffix; default: all.
+      is_causal: query t sees the suffix up to its own position (prefixes it sees whole); the T queries are its last.
+      logits_soft_cap, sinks, scale, key_scale, value_scale, implementation: as in `tree_attn.local.attend`.
+      axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; None: all on one device. Nodes are sharded
+        along their keys, contiguously; inside a `shard_map` they are this device's part.
+      shard_suffix: "sequence", as in `tree_decode`, or "batch": each device has the suffixes of its part of the batch.
+    Returns:
+      As `tree_decode`.
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+      NotImplementedError: as in `tree_decode`.
+
+    Example:
+      >>> level = PrefixLevel(key=prompt_key[None], value=prompt_value[None], sequences=(tuple(range(64)),))
+      >>> out = hydragen_decode(query, [level], key, value, key_value_seq_lengths=lengths)
+
+    Source: Hydragen, sections 3.1 to 3.3.
+    """
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        is_causal=is_causal,
+        logits_soft_cap=logits_soft_cap,
+        scale=scale,
+        implementation=implementation,
+    )
+    one_of("shard_suffix", shard_suffix, ("sequence", "batch"))
+    levels = tuple(levels)
+    axes = () if axis_name is None else axis_tuple(axis_name)
+    reduction = check_reduction(reduction, axes) if axes else None
+    by_batch = shard_suffix == "batch"
+
+    def body(query, key, value, options: AttentionOptions, shard: Shard, levels) -> SoftmaxState:
+        prefix = dataclasses.replace(shard, block_size=None)
+        states = [_level_state(query, level, options, prefix) for level in levels]
+        suffix = _own_suffixes if by_batch and axes else attend_shard
+        states.append(suffix(query, key, value, options, shard))
+        merged = merge_states(jax.tree.map(lambda *x: jnp.stack(x), *states), axis=0)
+        return reduce_state(merged, axes, reduction, mesh) if axes else merged
+
+    state = over_shards(
+        body, query, key, value, options, axis_name=axes or None, mesh=mesh, block_size=block_size,
+        shard_query=False, shard_batch=by_batch and bool(axes), levels=levels,
+    )  # fmt: skip
+    return (state.out, state.lse) if return_lse else state.out
+
+
+def bifurcated_decode(
+    query: Float[Array, "B T N H"],
+    prefix_key: Float[Array, "S K H"],
+    prefix_value: Float[Array, "S K Hv"],
+    key: Float[Array, "B D K H"],
+    value: Float[Array, "B D K Hv"],
+    *,
+    prefix_length: Int[Array, ""] | int | None = None,
+    **how,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Exact attention of many samples over one context that they share, and each over its own continuation.
+
+      out_b = softmax([q_b K_c^T, q_b K_b^T]) [V_c; V_b]
+
+    `hydragen_decode` with one level of one node.
+
+    Args:
+      prefix_key: `[S, K, H]`; prefix_value: `[S, K, Hv]`: the context, held once.
+      key: `[B, D, K, H]`; value: `[B, D, K, Hv]`: what each sample has added.
+      prefix_length: valid keys of the context; default: all.
+      how: the keyword arguments of `hydragen_decode`.
+
+    Example:
+      >>> out = bifurcated_decode(query, prefix_key, prefix_value, key, value, key_value_seq_lengths=lengths)
+
+    Source: Bifurcated Attention, section 4.2, equations 3 and 4, appendix E.3; T > 1: appendix G.
+    """
+    for name, x in (("prefix_key", prefix_key), ("prefix_value", prefix_value)):
+        if jnp.ndim(x) != 3:
+            raise ValueError(f"{name} must be [S, K, H], got shape {jnp.shape(x)}")
+    level = PrefixLevel(
+        key=prefix_key[None],
+        value=prefix_value[None],
+        lengths=None if prefix_length is None else jnp.asarray(prefix_length, jnp.int32)[None],
+        sequences=(tuple(range(query.shape[0])),),
+    )
+    return hydragen_decode(query, [level], key, value, **how)
+
+
+def _level_state(query, level: PrefixLevel, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    """What each sequence gets from its node of this level, `[B, T, N]`; empty for those without one."""
+    batch, num_queries, *heads = query.shape
+    nodes, most = len(level.sequences), max(map(len, level.sequences), default=0)
+    if most == 0:
+        lse = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
+        return SoftmaxState(jnp.zeros((*lse.shape, level.value.shape[-1]), query.dtype), lse)
+    # A node with fewer sequences than another is given row 0 besides, whose result nobody takes.
+    rows, places = np.zeros((nodes, most), np.int32), np.full(batch, nodes * most, np.int32)
+    for node, served in enumerate(level.sequences):
+        rows[node, : len(served)] = served
+        places[list(served)] = node * most + np.arange(len(served))
+    is_in_order = np.array_equal(rows.ravel(), np.arange(batch))
+    together = query if is_in_order else query[rows.ravel()]
+    options = dataclasses.replace(options, key_value_seq_lengths=level.lengths, is_causal=False)
+    state = attend_shard(together.reshape(nodes, most * num_queries, *heads), level.key, level.value, options, shard)
+    state = jax.tree.map(lambda x: x.reshape(nodes * most, num_queries, *x.shape[2:]), state)
+    if is_in_order:
+        return state
+    take = functools.partial(jnp.take, indices=places, axis=0, mode="fill")
+    return SoftmaxState(take(state.out, fill_value=0), take(state.lse, fill_value=-jnp.inf))
+
+
+def _own_suffixes(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    """The suffixes of this device's part of the batch; empty for the rest, which is other devices'."""
+    share = key.shape[0]
+    mine = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=shard.index * share, slice_size=share, axis=0)
+    lengths = options.key_value_seq_lengths
+    options = dataclasses.replace(options, key_value_seq_lengths=None if lengths is None else mine(lengths))
+    state = attend_shard(mine(query), key, value, options, Shard())
+    whole = empty_like(jax.tree.map(lambda x: jnp.zeros((query.shape[0], *x.shape[1:]), x.dtype), state))
+    put = lambda all_rows, own: jax.lax.dynamic_update_slice_in_dim(all_rows, own, shard.index * share, axis=0)
+    return jax.tree.map(put, whole, state)
+
+
+@contextlib.contextmanager
+def _named(name: str):
+    """Puts a name before the message of a ValueError or TypeError."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from None
