@@ -43,8 +43,8 @@ def fused(state: SoftmaxState, axes: tuple[str, ...], mesh: Mesh | None = None) 
 
 def _groups(axes: tuple[str, ...], mesh: Mesh | None) -> tuple[tuple[jax.Device, ...], ...]:
     """The devices that meet along `axes`, in the order of their index along them; one group per index of the rest."""
-    if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(mesh, Mesh):
+        mesh = mesh or jax.sharding.get_abstract_mesh()
         if mesh.size != jax.device_count():
             raise NotImplementedError(
                 f"fused needs mesh where the axes {mesh.axis_names} are not of all {jax.device_count()} devices"
