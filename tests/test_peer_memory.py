@@ -1,5 +1,6 @@
 """Memory that GPUs have in common: who opens what, where the table lies, that failures are everyone's.."""
 
+import collections
 import ctypes
 import dataclasses
 import threading
@@ -58,7 +59,8 @@ def driver(monkeypatch):
 
 
 def allocated(*groups, num_bytes=4096):
-    return module.peer_memory.__wrapped__(groups, num_bytes)
+    module._table.cache_clear()
+    return module.peer_memory(groups, num_bytes)
 
 
 def table_at(address, ranks):
@@ -103,13 +105,35 @@ def test_buffers_of_another_host_are_not_opened(monkeypatch):
     "groups, said",
     [
         ([(Device(0, platform="cpu"),)], "needs NVIDIA GPUs, got 'cpu'"),
-        ([(Device(0), Device(1), Device(2, 1), Device(3, 1))], "one process for all GPUs or one for each, got 2 of 4"),
-        ([(Device(0), Device(1)), (Device(2), Device(3))], "one process for all GPUs or one for each, got 2 of 4"),
+        ([(Device(0), Device(1), Device(2, 1), Device(3, 1))], "got 2 of 4 GPUs in a process"),
+        ([(Device(0), Device(1)), (Device(2), Device(3))], "got 4 of 4 GPUs in a process, meeting in 2 group"),
+        ([(Device(0),), (Device(1),)], "got 2 of 2 GPUs in a process, meeting in 2 group"),  # an axis of one device
+        ([(Device(0), Device(2, 1)), (Device(1), Device(3, 1))], "got 2 of 4 GPUs in a process"),  # one of each group
+        ([(Device(0), Device(1, 1), Device(2, 1))], "got 2 of 3 GPUs in a process"),  # seen from the one that has one
     ],
 )
 def test_what_cannot_be_is_named(groups, said, driver):
     with pytest.raises(PeerMemoryError, match=said):
         allocated(*groups)
+
+
+def test_what_failed_is_not_tried_again(driver, monkeypatch):
+    """Every call that is traced would otherwise allocate once more."""
+    allocations = []
+    monkeypatch.setattr(driver, "allocate", lambda *args: allocations.append(args) or BUFFER)
+    monkeypatch.setattr(driver, "enable_peer", raising("no peer access"))
+    module._table.cache_clear()
+    for _ in range(3):
+        with pytest.raises(PeerMemoryError, match="no peer access"):
+            module.peer_memory(((Device(0), Device(1)),), 4096)
+    assert len(allocations) == 2
+
+
+def raising(message):
+    def fail(*_):
+        raise PeerMemoryError(message)
+
+    return fail
 
 
 class Store:
@@ -126,7 +150,8 @@ class Store:
 
     def blocking_key_value_get_bytes(self, key, timeout_in_ms):
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self._values, timeout_in_ms / 1000)
+            if not self._changed.wait_for(lambda: key in self._values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self._values[key]
 
 
@@ -138,6 +163,7 @@ def three_processes(monkeypatch):
     own = threading.local()
     monkeypatch.setattr(jax, "process_index", lambda: own.index)
     monkeypatch.setattr(global_state, "client", Store())
+    monkeypatch.setattr(module, "_calls", collections.Counter())
 
     def run(function):
         results = [None] * 3
@@ -146,7 +172,7 @@ def three_processes(monkeypatch):
             own.index = index
             try:
                 results[index] = function(index)
-            except PeerMemoryError as error:
+            except (PeerMemoryError, RuntimeError) as error:
                 results[index] = error
 
         threads = [threading.Thread(target=one, args=(index,)) for index in range(3)]
@@ -178,6 +204,13 @@ def test_what_fails_in_one_process_fails_in_all(three_processes):
 
     results = three_processes(lambda index: module._together(lambda: step(index), DEVICES))
     assert [str(error) for error in results] == ["no memory (in process 1)"] * 3
+
+
+def test_a_process_that_does_not_come_is_named(three_processes, monkeypatch):
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+    absent = lambda index: None if index == 2 else module._together(lambda: (None, None), DEVICES)
+    *waited, _ = three_processes(absent)
+    assert all("process 2 did not share its GPUs' memory within 0.2 s" in str(error) for error in waited)
 
 
 def test_a_table_lies_where_all_have_room(three_processes, monkeypatch):

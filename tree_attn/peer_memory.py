@@ -34,7 +34,6 @@ class PeerMemoryError(NotImplementedError):
     """These GPUs have no memory in common, for a reason that the message gives."""
 
 
-@functools.cache
 def peer_memory(groups: Groups, num_bytes: int) -> int:
     """Allocates `num_bytes` of zeros on each GPU, for all GPUs of its group to write to; kept until the process ends.
 
@@ -48,16 +47,35 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
       uint64 `[ranks + 1]` in host memory; last comes the rank of its first GPU.
     Raises:
       PeerMemoryError: GPUs that are not NVIDIA's, that are on several hosts or that cannot reach each other.
+      RuntimeError: a process did not come.
     """
+    table = _table(groups, num_bytes)
+    if isinstance(table, PeerMemoryError):
+        raise PeerMemoryError(str(table))
+    return table
+
+
+@functools.cache  # failures too: another attempt would allocate again
+def _table(groups: Groups, num_bytes: int) -> int | PeerMemoryError:
+    try:
+        return _share(groups, num_bytes)
+    except PeerMemoryError as error:
+        return error
+
+
+def _share(groups: Groups, num_bytes: int) -> int:
     devices = tuple(itertools.chain(*groups))
     if devices[0].platform != "gpu":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
-    group = next((group for group in groups if any(map(_is_local, group))), ())
-    local = {rank: device.local_hardware_id for rank, device in enumerate(group) if _is_local(device)}
-    if len(local) != 1 and len(local) != len(devices):
+    # Judged by all processes alike, from what all know: one that went on alone would wait for the others.
+    in_process = collections.Counter(device.process_index for device in devices)
+    if max(in_process.values()) > 1 and (len(in_process) > 1 or len(groups) > 1):
         raise PeerMemoryError(
-            f"fused needs one process for all GPUs or one for each, got {len(local)} of {len(devices)}"
+            "fused needs one process for all GPUs, which all meet, or one for each GPU, got "
+            f"{max(in_process.values())} of {len(devices)} GPUs in a process, meeting in {len(groups)} group(s)"
         )
+    group = next(group for group in groups if any(map(_is_local, group)))
+    local = {rank: device.local_hardware_id for rank, device in enumerate(group) if _is_local(device)}
 
     def allocate():
         cuda = _Driver()
@@ -118,7 +136,15 @@ def _together(step: Callable[[], tuple[Any, Any]], devices: Sequence[jax.Device]
         key = f"{call}/{_calls[call, jax.process_index()]}"
         global_state.client.key_value_set_bytes(f"{key}/{jax.process_index()}", pickle.dumps(answers[0]))
         get = functools.partial(global_state.client.blocking_key_value_get_bytes, timeout_in_ms=TIMEOUT_S * 1000)
-        answers = [pickle.loads(get(f"{key}/{process}")) for process in processes]
+        answers = []
+        for process in processes:
+            try:
+                answers.append(pickle.loads(get(f"{key}/{process}")))
+            except jax.errors.JaxRuntimeError as late:
+                raise RuntimeError(
+                    f"process {process} did not share its GPUs' memory within {TIMEOUT_S} s; every process must run "
+                    "the same reduction='fused'"
+                ) from late
     for process, (_, failed) in zip(processes, answers):
         if failed is not None:
             raise PeerMemoryError(failed + (f" (in process {process})" if len(processes) > 1 else ""))
