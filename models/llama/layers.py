@@ -84,15 +84,28 @@ class SelfAttention(nnx.Module):
     def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array, shared: Pass) -> tuple[jax.Array, KVCache]:
         """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
         with jax.named_scope("project"):
-            query = jnp.einsum("btd,nhd->btnh", x, self.query[...])
-            key = jnp.einsum("btd,khd->btkh", x, self.key[...])
-            value = jnp.einsum("btd,khd->btkh", x, self.value[...])
+            query, key, value = (_to_heads(x, kernel[...]) for kernel in (self.query, self.key, self.value))
         with jax.named_scope("rope"):
             query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
         with jax.named_scope("attend"):
             out, cache = shared.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):
-            return jnp.einsum("btnh,dnh->btd", out, self.output[...]), cache
+            return _from_heads(out, self.output[...]), cache
+
+
+# Heads and head dim are one axis in the products: XLA on CPU would transpose kernels of three axes at every step, which
+# takes ten times as long as the product of a single token.
+
+
+def _to_heads(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`[B, T, D]` times `[N, H, D]` to `[B, T, N, H]`."""
+    out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
+    return out.reshape(*x.shape[:2], *kernel.shape[:2])
+
+
+def _from_heads(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`[B, T, N, H]` times `[D, N, H]` to `[B, T, D]`."""
+    return jnp.einsum("btf,df->btd", x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
 
 
 class GatedMLP(nnx.Module):

@@ -148,16 +148,12 @@ def smollm2_expected(smollm2_reference):
 def test_smollm2_gives_transformers_logits_and_64_greedy_tokens(
     smollm2_model, smollm2_batches, smollm2_expected, sharding_over, name, num_devices
 ):
-    """Each of our tokens is the reference's argmax after those before it: by induction, its own greedy tokens.
-
-    16 of the long prompt's on all placements but the first: a token takes a second of two cores.
-    """
+    """Each of our tokens is the reference's argmax after those before it: by induction, its own greedy tokens."""
     sharding = sharding_over(smollm2_model.config, num_devices)
     model = load.move(smollm2_model, sharding)
     generator = Generator(model, by_name(name, sharding))
     for prompts in smollm2_batches:
-        is_whole = len(prompts) > 1 or (name, num_devices) == PLACES[0]
-        steps = list(generator.stream(prompts, 64 if is_whole else 16))
+        steps = list(generator.stream(prompts, 64))
         for row, prompt in enumerate(prompts):
             new_ids = [int(step.tokens[row]) for step in steps]
             expected = smollm2_expected(prompt + new_ids[:-1])[len(prompt) - 1 :]
