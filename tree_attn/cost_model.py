@@ -12,6 +12,7 @@ shrink with it: queries, outputs and softmax states keep n_h heads.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -239,6 +240,16 @@ def reduction_us(
 def needs_collective(reduction: Reduction, axis_sizes: Sequence[int]) -> bool:
     """Whether any exchange of a reduction is one of NCCL's."""
     return any(KINDS[kind].is_collective and size > 1 for kind, size, _ in _exchanges(reduction, axis_sizes))
+
+
+def candidates(num_axes: int) -> list[Reduction]:
+    """Every reduction over so many axes: one exchange over all of them, or one per axis.
+
+    Example:
+        >>> candidates(1)
+        ['allreduce', 'gather', 'fused']
+    """
+    return [*LEVELS, *(itertools.product(LEVELS, repeat=num_axes) if num_axes > 1 else ())]
 
 
 def cheapest_reduction(

@@ -88,7 +88,9 @@ def over_shards(
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     along_sequence = P(None, axes)
     if shard_batch and key.shape[0] % num_shards:
-        raise ValueError(f"a batch sharded over {num_shards} devices must be a multiple of that, got {key.shape[0]}")
+        raise ValueError(
+            f"shard_suffix='batch' needs as many sequences as a multiple of {num_shards} devices, got {key.shape[0]}"
+        )
     if not shard_batch:
         key, value, options = _fit(key, value, options, num_shards, block_size, may_pad=not shard_query)
     of_key = P(axes) if shard_batch else along_sequence

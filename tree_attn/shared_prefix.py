@@ -122,6 +122,12 @@ def hydragen_decode(
     )
     one_of("shard_suffix", shard_suffix, ("sequence", "batch"))
     levels = tuple(levels)
+    if axis_name is None:
+        for name, given in (("mesh", mesh), ("block_size", block_size), ("reduction", reduction)):
+            if given is not None:
+                raise ValueError(f"{name} must be None where axis_name is, got {given!r}")
+        if shard_suffix != "sequence":
+            raise ValueError(f"shard_suffix={shard_suffix!r} needs axis_name, got None")
     axes = () if axis_name is None else axis_tuple(axis_name)
     reduction = check_reduction(reduction, axes) if axes else None
     by_batch = shard_suffix == "batch"

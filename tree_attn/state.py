@@ -1,8 +1,9 @@
 """The algebra: attention over a set of keys is an element of a commutative monoid, `(out, lse)`.
 
 Every method of this library folds the same monoid over a different index set: sequence shards (Tree and Ring
-Attention), chunks of keys (the local kernels), nodes of a prefix tree. `exp(lse - max)` is written here and
-nowhere else: in `numerator_and_denominator`.
+Attention), chunks of keys (the local kernels), nodes of a prefix tree. States are merged with
+`exp(lse - max)`, which is written here and nowhere else: in `numerator_and_denominator`. (Kernels merge in
+registers, by code of their own.)
 
 Source: Tree Attention, section 5 and Algorithm 3; LeanAttention, section 4.1 (associativity of softmax rescaling).
 """

@@ -7,7 +7,6 @@ import pytest
 from abacus import make_machine
 
 from tree_attn import cli, cost_model, machine
-from tree_attn.commands import plan
 from tree_attn.cost_model import DecodeStep
 
 CLUSTER = ("--nodes", "16", "--gpus-per-node", "8", "--keys", "5120000")
@@ -40,7 +39,7 @@ def test_the_choice_is_the_librarys(capsys, sizes):
     document = planned(capsys, *options)
     h200 = dataclasses.replace(machine.load("NVIDIA H200"), gpus_per_node=sizes[0])
     cheapest = cost_model.cheapest_reduction(
-        plan.candidates(len(sizes)), elements=16 * 129, axis_sizes=sizes, machine=h200
+        cost_model.candidates(len(sizes)), elements=16 * 129, axis_sizes=sizes, machine=h200
     )
     best = document["strategies"][0]
     assert document["choice"] == best["label"] and document["reason"].startswith(best["label"])

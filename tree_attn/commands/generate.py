@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens; default 0")
     parser.add_argument("--attention", default="tree", metavar="NAME", help="tree (default), ring or single")
     parser.add_argument(
-        "--reduction", metavar="NAME", help="of tree: allreduce, gather or hierarchical; default: its own choice"
+        "--reduction", metavar="NAME", help="of tree: allreduce, gather, fused or hierarchical; default: its own choice"
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import itertools
 import json
 import pathlib
 from typing import Any
@@ -97,20 +96,13 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def candidates(num_axes: int) -> list[str | tuple[str, ...]]:
-    """Every reduction over this many axes: one exchange over all of them, or one per axis."""
-    from tree_attn.cost_model import LEVELS
-
-    return [*LEVELS, *(itertools.product(LEVELS, repeat=num_axes) if num_axes > 1 else ())]
-
-
 def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every strategy that can run, the fastest first; and for each that cannot, why."""
     from tree_attn import cost_model
     from tree_attn.commands import rows
 
     found, left_out = [], {}
-    asked = [("tree", reduction) for reduction in candidates(len(axis_sizes))]
+    asked = [("tree", reduction) for reduction in cost_model.candidates(len(axis_sizes))]
     for strategy, reduction in [*asked, ("ring_overlapped", None), ("ring_public", None)]:
         names = {"label": rows.label(strategy, reduction), "strategy": strategy, "reduction": reduction}
         try:

@@ -5,7 +5,6 @@ A strategy is a function (state, axes) -> state over bound mesh axes; one file e
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from jax.sharding import Mesh
 
 from tree_attn import distributed, machine
 from tree_attn.arguments import one_of
-from tree_attn.cost_model import cheapest_reduction
+from tree_attn.cost_model import LEVELS, candidates, cheapest_reduction
 from tree_attn.devices import default_platform
 from tree_attn.reduce.all_to_all import all_to_all
 from tree_attn.reduce.allreduce import allreduce
@@ -23,7 +22,6 @@ from tree_attn.reduce.gather import gather
 from tree_attn.reduce.hierarchical import hierarchical
 from tree_attn.state import SoftmaxState
 
-LEVELS = ("allreduce", "gather", "fused")
 REDUCTIONS = (*LEVELS, "hierarchical")
 Reduction = str | tuple[str, ...] | None
 _log = logging.getLogger("tree_attn")
@@ -62,20 +60,20 @@ def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> 
     known = _machine()
     if known is None:
         rest = ("gather",) * (len(axes) - 1)
-        candidates = [(first, *rest) if rest else first for first in ("fused", "gather")]
-        cheapest = lambda candidates: candidates[0]
+        left = [(first, *rest) if rest else first for first in ("fused", "gather")]
+        cheapest = lambda left: left[0]
     else:
-        candidates = [*LEVELS, *(itertools.product(LEVELS, repeat=len(axes)) if len(axes) > 1 else ())]
+        left = candidates(len(axes))
         sizes = tuple(map(jax.lax.axis_size, axes))
         elements = state.out.size + state.lse.size
         cheapest = functools.partial(cheapest_reduction, elements=elements, axis_sizes=sizes, machine=known)
     while True:
-        picked = cheapest(candidates)
+        picked = cheapest(left)
         try:
             merged = run(picked)
         except NotImplementedError as error:
             _log.info("reduction=None: %s", error)
-            candidates.remove(picked)
+            left.remove(picked)
         else:
             _log.info("reduction=None picked %r", picked)
             return merged
