@@ -1,5 +1,6 @@
 """Sequences that share prefixes, against the oracle over the keys that each would have by itself."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, hlo, make_mesh
+from tree_attn import SoftmaxState, hlo, make_mesh, storage_order
 from tree_attn.shared_prefix import PrefixLevel, bifurcated_decode, hydragen_decode
 
 GARBAGE = 300.0  # where a node or a suffix has no key
@@ -126,6 +127,19 @@ def test_block_cyclic_suffixes():
     tree.check(axis_name="seq", mesh=make_mesh({"seq": 2}), block_size=2)
 
 
+def test_block_cyclic_nodes():
+    """Each level has its own placement; lengths count keys in their order, whichever device holds them."""
+    tree = three_levels()
+    mesh = make_mesh({"seq": 3})
+    for i, block_size in enumerate((1, 2)):
+        level = tree.levels[i]
+        padding = [(0, 0), (0, -level.key.shape[1] % (3 * block_size)), (0, 0), (0, 0)]
+        order = storage_order(level.key.shape[1] + padding[1][1], 3, block_size)
+        stored = {name: jnp.pad(getattr(level, name), padding)[:, order] for name in ("key", "value")}
+        tree.levels[i] = dataclasses.replace(level, **stored, block_size=block_size)
+    tree.check(axis_name="seq", mesh=mesh)
+
+
 def test_all_levels_together_take_one_collective():
     tree, mesh = three_levels(), make_mesh({"seq": 2})
     decode = functools.partial(hydragen_decode, axis_name="seq", mesh=mesh, reduction="gather")
@@ -192,9 +206,9 @@ def test_the_context_is_read_once_for_all_samples():
     assert memory.temp_size_in_bytes < samples / 2 * keys * 4 * H * 4
 
 
-def level(sequences=((0, 1), (2,)), lengths=None, keys=4, heads=2, nodes=2):
+def level(sequences=((0, 1), (2,)), lengths=None, keys=4, heads=2, nodes=2, block_size=None):
     key = jnp.zeros((nodes, keys, heads, H))
-    return PrefixLevel(key=key, value=key, lengths=lengths, sequences=sequences)
+    return PrefixLevel(key=key, value=key, lengths=lengths, sequences=sequences, block_size=block_size)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +224,16 @@ def level(sequences=((0, 1), (2,)), lengths=None, keys=4, heads=2, nodes=2):
         ({"heads": 3}, {}, r"levels\[0\]: query heads must be a multiple of key heads, got N=4 and K=3"),
         ({"lengths": np.array([5, 0])}, {}, r"levels\[0\]: lengths must lie in \[0, 4\]"),
         ({"lengths": np.array([1, 2, 3])}, {}, r"levels\[0\]: lengths must have shape"),
+        (
+            {"block_size": 0},
+            {},
+            r"levels\[0\]: block_size must be None \(contiguous\) or an integer of at least 1, got 0",
+        ),
+        (
+            {"block_size": 3},
+            {"devices": 2},
+            r"levels\[0\]: key must hold a multiple of num_shards \* block_size = 6 slots, got 4",
+        ),
         ({}, {"shard_suffix": "heads"}, "shard_suffix must be one of 'sequence', 'batch', got 'heads'"),
         ({}, {"shard_suffix": "batch"}, "shard_suffix='batch' needs axis_name, got None"),
         ({}, {"block_size": 16}, "block_size must be None where axis_name is, got 16"),

@@ -38,6 +38,8 @@ def over_shards(
     shard_heads: bool = False,
     shard_batch: bool = False,
     levels: tuple | None = None,
+    beside: tuple = (),
+    beside_specs: tuple = (),
 ) -> SoftmaxState:
     """Checks the call, then runs `body(query, key, value, options, shard)` once per shard and joins the sinks.
 
@@ -52,7 +54,8 @@ def over_shards(
       shard_heads: whether `body` returns its device's part of the heads only.
       shard_batch: whether key and value are sharded by sequences of the batch instead of along them.
       levels: of a prefix tree (`tree_attn.shared_prefix.PrefixLevel`), sharded along their keys; `body` gets its part
-        of them as its last argument.
+        of them after its other arguments.
+      beside: more arrays (or None) that `body` gets last, each its part by the spec of the same place.
     Raises:
       ValueError: arguments that do not fit; no mesh where the axes are not bound; a mesh that lacks an axis.
     """
@@ -67,12 +70,12 @@ def over_shards(
     for i, level in enumerate(levels or ()):
         level.check(f"levels[{i}]", query, parts)
 
-    def on_shard(query, key, value, options: AttentionOptions, *levels) -> SoftmaxState:
+    def on_shard(query, key, value, options: AttentionOptions, *more) -> SoftmaxState:
         num_shards = math.prod(bound_axis_sizes(axes)) if axes else 1
         # The first axis varies slowest, as in PartitionSpec((first, second)).
         index = jax.lax.axis_index(axes) if axes else 0
         shard = Shard(index=index, num_shards=num_shards, block_size=block_size)
-        state = body(query, key, value, options, shard, *levels)
+        state = body(query, key, value, options, shard, *more)
         if options.sinks is None:
             return state
         heads = state.lse.shape[-1]
@@ -83,7 +86,7 @@ def over_shards(
     if bound_sizes is not None:
         if mesh is not None:
             raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
-        return on_shard(query, key, value, options, *([] if levels is None else [levels]))
+        return on_shard(query, key, value, options, *([] if levels is None else [levels]), *beside)
     mesh = _mesh_with(axes, mesh)
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     along_sequence = P(None, axes)
@@ -95,7 +98,7 @@ def over_shards(
         key, value, options = _fit(key, value, options, num_shards, block_size, may_pad=not shard_query)
     of_key = P(axes) if shard_batch else along_sequence
     if levels is not None:
-        levels = tuple(_fit_level(level, num_shards) for level in levels)
+        levels = tuple(_fit_level(f"levels[{i}]", level, num_shards) for i, level in enumerate(levels))
         of_levels = tuple(
             dataclasses.replace(
                 level, key=along_sequence, value=along_sequence, lengths=None if level.lengths is None else P()
@@ -107,12 +110,13 @@ def over_shards(
         on_shard,
         mesh=mesh,
         axis_names=set(axes),
-        in_specs=(query_spec, of_key, of_key, P(), *([] if levels is None else [of_levels])),
+        in_specs=(query_spec, of_key, of_key, P(), *([] if levels is None else [of_levels]), *beside_specs),
         out_specs=P(None, None, axes) if shard_heads else query_spec,
         check_vma=False,  # a merged state is the same on every device, which the checker cannot see
     )
     with _kernels_for(mesh):
-        return mapped(query, key, value, jax.tree.map(jnp.asarray, options), *([] if levels is None else [levels]))
+        options = jax.tree.map(jnp.asarray, options)
+        return mapped(query, key, value, options, *([] if levels is None else [levels]), *beside)
 
 
 def _kernels_for(mesh: Mesh):
@@ -132,10 +136,13 @@ def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None):
     return chosen
 
 
-def _fit_level(level, num_shards: int):
+def _fit_level(name: str, level, num_shards: int):
     """As `_fit`, for the nodes of a level."""
     options = AttentionOptions(key_value_seq_lengths=level.lengths)
-    key, value, options = _fit(level.key, level.value, options, num_shards, None, may_pad=True)
+    try:
+        key, value, options = _fit(level.key, level.value, options, num_shards, level.block_size, may_pad=True)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     return dataclasses.replace(level, key=key, value=value, lengths=options.key_value_seq_lengths)
 
 

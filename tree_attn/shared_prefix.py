@@ -24,13 +24,17 @@ from jaxtyping import Array, Float, Int
 from tree_attn.arguments import AttentionOptions, check_arrays, check_lengths, one_of
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard
+from tree_attn.placement import Shard, check_block_size
 from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState, empty_like, merge_states
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "value", "lengths"], meta_fields=["sequences"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "value", "lengths"],
+    meta_fields=["sequences", "block_size"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixLevel:
     """One level of a prefix tree: its nodes' keys and values, and which sequences each node serves.
@@ -38,6 +42,7 @@ class PrefixLevel:
     key:        `[nodes, S, K, H]`; value: `[nodes, S, K, Hv]`
     lengths:    int32 `[nodes]`, valid keys of each node; None: all
     sequences:  for each node the rows of the batch it serves (static); no row has two nodes of a level, some have none
+    block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; None: contiguous
 
     Example:
       >>> level = PrefixLevel(key=key, value=value, sequences=((0, 1, 2), (3,)))    # two nodes, a batch of four
@@ -47,11 +52,13 @@ class PrefixLevel:
     value: Float[Array, "nodes S K Hv"]
     sequences: tuple[tuple[int, ...], ...]
     lengths: Int[Array, " nodes"] | None = None
+    block_size: int | None = None
 
     def check(self, name: str, query, num_shards: int = 1) -> None:
         """Raises ValueError or TypeError, naming what does not fit `query [B, T, N, H]`; `key` is one of the shards."""
         batch, nodes = query.shape[0], len(self.sequences)
         with _named(name):
+            check_block_size(self.block_size)
             check_arrays(jax.ShapeDtypeStruct((nodes, *query.shape[1:]), query.dtype), self.key, self.value)
             if self.lengths is not None:
                 check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_shards)
@@ -96,7 +103,7 @@ def hydragen_decode(
       is_causal: query t sees the suffix up to its own position (prefixes it sees whole); the T queries are its last.
       logits_soft_cap, sinks, scale, key_scale, value_scale, implementation: as in `tree_attn.local.attend`.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; None: all on one device. Nodes are sharded
-        along their keys, contiguously; inside a `shard_map` they are this device's part.
+        along their keys, each level by its own `block_size`; inside a `shard_map` they are this device's part.
       shard_suffix: "sequence", as in `tree_decode`, or "batch": each device has the suffixes of its part of the batch.
     Returns:
       As `tree_decode`.
@@ -133,8 +140,10 @@ def hydragen_decode(
     by_batch = shard_suffix == "batch"
 
     def body(query, key, value, options: AttentionOptions, shard: Shard, levels) -> SoftmaxState:
-        prefix = dataclasses.replace(shard, block_size=None)
-        states = [_level_state(query, level, options, prefix) for level in levels]
+        states = [
+            _level_state(query, level, options, dataclasses.replace(shard, block_size=level.block_size))
+            for level in levels
+        ]
         suffix = _own_suffixes if by_batch and axes else attend_shard
         states.append(suffix(query, key, value, options, shard))
         merged = merge_states(jax.tree.map(lambda *x: jnp.stack(x), *states), axis=0)
