@@ -190,3 +190,41 @@ def test_two_axes_shard_the_sequence_as_they_are_named():
     )
     key, value = tokens(7)
     assert_holds(append(cache, key, value), key, value, [7, 7])
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_the_sum_of_the_values_and_the_keys_by_component_follow_every_change(num_layers):
+    """What SparQ reads besides: after a prefill, appended tokens, a refused write, and tokens that were dropped."""
+    cache = empty_cache(capacity=12, num_layers=num_layers, keeps_value_sum=True, keeps_key_by_component=True)
+    layer = None if num_layers is None else 1
+    prompt, order = tokens(6), storage_order(6, cache.num_shards, 1)
+
+    def assert_kept(cache):
+        key, value = (x if layer is None else x[layer] for x in natural(cache))
+        total, by_component = (np.asarray(x if layer is None else x[layer]) for x in (cache.value_sum, in_order(cache)))
+        np.testing.assert_array_equal(by_component, key.transpose(0, 2, 3, 1))
+        for b, length in enumerate(np.asarray(cache.lengths)):
+            np.testing.assert_allclose(total[b], value[b, :length].sum(axis=0), rtol=1e-6)
+        mean = cache.value_mean(cache.lengths, layer)
+        np.testing.assert_allclose(mean, total / np.maximum(cache.lengths, 1)[:, None, None], rtol=1e-6)
+
+    cache = cache.write_prefix(*(x[:, order] for x in prompt), layer=layer).with_lengths(np.array([6, 4], np.int32))
+    assert_kept(cache)
+    step = jax.jit(lambda cache, key, value: cache.write(key, value, layer=layer).advance(key.shape[1]))
+    cache = step(cache, *tokens(3, seed=1))
+    assert_kept(cache)
+    cache = step(cache, *tokens(4, seed=2))
+    np.testing.assert_array_equal(cache.lengths, [9, 11])  # sequence 0 had no room
+    assert_kept(cache)
+    assert_kept(jax.jit(KVCache.with_lengths)(cache, np.array([0, 8], np.int32)))
+
+
+def in_order(cache):
+    order = storage_order(cache.capacity, cache.num_shards, cache.block_size)
+    return np.asarray(cache.key_by_component)[..., np.argsort(order)]
+
+
+def test_a_mean_that_is_not_kept_is_refused():
+    cache = empty_cache()
+    with pytest.raises(ValueError, match="create the cache with keeps_value_sum=True"):
+        cache.value_mean(cache.lengths)

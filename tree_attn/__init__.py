@@ -6,6 +6,7 @@ from tree_attn.mesh import make_mesh
 from tree_attn.placement import Shard, storage_order
 from tree_attn.ragged import lean_decode, paged_decode
 from tree_attn.shared_prefix import PrefixLevel, bifurcated_decode, hydragen_decode
+from tree_attn.sparse import sparq_decode
 from tree_attn.state import SoftmaxState, empty_like, merge_segments, merge_state, merge_states
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "merge_state",
     "merge_states",
     "paged_decode",
+    "sparq_decode",
     "storage_order",
     "tree_decode",
 ]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tree_attn.arguments import ATTENTION_DTYPES, check_lengths, one_of
 from tree_attn.mesh import AxisName, axis_tuple, check_axes
-from tree_attn.placement import check_block_size
+from tree_attn.placement import check_block_size, storage_order
 
 
 class CacheFullError(ValueError):
@@ -21,7 +21,7 @@ class CacheFullError(ValueError):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key", "value", "lengths", "overflowed"],
+    data_fields=["key", "value", "lengths", "overflowed", "value_sum", "key_by_component"],
     meta_fields=["mesh", "axis_name", "block_size"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class KVCache:
     lengths:    int32 `[B]`, tokens held by each sequence
     overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
                 left the sequence as it was; `check_room` raises from then on.
+    value_sum:  float32 `[B, K, H]` or `[L, B, K, H]`, the sum of the values held, on every device; or None
+    key_by_component: key once more, as `[B, K, H, S]` or `[L, B, K, H, S]`, for what reads single components; or None
     """
 
     key: Float[Array, "*L B S K H"]
@@ -49,6 +51,8 @@ class KVCache:
     mesh: Mesh
     axis_name: AxisName
     block_size: int
+    value_sum: Float[Array, "*L B K H"] | None = None
+    key_by_component: Float[Array, "*L B K H S"] | None = None
 
     @classmethod
     def create(
@@ -63,6 +67,8 @@ class KVCache:
         axis_name: AxisName,
         block_size: int = 1,
         num_layers: int | None = None,
+        keeps_value_sum: bool = False,
+        keeps_key_by_component: bool = False,
     ) -> "KVCache":
         """Returns an empty cache, each shard allocated on its own device.
 
@@ -70,6 +76,8 @@ class KVCache:
           capacity: tokens per sequence; rounded up to a multiple of shards x block_size.
           block_size: consecutive tokens per shard; 1 is the order `ring_attention` prefills in.
           num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
+          keeps_value_sum, keeps_key_by_component: what `tree_attn.sparq_decode` profits from; the second takes half as
+            much memory again.
         Raises:
           ValueError: a size is not a positive integer, `dtype` is none that attention takes, or `axis_name` is not of
             the mesh.
@@ -93,6 +101,8 @@ class KVCache:
         sharding = NamedSharding(mesh, P(*([None] * (len(layers) + 1)), axes))
         zeros = partial(jnp.zeros, (*layers, batch, num_slots, num_kv_heads, head_dim), dtype, device=sharding)
         whole = NamedSharding(mesh, P())
+        by_component = NamedSharding(mesh, P(*([None] * (len(layers) + 3)), axes))
+        heads = (*layers, batch, num_kv_heads, head_dim)
         return cls(
             key=zeros(),
             value=zeros(),
@@ -101,6 +111,10 @@ class KVCache:
             mesh=mesh,
             axis_name=axis_name,
             block_size=block_size,
+            value_sum=jnp.zeros(heads, jnp.float32, device=whole) if keeps_value_sum else None,
+            key_by_component=(
+                jnp.zeros((*heads, num_slots), dtype, device=by_component) if keeps_key_by_component else None
+            ),
         )
 
     @property
@@ -112,6 +126,20 @@ class KVCache:
     def num_shards(self) -> int:
         """How many shards the sequence is cut into."""
         return int(np.prod([self.mesh.shape[axis] for axis in axis_tuple(self.axis_name)]))
+
+    def value_mean(self, lengths: Int[Array, " B"], layer: int | Array | None = None) -> Float[Array, "B K H"]:
+        """Returns the mean of each sequence's values, float32 `[B, K, H]`; 0 of none. It reads no values.
+
+        Args:
+          lengths: int32 `[B]`, how many there are: between `write` and `advance` more than `self.lengths`.
+          layer: of a layered cache.
+        Raises:
+          ValueError: the cache was created without `keeps_value_sum`.
+        """
+        if self.value_sum is None:
+            raise ValueError("value_sum is not kept: create the cache with keeps_value_sum=True")
+        total = self.value_sum if layer is None else self.value_sum[layer]
+        return total / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None]
 
     def check_room(self, num_tokens: int) -> None:
         """Raises CacheFullError unless every sequence has room for `num_tokens` more (waits for pending steps).
@@ -148,21 +176,26 @@ class KVCache:
         has_room = self.lengths + key.shape[1] <= self.capacity
         positions = jnp.where(has_room[:, None], positions, self.capacity)
 
-        def put(stored, new, positions, layer):
-            num_slots = stored.shape[-3]
+        def put(stored, new, positions, layer, is_by_component):
+            num_slots = stored.shape[-1 if is_by_component else -3]
             shard, slot = _locate(positions, self.num_shards, self.block_size)
             is_mine = (shard == jax.lax.axis_index(axis_tuple(self.axis_name))) & (positions < self.capacity)
             slot = jnp.where(is_mine, slot, num_slots)  # out of range, hence dropped
             row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
-            where = (row, slot) if layer is None else (layer, row, slot)
-            return stored.at[where].set(new, mode="drop")
+            where = (row, slice(None), slice(None), slot) if is_by_component else (row, slot)
+            return stored.at[where if layer is None else (layer, *where)].set(new, mode="drop")
 
-        return self._update(put, key, value, positions, layer, new_spec=P())
+        cache = self._update(put, key, value, positions, layer, new_spec=P())
+        if self.value_sum is None:
+            return cache
+        added = jnp.where(has_room[:, None, None], value.astype(jnp.float32).sum(axis=1), 0.0)
+        where = slice(None) if layer is None else layer
+        return dataclasses.replace(cache, value_sum=self.value_sum.at[where].add(added))
 
     def write_prefix(self, key, value, layer: int | Array | None = None) -> "KVCache":
         """Writes the first S0 tokens `[B, S0, K, H]`, given in storage order and sharded on S0 as prefill makes them.
 
-        No data moves between devices. Follow it by `with_lengths`.
+        No data moves between devices. Follow it by `with_lengths`, which also sums the values where that is kept.
 
         Raises:
           CacheFullError: S0 is more than the capacity.
@@ -177,8 +210,9 @@ class KVCache:
         if num_new % unit:
             raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
 
-        def put(stored, new, _, layer):
+        def put(stored, new, _, layer, is_by_component):
             start = (0, 0, 0, 0) if layer is None else (layer, 0, 0, 0, 0)
+            new = new.transpose(0, 2, 3, 1) if is_by_component else new
             return jax.lax.dynamic_update_slice(stored, new if layer is None else new[None], start)
 
         return self._update(put, key, value, self.lengths, layer, new_spec=P(None, axis_tuple(self.axis_name)))
@@ -193,25 +227,40 @@ class KVCache:
         )
 
     def with_lengths(self, lengths: Int[Array, " B"]) -> "KVCache":
-        """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest."""
+        """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest.
+
+        Where the sum of the values is kept it is taken anew, from all of them.
+        """
         check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
-        return dataclasses.replace(self, lengths=jnp.asarray(lengths, jnp.int32))
+        lengths = jnp.asarray(lengths, jnp.int32)
+        value_sum = self.value_sum
+        if value_sum is not None:
+            positions = storage_order(self.capacity, self.num_shards, self.block_size)
+            is_held = (positions[None, :] < lengths[:, None])[:, :, None, None]  # [B, S, 1, 1]
+            is_held = is_held if self.value.ndim == 4 else is_held[None]
+            value_sum = jnp.where(is_held, self.value.astype(jnp.float32), 0.0).sum(axis=-3)
+        return dataclasses.replace(self, lengths=lengths, value_sum=value_sum)
 
     def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
         axes = axis_tuple(self.axis_name)
-        stored_spec = P(*([None] * (self.key.ndim - 3)), axes)
-        layer_spec = None if layer is None else P()
+        by_slot, by_component = (P(*([None] * (self.key.ndim - k)), axes) for k in (3, 1))
+        stored, new = {"key": self.key, "value": self.value}, {"key": key, "value": value}
+        specs = {"key": by_slot, "value": by_slot}
+        if self.key_by_component is not None:
+            stored["key_by_component"], new["key_by_component"] = self.key_by_component, key
+            specs["key_by_component"] = by_component
         mapped = jax.shard_map(
-            lambda stored, new, positions, layer: jax.tree.map(lambda s, n: put(s, n, positions, layer), stored, new),
+            lambda stored, new, positions, layer: {
+                name: put(stored[name], new[name], positions, layer, name == "key_by_component") for name in stored
+            },
             mesh=self.mesh,
             axis_names=set(axes),
-            in_specs=(stored_spec, new_spec, P(), layer_spec),
-            out_specs=stored_spec,
+            in_specs=(specs, new_spec, P(), None if layer is None else P()),
+            out_specs=specs,
             check_vma=False,
         )
         layer = None if layer is None else jnp.asarray(layer, jnp.int32)
-        new_key, new_value = mapped((self.key, self.value), (key, value), positions, layer)
-        return dataclasses.replace(self, key=new_key, value=new_value)
+        return dataclasses.replace(self, **mapped(stored, new, positions, layer))
 
 
 def _locate(positions, num_shards: int, block_size: int):

@@ -65,3 +65,57 @@ def attention(
                 out[b, t, n] = (np.exp(logits - top) / denominator) @ value[b, sees, n // group]
                 lse[b, t, n] = top + np.log(denominator)
     return out, lse
+
+
+def sparq(
+    query,
+    key,
+    value,
+    *,
+    num_components,
+    num_keys,
+    local_window=0,
+    reallocate=True,
+    scale=None,
+    key_value_seq_lengths=None,
+    is_causal=False,
+):
+    """SparQ Attention by its Algorithm 1, in float64, one group of query heads at a time.
+
+    Args:
+      as `tree_attn.sparq_decode`; of equal scores the earlier key is kept.
+    Returns:
+      `(out, lse)` as `attention`; `lse` is that of the kept keys, less `log alpha` where the rest has its weight.
+    """
+    query, key, value = (np.asarray(x).astype(np.float64) for x in (query, key, value))
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_slots, num_kv_heads = key.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    lengths = np.full(batch, num_slots) if key_value_seq_lengths is None else np.asarray(key_value_seq_lengths)
+    out = np.zeros((batch, num_queries, num_heads, value.shape[-1]))
+    lse = np.full((batch, num_queries, num_heads), -np.inf)
+    heads = np.arange(num_heads).reshape(num_kv_heads, -1)
+    for b, t, head in np.ndindex(batch, num_queries, num_kv_heads):
+        end = int(lengths[b]) - (num_queries - 1 - t if is_causal else 0)
+        if end < 1:
+            continue
+        q, k, v = query[b, t, heads[head]], key[b, :end, head], value[b, :end, head]
+        components = np.argsort(-np.abs(q).sum(axis=0), kind="stable")[:num_components]
+        whole = np.abs(q).sum(axis=1, keepdims=True)
+        part = np.abs(q[:, components]).sum(axis=1, keepdims=True)
+        coverage = np.divide(part, whole, np.ones_like(whole), where=whole > 0)
+        logits = scale / np.sqrt(coverage) * (q[:, components] @ k[:, components].T)
+        log_scores = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        scores = np.exp(log_scores).sum(axis=0)
+        scores[max(end - local_window, 0) :] = np.inf
+        kept = np.argsort(-scores, kind="stable")[:num_keys]
+        exact = scale * (q @ k[kept].T)
+        top = exact.max(axis=1, keepdims=True)
+        weights = np.exp(exact - top)
+        denominator = weights.sum(axis=1, keepdims=True)
+        log_alpha = np.logaddexp.reduce(log_scores[:, kept], axis=1) if reallocate else np.zeros(len(q))
+        alpha = np.exp(log_alpha)
+        mean = value[b, : int(lengths[b]), head].mean(axis=0)
+        out[b, t, heads[head]] = alpha[:, None] * (weights / denominator @ v[kept]) + (1 - alpha)[:, None] * mean
+        lse[b, t, heads[head]] = top[:, 0] + np.log(denominator[:, 0]) - log_alpha
+    return out, lse

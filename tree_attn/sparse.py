@@ -1,0 +1,285 @@
+"""SparQ Attention: of a long cache, read a few components of every key, then a few keys and values whole.
+
+In the algebra it is two states: the exact attention over the kept keys, and one state for all the rest, whose value is
+the mean of the values and whose weight is what the approximate scores give it:
+
+    kept = attend(q, K[i2], V[i2]),    rest = (out: mean(V), lse: kept.lse + log((1 - alpha) / alpha)),
+    out  = merge(kept, rest) = alpha kept.out + (1 - alpha) mean(V).
+
+So it composes with sequence shards as everything else does.
+
+Source: SparQ Attention, Algorithm 1, section 4 and appendix B.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AttentionOptions, check_arrays, default_scale, one_of
+from tree_attn.local import attend
+from tree_attn.masking import visibility
+from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import Shard
+from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.sharded import over_shards
+from tree_attn.state import SoftmaxState, empty_like, merge_state
+
+SELECTIONS = ("global", "per_shard")
+
+
+def sparq_decode(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    num_components: int,
+    num_keys: int,
+    local_window: int = 0,
+    value_mean: Float[Array, "B K Hv"] | None = None,
+    reallocate: bool | None = None,
+    key_by_component: Float[Array, "B K H S"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    implementation: str | None = None,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    block_size: int | None = None,
+    selection: str = "global",
+    reduction: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Approximate attention that reads `S r + 2 k H` elements of K and V per KV head instead of `2 S H`.
+
+    For each query, with r = num_components, k = num_keys, l = local_window, sums over the G heads of a group:
+      i1    = argtopk(sum_g |q|, r)
+      s_hat = softmax(q[i1] K[:, i1]^T / tau),    tau = sqrt(H ||q[i1]||_1 / ||q||_1)
+      i2    = argtopk(sum_g s_hat + m, k),        m = infinity at the last l positions, else 0
+      alpha = sum s_hat[i2]
+      out   = alpha attend(q, K[i2], V[i2]) + (1 - alpha) mean(V)
+    With r = H and k >= S it is exact.
+
+    Sharded over p devices, `selection` says which keys are kept:
+      "global"     the k best of all, as on one device. Beside the reduction of the result, three small all-gathers, one
+                   after another: `B T N` (the denominators of s_hat), `2 B T K min(k, S / p)` (each shard's best scores
+                   and where they are), `B T N` (alpha), in elements of 4 bytes that each device sends.
+      "per_shard"  each shard's own ceil(k / p) best, with an alpha of its own: no collective but the reduction. Where
+                   what matters is on few shards, it reads keys that do not matter.
+
+    Args:
+      query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, one dtype. T queries choose keys separately.
+      num_components: r, of H. num_keys: k, more than there are means all.
+      local_window: l, positions before and at the query's own that are always kept; at most num_keys.
+      value_mean: float32 `[B, K, Hv]`, the mean over each sequence's valid values, as `KVCache.value_mean` keeps it;
+        None: worked out here, by reading V whole.
+      reallocate: whether to give what is not kept its weight; False leaves out the mean. Default: only where G is 1,
+        for the paper found grouped models to be better without (section 4).
+      key_by_component: `[B, K, H, S]`, the keys once more, so that a component is contiguous; sharded on S. None: they
+        are taken from `key`, where reading a component touches whole rows.
+      key_value_seq_lengths, is_causal, scale, implementation: as in `tree_attn.local.attend`.
+      axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
+      selection: "global" or "per_shard".
+    Returns:
+      As `tree_attn.tree_decode`; `lse` is that of kept and rest together.
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+      NotImplementedError: as in `tree_attn.tree_decode`.
+
+    Example:
+      >>> out = sparq_decode(query, key, value, num_components=32, num_keys=128, local_window=32)
+
+    Source: SparQ Attention, Algorithm 1 (T = G = 1), section 4 (groups), equation 11.
+    """
+    one_of("selection", selection, SELECTIONS)
+    check_arrays(query, key, value)
+    how = _How(
+        num_components=num_components, num_keys=num_keys, local_window=local_window, reallocate=reallocate,
+        is_global=selection == "global", axes=() if axis_name is None else axis_tuple(axis_name), mesh=mesh,
+    )  # fmt: skip
+    how = how.checked(query, key, value, value_mean, key_by_component, block_size, reduction)
+    options = AttentionOptions(
+        key_value_seq_lengths=key_value_seq_lengths, is_causal=is_causal, scale=scale, implementation=implementation
+    )
+    state = over_shards(
+        functools.partial(_sparq, how=how), query, key, value, options, axis_name=axis_name, mesh=mesh,
+        block_size=block_size, shard_query=False, beside=(key_by_component, value_mean),
+        beside_specs=(P(None, None, None, how.axes), P()),
+    )  # fmt: skip
+    return (state.out, state.lse) if return_lse else state.out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _How:
+    """The static part of a call."""
+
+    num_components: int
+    num_keys: int
+    local_window: int
+    reallocate: bool | None
+    is_global: bool
+    axes: tuple[str, ...]
+    mesh: Mesh | None
+    reduction: str | tuple[str, ...] | None = None
+
+    def checked(self, query, key, value, value_mean, key_by_component, block_size, reduction) -> "_How":
+        """Returns it complete; raises ValueError where something does not fit. (`over_shards` checks the options.)"""
+        head_dim = key.shape[-1]
+        for name, most in (("num_components", head_dim), ("num_keys", None), ("local_window", self.num_keys)):
+            given, least = getattr(self, name), 0 if name == "local_window" else 1
+            is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
+            if not is_integer or given < least or (most is not None and given > most):
+                upper = "" if most is None else f" and at most {most}"
+                raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
+        if not self.axes:
+            for name, given in (("mesh", self.mesh), ("block_size", block_size), ("reduction", reduction)):
+                if given is not None:
+                    raise ValueError(f"{name} must be None where axis_name is, got {given!r}")
+        batch, num_keys, num_kv_heads = key.shape[:3]
+        if value_mean is not None and jnp.shape(value_mean) != (batch, num_kv_heads, value.shape[-1]):
+            expected = (batch, num_kv_heads, value.shape[-1])
+            raise ValueError(f"value_mean must have shape [B, K, Hv] = {expected}, got {jnp.shape(value_mean)}")
+        if key_by_component is not None:
+            expected = (batch, num_kv_heads, head_dim, num_keys)
+            if key_by_component.shape != expected or key_by_component.dtype != key.dtype:
+                raise ValueError(
+                    f"key_by_component must hold key as [B, K, H, S] = {expected} in {key.dtype}, got "
+                    f"{key_by_component.shape} in {key_by_component.dtype}"
+                )
+        reallocate = query.shape[2] == num_kv_heads if self.reallocate is None else self.reallocate
+        reduction = check_reduction(reduction, self.axes) if self.axes else None
+        return dataclasses.replace(self, reallocate=reallocate, reduction=reduction)
+
+
+def _sparq(
+    query, key, value, options: AttentionOptions, shard: Shard, key_by_component, value_mean, *, how: _How
+) -> SoftmaxState:
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_slots, num_kv_heads = key.shape[1:3]
+    if num_slots == 0:
+        shape = (batch, num_queries, num_heads)
+        return empty_like(SoftmaxState(jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.zeros(shape)))
+    view = visibility(options, batch=batch, num_queries=num_queries, num_slots=num_slots, shard=shard)
+    visible = view.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
+    grouped = query.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
+    scale = default_scale(options.scale, head_dim)
+    logits = _approximate_logits(grouped, key, key_by_component, how.num_components, scale)  # [B, T, K, G, S]
+    logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
+    is_global = how.is_global and shard.num_shards > 1
+    over_all = functools.partial(_logsumexp_over, axes=how.axes) if is_global else lambda lse: lse
+    total = over_all(jax.nn.logsumexp(logits, axis=-1))  # [B, T, K, G]
+
+    scores = jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total)[..., None], axis=3)  # [B, T, K, S]
+    is_recent = _ends(options, batch, num_queries, num_slots, shard) - how.local_window
+    is_recent = shard.positions(num_slots)[None, None, None, :] >= is_recent[:, :, None, None]
+    scores = jnp.where(is_recent & visible, jnp.inf, scores)
+    most = how.num_keys if how.is_global else -(-how.num_keys // shard.num_shards)
+    scores, slots = jax.lax.top_k(scores, min(most, num_slots))  # [B, T, K, k]; of equals the earliest
+    is_kept = scores > -jnp.inf
+    if is_global:
+        is_kept &= _is_among_best(scores, shard.positions(num_slots)[slots], how.num_keys, how.axes)
+
+    # What is kept are the first of the k, for they come in the order in which all devices rank them.
+    state = _attend_rows(grouped, key, value, slots, is_kept.sum(axis=-1, dtype=jnp.int32), options)
+    if is_global:
+        state = reduce_state(state, how.axes, how.reduction, how.mesh)
+    if how.reallocate:
+        kept = jnp.take_along_axis(logits, slots[:, :, :, None, :], axis=-1)
+        kept = jnp.where(is_kept[:, :, :, None, :], kept, -jnp.inf)
+        kept = over_all(jax.nn.logsumexp(kept, axis=-1))
+        if value_mean is None:
+            value_mean = _value_mean(value, view, options, how.axes)
+        state = merge_state(state, _rest(state, total, kept, value_mean))
+    if how.axes and not is_global:
+        state = reduce_state(state, how.axes, how.reduction, how.mesh)
+    return state
+
+
+def _approximate_logits(grouped, key, key_by_component, num_components: int, scale: float):
+    """Step 1: `[B, T, K, G, S]` from the components in which the queries of a group are largest."""
+    batch, _, num_kv_heads = grouped.shape[:3]
+    size = jnp.abs(grouped.astype(jnp.float32))
+    components = jax.lax.top_k(size.sum(axis=3), num_components)[1]  # [B, T, K, r]
+    row = jnp.arange(batch)[:, None, None, None]
+    head = jnp.arange(num_kv_heads)[None, None, :, None]
+    of_key = key if key_by_component is None else key_by_component
+    found = of_key[(row, slice(None), head, components) if key_by_component is None else (row, head, components)]
+    found = found.astype(grouped.dtype)  # [B, T, K, r, S]
+    kept = jnp.take_along_axis(grouped, components[:, :, :, None, :], axis=-1)  # [B, T, K, G, r]
+    whole, part = size.sum(axis=-1), jnp.abs(kept.astype(jnp.float32)).sum(axis=-1)
+    coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    return dot("btkgr,btkrs->btkgs", kept, found) * (scale * jax.lax.rsqrt(coverage))[..., None]
+
+
+def _ends(options: AttentionOptions, batch: int, num_queries: int, num_slots: int, shard: Shard):
+    """One position past each query's own, int32 `[B, T]`; of queries that see one another, past the last."""
+    ends = jnp.full(batch, num_slots * shard.num_shards, jnp.int32)
+    if options.key_value_seq_lengths is not None:
+        ends = jnp.minimum(jnp.asarray(options.key_value_seq_lengths, jnp.int32), ends)
+    later = num_queries - 1 - jnp.arange(num_queries, dtype=jnp.int32)
+    return ends[:, None] - (later if options.is_causal else jnp.zeros_like(later))[None, :]
+
+
+def _is_among_best(scores, positions, num_keys: int, axes: tuple[str, ...]):
+    """Whether each of this shard's candidates `[B, T, K, k]` is one of the `num_keys` best of all shards'."""
+    packed = jnp.stack([jax.lax.bitcast_convert_type(scores, jnp.int32), positions])
+    everyone = jnp.moveaxis(jax.lax.all_gather(packed, axes), 0, -2)  # [2, B, T, K, p, k]
+    everyone = everyone.reshape(*everyone.shape[:-2], -1)
+    if everyone.shape[-1] <= num_keys:
+        return jnp.ones_like(scores, dtype=bool)
+    everyone = -jax.lax.bitcast_convert_type(everyone[0], jnp.float32), everyone[1]
+    last_score, last_position = (x[..., num_keys - 1, None] for x in jax.lax.sort(everyone, num_keys=2))
+    return (-scores < last_score) | ((-scores == last_score) & (positions <= last_position))
+
+
+def _attend_rows(grouped, key, value, slots, counts, options: AttentionOptions) -> SoftmaxState:
+    """Step 2: exact attention over the first `counts [B, T, K]` of `slots [B, T, K, k]`."""
+    batch, num_queries, num_kv_heads, group, head_dim = grouped.shape
+    row = jnp.arange(batch)[:, None, None, None]
+    head = jnp.arange(num_kv_heads)[None, None, :, None]
+    as_batch = lambda x: x.reshape(-1, x.shape[3], 1, x.shape[4])  # a row for each choice of keys, with one KV head
+    state = attend(
+        grouped.reshape(-1, 1, group, head_dim),
+        as_batch(key[row, slots, head]),
+        as_batch(value[row, slots, head]),
+        key_value_seq_lengths=counts.reshape(-1),
+        scale=options.scale,
+        implementation=options.implementation,
+    )
+    shape = (batch, num_queries, num_kv_heads * group)
+    return SoftmaxState(state.out.reshape(*shape, value.shape[-1]), state.lse.reshape(shape))
+
+
+def _rest(state: SoftmaxState, total, kept, value_mean) -> SoftmaxState:
+    """Step 3: the mean value, weighing what the approximate scores leave it: `lse + log((1 - alpha) / alpha)`.
+
+    `alpha = exp(kept - total)`; it is 1 within rounding where all is kept, and the rest then weighs nothing.
+    """
+    excess = jnp.maximum(total - kept, 0.0)
+    odds = (excess + jnp.log(-jnp.expm1(-excess))).reshape(state.lse.shape)  # log(exp(excess) - 1) without overflow
+    sees_any = jnp.isfinite(state.lse)
+    lse = jnp.where(sees_any, state.lse + jnp.where(sees_any, odds, 0.0), -jnp.inf)
+    group = state.lse.shape[2] // value_mean.shape[1]
+    mean = jnp.repeat(value_mean, group, axis=1)[:, None].astype(state.out.dtype)  # [B, 1, N, Hv]
+    return SoftmaxState(jnp.broadcast_to(mean, state.out.shape), lse)
+
+
+def _value_mean(value, view, options: AttentionOptions, axes: tuple[str, ...]):
+    """Mean of each sequence's valid values over all shards, float32 `[B, K, Hv]`; 0 of none."""
+    slots, lengths = value.shape[1], view.local_lengths()
+    lengths = jnp.full(value.shape[0], slots, jnp.int32) if lengths is None else lengths
+    is_valid = jnp.arange(slots, dtype=jnp.int32)[None, :] < lengths[:, None]
+    total = jnp.where(is_valid[:, :, None, None], value.astype(jnp.float32), 0.0).sum(axis=1)
+    if axes:
+        total, lengths = jax.lax.psum((total, lengths), axes)
+    return total / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None]
+
+
+def _logsumexp_over(lse, axes: tuple[str, ...]):
+    return jax.nn.logsumexp(jax.lax.all_gather(lse, axes), axis=0)
