@@ -2,7 +2,7 @@
 
 from models.llama.attention import ATTENTIONS, Attention, by_name
 from models.llama.config import Llama3RopeScaling, LlamaConfig, from_huggingface
-from models.llama.generate import Generation, Generator, generate
+from models.llama.generate import Generation, Generator, generate, rank_samples
 from models.llama.model import Llama
 from models.llama.presets import PRESETS, preset
 from models.llama.sampling import Sampling
@@ -23,5 +23,6 @@ __all__ = [
     "from_huggingface",
     "generate",
     "preset",
+    "rank_samples",
     "spread_over",
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,51 @@ import numpy as np
 import ring_baseline
 import tree_attn
 from models.llama.sharding import LlamaSharding, as_tuple
+from tree_attn.cache import KVCache
 from tree_attn.local import attend, check_implementation
 from tree_attn.placement import storage_order
 from tree_attn.reduce import check_reduction
+from tree_attn.shared_prefix import PrefixLevel, hydragen_decode
+from tree_attn.state import SoftmaxState, merge_state
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
 BLOCK_SIZE = 1
 
 ATTENTIONS = ("tree", "ring", "single")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["cache"], meta_fields=["sequences"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """One level of a prefix tree, whose nodes come before other nodes or rows.
+
+    Attributes:
+      cache: keys and values of all layers, one sequence for each node.
+      sequences: for each node which sequences it comes before (static).
+    """
+
+    cache: KVCache
+    sequences: tuple[tuple[int, ...], ...]
+
+    def level(self, layer: jax.Array) -> PrefixLevel:
+        """What attention reads of it in one layer."""
+        return PrefixLevel(
+            key=self.cache.key[layer],
+            value=self.cache.value[layer],
+            lengths=self.cache.lengths,
+            sequences=self.sequences,
+            block_size=self.cache.block_size,
+        )
+
+
+def num_tokens_before(prefixes: Sequence[Prefix], batch: int) -> jax.Array:
+    """Tokens of all nodes that come before each sequence, int32 `[B]`: where its own positions begin."""
+    total = jnp.zeros(batch, jnp.int32)
+    for prefix in prefixes:
+        node_of = {row: node for node, sequences in enumerate(prefix.sequences) for row in sequences}
+        rows, nodes = (np.array(list(ids), np.int32) for ids in (node_of.keys(), node_of.values()))
+        total = total.at[rows].add(prefix.cache.lengths[nodes])
+    return total
 
 
 class StorageOrder(NamedTuple):
@@ -37,13 +74,17 @@ class Attention:
       name: one of `ATTENTIONS`.
       reduction: how `tree` reduces across devices: the name that was given, or the one chosen; None for the others.
       num_shards: shards of the sequence.
-      prefill: `(query, key, value, lengths) -> out`, causal, all in storage order; `[B, S, N, H]` and `[B, S, K, H]`.
-      decode: `(query, key, value, lengths) -> out`; query `[B, T, N, H]` at the last `T` positions, keys as stored.
+      shares_prefixes: whether it takes `prefixes` that are not empty.
+      prefill: `(query, key, value, lengths, prefixes) -> out`, causal, all in storage order; `[B, S, N, H]` and
+        `[B, S, K, H]`. The levels of `prefixes` come before the sequences and are seen whole.
+      decode: `(query, key, value, lengths, prefixes) -> out`; query `[B, T, N, H]` at the last `T` positions, keys as
+        stored; `lengths` without those of the prefixes.
     """
 
     name: str
     reduction: str | None
     num_shards: int
+    shares_prefixes: bool
     prefill: Callable[..., jax.Array]
     decode: Callable[..., jax.Array]
 
@@ -79,9 +120,19 @@ def by_name(
         prefill, decode = _single(implementation)
     else:
         options = dict(axis_name=sharding.sequence, mesh=sharding.mesh, implementation=implementation)
-        tree = functools.partial(tree_attn.tree_decode, reduction=reduction)
-        prefill, decode = _sharded(tree if name == "tree" else ring_baseline.ring_decode, options)
-    return Attention(name=name, reduction=reduction, num_shards=num_shards, prefill=prefill, decode=decode)
+        methods = {
+            "tree": (tree_attn.tree_decode, hydragen_decode, {"reduction": reduction}),
+            "ring": (ring_baseline.ring_decode, _ring_without_prefixes, {}),
+        }
+        prefill, decode = _sharded(*methods[name], options)
+    return Attention(
+        name=name,
+        reduction=reduction,
+        num_shards=num_shards,
+        shares_prefixes=name != "ring",
+        prefill=prefill,
+        decode=decode,
+    )
 
 
 def check_choice(name: str, reduction: str | None, axes: tuple[str, ...], num_shards: int) -> str | None:
@@ -101,28 +152,27 @@ def check_choice(name: str, reduction: str | None, axes: tuple[str, ...], num_sh
     return "hierarchical" if isinstance(chosen, tuple) else chosen
 
 
-def _sharded(method: Callable, options: dict[str, Any]) -> tuple[Callable, Callable]:
-    def prefill(query, key, value, lengths):
-        return ring_baseline.ring_attention(
-            query, key, value, key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, **options
+def _sharded(
+    method: Callable, with_prefixes: Callable, reduction: dict[str, str | None], options: dict[str, Any]
+) -> tuple[Callable, Callable]:
+    def prefill(query, key, value, lengths, prefixes=()):
+        out, lse = ring_baseline.ring_attention(
+            query, key, value, key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, return_lse=True, **options
         )
+        # As many states as tokens: a gather would hold all of them once for each device.
+        merged = functools.partial(_after_prefixes, with_prefixes=with_prefixes, reduction="allreduce", **options)
+        return merged(SoftmaxState(out, lse), query, key, prefixes)
 
-    def decode(query, key, value, lengths):
-        return method(
-            query,
-            key,
-            value,
-            key_value_seq_lengths=lengths,
-            block_size=BLOCK_SIZE,
-            is_causal=query.shape[1] > 1,
-            **options,
-        )
+    def decode(query, key, value, lengths, prefixes=()):
+        is_causal = query.shape[1] > 1
+        how = dict(key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, is_causal=is_causal, **reduction, **options)
+        return with_prefixes(query, prefixes, key, value, **how) if prefixes else method(query, key, value, **how)
 
     return prefill, decode
 
 
 def _single(implementation: str | None) -> tuple[Callable, Callable]:
-    def prefill(query, key, value, lengths):
+    def prefill(query, key, value, lengths, prefixes=()):
         # Padding lies to the right, so position t is index t whatever the length.
         positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32)[None, :], query.shape[:2])
         state = attend(
@@ -134,13 +184,30 @@ def _single(implementation: str | None) -> tuple[Callable, Callable]:
             query_positions=positions,
             implementation=implementation,
         )
-        return state.out
-
-    def decode(query, key, value, lengths):
-        is_causal = query.shape[1] > 1
-        state = attend(
-            query, key, value, key_value_seq_lengths=lengths, is_causal=is_causal, implementation=implementation
+        return _after_prefixes(
+            state, query, key, prefixes, with_prefixes=hydragen_decode, implementation=implementation
         )
-        return state.out
+
+    def decode(query, key, value, lengths, prefixes=()):
+        how = dict(key_value_seq_lengths=lengths, is_causal=query.shape[1] > 1, implementation=implementation)
+        if prefixes:
+            return hydragen_decode(query, prefixes, key, value, **how)
+        return attend(query, key, value, **how).out
 
     return prefill, decode
+
+
+def _after_prefixes(own: SoftmaxState, query, key, prefixes, *, with_prefixes: Callable, **how) -> jax.Array:
+    """What queries get from their own sequences, `own`, and from the prefixes before those, which they see whole.
+
+    The prefixes stay where they are, and every device is given all queries: those are the fewer where prefixes pay.
+    """
+    if not prefixes:
+        return own.out
+    nothing = jnp.zeros((key.shape[0], 0, *key.shape[2:]), key.dtype)
+    before = SoftmaxState(*with_prefixes(query, prefixes, nothing, nothing, return_lse=True, **how))
+    return merge_state(own, before).out
+
+
+def _ring_without_prefixes(*_, **__):
+    raise NotImplementedError("attention='ring': has no form for shared prefixes; 'tree' and 'single' have")

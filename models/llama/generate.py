@@ -1,6 +1,8 @@
 """Generation: prompts are laid out and prefilled, then one compiled step makes each new token."""
 
 import dataclasses
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -10,10 +12,12 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.llama.attention import BLOCK_SIZE, Attention
+from models.llama.attention import BLOCK_SIZE, Attention, Prefix
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
-from models.llama.sampling import Sampling, choose
+from models.llama.prefix_tree import PrefixTree, share, unshared
+from models.llama.sampling import Sampling, choose, log_probability
+from tree_attn.arguments import one_of
 from tree_attn.cache import KVCache
 
 
@@ -25,11 +29,29 @@ class Programs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One new token of each sequence, int32 `[B]`, the float32 logits `[B, V]` it was chosen from, and its time."""
+    """One new token of each sequence.
+
+    tokens:             int32 `[B]`
+    log_probabilities:  float32 `[B]`, of these tokens, see `sampling.log_probability`
+    logits:             float32 `[B, V]` that they were chosen from
+    seconds:            the step's time
+    """
 
     tokens: np.ndarray
+    log_probabilities: np.ndarray
     logits: jax.Array
     seconds: float
+
+
+class Texts(NamedTuple):
+    """The texts of one level laid out for prefill, int32 `[texts, S]` and `[texts]`, and the cache they are read into.
+
+    Padded on the right and in storage order.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    cache: KVCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +64,9 @@ class Generation:
       stopped: whether a stop token ended it, rather than the limit.
       prefill_s: from prompts to first token, compilation excluded; shared by the batch.
       per_token_s: median over the later tokens; None when there were none.
+      log_probability: what the model itself gives to the tokens of this call, the stop token among them: the sum of
+        their `sampling.log_probability`.
+      mean_log_probability: that sum over the number of those tokens.
     """
 
     prompt_ids: list[int]
@@ -49,6 +74,8 @@ class Generation:
     stopped: bool
     prefill_s: float
     per_token_s: float | None
+    log_probability: float
+    mean_log_probability: float
 
 
 def check_request(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
@@ -88,49 +115,94 @@ class Generator:
         self.sampling = Sampling() if sampling is None else sampling
         self._structure, self._parameters = nnx.split(model)
         self._dtype = model.embedding[...].dtype
-        self._programs: dict[tuple[int, int, int], Programs] = {}
+        self._programs: dict[tuple, Programs] = {}
 
-    def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, first_step: int = 0) -> Iterator[Step]:
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        first_step: int = 0,
+        share_prefixes: bool | None = None,
+    ) -> Iterator[Step]:
         """Yields `max_new_tokens` steps for a batch of prompts, which may differ in length.
 
         To go on with a generation that was interrupted, give the prompts with their new tokens and, as `first_step`,
         how many those are: step `i` draws with the key of `first_step + i`.
 
+        What prompts begin with in common is by default computed, held and read once where that pays; see `prefix_tree`.
+
         Raises:
           ValueError: before anything is compiled: no prompt, an empty one, a token that the vocabulary lacks, or more
             tokens than the model has positions.
+          NotImplementedError: as `prefix_tree`.
         """
         check_request(self.config, prompts, max_new_tokens)
-        return self._steps(prompts, max_new_tokens, first_step)
+        return self._steps(self.prefix_tree(prompts, share_prefixes), max_new_tokens, first_step)
 
-    def programs(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Programs:
+    def programs(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
+    ) -> Programs:
         """The programs that `stream` would run on these prompts."""
         check_request(self.config, prompts, max_new_tokens)
-        tokens, lengths = self._lay_out(prompts)
-        return self._compile(tokens, lengths, self._empty_cache(prompts, max_new_tokens))
+        tree = self.prefix_tree(prompts, share_prefixes)
+        return self._compile(tree, self._lay_out(tree, max_new_tokens))
 
-    def _padded_length(self, prompts: Sequence[Sequence[int]]) -> int:
+    def prefix_tree(self, prompts: Sequence[Sequence[int]], share_prefixes: bool | None = None) -> PrefixTree:
+        """What `stream` shares of these prompts.
+
+        Args:
+          share_prefixes: None: what saves `MIN_SHARED_KEYS` keys a node, unless caches would be larger for the padding
+            of nodes to one length. True: whatever is common. False: nothing.
+
+        Raises:
+          NotImplementedError: `share_prefixes=True` with `ring`, or where the batch is cut over devices.
+        """
+        one_of("share_prefixes", share_prefixes, (None, True, False))
+        alone = unshared(prompts)
+        if not self.attention.shares_prefixes:
+            reason = f"attention={self.attention.name!r} has no form for shared prefixes; 'tree' and 'single' have"
+        else:
+            reason = "the batch is cut over devices" if self.sharding.num_shards("batch") > 1 else None
+        if share_prefixes and reason:
+            raise NotImplementedError(f"share_prefixes=True: {reason}")
+        if share_prefixes is False or reason:
+            return alone
+        if share_prefixes:
+            return share(prompts, min_shared=1)
+        tree = share(prompts)
+        return tree if tree.num_slots < alone.num_slots else alone
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values, all layers."""
+        heads = self.config.num_layers * self.config.num_kv_heads
+        return 2 * heads * self.config.head_dim * self._dtype.itemsize
+
+    def cache_bytes(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
+    ) -> int:
+        """Keys and values that `stream` holds for these prompts, on all devices together, padding included."""
+        tree = self.prefix_tree(prompts, share_prefixes)
+        slots = sum(len(texts) * self._capacity(texts, room) for texts, room in _rooms(tree, max_new_tokens))
+        return slots * self.bytes_per_token
+
+    def _capacity(self, texts: Sequence[Sequence[int]], room: int = 0) -> int:
         unit = self.attention.num_shards * BLOCK_SIZE
-        return -(-max(len(prompt) for prompt in prompts) // unit) * unit
+        return -(-(max(map(len, texts)) + room) // unit) * unit
 
-    def _lay_out(self, prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
-        """Prompts as int32 `[B, S]`, padded on the right and in storage order, and their lengths `[B]`."""
-        order = self.attention.storage_order(self._padded_length(prompts))
-        tokens = np.zeros((len(prompts), len(order.positions)), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        return self._place(tokens[:, order.positions], "batch", "sequence"), self._place(lengths, "batch")
+    def _lay_out(self, tree: PrefixTree, max_new_tokens: int) -> tuple[Texts, ...]:
+        return tuple(self._lay_out_level(texts, room) for texts, room in _rooms(tree, max_new_tokens))
 
-    def _place(self, array: np.ndarray, *logical_axes: str) -> jax.Array:
-        """The same array of every process, each placing the part of its own devices."""
-        return jax.make_array_from_callback(array.shape, self.sharding.named(*logical_axes), lambda index: array[index])
-
-    def _empty_cache(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> KVCache:
-        longest = max(len(prompt) for prompt in prompts)
-        return KVCache.create(
-            batch=len(prompts),
-            capacity=max(longest + max_new_tokens, self._padded_length(prompts)),
+    def _lay_out_level(self, texts: Sequence[Sequence[int]], room: int) -> Texts:
+        order = self.attention.storage_order(self._capacity(texts))
+        tokens = np.zeros((len(texts), len(order.positions)), np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text)] = text
+        lengths = np.array([len(text) for text in texts], np.int32)
+        cache = KVCache.create(
+            batch=len(texts),
+            capacity=self._capacity(texts, room),
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=self._dtype,
@@ -139,57 +211,88 @@ class Generator:
             block_size=BLOCK_SIZE,
             num_layers=self.config.num_layers,
         )
+        placed = self._place(tokens[:, order.positions], "batch", "sequence")
+        return Texts(placed, self._place(lengths, "batch"), cache)
 
-    def _compile(self, tokens: jax.Array, lengths: jax.Array, cache: KVCache) -> Programs:
-        shape = (*tokens.shape, cache.capacity)
+    def _place(self, array: np.ndarray, *logical_axes: str) -> jax.Array:
+        """The same array of every process, each placing the part of its own devices."""
+        return jax.make_array_from_callback(array.shape, self.sharding.named(*logical_axes), lambda index: array[index])
+
+    def _compile(self, tree: PrefixTree, levels: tuple[Texts, ...]) -> Programs:
+        shape = (tree.served, *((texts.tokens.shape, texts.cache.capacity) for texts in levels))
         if shape not in self._programs:
-            last = self._place(np.zeros(len(lengths), np.int32), "batch")
+            tokens, lengths, caches = zip(*levels, strict=True)
+            last = self._place(np.zeros(len(tree.remainders), np.int32), "batch")
             key = self._key(0)
-            shardings = (
-                self.sharding.named("batch"),
-                self.sharding.named("batch", "vocab"),
-                jax.tree.map(lambda array: array.sharding, cache),
+            of_row, of_logits = self.sharding.named("batch"), self.sharding.named("batch", "vocab")
+            of_caches = jax.tree.map(lambda array: array.sharding, caches)
+            prefill = jax.jit(
+                functools.partial(self._prefill, tree.served),
+                donate_argnames="caches",
+                out_shardings=(of_row, of_row, of_logits, of_caches),
             )
-            prefill = jax.jit(self._prefill, donate_argnames="cache", out_shardings=shardings)
-            decode = jax.jit(self._decode, donate_argnames="cache", out_shardings=shardings)
+            decode = jax.jit(
+                self._decode, donate_argnames="cache", out_shardings=(of_row, of_row, of_logits, of_caches[-1])
+            )
+            prefixes = _prefixes(caches, tree.served[-1])
             self._programs[shape] = Programs(
-                prefill=prefill.lower(self._parameters, tokens, lengths, key, cache=cache).compile(),
-                decode=decode.lower(self._parameters, last, key, cache=cache).compile(),
+                prefill=prefill.lower(self._parameters, tokens, lengths, key, caches=caches).compile(),
+                decode=decode.lower(self._parameters, last, key, prefixes, cache=caches[-1]).compile(),
             )
         return self._programs[shape]
 
-    def _prefill(self, parameters, tokens, lengths, key, *, cache):
+    def _prefill(self, served, parameters, tokens, lengths, key, *, caches):
+        """Level by level, each over those before it: a node's keys depend on all that come before it."""
         model = nnx.merge(self._structure, parameters)
-        logits, cache = model.prefill(tokens, lengths, cache, self.attention)
-        return self._choose(logits, key), logits, cache
+        filled = ()
+        for depth, level in enumerate(zip(tokens, lengths, caches, strict=True)):
+            logits, cache = model.prefill(*level, self.attention, prefixes=_prefixes(filled, served[depth]))
+            filled = (*filled, cache)
+        return *self._choose(logits, key), logits, filled
 
-    def _decode(self, parameters, tokens, key, *, cache):
+    def _decode(self, parameters, tokens, key, prefixes, *, cache):
         model = nnx.merge(self._structure, parameters)
-        logits, cache = model.decode(tokens[:, None], cache, self.attention)
-        return self._choose(logits[:, 0], key), logits[:, 0], cache
+        logits, cache = model.decode(tokens[:, None], cache, self.attention, prefixes=prefixes)
+        return *self._choose(logits[:, 0], key), logits[:, 0], cache
 
-    def _choose(self, logits: jax.Array, key: jax.Array) -> jax.Array:
+    def _choose(self, logits: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The tokens, and their log-probabilities."""
         with jax.named_scope("choose"):
-            return choose(logits, self.sampling, jax.random.wrap_key_data(key), self.sharding.num_shards("vocab"))
+            key = jax.random.wrap_key_data(key)
+            tokens = choose(logits, self.sampling, key, self.sharding.num_shards("vocab"))
+            return tokens, log_probability(logits, tokens)
 
     def _key(self, step: int) -> jax.Array:
         # As numbers, for those can be placed on devices of other processes.
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(self.sampling.seed), step))
         return self._place(np.asarray(key))
 
-    def _steps(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, first_step: int) -> Iterator[Step]:
-        cache = self._empty_cache(prompts, max_new_tokens)
-        tokens, lengths = self._lay_out(prompts)
-        programs = self._compile(tokens, lengths, cache)
+    def _steps(self, tree: PrefixTree, max_new_tokens: int, first_step: int) -> Iterator[Step]:
+        levels = self._lay_out(tree, max_new_tokens)
+        programs = self._compile(tree, levels)
         # Keys are drawn beforehand, so that a step's time holds the step alone.
         keys = [self._key(first_step + step) for step in range(max_new_tokens)]
+        inputs, lengths, caches = zip(*levels, strict=True)
+        del levels
         start = time.perf_counter()
-        tokens, logits, cache = programs.prefill(self._parameters, tokens, lengths, keys[0], cache=cache)
-        yield Step(np.asarray(tokens), logits, time.perf_counter() - start)
+        tokens, log_p, logits, caches = programs.prefill(self._parameters, inputs, lengths, keys[0], caches=caches)
+        yield Step(np.asarray(tokens), np.asarray(log_p), logits, time.perf_counter() - start)
+        prefixes, cache = _prefixes(caches, tree.served[-1]), caches[-1]
+        del caches
         for key in keys[1:]:
             start = time.perf_counter()
-            tokens, logits, cache = programs.decode(self._parameters, tokens, key, cache=cache)
-            yield Step(np.asarray(tokens), logits, time.perf_counter() - start)
+            tokens, log_p, logits, cache = programs.decode(self._parameters, tokens, key, prefixes, cache=cache)
+            yield Step(np.asarray(tokens), np.asarray(log_p), logits, time.perf_counter() - start)
+
+
+def _rooms(tree: PrefixTree, max_new_tokens: int) -> list[tuple[Sequence[Sequence[int]], int]]:
+    """The texts of each level, and how many tokens will follow each of them: none follow a node."""
+    return [*((texts, 0) for texts in tree.texts[:-1]), (tree.remainders, max_new_tokens)]
+
+
+def _prefixes(caches: Sequence[KVCache], served) -> tuple[Prefix, ...]:
+    """The levels above one, for it: `served` is that of its depth. Further caches are of that level and below."""
+    return tuple(Prefix(cache=cache, sequences=sequences) for cache, sequences in zip(caches, served, strict=False))
 
 
 def generate(
@@ -197,9 +300,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
+    num_samples: int = 1,
     stop_ids: Collection[int] = (),
     on_token: Callable[[int, int], None] | None = None,
     done: Sequence[Sequence[int]] | None = None,
+    share_prefixes: bool | None = None,
 ) -> list[Generation]:
     """Generates until each sequence meets a stop token or has `max_new_tokens`.
 
@@ -207,27 +312,45 @@ def generate(
     same tokens follow, greedy or drawn, for a step's random key depends on its number alone. (Prefill and decoding
     round differently: candidates closer than that may change places, in bfloat16 more easily than in float32.)
 
+    The same holds for `share_prefixes`: it changes how much is computed, held and read, and by rounding alone the
+    logits.
+
     Args:
       generator: the model, its attention and how tokens are chosen.
       prompts: token ids; a batch of any lengths.
       max_new_tokens: per sequence.
+      num_samples: sequences for each prompt: sample `j` of prompt `i` is sequence `i * num_samples + j`.
       stop_ids: tokens that end a sequence.
       on_token: told `(sequence, token)` as each is made, for streaming.
-      done: for each prompt its new tokens so far, of one number below `max_new_tokens` and without a stop token.
+      done: for each sequence its new tokens so far, of one number below `max_new_tokens` and without a stop token.
+      share_prefixes: as in `Generator.prefix_tree`.
 
     Raises:
-      ValueError: as `Generator.stream`; or `done` is none that can go on.
+      ValueError, NotImplementedError: as `Generator.stream`; no positive number of samples; or `done` is none that can
+        go on.
+
+    Example:
+      >>> samples = generate(generator, [prompt], max_new_tokens=100, num_samples=64)
+      >>> rank_samples(samples, top=3)[0].new_ids
     """
+    if not isinstance(num_samples, int | np.integer) or num_samples < 1:
+        raise ValueError(f"{num_samples=}: must be an integer of at least 1")
+    prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     new_ids = [list(ids) for ids in ([[]] * len(prompts) if done is None else done)]
     _check_done(new_ids, prompts, max_new_tokens)
     num_done = len(new_ids[0]) if new_ids else 0
     longer = [[*prompt, *ids] for prompt, ids in zip(prompts, new_ids, strict=True)]
     stopped = [False] * len(prompts)
+    log_probabilities: list[list[float]] = [[] for _ in prompts]
     seconds = []
-    for step in generator.stream(longer, max_new_tokens - num_done, first_step=num_done):
+    steps = generator.stream(longer, max_new_tokens - num_done, first_step=num_done, share_prefixes=share_prefixes)
+    for step in steps:
         seconds.append(step.seconds)
         for sequence, token in enumerate(step.tokens.tolist()):
-            stopped[sequence] = stopped[sequence] or token in stop_ids
+            if stopped[sequence]:
+                continue
+            log_probabilities[sequence].append(float(step.log_probabilities[sequence]))
+            stopped[sequence] = token in stop_ids
             if not stopped[sequence]:
                 new_ids[sequence].append(token)
                 if on_token is not None:
@@ -241,9 +364,31 @@ def generate(
             stopped=stop,
             prefill_s=seconds[0],
             per_token_s=statistics.median(seconds[1:]) if seconds[1:] else None,
+            log_probability=math.fsum(log_p),
+            mean_log_probability=statistics.fmean(log_p),
         )
-        for prompt, ids, stop in zip(prompts, new_ids, stopped, strict=True)
+        for prompt, ids, stop, log_p in zip(prompts, new_ids, stopped, log_probabilities, strict=True)
     ]
+
+
+def rank_samples(samples: Sequence[Generation], top: int | None = None) -> list[Generation]:
+    """The different samples of a prompt, by mean log-probability, the best first; of equal ones, the earlier first.
+
+    Args:
+      samples: from `generate(..., num_samples=n)`; of samples with the same tokens the first is kept.
+      top: how many to return at the most; None: all.
+
+    Raises:
+      ValueError: `top` is less than 1.
+
+    Source: Bifurcated Attention, section 5.4 (pass@top-k).
+    """
+    if top is not None and top < 1:
+        raise ValueError(f"{top=}: must be at least 1")
+    different: dict[tuple, Generation] = {}
+    for sample in samples:
+        different.setdefault((tuple(sample.new_ids), sample.stopped), sample)
+    return sorted(different.values(), key=lambda sample: sample.mean_log_probability, reverse=True)[:top]
 
 
 def _check_done(done: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

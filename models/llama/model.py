@@ -1,11 +1,13 @@
 """The Llama: embedding, a scan over its layers, and a head. Attention is passed in; the cache goes through the scan."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.llama.attention import Attention
+from models.llama.attention import Attention, Prefix, num_tokens_before
 from models.llama.config import LlamaConfig
 from models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
 from models.llama.parameters import Create, Parameter
@@ -46,7 +48,14 @@ class Llama(nnx.Module):
             self.head = table("head")
 
     def prefill(
-        self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, attention: Attention, *, all_logits: bool = False
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        cache: KVCache,
+        attention: Attention,
+        *,
+        prefixes: Sequence[Prefix] = (),
+        all_logits: bool = False,
     ) -> tuple[jax.Array, KVCache]:
         """Reads whole prompts into an empty cache.
 
@@ -56,16 +65,19 @@ class Llama(nnx.Module):
           lengths: int32 `[B]`, tokens of each prompt; 1 or more.
           cache: an empty cache with room for `S`.
           attention: from `attention.by_name`.
+          prefixes: levels of nodes that come before these prompts, read already, the root's first.
           all_logits: whether to apply the head to every token rather than to each prompt's last one.
 
         Returns:
           Logits, float32: `[B, V]`, or `[B, S, V]` in storage order if `all_logits`. And the cache.
         """
         order = attention.storage_order(tokens.shape[1])
-        positions = jnp.broadcast_to(jnp.asarray(order.positions)[None, :], tokens.shape)
+        before = num_tokens_before(prefixes, tokens.shape[0])
+        positions = before[:, None] + jnp.asarray(order.positions)[None, :]
 
         def attend(query, key, value, cache, layer):
-            out = attention.prefill(query, key, value, lengths)
+            levels = [prefix.level(layer) for prefix in prefixes]
+            out = attention.prefill(query, key, value, lengths, levels)
             return out, cache.write_prefix(key, value, layer=layer)
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
@@ -76,24 +88,29 @@ class Llama(nnx.Module):
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self._logits(x)[:, 0], cache
 
-    def decode(self, tokens: jax.Array, cache: KVCache, attention: Attention) -> tuple[jax.Array, KVCache]:
+    def decode(
+        self, tokens: jax.Array, cache: KVCache, attention: Attention, *, prefixes: Sequence[Prefix] = ()
+    ) -> tuple[jax.Array, KVCache]:
         """Appends `T` tokens to each sequence.
 
         Args:
           tokens: int32 `[B, T]`; `T` is 1, or more for tokens that are to be verified together.
           cache: with room for `T` more.
           attention: from `attention.by_name`.
+          prefixes: levels of nodes that come before what the cache holds.
 
         Returns:
           Logits, float32 `[B, T, V]`, and the cache, `T` longer.
         """
         num_tokens = tokens.shape[1]
-        positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+        first = num_tokens_before(prefixes, tokens.shape[0]) + cache.lengths
+        positions = first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
         lengths = cache.lengths + num_tokens
 
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
-            return attention.decode(query, cache.key[layer], cache.value[layer], lengths), cache
+            levels = [prefix.level(layer) for prefix in prefixes]
+            return attention.decode(query, cache.key[layer], cache.value[layer], lengths, levels), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)

@@ -62,6 +62,23 @@ def choose(logits: jax.Array, sampling: Sampling, key: jax.Array, num_shards: in
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
 
 
+def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """What the model itself gives to these tokens, at temperature 1 and of all tokens, however they were chosen.
+
+      log p[b] = logits[b, tokens[b]] - log sum_v exp(logits[b, v])
+
+    Args:
+      logits: float32 `[B, V]`.
+      tokens: int32 `[B]`.
+
+    Returns:
+      float32 `[B]`.
+    """
+    # A sum with one term: to take a token's logit by its index, XLA would gather a vocabulary that is cut.
+    is_token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :] == tokens[:, None]
+    return jnp.sum(jnp.where(is_token, logits, 0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+
+
 def _greedy(logits: jax.Array, num_shards: int) -> jax.Array:
     batch, vocab_size = logits.shape
     pieces = logits.reshape(batch, num_shards, vocab_size // num_shards)
