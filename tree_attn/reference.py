@@ -115,7 +115,7 @@ def sparq(
         denominator = weights.sum(axis=1, keepdims=True)
         log_alpha = np.logaddexp.reduce(log_scores[:, kept], axis=1) if reallocate else np.zeros(len(q))
         alpha = np.exp(log_alpha)
-        mean = value[b, : int(lengths[b]), head].mean(axis=0)
+        mean = value[b, :end, head].mean(axis=0)
         out[b, t, heads[head]] = alpha[:, None] * (weights / denominator @ v[kept]) + (1 - alpha)[:, None] * mean
         lse[b, t, heads[head]] = top[:, 0] + np.log(denominator[:, 0]) - log_alpha
     return out, lse

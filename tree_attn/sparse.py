@@ -77,7 +77,7 @@ def sparq_decode(
       num_components: r, of H. num_keys: k, more than there are means all.
       local_window: l, positions before and at the query's own that are always kept; at most num_keys.
       value_mean: float32 `[B, K, Hv]`, the mean over each sequence's valid values, as `KVCache.value_mean` keeps it;
-        None: worked out here, by reading V whole.
+        None: worked out here by reading V whole, for each of T causal queries over the values it may see.
       reallocate: whether to give what is not kept its weight; False leaves out the mean. Default: only where G is 1,
         for the paper found grouped models to be better without (section 4).
       key_by_component: `[B, K, H, S]`, the keys once more, so that a component is contiguous; sharded on S. None: they
@@ -192,9 +192,8 @@ def _sparq(
         kept = jnp.take_along_axis(logits, slots[:, :, :, None, :], axis=-1)
         kept = jnp.where(is_kept[:, :, :, None, :], kept, -jnp.inf)
         kept = over_all(jax.nn.logsumexp(kept, axis=-1))
-        if value_mean is None:
-            value_mean = _value_mean(value, view, options, how.axes)
-        state = merge_state(state, _rest(state, total, kept, value_mean))
+        mean = _value_mean(value, view.mask(), how.axes) if value_mean is None else value_mean[:, None]
+        state = merge_state(state, _rest(state, total, kept, mean))
     if how.axes and not is_global:
         state = reduce_state(state, how.axes, how.reduction, how.mesh)
     return state
@@ -265,20 +264,19 @@ def _rest(state: SoftmaxState, total, kept, value_mean) -> SoftmaxState:
     odds = (excess + jnp.log(-jnp.expm1(-excess))).reshape(state.lse.shape)  # log(exp(excess) - 1) without overflow
     sees_any = jnp.isfinite(state.lse)
     lse = jnp.where(sees_any, state.lse + jnp.where(sees_any, odds, 0.0), -jnp.inf)
-    group = state.lse.shape[2] // value_mean.shape[1]
-    mean = jnp.repeat(value_mean, group, axis=1)[:, None].astype(state.out.dtype)  # [B, 1, N, Hv]
+    group = state.lse.shape[2] // value_mean.shape[2]
+    mean = jnp.repeat(value_mean, group, axis=2).astype(state.out.dtype)  # [B, T or 1, N, Hv]
     return SoftmaxState(jnp.broadcast_to(mean, state.out.shape), lse)
 
 
-def _value_mean(value, view, options: AttentionOptions, axes: tuple[str, ...]):
-    """Mean of each sequence's valid values over all shards, float32 `[B, K, Hv]`; 0 of none."""
-    slots, lengths = value.shape[1], view.local_lengths()
-    lengths = jnp.full(value.shape[0], slots, jnp.int32) if lengths is None else lengths
-    is_valid = jnp.arange(slots, dtype=jnp.int32)[None, :] < lengths[:, None]
-    total = jnp.where(is_valid[:, :, None, None], value.astype(jnp.float32), 0.0).sum(axis=1)
+def _value_mean(value, visible, axes: tuple[str, ...]):
+    """Mean of the values that each query may see over all shards, float32 `[B or 1, T or 1, K, Hv]`; 0 of none."""
+    visible = jnp.broadcast_to(visible, (value.shape[0], *visible.shape[1:])).astype(jnp.float32)
+    total = jnp.einsum("bts,bskv->btkv", visible, value.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    count = visible.sum(axis=-1)[:, :, None, None]
     if axes:
-        total, lengths = jax.lax.psum((total, lengths), axes)
-    return total / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None]
+        total, count = jax.lax.psum((total, count), axes)
+    return total / jnp.maximum(count, 1.0)
 
 
 def _logsumexp_over(lse, axes: tuple[str, ...]):
