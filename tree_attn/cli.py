@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": "a small Llama answers over 8 devices by tree, ring and single-device attention, with the same tokens",
     "generate": "generate text with a Llama of yours, its KV cache sharded over devices",
+    "sample": "draw many samples of a prompt, whose keys and values are held once, and print the best",
     "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
     "plan": "predict time, traffic and memory of every strategy on a cluster, without one, and choose",
     "figures": "draw the paper's figures from measured rows, and what is predicted beyond them",

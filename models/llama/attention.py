@@ -12,6 +12,7 @@ import numpy as np
 import ring_baseline
 import tree_attn
 from models.llama.sharding import LlamaSharding, as_tuple
+from tree_attn.arguments import one_of
 from tree_attn.cache import KVCache
 from tree_attn.local import attend, check_implementation
 from tree_attn.placement import storage_order
@@ -23,6 +24,8 @@ from tree_attn.state import SoftmaxState, merge_state
 BLOCK_SIZE = 1
 
 ATTENTIONS = ("tree", "ring", "single")
+SHARING = ("tree", "single")
+_CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache"], meta_fields=["sequences"])
@@ -74,7 +77,7 @@ class Attention:
       name: one of `ATTENTIONS`.
       reduction: how `tree` reduces across devices: the name that was given, or the one chosen; None for the others.
       num_shards: shards of the sequence.
-      shares_prefixes: whether it takes `prefixes` that are not empty.
+      shares_prefixes: whether it takes `prefixes` that are not empty: those of `SHARING`.
       prefill: `(query, key, value, lengths, prefixes) -> out`, causal, all in storage order; `[B, S, N, H]` and
         `[B, S, K, H]`. The levels of `prefixes` come before the sequences and are seen whole.
       decode: `(query, key, value, lengths, prefixes) -> out`; query `[B, T, N, H]` at the last `T` positions, keys as
@@ -129,7 +132,7 @@ def by_name(
         name=name,
         reduction=reduction,
         num_shards=num_shards,
-        shares_prefixes=name != "ring",
+        shares_prefixes=name in SHARING,
         prefill=prefill,
         decode=decode,
     )
@@ -150,6 +153,17 @@ def check_choice(name: str, reduction: str | None, axes: tuple[str, ...], num_sh
         return None
     chosen = check_reduction(reduction, axes)
     return "hierarchical" if isinstance(chosen, tuple) else chosen
+
+
+def check_sharing(name: str, share_prefixes: bool | None) -> None:
+    """Raises NotImplementedError where attention `name` is to share prefixes and cannot, without a model.
+
+    Raises:
+      ValueError: `share_prefixes` is not None, True or False.
+    """
+    one_of("share_prefixes", share_prefixes, (None, True, False))
+    if share_prefixes and name not in SHARING:
+        raise NotImplementedError(f"{share_prefixes=}: attention={name!r} {_CANNOT_SHARE}")
 
 
 def _sharded(
@@ -210,4 +224,4 @@ def _after_prefixes(own: SoftmaxState, query, key, prefixes, *, with_prefixes: C
 
 
 def _ring_without_prefixes(*_, **__):
-    raise NotImplementedError("attention='ring': has no form for shared prefixes; 'tree' and 'single' have")
+    raise NotImplementedError(f"attention='ring' {_CANNOT_SHARE}")

@@ -12,12 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from models.llama.attention import BLOCK_SIZE, Attention, Prefix
+from models.llama.attention import BLOCK_SIZE, Attention, Prefix, check_sharing
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.prefix_tree import PrefixTree, share, unshared
 from models.llama.sampling import Sampling, choose, log_probability
-from tree_attn.arguments import one_of
 from tree_attn.cache import KVCache
 
 
@@ -156,17 +155,15 @@ class Generator:
             of nodes to one length. True: whatever is common. False: nothing.
 
         Raises:
+          ValueError: `share_prefixes` is none of these.
           NotImplementedError: `share_prefixes=True` with `ring`, or where the batch is cut over devices.
         """
-        one_of("share_prefixes", share_prefixes, (None, True, False))
+        check_sharing(self.attention.name, share_prefixes)
+        is_cut = self.sharding.num_shards("batch") > 1
+        if share_prefixes and is_cut:
+            raise NotImplementedError(f"{share_prefixes=}: the batch is cut over {self.sharding.batch!r}")
         alone = unshared(prompts)
-        if not self.attention.shares_prefixes:
-            reason = f"attention={self.attention.name!r} has no form for shared prefixes; 'tree' and 'single' have"
-        else:
-            reason = "the batch is cut over devices" if self.sharding.num_shards("batch") > 1 else None
-        if share_prefixes and reason:
-            raise NotImplementedError(f"share_prefixes=True: {reason}")
-        if share_prefixes is False or reason:
+        if share_prefixes is False or is_cut or not self.attention.shares_prefixes:
             return alone
         if share_prefixes:
             return share(prompts, min_shared=1)

@@ -115,6 +115,20 @@ class Llama(nnx.Module):
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)
 
+    def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, KVCache]:
+        """Logits of tokens by an attention of the caller's own, e.g. one that keeps more than keys and values.
+
+        Args:
+          tokens, positions: int32 `[B, T]`.
+          cache: any pytree; it goes through the layers.
+          attend: `(query, key, value, cache, layer) -> (out, cache)`, given the new tokens of one layer.
+
+        Returns:
+          Logits, float32 `[B, T, V]`, and the cache.
+        """
+        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
+        return self._logits(x), cache
+
     def _run_layers(
         self, tokens: jax.Array, positions: jax.Array, cache: KVCache, attend: Attend, token_axis: str | None
     ) -> tuple[jax.Array, KVCache]:

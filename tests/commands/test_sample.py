@@ -1,0 +1,90 @@
+"""`tree-attn sample`: the best of many samples, the bytes that a shared prompt takes, and what is refused."""
+
+import json
+import types
+
+import pytest
+
+from models.llama import LlamaConfig, parameters, session
+from models.llama.load import Checkpoint
+from tree_attn.cli import main
+
+CONFIG = LlamaConfig(
+    num_layers=1,
+    hidden_size=16,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=32,
+    max_position=64,
+)
+PROMPT = "abcdefghijk"
+SAMPLE = ["--prompt", PROMPT, "--num-samples", "6", "--max-new-tokens", "4", "--temperature", "2", "--json"]
+# Keys and values of one layer, head dim 8, float32, for the ten tokens before the last.
+PREFIX_BYTES = 2 * 8 * 4 * 10
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    """A random model whose tokens are letters, instead of the one that is asked for."""
+    tokenizer = types.SimpleNamespace(
+        chat_template=None,
+        stop_ids=(),
+        encode=lambda text: [ord(letter) % 32 for letter in text],
+        decode=lambda ids: "".join(chr(96 + token) for token in ids),
+    )
+    make_create = lambda sharding, dtype, on_bytes: parameters.random(sharding, dtype)
+    opened = Checkpoint(config=CONFIG, tokenizer=tokenizer, make_create=make_create)
+    monkeypatch.setattr(session, "open_with_progress", lambda model: opened)
+
+
+def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
+    """Exit status, lines of stdout, and stderr."""
+    status = main(["sample", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err
+
+
+def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
+    status, lines, _ = run(capsys, *SAMPLE, "--top", "2", "--share-prefix", "--devices", "3")
+    _, alone, _ = run(capsys, *SAMPLE, "--attention", "single", "--no-share-prefix")
+    assert status == 0
+    document, other = json.loads(lines[-1]), json.loads(alone[-1])
+    assert [sample["new_ids"] for sample in document["samples"]] == [sample["new_ids"] for sample in other["samples"]]
+    samples = document["samples"]
+    means = [sample["mean_log_probability"] for sample in samples]
+    assert means == sorted(means, reverse=True) and means[0] < 0
+    assert 2 < len(samples) == len({sample["text"] for sample in samples}) <= 6
+    for i in range(2):
+        header = f"--- {i + 1} of {len(samples)} different samples: mean log-probability {means[i]:.3f}"
+        assert lines[2 * i : 2 * i + 2] == [header, samples[i]["text"]]
+    assert lines[4].endswith("for each of 6 samples; held once here") and len(lines) == 6
+    assert alone[-2].endswith("; held for each sample here")
+    held = {name: document[name] for name in document if "prefix" in name}
+    assert held == {
+        "shares_prefix": True,
+        "prefix_tokens": 10,
+        "prefix_bytes_shared": PREFIX_BYTES,
+        "prefix_bytes_unshared": 6 * PREFIX_BYTES,
+    }
+    assert other["shares_prefix"] is False
+    assert document["prefill_s"] > 0 < document["per_token_s"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
+        (["--top", "0"], "--top must be at least 1, got 0"),
+        (["--attention", "ring", "--share-prefix"], "share_prefixes=True: attention='ring' has no form for shared"),
+        (["--temperature", "-1"], "temperature=-1.0: must be 0 (greedy)"),
+        (["--max-new-tokens", "60"], "max_new_tokens=60: with a prompt of 11 tokens it must be at most 53"),
+    ],
+)
+def test_wrong_arguments_are_one_line_on_stderr(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(session, "load_with_progress", None)  # would fail if it were called
+    status, lines, error = run(capsys, "--prompt", PROMPT, *arguments)
+    assert (status, lines) == (2, [])
+    assert error.startswith(f"tree-attn sample: error: {message}")
+    assert error.count("\n") == 1

@@ -1,0 +1,102 @@
+"""What the commands share that give a Llama a prompt: their options, and a request that is checked before it is run."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from tree_attn.commands import processes
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float | None) -> None:
+    """Declares the options that `open_request` reads; `temperature` and `top_p` are the command's defaults."""
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="smollm2 (default; 135M parameters, downloaded once), a Hugging Face folder or id, or a .gguf file",
+    )
+    parser.add_argument("--prompt", required=True, help="what the model is asked, or the text it continues")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--chat", action="store_true", help="wrap the prompt in the model's chat template (default if it has one)"
+    )
+    form.add_argument("--raw", action="store_true", help="send the prompt as it is")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens; default 128")
+    parser.add_argument(
+        "--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy; default {temperature:g}"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K most likely tokens only")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=top_p,
+        metavar="P",
+        help=f"draw among the most likely tokens that make up P; default {1 if top_p is None else top_p:g}",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same tokens; default 0")
+    parser.add_argument("--attention", default="tree", metavar="NAME", help="tree (default), ring or single")
+    parser.add_argument(
+        "--reduction", metavar="NAME", help="of tree: allreduce, gather, fused or hierarchical; default: its own choice"
+    )
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
+    )
+    processes.add_arguments(parser)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request, whose model is opened and not read yet.
+
+    Attributes:
+      place: `session.Place`; sampling: `Sampling`; checkpoint: `load.Checkpoint`.
+      prompt_ids: the prompt as it is sent.
+      how: attention, the reduction that will run and the number of devices, for `--json`.
+    """
+
+    place: Any
+    sampling: Any
+    checkpoint: Any
+    prompt_ids: list[int]
+    how: dict[str, Any]
+
+
+def open_request(args: argparse.Namespace) -> Request:
+    """Joins the other processes, if any, and opens the model. Wrong options raise before a model is fetched."""
+    from models.llama import Sampling, session
+    from models.llama.attention import check_choice
+    from models.llama.generate import check_request
+
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    processes.join(args, args.devices)
+    devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
+    place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    reduction = check_choice(args.attention, args.reduction, place.axes, len(devices))
+    checkpoint = session.open_with_progress(args.model)
+    prompt_ids = _encode(checkpoint.tokenizer, args)
+    check_request(checkpoint.config, [prompt_ids], args.max_new_tokens)
+    how = {"attention": args.attention, "reduction": reduction, "n_devices": len(devices)}
+    return Request(place=place, sampling=sampling, checkpoint=checkpoint, prompt_ids=prompt_ids, how=how)
+
+
+def load_generator(args: argparse.Namespace, request: Request):
+    """Reads the model onto its devices: a `Generator` with the attention that was asked for."""
+    from models.llama import Generator, by_name, session
+
+    sharding = request.place.sharding(request.checkpoint.config)
+    attention = by_name(args.attention, sharding, reduction=args.reduction)
+    model = session.load_with_progress(request.checkpoint, sharding, request.place.dtype)
+    return Generator(model, attention, request.sampling)
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def _encode(tokenizer, args: argparse.Namespace) -> list[int]:
+    is_chat = args.chat or (not args.raw and tokenizer.chat_template is not None)
+    if not is_chat:
+        return tokenizer.encode(args.prompt)
+    return tokenizer.encode_chat([{"role": "user", "content": args.prompt}])

@@ -1,0 +1,106 @@
+"""`tree-attn sample`: many samples of one prompt, which is held once, ranked by what the model thinks of them."""
+
+import argparse
+import json
+
+from tree_attn.commands import prompting
+
+HELP = """\
+Draw many samples of one prompt with a Llama, and print those that the model itself finds the most likely.
+
+examples:
+  tree-attn sample --model smollm2 --prompt "Write a haiku about rivers." --num-samples 64 --top 3
+  tree-attn sample --raw --prompt "Once upon a time" --num-samples 16 --max-new-tokens 40 --seed 1 --attention single
+  tree-attn sample --prompt "Hi" --num-samples 8 --share-prefix --json | tail -1
+
+The prompt is read, held and, for every token, attended to once for all samples where that pays; --share-prefix does it
+however short the prompt is, --no-share-prefix never. The samples are the same.
+
+Different samples are ranked by the mean log-probability of their tokens (Bifurcated Attention, section 5.4, pass@top-k,
+whose temperature and top-p are the defaults).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options; `run` reads them."""
+    parser.add_argument("--num-samples", type=int, default=16, metavar="N", help="samples to draw; default 16")
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="samples to print; default 3")
+    parser.add_argument(
+        "--share-prefix",
+        action=argparse.BooleanOptionalAction,
+        help="hold the prompt once, or once for each sample; default: once where that pays (ring: never)",
+    )
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON: all samples, bytes and times")
+    prompting.add_arguments(parser, temperature=0.8, top_p=0.95)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
+    from models.llama import generate, rank_samples, session
+    from models.llama.attention import check_sharing
+
+    for name in ("num_samples", "top"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_sharing(args.attention, args.share_prefix)
+    request = prompting.open_request(args)
+    generator = prompting.load_generator(args, request)
+    rows = [request.prompt_ids] * args.num_samples
+    with session.phase("compiling ..."):
+        generator.programs(rows, args.max_new_tokens, share_prefixes=args.share_prefix)
+    with session.phase(f"drawing {args.num_samples} samples ..."):
+        samples = generate(
+            generator,
+            [request.prompt_ids],
+            args.max_new_tokens,
+            num_samples=args.num_samples,
+            stop_ids=request.checkpoint.tokenizer.stop_ids,
+            share_prefixes=args.share_prefix,
+        )
+    ranked = rank_samples(samples)
+    if prompting.is_first():
+        _print(args, request, generator, ranked)
+    return 0
+
+
+def _print(args: argparse.Namespace, request: prompting.Request, generator, ranked) -> None:
+    decode = request.checkpoint.tokenizer.decode
+    for place, sample in enumerate(ranked[: args.top], start=1):
+        print(f"--- {place} of {len(ranked)} different samples: mean log-probability {sample.mean_log_probability:.3f}")
+        print(decode(sample.new_ids))
+    held = _held(args, request, generator)
+    print(f"--- {_sentence(held, args.num_samples)}")
+    if args.json:
+        said = [
+            {
+                "new_ids": sample.new_ids,
+                "text": decode(sample.new_ids),
+                "log_probability": sample.log_probability,
+                "mean_log_probability": sample.mean_log_probability,
+            }
+            for sample in ranked
+        ]
+        times = {name: getattr(ranked[0], name) for name in ("prefill_s", "per_token_s")}
+        print(json.dumps({"prompt_ids": request.prompt_ids, "samples": said} | times | held | request.how))
+
+
+def _held(args: argparse.Namespace, request: prompting.Request, generator) -> dict[str, int | bool]:
+    """What the tokens that samples have in common take: all of the prompt but its last token, which each one keeps."""
+    num_tokens = len(request.prompt_ids) - 1
+    once = num_tokens * generator.bytes_per_token
+    rows = [request.prompt_ids] * args.num_samples
+    return {
+        "shares_prefix": generator.prefix_tree(rows, args.share_prefix).num_shared > 0,
+        "prefix_tokens": num_tokens,
+        "prefix_bytes_shared": once,
+        "prefix_bytes_unshared": once * args.num_samples,
+    }
+
+
+def _sentence(held: dict, num_samples: int) -> str:
+    sizes = (f"{held[f'prefix_bytes_{how}'] / 1e6:,.1f} MB" for how in ("shared", "unshared"))
+    which = "once" if held["shares_prefix"] else "for each sample"
+    text = (
+        "keys and values of the prompt's {:,} common tokens: {} held once, {} held for each of {} samples; held {} here"
+    )
+    return text.format(held["prefix_tokens"], *sizes, num_samples, which)
