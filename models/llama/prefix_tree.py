@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 # Keys that a node must save, its tokens times its rows but one, to be worth one more kernel and merge in every layer of
-# every step and one more pass over the weights in prefill. On CPU a step breaks even at 1,000 (docs/log.md). Not measured
-# on GPUs: 10 us of an H200 read 10,000 keys of 8 heads of 128 in bf16, but as much prefill of an 8B model takes 0.4 s,
-# so that fewer pay too unless thousands of tokens are generated.
+# every step and one more pass over the weights in prefill. On CPU a step breaks even at about 1,000 (docs/log.md). Not
+# measured on GPUs: 10 us of an H200 read 10,000 keys of 8 heads of 128 in bf16, but as much prefill of an 8B model is
+# some 0.4 s, so that fewer pay too unless thousands of tokens are generated.
 MIN_SHARED_KEYS = 2048
 
 
