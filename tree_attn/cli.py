@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": "a small Llama answers over 8 devices by tree, ring and single-device attention, with the same tokens",
     "generate": "generate text with a Llama of yours, its KV cache sharded over devices",
     "sample": "draw many samples of a prompt, whose keys and values are held once, and print the best",
+    "eval": "score a model under SparQ and other sparse attentions, over compression ratios",
     "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
     "plan": "predict time, traffic and memory of every strategy on a cluster, without one, and choose",
     "figures": "draw the paper's figures from measured rows, and what is predicted beyond them",

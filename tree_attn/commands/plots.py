@@ -60,3 +60,34 @@ def _series(rows: Sequence[dict], point: Callable[[dict], tuple]) -> dict[str, l
             name = label(row) + (f" ({row['implementation']})" if len(implementations) > 1 else "")
             series.setdefault(name, []).append(point(row))
     return {name: sorted(points) for name, points in series.items()}
+
+
+def draw_evaluation(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
+    """Draws rows of `tree-attn eval`, a panel for each task: score over bytes moved per token, with standard errors.
+
+    Dense attention is the dotted line. Source: SparQ Attention, Figures 1 and A1.
+    """
+    from matplotlib.figure import Figure
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = Figure(figsize=(4.6 * len(tasks), 4), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        of_task = [row for row in rows if row["task"] == task]
+        for dense in (row for row in of_task if row["method"] == "dense"):
+            axes.axhline(dense["mean"], color="black", linestyle=":", label="dense")
+        series: dict[str, list[dict]] = {}
+        for row in of_task:
+            if row["method"] != "dense":
+                kept = f", k {row['num_keys']}" if row["num_components"] is not None else ""
+                series.setdefault(row["method"] + kept, []).append(row)
+        for name, points in series.items():
+            points = sorted(points, key=lambda row: row["transfer_bytes_per_token"])
+            x = [row["transfer_bytes_per_token"] / 1e6 for row in points]
+            errors = [row["standard_error"] or 0.0 for row in points]
+            axes.errorbar(x, [row["mean"] for row in points], yerr=errors, marker="o", capsize=3, label=name)
+        axes.set(title=task, xlabel="MB of K and V moved per token", ylabel=of_task[0]["unit"])
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,68 @@
+"""`tree-attn eval`: its rows, which a rerun goes on from, its table and drawing, and its errors."""
+
+import json
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from models.llama import Llama, LlamaConfig, parameters, session
+from tree_attn import cli
+
+
+class Letters:
+    def encode(self, text, *, add_special_tokens=True):
+        return [ord(letter) % 64 for letter in text]
+
+    def decode(self, ids):
+        return "".join(chr(64 + i) for i in ids)
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """A random model in the place of any that is named, and a text."""
+    config = LlamaConfig(
+        num_layers=1, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64,
+        max_position=512,
+    )  # fmt: skip
+    load = lambda sharding, dtype, *_: Llama(config, sharding, parameters.random(sharding, jnp.float32))
+    checkpoint = types.SimpleNamespace(config=config, tokenizer=Letters(), load=load)
+    monkeypatch.setattr(session, "open_with_progress", lambda model: checkpoint)
+    monkeypatch.setattr(session, "load_with_progress", lambda checkpoint, *how: checkpoint.load(*how))
+    text = tmp_path / "text.txt"
+    text.write_text("The rain it raineth every day. " * 40)
+    sizes = ["--context", "192", "--tail", "8", "--samples", "3", "--batch", "2", "--kept", "8", "--ratios", "2"]
+    return ["eval", "--text", str(text), "--out", str(tmp_path / "out"), *sizes]
+
+
+def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny, tmp_path, capsys):
+    arguments = [*tiny, "--tasks", "repetition"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "repetition: characters matched, mean and standard error of 3" in printed and "sparq (k 8)" in printed
+    results = tmp_path / "out" / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["dense", "sparq", "sparq_mean", "h2o", "lm_infinite", "flexgen"]
+    for row in rows:
+        assert len(row["scores"]) == row["samples"] == 3
+        assert row["compression"] == (1 if row["method"] == "dense" else pytest.approx(0.5, rel=0.1))
+    assert (tmp_path / "out" / "evaluation.png").stat().st_size > 1000
+
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    assert cli.main([*arguments, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["scores"] for row in again] == [row["scores"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--tasks", "poetry"], "--tasks must be one of 'repetition', 'needle', 'language_modelling', got 'poetry'"),
+        (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_a_wrong_request_is_one_line(tiny, capsys, options, said):
+    assert cli.main([*tiny, *options]) == 2
+    assert said in capsys.readouterr().err
