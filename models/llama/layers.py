@@ -42,6 +42,10 @@ class Pass:
     sharding: LlamaSharding
     token_axis: str | None
 
+    def clashes(self, axis: str) -> bool:
+        """Whether a logical axis is cut over devices of the sequence: an array can have one of the two."""
+        return bool(set(as_tuple(getattr(self.sharding, axis))) & set(as_tuple(self.sharding.sequence)))
+
 
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last dimension, worked out in float32."""
@@ -84,7 +88,8 @@ class SelfAttention(nnx.Module):
     def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array, shared: Pass) -> tuple[jax.Array, KVCache]:
         """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
         with jax.named_scope("project"):
-            query, key, value = (_to_heads(x, kernel[...]) for kernel in (self.query, self.key, self.value))
+            query = _to_heads(x, self.query[...], "heads", shared)
+            key, value = (_to_heads(x, kernel[...], "kv_heads", shared) for kernel in (self.key, self.value))
         with jax.named_scope("rope"):
             query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
         with jax.named_scope("attend"):
@@ -97,10 +102,15 @@ class SelfAttention(nnx.Module):
 # takes ten times as long as the product of a single token.
 
 
-def _to_heads(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`[B, T, D]` times `[N, H, D]` to `[B, T, N, H]`."""
+def _to_heads(x: jax.Array, kernel: jax.Array, axis: str, shared: Pass) -> jax.Array:
+    """`[B, T, D]` times `[N, H, D]` to `[B, T, N, H]`; `axis` is N's.
+
+    In decoding each device makes the heads whose weights it has. In prefill it has tokens of its own, and needs all.
+    """
     out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
-    return out.reshape(*x.shape[:2], *kernel.shape[:2])
+    out = out.reshape(*x.shape[:2], *kernel.shape[:2])
+    heads = None if shared.token_axis is not None and shared.clashes(axis) else axis
+    return shared.sharding.constrain(out, "batch", shared.token_axis, heads, None if heads is None else "head_dim")
 
 
 def _from_heads(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -125,8 +135,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, shared: Pass) -> jax.Array:
         # An axis holds one dimension at a time: where the MLP's is the tokens', they gather here and scatter after.
-        clash = set(as_tuple(shared.sharding.mlp)) & set(as_tuple(shared.sharding.sequence))
-        token_axis = None if clash else shared.token_axis
+        token_axis = None if shared.clashes("mlp") else shared.token_axis
         gate = jnp.einsum("btd,fd->btf", x, self.gate[...])
         up = jnp.einsum("btd,fd->btf", x, self.up[...])
         hidden = shared.sharding.constrain(jax.nn.silu(gate) * up, "batch", token_axis, "mlp")

@@ -15,8 +15,9 @@ class LlamaSharding:
     """Maps logical axes to axes of `mesh`; None is replicated.
 
     `sequence` carries keys, values and, in prefill, tokens; it must name an axis, for the attention folds over it.
-    Weights are replicated unless said otherwise. `mlp` and `vocab` may name the same mesh axis as `sequence`: a weight
-    has no sequence axis, so the same devices then hold a slice of the weights each.
+    Weights are replicated unless said otherwise. `heads`, `kv_heads`, `mlp` and `vocab` may name the same mesh axis as
+    `sequence`: a weight has no sequence axis, so the same devices then hold a slice of the weights each, beside the
+    keys and values, of all heads, of their part of the sequence.
 
     Raises:
       ValueError: an axis that the mesh lacks, or one axis named twice in a tuple.
@@ -83,9 +84,10 @@ class LlamaSharding:
 
 
 def spread_over(config: LlamaConfig, mesh: Mesh, sequence: str | tuple[str, ...] = "sequence") -> LlamaSharding:
-    """The sharding that `demo` and `generate` use: MLP and vocabulary go over the sequence's devices where they divide.
+    """The sharding that the commands use: heads, MLP and vocabulary go over the sequence's devices where they divide.
 
-    Those are most of a small model's weights, so each device reads and holds about 1 / n of the model.
+    Each device then reads and holds about 1 / n of the model besides 1 / n of the cache: tensor parallelism and context
+    parallelism over the same devices (as in NVIDIA's Helix, and vLLM's decode context parallelism).
 
     Example:
       >>> spread_over(preset("smollm2-135m"), jax.make_mesh((8,), ("sequence",))).mlp
@@ -95,6 +97,8 @@ def spread_over(config: LlamaConfig, mesh: Mesh, sequence: str | tuple[str, ...]
     num_devices = plain.num_shards("sequence")
     return dataclasses.replace(
         plain,
+        heads=sequence if config.num_heads % num_devices == 0 else None,
+        kv_heads=sequence if config.num_kv_heads % num_devices == 0 else None,
         mlp=sequence if config.intermediate_size % num_devices == 0 else None,
         vocab=sequence if config.vocab_size % num_devices == 0 else None,
     )

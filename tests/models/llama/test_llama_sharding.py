@@ -2,13 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.llama import Generator, Llama, LlamaSharding, by_name, parameters, preset, spread_over
+from models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters, preset, spread_over
 from tree_attn import hlo
 from tree_attn.mesh import make_mesh
+
+KINDS = ("all-gather", "all-reduce")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,61 @@ def test_a_parameter_that_does_not_divide_is_named(tiny_config, mesh):
 def test_spread_over_shards_what_divides_and_replicates_the_rest(tiny_config):
     on_8 = spread_over(tiny_config, make_mesh({"sequence": 8}))
     on_3 = spread_over(tiny_config, make_mesh({"sequence": 3}))
+    on_4 = spread_over(tiny_config, make_mesh({"sequence": 4}, jax.devices()[:4]))
     assert (on_8.mlp, on_8.vocab, on_8.heads) == ("sequence", "sequence", None)
+    assert (on_4.heads, on_4.kv_heads) == ("sequence", None)
     assert (on_3.mlp, on_3.vocab) == (None, None)
+
+
+@pytest.fixture(scope="module")
+def wide_config():
+    """Heads, MLP and vocabulary that 1, 2, 3 and 8 devices divide; key heads that 3 do not."""
+    return LlamaConfig(
+        num_layers=2, hidden_size=32, intermediate_size=48, num_heads=24, num_kv_heads=8, head_dim=4, vocab_size=48,
+        max_position=64,
+    )  # fmt: skip
+
+
+def wide_steps(config, num_devices, attention="tree"):
+    """Tokens and logits of every step; everything that divides is spread over the devices."""
+    sharding = spread_over(config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+    model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
+    generator = Generator(model, by_name(attention, sharding))
+    prompts = [list(range(1, 12)), [7], [5, 40, 3]]
+    steps = list(generator.stream(prompts, 5))
+    return model, generator.programs(prompts, 5), np.stack([np.asarray(step.logits) for step in steps])
+
+
+@pytest.fixture(scope="module")
+def on_one_device(wide_config):
+    return wide_steps(wide_config, 1, "single")[2]
+
+
+@pytest.mark.parametrize("num_devices, attention", [(2, "tree"), (3, "tree"), (8, "tree"), (8, "ring")])
+def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
+    wide_config, on_one_device, num_devices, attention
+):
+    model, _, logits = wide_steps(wide_config, num_devices, attention)
+    np.testing.assert_allclose(logits, on_one_device, atol=1e-5)
+    held = nnx.state(model)["layers"]["attention"]["query"].get_raw_value().addressable_shards[0].data
+    assert held.shape == (2, 24 // num_devices, 4, 32)
+
+
+def test_heads_on_the_sequence_devices_cost_gathers_of_a_tokens_heads_and_a_second_sum(wide_config):
+    """Per layer of a step: the new query, key and value go to all, states are reduced, and two blocks end in a sum.
+
+    No weights move.
+    """
+    _, programs, _ = wide_steps(wide_config, 8)
+    in_layers = [one for one in hlo.collectives(programs.decode.as_text()) if one.count == wide_config.num_layers]
+    payloads = {kind: sorted(one.bytes_payload for one in in_layers if one.kind == kind) for kind in KINDS}
+    per_head = 4 * 3 * wide_config.head_dim  # of three sequences, float32
+    states = 8 * 4 * 3 * 24 * (wide_config.head_dim + 1)
+    assert payloads == {
+        "all-gather": [8 * per_head, 8 * per_head, 24 * per_head, states],
+        "all-reduce": [4 * 3 * wide_config.hidden_size] * 2,
+    }
+    assert {one.kind for one in in_layers} == set(KINDS)
 
 
 def test_abstract_parameters_allocate_nothing_and_say_where_they_go(mesh):
