@@ -103,13 +103,23 @@ class Generator:
       model: whose sharding the cache follows.
       attention: from `attention.by_name`, made with the same sharding.
       sampling: how tokens are chosen; default greedy.
+      tokens_per_dispatch: how many steps one call of the decoding program makes, so that the host is asked less often.
+        What is asked for beyond a stop token is made in vain.
+
+    Raises:
+      ValueError: `tokens_per_dispatch` is not a positive integer.
 
     Example:
       >>> generator = Generator(model, by_name("tree", model.sharding))
       >>> generate(generator, [tokenizer.encode("Once upon a time")], max_new_tokens=20)[0].new_ids
     """
 
-    def __init__(self, model: Llama, attention: Attention, sampling: Sampling | None = None):
+    def __init__(
+        self, model: Llama, attention: Attention, sampling: Sampling | None = None, *, tokens_per_dispatch: int = 1
+    ):
+        if not isinstance(tokens_per_dispatch, int | np.integer) or tokens_per_dispatch < 1:
+            raise ValueError(f"{tokens_per_dispatch=}: must be an integer of at least 1")
+        self.tokens_per_dispatch = tokens_per_dispatch
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
         self._structure, self._parameters = nnx.split(model)
@@ -220,7 +230,7 @@ class Generator:
         if shape not in self._programs:
             tokens, lengths, caches = zip(*levels, strict=True)
             last = self._place(np.zeros(len(tree.remainders), np.int32), "batch")
-            key = self._key(0)
+            key, keys = self._key(0), self._keys(range(self.tokens_per_dispatch))
             of_row, of_logits = self.sharding.named("batch"), self.sharding.named("batch", "vocab")
             of_caches = jax.tree.map(lambda array: array.sharding, caches)
             prefill = jax.jit(
@@ -228,13 +238,16 @@ class Generator:
                 donate_argnames="caches",
                 out_shardings=(of_row, of_row, of_logits, of_caches),
             )
+            of_steps = self.sharding.named(None, "batch")
             decode = jax.jit(
-                self._decode, donate_argnames="cache", out_shardings=(of_row, of_row, of_logits, of_caches[-1])
+                self._decode,
+                donate_argnames="cache",
+                out_shardings=(of_row, of_steps, of_steps, of_logits, of_caches[-1]),
             )
             prefixes = _prefixes(caches, tree.served[-1])
             self._programs[shape] = Programs(
                 prefill=prefill.lower(self._parameters, tokens, lengths, key, caches=caches).compile(),
-                decode=decode.lower(self._parameters, last, key, prefixes, cache=caches[-1]).compile(),
+                decode=decode.lower(self._parameters, last, keys, prefixes, cache=caches[-1]).compile(),
             )
         return self._programs[shape]
 
@@ -247,10 +260,18 @@ class Generator:
             filled = (*filled, cache)
         return *self._choose(logits, key), logits, filled
 
-    def _decode(self, parameters, tokens, key, prefixes, *, cache):
+    def _decode(self, parameters, tokens, keys, prefixes, *, cache):
+        """Steps one after another, as many as there are keys: the last tokens, and the results of all."""
         model = nnx.merge(self._structure, parameters)
-        logits, cache = model.decode(tokens[:, None], cache, self.attention, prefixes=prefixes)
-        return *self._choose(logits[:, 0], key), logits[:, 0], cache
+
+        def step(carry, key):
+            tokens, cache = carry
+            logits, cache = model.decode(tokens[:, None], cache, self.attention, prefixes=prefixes)
+            tokens, log_p = self._choose(logits[:, 0], key)
+            return (tokens, cache), (tokens, log_p, logits[:, 0])
+
+        (tokens, cache), (made, log_p, logits) = jax.lax.scan(step, (tokens, cache), keys, unroll=len(keys) == 1)
+        return tokens, made, log_p, tuple(logits), cache
 
     def _choose(self, logits: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The tokens, and their log-probabilities."""
@@ -264,26 +285,36 @@ class Generator:
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(self.sampling.seed), step))
         return self._place(np.asarray(key))
 
+    def _keys(self, steps: Sequence[int]) -> jax.Array:
+        return self._place(np.stack([np.asarray(self._key(step)) for step in steps]))
+
     def _steps(self, tree: PrefixTree, max_new_tokens: int, first_step: int) -> Iterator[Step]:
         levels = self._lay_out(tree, max_new_tokens)
         programs = self._compile(tree, levels)
         # Keys are drawn beforehand, so that a step's time holds the step alone.
-        keys = [self._key(first_step + step) for step in range(max_new_tokens)]
+        first, at_once = self._key(first_step), self.tokens_per_dispatch
+        starts = range(first_step + 1, first_step + max_new_tokens, at_once)
+        keys = [self._keys(range(start, start + at_once)) for start in starts]
         inputs, lengths, caches = zip(*levels, strict=True)
         del levels
         start = time.perf_counter()
-        tokens, log_p, logits, caches = programs.prefill(self._parameters, inputs, lengths, keys[0], caches=caches)
+        tokens, log_p, logits, caches = programs.prefill(self._parameters, inputs, lengths, first, caches=caches)
         yield Step(np.asarray(tokens), np.asarray(log_p), logits, time.perf_counter() - start)
         prefixes, cache = _prefixes(caches, tree.served[-1]), caches[-1]
         del caches
-        for key in keys[1:]:
+        left = max_new_tokens - 1
+        for some in keys:
             start = time.perf_counter()
-            tokens, log_p, logits, cache = programs.decode(self._parameters, tokens, key, prefixes, cache=cache)
-            yield Step(np.asarray(tokens), np.asarray(log_p), logits, time.perf_counter() - start)
+            tokens, made, log_p, logits, cache = programs.decode(self._parameters, tokens, some, prefixes, cache=cache)
+            made, log_p = np.asarray(made), np.asarray(log_p)
+            seconds = (time.perf_counter() - start) / at_once
+            for results in list(zip(made, log_p, logits, strict=True))[:left]:
+                yield Step(*results, seconds)
+            left -= at_once
 
 
 def _rooms(tree: PrefixTree, max_new_tokens: int) -> list[tuple[Sequence[Sequence[int]], int]]:
-    """The texts of each level, and how many tokens will follow each of them: none follow a node."""
+    """The texts of each level, and how many tokens may follow each of them: none follow a node."""
     return [*((texts, 0) for texts in tree.texts[:-1]), (tree.remainders, max_new_tokens)]
 
 

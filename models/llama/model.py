@@ -26,12 +26,13 @@ class Llama(nnx.Module):
       config: the model's shape.
       sharding: where parameters and intermediate arrays go.
       create: makes each declared parameter; see `parameters.py`.
+      unroll_layers: whether to write the layers out instead: more to compile, and no loop to run.
 
     Example:
       >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
     """
 
-    def __init__(self, config: LlamaConfig, sharding: LlamaSharding, create: Create):
+    def __init__(self, config: LlamaConfig, sharding: LlamaSharding, create: Create, *, unroll_layers: bool = False):
         def table(name: str) -> nnx.Param:
             shape = (config.vocab_size, config.hidden_size)
             return nnx.Param(
@@ -40,6 +41,7 @@ class Llama(nnx.Module):
 
         self.config = config
         self.sharding = sharding
+        self.unroll_layers = unroll_layers
         self.embedding = table("embedding")
         self.layers = LlamaLayer(config, create)
         norm = Parameter(name="final_norm.scale", shape=(config.hidden_size,), axes=("embed",))
@@ -147,7 +149,7 @@ class Llama(nnx.Module):
 
         with jax.named_scope("layers"):
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-            (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
+            (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked), unroll=self.unroll_layers)
         return x, cache
 
     def _look_up(self, tokens: jax.Array, token_axis: str | None) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from models.llama.sharding import LlamaSharding
@@ -106,17 +107,27 @@ def from_slices(
 
 
 def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
-    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices."""
+    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices.
 
-    def read(parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
-        shape = parameter.shape[1:] if parameter.is_stacked else parameter.shape
-        if parameter.fan_in is None:
-            return np.ones(shape, np.float32)[index]
+    They are made where they go, so that billions take seconds on GPUs.
+    """
+
+    def create(parameter: Parameter) -> jax.Array:
+        sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
         # The name keys the stream, so that a parameter does not change when another one is added.
-        stream = np.random.default_rng([seed, zlib.crc32(parameter.name.encode()), layer or 0])
-        return (stream.standard_normal(shape, np.float32) * np.float32(parameter.fan_in**-0.5))[index]
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(parameter.name.encode()))
+        return _draw(key, parameter, jnp.dtype(dtype), sharding.named(*parameter.axes))
 
-    return from_slices(sharding, dtype, read)
+    return create
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(key: jax.Array, parameter: Parameter, dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
+    if parameter.fan_in is None:
+        drawn = jnp.ones(parameter.shape, dtype)
+    else:
+        drawn = (jax.random.normal(key, parameter.shape, jnp.float32) * parameter.fan_in**-0.5).astype(dtype)
+    return jax.lax.with_sharding_constraint(drawn, sharding)
 
 
 def moved(model: nnx.Module, sharding: LlamaSharding) -> Create:

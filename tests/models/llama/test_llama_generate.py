@@ -115,6 +115,22 @@ def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model, samp
         assert heard == [(row, whole[row][step]) for step in range(count, 12) for row in range(3)]
 
 
+def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_model, tiny_config):
+    model = tiny_model(1)
+    unrolled = Llama(tiny_config, model.sharding, parameters.moved(model, model.sharding), unroll_layers=True)
+    sampling = Sampling(temperature=1.0, seed=3)
+    steps = {}
+    for at_once, one in ((1, model), (3, unrolled)):
+        generator = Generator(one, by_name("single", one.sharding), sampling, tokens_per_dispatch=at_once)
+        steps[at_once] = list(generator.stream(PROMPTS, 6))  # one by prefill, three, and two of the next three
+    for a, b in zip(steps[1], steps[3], strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
+        np.testing.assert_allclose(a.log_probabilities, b.log_probabilities, atol=1e-5)
+    with pytest.raises(ValueError, match="tokens_per_dispatch=0: must be an integer of at least 1"):
+        Generator(model, by_name("single", model.sharding), tokens_per_dispatch=0)
+
+
 @pytest.mark.parametrize("done", [[[1], [2]], [[1], [2, 3], [4]], [[1, 2, 3]] * 3])
 def test_what_cannot_go_on_is_refused(tiny_model, done):
     model = tiny_model(1)
