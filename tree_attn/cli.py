@@ -15,6 +15,7 @@ COMMANDS = {
     "sample": "draw many samples of a prompt, whose keys and values are held once, and print the best",
     "eval": "score a model under SparQ and other sparse attentions, over compression ratios",
     "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
+    "bench": "time a Llama over long contexts: prefill, each new token, memory, beside its roofline",
     "plan": "predict time, traffic and memory of every strategy on a cluster, without one, and choose",
     "figures": "draw the paper's figures from measured rows, and what is predicted beyond them",
     "doctor": "list devices, links, versions and what can run here, and for what cannot, why",

@@ -415,7 +415,12 @@ def read_limit_us(step: DecodeStep, device_kind: str) -> float | None:
         >>> round(read_limit_us(step, "NVIDIA H200"))
         152
     """
-    return _time_us(step.key_value_bytes_per_device, _lookup(MEMORY_BYTES_PER_S, device_kind))
+    return memory_limit_us(step.key_value_bytes_per_device, device_kind)
+
+
+def memory_limit_us(num_bytes: float, device_kind: str) -> float | None:
+    """The least time to read `num_bytes` from a device's own memory; None for a kind nobody measured."""
+    return _time_us(num_bytes, _lookup(MEMORY_BYTES_PER_S, device_kind))
 
 
 def link_limit_us(num_bytes: float, device_kind: str) -> float | None:

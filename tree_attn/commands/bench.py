@@ -1,0 +1,232 @@
+"""`tree-attn bench llama`: a Llama's prefill and decoding time over long contexts, beside the least it can take."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+HELP = """\
+Time a Llama of a published shape over long contexts: prefill, each new token, memory, by tree and by ring attention.
+
+The prompt is random, and so are weights unless --model names some: times do not depend on them. Keys and values are
+spread by sequence and weights by heads and columns over the same devices; --replicate-weights gives every device all
+weights, as in the paper's Table 1. The roofline of a token is the time to read a device's weights and its part of the
+keys and values once.
+
+examples:
+  tree-attn bench llama --context 32768,131072 --out results/llama
+  tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8 --unroll-layers
+  tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
+
+Rows go to DIR/results.jsonl as they come; the same command run again goes on after them. A case is run once before it
+is timed, so that compilation and first use are not in its times.
+"""
+
+COUNTED_TOKENS = 10  # of the paper's "prefill plus 10 tokens"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options; `run` reads them."""
+    from tree_attn.commands import processes
+
+    parser.add_argument("what", choices=("llama",), help="what to time")
+    parser.add_argument("--config", default="llama-3.1-8b", help="a published shape; default llama-3.1-8b")
+    parser.add_argument(
+        "--model", metavar="PATH", help="weights of your own, as of `tree-attn generate`; default: random"
+    )
+    parser.add_argument("--context", default="32768,131072", metavar="N,M", help="tokens; default 32768,131072")
+    parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens made; default 33")
+    parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single")
+    parser.add_argument("--reduction", metavar="NAME", help="of tree; default: its own choice")
+    parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
+    parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
+    parser.add_argument(
+        "--tokens-per-dispatch", type=int, default=1, metavar="K", help="steps per program call; default 1"
+    )
+    parser.add_argument("--unroll-layers", action="store_true", help="write the layers out: no loop, longer to compile")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="rows go there; default: they are only printed")
+    parser.add_argument("--json", action="store_true", help="print the rows as one JSON document instead of a table")
+    processes.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Times and prints; returns 0. Wrong arguments raise before a weight is made."""
+    from models.llama import session
+    from models.llama.attention import check_choice
+    from tree_attn import measure
+    from tree_attn.commands import processes
+
+    config, contexts, attentions = _checked(args)
+    processes.join(args, args.devices)
+    devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
+    place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    for name in attentions:
+        check_choice(name, args.reduction if name == "tree" else None, place.axes, len(devices))
+    rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices)))
+    done = {(row["context"], row["attention"]) for row in rows}
+    todo = [(context, name) for context in contexts for name in attentions if (context, name) not in done]
+    if todo:
+        model = _random_model(args, config, place, max(contexts)) if args.model is None else _own_model(args, place)
+        for context, name in todo:
+            with session.phase(f"{name}, {context:,} tokens ..."):
+                row = _time(args, model, place, context, name)
+            row |= {
+                "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
+                "git_commit": measure.git_commit(), "command": args.command_line,
+            }  # fmt: skip
+            rows.append(row)
+    if _is_first():
+        _print(args, list(rows))
+    return 0
+
+
+class _Rows(list):
+    """Rows on disk, written by the first process; another has none, and asks nothing of the file."""
+
+    def __init__(self, folder: pathlib.Path, sweep: dict[str, Any]):
+        from tree_attn import measure
+
+        self._writer = measure.JsonlWriter(folder / "results.jsonl", sweep=sweep) if _is_first() else None
+        super().__init__(self._writer.rows if self._writer else [])
+
+    def append(self, row: dict) -> None:
+        if self._writer:
+            self._writer.append(row)
+        super().append(row)
+
+
+def _checked(args: argparse.Namespace):
+    from models.llama.attention import ATTENTIONS
+    from models.llama.presets import preset
+    from tree_attn.arguments import one_of
+
+    config = preset(args.config)
+    try:
+        contexts = [int(part) for part in args.context.split(",")]
+    except ValueError:
+        contexts = [0]
+    if min(contexts) < 1:
+        raise ValueError(f"--context must be integers of at least 1, separated by commas, got {args.context!r}")
+    attentions = [part.strip() for part in args.attention.split(",")]
+    for name in attentions:
+        one_of("--attention", name, ATTENTIONS)
+    for name, least in (("new_tokens", 2), ("tokens_per_dispatch", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    return config, contexts, attentions
+
+
+def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
+    names = ("config", "model", "new_tokens", "reduction", "replicate_weights", "tokens_per_dispatch", "unroll_layers")
+    return {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
+
+
+def _random_model(args: argparse.Namespace, config, place, longest: int):
+    from models.llama import Llama, parameters
+
+    # Published limits are the training's; time does not know them.
+    config = dataclasses.replace(config, max_position=max(config.max_position, longest + args.new_tokens))
+    sharding = _sharding(args, config, place)
+    return Llama(config, sharding, parameters.random(sharding, place.dtype), unroll_layers=args.unroll_layers)
+
+
+def _own_model(args: argparse.Namespace, place):
+    from models.llama import Llama, parameters, session
+
+    checkpoint = session.open_with_progress(args.model)
+    sharding = _sharding(args, checkpoint.config, place)
+    model = session.load_with_progress(checkpoint, sharding, place.dtype)
+    return Llama(checkpoint.config, sharding, parameters.moved(model, sharding), unroll_layers=args.unroll_layers)
+
+
+def _sharding(args: argparse.Namespace, config, place):
+    from models.llama import LlamaSharding
+
+    spread = place.sharding(config)
+    return LlamaSharding(mesh=spread.mesh, sequence=spread.sequence) if args.replicate_weights else spread
+
+
+def _time(args: argparse.Namespace, model, place, context: int, name: str) -> dict[str, Any]:
+    import numpy as np
+
+    from models.llama import Generator, by_name
+    from tree_attn import cost_model, measure
+
+    attention = by_name(name, model.sharding, reduction=args.reduction if name == "tree" else None)
+    generator = Generator(model, attention, tokens_per_dispatch=args.tokens_per_dispatch)
+    prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
+    programs = generator.programs(prompts, args.new_tokens)
+    for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
+        pass  # first use
+    seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
+    later = np.array(seconds[1:])
+    weights, cache = _bytes_per_device(model, generator, context)
+    memory = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
+    limit_us = cost_model.memory_limit_us(weights + cache, place.devices[0].device_kind)
+    return {
+        "config": args.config if args.model is None else args.model,
+        "context": context, "attention": name, "reduction": attention.reduction,
+        "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
+        "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
+        "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": args.unroll_layers,
+        "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,
+        "per_token_ms_p10": float(np.percentile(later, 10)) * 1e3,
+        "per_token_ms_p90": float(np.percentile(later, 90)) * 1e3,
+        "tokens_per_s": 1 / statistics.median(seconds[1:]),
+        "prefill_plus_10_tokens_s": seconds[0] + COUNTED_TOKENS * statistics.fmean(seconds[1 : 1 + COUNTED_TOKENS]),
+        "roofline_ms": None if limit_us is None else limit_us / 1e3,
+        "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
+        "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in memory.items()},
+        "peak_bytes_runtime": measure.runtime_peak_memory_bytes(list(place.devices)),
+    }  # fmt: skip
+
+
+def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
+    """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V."""
+    import jax
+    from flax import nnx
+
+    shard_bytes = lambda array: array.addressable_shards[0].data.nbytes
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    weights = sum(map(shard_bytes, leaves))
+    if not model.config.tie_embeddings:
+        weights -= shard_bytes(model.embedding[...])
+    return weights, generator.bytes_per_token * context // model.sharding.num_shards("sequence")
+
+
+def _is_first() -> bool:
+    import jax
+
+    return jax.process_index() == 0
+
+
+def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
+    if args.json:
+        print(json.dumps({"rows": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=120)
+    table = Table()
+    for column in ("context", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
+                   "prefill + 10 s", "peak GB"):  # fmt: skip
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    for row in rows:
+        peak = max((one for one in row["peak_bytes_compiled"].values() if one is not None), default=None)
+        table.add_row(
+            f"{row['context']:,}",
+            row["attention"] + (f" {row['reduction']}" if row["reduction"] else ""),
+            f"{row['prefill_s']:.3g}",
+            f"{row['per_token_ms_median']:.3g} ({row['per_token_ms_p10']:.3g} to {row['per_token_ms_p90']:.3g})",
+            "unknown" if row["roofline_ms"] is None else f"{row['roofline_ms']:.3g}",
+            f"{row['tokens_per_s']:.4g}",
+            f"{row['prefill_plus_10_tokens_s']:.3g}",
+            "unknown" if peak is None else f"{peak / 1e9:.3g}",
+        )
+    console.print(f"{rows[0]['config']} on {rows[0]['hardware']}, weights {rows[0]['weights']}")
+    console.print(table)
