@@ -219,6 +219,21 @@ def test_the_sum_of_the_values_and_the_keys_by_component_follow_every_change(num
     assert_kept(jax.jit(KVCache.with_lengths)(cache, np.array([0, 8], np.int32)))
 
 
+def test_a_float8_cache_rounds_and_clips_what_it_is_given_and_decodes_as_stored():
+    cache = empty_cache(dtype=jnp.float8_e4m3fn, keeps_value_sum=True)
+    key, value = tokens(5)
+    key = key.at[0, 0, 0, 0].set(1e4)
+    cache = append(cache, key, value)
+    stored = [x.astype(jnp.float8_e4m3fn).astype(jnp.float32) for x in (jnp.clip(key, -448, 448), value)]
+    for held, expected in zip(natural(cache), stored, strict=True):
+        np.testing.assert_array_equal(held[:, :5].astype(np.float32), expected)
+    np.testing.assert_allclose(cache.value_sum, stored[1].sum(axis=1), rtol=1e-6)
+    query = jnp.asarray(np.random.default_rng(2).normal(size=(B, 1, 4, H)), jnp.float32)
+    decode = partial(tree_decode, axis_name="seq", mesh=cache.mesh, block_size=1, return_lse=True)
+    got = jax.jit(lambda cache: decode(query, cache.key, cache.value, key_value_seq_lengths=cache.lengths))(cache)
+    assert_attention(got, query, *stored)
+
+
 def in_order(cache):
     order = storage_order(cache.capacity, cache.num_shards, cache.block_size)
     return np.asarray(cache.key_by_component)[..., np.argsort(order)]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import ATTENTION_DTYPES, check_lengths, one_of
+from tree_attn.arguments import ATTENTION_DTYPES, STORED_DTYPES, check_lengths, one_of
 from tree_attn.mesh import AxisName, axis_tuple, check_axes
 from tree_attn.placement import check_block_size, storage_order
 
@@ -75,6 +75,8 @@ class KVCache:
         Args:
           capacity: tokens per sequence; rounded up to a multiple of shards x block_size.
           block_size: consecutive tokens per shard; 1 is the order `ring_attention` prefills in.
+          dtype: of keys and values as they are kept. float8_e4m3fn takes what is written in any dtype of attention,
+            rounded to 4 bits of significance and clipped to +-448; attention reads it as it is.
           num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
           keeps_value_sum, keeps_key_by_component: what `tree_attn.sparq_decode` profits from; the second takes half as
             much memory again.
@@ -94,7 +96,7 @@ class KVCache:
         check_block_size(block_size)
         axes = axis_tuple(axis_name)
         check_axes(axes, mesh)
-        one_of("dtype", jnp.dtype(dtype).name, ATTENTION_DTYPES)
+        one_of("dtype", jnp.dtype(dtype).name, STORED_DTYPES)
         unit = block_size * int(np.prod([mesh.shape[axis] for axis in axes]))
         num_slots = -(-capacity // unit) * unit
         layers = () if num_layers is None else (num_layers,)
@@ -188,7 +190,8 @@ class KVCache:
         cache = self._update(put, key, value, positions, layer, new_spec=P())
         if self.value_sum is None:
             return cache
-        added = jnp.where(has_room[:, None, None], value.astype(jnp.float32).sum(axis=1), 0.0)
+        added = _as_stored(value, self.key.dtype).astype(jnp.float32).sum(axis=1)
+        added = jnp.where(has_room[:, None, None], added, 0.0)
         where = slice(None) if layer is None else layer
         return dataclasses.replace(cache, value_sum=self.value_sum.at[where].add(added))
 
@@ -244,10 +247,11 @@ class KVCache:
     def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
         axes = axis_tuple(self.axis_name)
         by_slot, by_component = (P(*([None] * (self.key.ndim - k)), axes) for k in (3, 1))
-        stored, new = {"key": self.key, "value": self.value}, {"key": key, "value": value}
+        stored = {"key": self.key, "value": self.value}
+        new = {"key": _as_stored(key, self.key.dtype), "value": _as_stored(value, self.key.dtype)}
         specs = {"key": by_slot, "value": by_slot}
         if self.key_by_component is not None:
-            stored["key_by_component"], new["key_by_component"] = self.key_by_component, key
+            stored["key_by_component"], new["key_by_component"] = self.key_by_component, new["key"]
             specs["key_by_component"] = by_component
         mapped = jax.shard_map(
             lambda stored, new, positions, layer: {
@@ -261,6 +265,14 @@ class KVCache:
         )
         layer = None if layer is None else jnp.asarray(layer, jnp.int32)
         return dataclasses.replace(self, **mapped(stored, new, positions, layer))
+
+
+def _as_stored(x, dtype: jnp.dtype):
+    """In the cache's dtype; float8 has no infinity, and would make NaN of what lies beyond its largest number."""
+    if x.dtype == dtype:
+        return x
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
 
 
 def _locate(positions, num_shards: int, block_size: int):
@@ -279,7 +291,8 @@ def _check_new(key, value, cache: KVCache, layer) -> None:
         shape = jnp.shape(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
             raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
-        if new.dtype != cache.key.dtype:
+        narrows = cache.key.dtype == jnp.float8_e4m3fn and new.dtype.name in ATTENTION_DTYPES
+        if new.dtype != cache.key.dtype and not narrows:
             raise ValueError(f"{name} must have the cache's dtype {cache.key.dtype}, got {new.dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")

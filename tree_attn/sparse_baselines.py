@@ -150,6 +150,6 @@ def h2o_decode(
 def _weights(grouped: Float[Array, "B T K G H"], key, is_live) -> Float[Array, "B T K G S"]:
     """Attention weights over the live keys `[B, T, K or 1, S]`; zeros where there is none."""
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    logits = dot("btkgh,bskh->btkgs", grouped, key) * default_scale(None, key.shape[-1])
+    logits = dot("btkgh,bskh->btkgs", grouped, key.astype(grouped.dtype)) * default_scale(None, key.shape[-1])
     is_live = is_live[:, :, :, None, :]
     return jnp.where(is_live, jax.nn.softmax(logits, axis=-1, where=is_live), 0.0)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from models.llama.model import Llama
 from models.llama.tokenizer import Tokenizer
@@ -218,14 +219,17 @@ def make_samples(task: str, tokenizer: Tokenizer, text_ids: Sequence[int], sizes
 class Scorer:
     """Scores samples under methods, on one device. Programs are compiled once per method and shape.
 
+    Keys and values are kept in `cache_dtype`, by default the model's.
+
     Example:
       >>> scorer = Scorer(model)
       >>> read = scorer.read([sample.context for sample in samples], room=len(samples[0].tail))
       >>> logits = scorer.follow(read, [sample.tail for sample in samples], Method(name="dense"))
     """
 
-    def __init__(self, model: Llama):
-        self._config, self._sharding, self._dtype = model.config, model.sharding, model.embedding[...].dtype
+    def __init__(self, model: Llama, cache_dtype: DTypeLike | None = None):
+        self._config, self._sharding = model.config, model.sharding
+        self._dtype = model.embedding[...].dtype if cache_dtype is None else cache_dtype
         self._structure, self._parameters = nnx.split(model)
         self._read = jax.jit(self._read_context, donate_argnames="cache")
         self._follow = jax.jit(self._follow_tail, static_argnames="method")

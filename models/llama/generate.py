@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from models.llama.attention import BLOCK_SIZE, Attention, Prefix, check_sharing
 from models.llama.config import LlamaConfig
@@ -105,6 +107,7 @@ class Generator:
       sampling: how tokens are chosen; default greedy.
       tokens_per_dispatch: how many steps one call of the decoding program makes, so that the host is asked less often.
         What is asked for beyond a stop token is made in vain.
+      cache_dtype: of keys and values as they are kept: the model's, by default, or float8_e4m3fn.
 
     Raises:
       ValueError: `tokens_per_dispatch` is not a positive integer.
@@ -115,7 +118,13 @@ class Generator:
     """
 
     def __init__(
-        self, model: Llama, attention: Attention, sampling: Sampling | None = None, *, tokens_per_dispatch: int = 1
+        self,
+        model: Llama,
+        attention: Attention,
+        sampling: Sampling | None = None,
+        *,
+        tokens_per_dispatch: int = 1,
+        cache_dtype: DTypeLike | None = None,
     ):
         if not isinstance(tokens_per_dispatch, int | np.integer) or tokens_per_dispatch < 1:
             raise ValueError(f"{tokens_per_dispatch=}: must be an integer of at least 1")
@@ -123,7 +132,7 @@ class Generator:
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
         self._structure, self._parameters = nnx.split(model)
-        self._dtype = model.embedding[...].dtype
+        self._dtype = jnp.dtype(model.embedding[...].dtype if cache_dtype is None else cache_dtype)
         self._programs: dict[tuple, Programs] = {}
 
     def stream(

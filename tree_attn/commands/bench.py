@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single")
     parser.add_argument("--reduction", metavar="NAME", help="of tree; default: its own choice")
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
+    parser.add_argument("--cache-dtype", metavar="DTYPE", help="default: the model's; float8_e4m3fn halves bfloat16")
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
         "--tokens-per-dispatch", type=int, default=1, metavar="K", help="steps per program call; default 1"
@@ -101,9 +102,11 @@ class _Rows(list):
 def _checked(args: argparse.Namespace):
     from models.llama.attention import ATTENTIONS
     from models.llama.presets import preset
-    from tree_attn.arguments import one_of
+    from tree_attn.arguments import STORED_DTYPES, one_of
 
     config = preset(args.config)
+    if args.cache_dtype is not None:
+        one_of("--cache-dtype", args.cache_dtype, STORED_DTYPES)
     try:
         contexts = [int(part) for part in args.context.split(",")]
     except ValueError:
@@ -120,7 +123,16 @@ def _checked(args: argparse.Namespace):
 
 
 def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
-    names = ("config", "model", "new_tokens", "reduction", "replicate_weights", "tokens_per_dispatch", "unroll_layers")
+    names = (
+        "config",
+        "model",
+        "cache_dtype",
+        "new_tokens",
+        "reduction",
+        "replicate_weights",
+        "tokens_per_dispatch",
+        "unroll_layers",
+    )
     return {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
 
 
@@ -156,7 +168,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
     from tree_attn import cost_model, measure
 
     attention = by_name(name, model.sharding, reduction=args.reduction if name == "tree" else None)
-    generator = Generator(model, attention, tokens_per_dispatch=args.tokens_per_dispatch)
+    generator = Generator(model, attention, tokens_per_dispatch=args.tokens_per_dispatch, cache_dtype=args.cache_dtype)
     prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
     programs = generator.programs(prompts, args.new_tokens)
     for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
@@ -170,6 +182,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
         "config": args.config if args.model is None else args.model,
         "context": context, "attention": name, "reduction": attention.reduction,
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
+        "cache_dtype": args.cache_dtype,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": args.unroll_layers,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,

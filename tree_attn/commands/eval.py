@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens read densely; default 1024")
     parser.add_argument("--tail", type=int, default=64, metavar="N", help="tokens scored after them; default 64")
     parser.add_argument("--samples", type=int, default=16, metavar="N", help="of each task; default 16")
+    parser.add_argument("--cache-dtype", metavar="DTYPE", help="of keys and values; default: the model's")
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="samples at a time; default 4")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same samples; default 0")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="rows and plots go there")
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = session.open_with_progress(args.model)
     sizes = dict(context=args.context, tail=args.tail, samples=args.samples)
     sweep = sizes | {
-        "model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "cache_dtype": args.cache_dtype, "model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tasks": tasks, "ratios": ratios, "kept": kept,
     }  # fmt: skip
     writer = measure.JsonlWriter(args.out / "results.jsonl", sweep=sweep)
@@ -76,8 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> tuple[list[str], list[int], list[int]]:
     from models.llama.evaluation import TASKS
-    from tree_attn.arguments import one_of
+    from tree_attn.arguments import STORED_DTYPES, one_of
 
+    if args.cache_dtype is not None:
+        one_of("--cache-dtype", args.cache_dtype, STORED_DTYPES)
     tasks = [name.strip() for name in args.tasks.split(",")]
     for task in tasks:
         one_of("--tasks", task, tuple(TASKS))
@@ -119,7 +122,7 @@ def _evaluate(args, checkpoint, text: str, tasks, ratios, kept, writer) -> None:
         text_ids = tokenizer.encode(text, add_special_tokens=False)
     samples = {task: make_samples(task, tokenizer, text_ids, sizes, args.seed) for task in tasks}
     place = session.Place(devices=(jax.devices()[0],))
-    scorer = Scorer(session.load_with_progress(checkpoint, place.sharding(config), place.dtype))
+    scorer = Scorer(session.load_with_progress(checkpoint, place.sharding(config), place.dtype), args.cache_dtype)
     with progress("evaluating", sum(map(len, todo.values())), is_shown=True) as (describe, advance):
         for task, methods in todo.items():
             batches = [samples[task][i : i + args.batch] for i in range(0, args.samples, args.batch)]
@@ -159,7 +162,7 @@ def _row(args, config, place, task: str, method, ratio: int, scores: list[float]
         "standard_error": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
         "unit": TASKS[task].unit, "higher_is_better": TASKS[task].higher_is_better, "scores": scores,
         "context": args.context, "tail": args.tail, "samples": args.samples, "seed": args.seed, "model": args.model,
-        "dtype": jnp.dtype(place.dtype).name, "hardware": measure.hardware(list(place.devices)),
+        "cache_dtype": args.cache_dtype, "dtype": jnp.dtype(place.dtype).name, "hardware": measure.hardware(list(place.devices)),
         "jax_version": jax.__version__, "git_commit": measure.git_commit(), "command": args.command_line,
     }  # fmt: skip
 

@@ -88,6 +88,7 @@ def _identity(args: argparse.Namespace, request: prompting.Request) -> dict:
     import jax.numpy as jnp
 
     limits = {"max_new_tokens": args.max_new_tokens, "dtype": jnp.dtype(request.place.dtype).name}
+    limits |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}
     identity = {"model": args.model, "prompt_ids": request.prompt_ids}
     return identity | dataclasses.asdict(request.sampling) | limits
 

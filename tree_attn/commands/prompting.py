@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p:
         "--reduction", metavar="NAME", help="of tree: allreduce, gather, fused or hierarchical; default: its own choice"
     )
     parser.add_argument(
+        "--cache-dtype",
+        metavar="DTYPE",
+        help="of keys and values; default: the model's; or float8_e4m3fn",
+    )
+    parser.add_argument(
         "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
     )
     processes.add_arguments(parser)
@@ -65,7 +70,10 @@ def open_request(args: argparse.Namespace) -> Request:
     from models.llama import Sampling, session
     from models.llama.attention import check_choice
     from models.llama.generate import check_request
+    from tree_attn.arguments import STORED_DTYPES, one_of
 
+    if args.cache_dtype is not None:
+        one_of("--cache-dtype", args.cache_dtype, STORED_DTYPES)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
@@ -85,7 +93,7 @@ def load_generator(args: argparse.Namespace, request: Request):
     sharding = request.place.sharding(request.checkpoint.config)
     attention = by_name(args.attention, sharding, reduction=args.reduction)
     model = session.load_with_progress(request.checkpoint, sharding, request.place.dtype)
-    return Generator(model, attention, request.sampling)
+    return Generator(model, attention, request.sampling, cache_dtype=args.cache_dtype)
 
 
 def is_first() -> bool:

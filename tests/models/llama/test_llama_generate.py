@@ -131,6 +131,19 @@ def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_mod
         Generator(model, by_name("single", model.sharding), tokens_per_dispatch=0)
 
 
+def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(tiny_model):
+    model = tiny_model(8)
+    steps, held = {}, {}
+    for dtype in (None, jnp.float8_e4m3fn):
+        generator = Generator(model, by_name("tree", model.sharding), cache_dtype=dtype)
+        steps[dtype] = [np.asarray(step.logits) for step in generator.stream(PROMPTS, 2)]
+        held[dtype] = generator.cache_bytes(PROMPTS, 2)
+    assert held[None] == 4 * held[jnp.float8_e4m3fn]
+    whole, narrow = steps.values()
+    np.testing.assert_array_equal(whole[0], narrow[0])  # prompts are read in full precision
+    assert 1e-4 < np.abs(whole[1] - narrow[1]).max() < 0.2 * np.abs(whole[1]).max()
+
+
 @pytest.mark.parametrize("done", [[[1], [2]], [[1], [2, 3], [4]], [[1, 2, 3]] * 3])
 def test_what_cannot_go_on_is_refused(tiny_model, done):
     model = tiny_model(1)
