@@ -61,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = session.open_with_progress(args.model)
     sizes = dict(context=args.context, tail=args.tail, samples=args.samples)
     sweep = sizes | {
-        "cache_dtype": args.cache_dtype, "model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tasks": tasks, "ratios": ratios, "kept": kept,
     }  # fmt: skip
+    sweep |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}
     writer = measure.JsonlWriter(args.out / "results.jsonl", sweep=sweep)
     _evaluate(args, checkpoint, text, tasks, ratios, kept, writer)
     files = {} if args.no_plots else {"plot": str(plots.draw_evaluation(writer.rows, args.out / "evaluation.png"))}
@@ -153,16 +154,17 @@ def _row(args, config, place, task: str, method, ratio: int, scores: list[float]
 
     elements = method.transfer_elements(args.context, config.head_dim)
     dense = cost_model.dense_transfer_elements(num_keys=args.context, head_dim=config.head_dim)
-    itemsize = jnp.dtype(place.dtype).itemsize
+    cache_dtype = jnp.dtype(args.cache_dtype or place.dtype)
     return {
         "task": task, "method": method.name, "num_keys": method.num_keys, "num_components": method.num_components,
         "asked_ratio": ratio, "compression": elements / dense,
-        "transfer_bytes_per_token": elements * config.num_kv_heads * config.num_layers * itemsize,
+        "transfer_bytes_per_token": elements * config.num_kv_heads * config.num_layers * cache_dtype.itemsize,
         "mean": statistics.fmean(scores),
         "standard_error": statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else None,
-        "unit": TASKS[task].unit, "higher_is_better": TASKS[task].higher_is_better, "scores": scores,
+        "cache_dtype": cache_dtype.name, "unit": TASKS[task].unit, "higher_is_better": TASKS[task].higher_is_better,
+        "scores": scores,
         "context": args.context, "tail": args.tail, "samples": args.samples, "seed": args.seed, "model": args.model,
-        "cache_dtype": args.cache_dtype, "dtype": jnp.dtype(place.dtype).name, "hardware": measure.hardware(list(place.devices)),
+        "dtype": jnp.dtype(place.dtype).name, "hardware": measure.hardware(list(place.devices)),
         "jax_version": jax.__version__, "git_commit": measure.git_commit(), "command": args.command_line,
     }  # fmt: skip
 
