@@ -195,30 +195,36 @@ class KVCache:
         where = slice(None) if layer is None else layer
         return dataclasses.replace(cache, value_sum=self.value_sum.at[where].add(added))
 
-    def write_prefix(self, key, value, layer: int | Array | None = None) -> "KVCache":
-        """Writes the first S0 tokens `[B, S0, K, H]`, given in storage order and sharded on S0 as prefill makes them.
+    def write_prefix(self, key, value, layer: int | Array | None = None, start: int | Int[Array, ""] = 0) -> "KVCache":
+        """Writes S0 tokens `[B, S0, K, H]` from position `start` on, the same for all sequences.
+
+        They are given in storage order and sharded on S0, as prefill makes them, whole or piece by piece; `start` is a
+        multiple of shards x block_size, and `start + S0` at most the capacity.
 
         No data moves between devices. Follow it by `with_lengths`, which also sums the values where that is kept.
 
         Raises:
-          CacheFullError: S0 is more than the capacity.
-          ValueError: S0 does not divide into shards of whole blocks; shapes or dtypes that do not fit.
+          CacheFullError: S0, or `start + S0` where `start` is a Python integer, is more than the capacity.
+          ValueError: S0 or `start` does not divide into shards of whole blocks; shapes or dtypes that do not fit.
         """
         _check_new(key, value, self, layer)
         num_new, unit = key.shape[1], self.num_shards * self.block_size
-        if num_new > self.capacity:
-            raise CacheFullError(
-                f"cache is full: a prefix of {num_new} tokens does not fit a capacity of {self.capacity}"
-            )
+        end = num_new + (start if isinstance(start, int | np.integer) else 0)
+        if end > self.capacity:
+            raise CacheFullError(f"cache is full: a prefix of {end} tokens does not fit a capacity of {self.capacity}")
         if num_new % unit:
             raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
+        if end % unit:
+            raise ValueError(f"start must be a multiple of shards * block_size = {unit}, got {start}")
+        slot = jnp.asarray(start, jnp.int32) // self.num_shards
 
-        def put(stored, new, _, layer, is_by_component):
-            start = (0, 0, 0, 0) if layer is None else (layer, 0, 0, 0, 0)
+        def put(stored, new, slot, layer, is_by_component):
             new = new.transpose(0, 2, 3, 1) if is_by_component else new
-            return jax.lax.dynamic_update_slice(stored, new if layer is None else new[None], start)
+            where = (0, 0, 0, slot) if is_by_component else (0, slot, 0, 0)
+            where, new = (where, new) if layer is None else ((layer, *where), new[None])
+            return jax.lax.dynamic_update_slice(stored, new, where)
 
-        return self._update(put, key, value, self.lengths, layer, new_spec=P(None, axis_tuple(self.axis_name)))
+        return self._update(put, key, value, slot, layer, new_spec=P(None, axis_tuple(self.axis_name)))
 
     def advance(self, num_tokens: int) -> "KVCache":
         """Counts `num_tokens` more tokens for each sequence with room for them; marks the others `overflowed`."""

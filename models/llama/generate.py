@@ -108,9 +108,11 @@ class Generator:
       tokens_per_dispatch: how many steps one call of the decoding program makes, so that the host is asked less often.
         What is asked for beyond a stop token is made in vain.
       cache_dtype: of keys and values as they are kept: the model's, by default, or float8_e4m3fn.
+      prefill_chunk: tokens that prefill reads at a time, a multiple of the shards; see `Llama.prefill`. Default: all.
 
     Raises:
-      ValueError: `tokens_per_dispatch` is not a positive integer.
+      ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards.
+      NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need what came before.
 
     Example:
       >>> generator = Generator(model, by_name("tree", model.sharding))
@@ -125,10 +127,16 @@ class Generator:
         *,
         tokens_per_dispatch: int = 1,
         cache_dtype: DTypeLike | None = None,
+        prefill_chunk: int | None = None,
     ):
         if not isinstance(tokens_per_dispatch, int | np.integer) or tokens_per_dispatch < 1:
             raise ValueError(f"{tokens_per_dispatch=}: must be an integer of at least 1")
-        self.tokens_per_dispatch = tokens_per_dispatch
+        if prefill_chunk is not None:
+            if prefill_chunk < 1 or prefill_chunk % (attention.num_shards * BLOCK_SIZE):
+                raise ValueError(f"{prefill_chunk=}: must be a multiple of {attention.num_shards * BLOCK_SIZE} shards")
+            if not attention.shares_prefixes:
+                raise NotImplementedError(f"{prefill_chunk=}: attention={attention.name!r} reads prompts whole")
+        self.tokens_per_dispatch, self.prefill_chunk = tokens_per_dispatch, prefill_chunk
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
         self._structure, self._parameters = nnx.split(model)
@@ -204,14 +212,21 @@ class Generator:
         return slots * self.bytes_per_token
 
     def _capacity(self, texts: Sequence[Sequence[int]], room: int = 0) -> int:
+        unit, longest = self.attention.num_shards * BLOCK_SIZE, max(map(len, texts))
+        return max(-(-(longest + room) // unit) * unit, self._padded(longest))
+
+    def _padded(self, num_tokens: int) -> int:
+        """As many tokens as prefill takes: whole shards, and whole chunks if it is more than one."""
         unit = self.attention.num_shards * BLOCK_SIZE
-        return -(-(max(map(len, texts)) + room) // unit) * unit
+        if self.prefill_chunk is not None and num_tokens > self.prefill_chunk:
+            unit = self.prefill_chunk
+        return -(-num_tokens // unit) * unit
 
     def _lay_out(self, tree: PrefixTree, max_new_tokens: int) -> tuple[Texts, ...]:
         return tuple(self._lay_out_level(texts, room) for texts, room in _rooms(tree, max_new_tokens))
 
     def _lay_out_level(self, texts: Sequence[Sequence[int]], room: int) -> Texts:
-        order = self.attention.storage_order(self._capacity(texts))
+        order = self.attention.storage_order(self._padded(max(map(len, texts))))
         tokens = np.zeros((len(texts), len(order.positions)), np.int32)
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
@@ -265,7 +280,10 @@ class Generator:
         model = nnx.merge(self._structure, parameters)
         filled = ()
         for depth, level in enumerate(zip(tokens, lengths, caches, strict=True)):
-            logits, cache = model.prefill(*level, self.attention, prefixes=_prefixes(filled, served[depth]))
+            num_tokens, before = level[0].shape[1], _prefixes(filled, served[depth])
+            is_cut = self.prefill_chunk is not None and num_tokens > self.prefill_chunk
+            chunk = self.prefill_chunk if is_cut else None
+            logits, cache = model.prefill(*level, self.attention, prefixes=before, chunk=chunk)
             filled = (*filled, cache)
         return *self._choose(logits, key), logits, filled
 

@@ -1,5 +1,6 @@
 """The Llama: embedding, a scan over its layers, and a head. Attention is passed in; the cache goes through the scan."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -58,8 +59,9 @@ class Llama(nnx.Module):
         *,
         prefixes: Sequence[Prefix] = (),
         all_logits: bool = False,
+        chunk: int | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Reads whole prompts into an empty cache.
+        """Reads whole prompts into an empty cache, or `chunk` tokens at a time.
 
         Args:
           tokens: int32 `[B, S]` in storage order (`attention.storage_order`), padded on the right with any token; `S`
@@ -69,10 +71,20 @@ class Llama(nnx.Module):
           attention: from `attention.by_name`.
           prefixes: levels of nodes that come before these prompts, read already, the root's first.
           all_logits: whether to apply the head to every token rather than to each prompt's last one.
+          chunk: a multiple of the shards that divides `S`. A chunk's tokens attend to one another as whole prompts do,
+            and to those before, which stay where they are, as to a prefix: what is held besides the cache is a chunk's,
+            and per layer its merged states move and no keys. None: all at once.
+
+        Raises:
+          ValueError: `chunk` does not divide `S`, or `all_logits` with it.
 
         Returns:
           Logits, float32: `[B, V]`, or `[B, S, V]` in storage order if `all_logits`. And the cache.
         """
+        if chunk is not None:
+            if tokens.shape[1] % chunk or all_logits:
+                raise ValueError(f"{chunk=}: must divide {tokens.shape[1]} tokens, and {all_logits=} be False")
+            return self._prefill_in_chunks(tokens, lengths, cache, attention, prefixes, chunk)
         order = attention.storage_order(tokens.shape[1])
         before = num_tokens_before(prefixes, tokens.shape[0])
         positions = before[:, None] + jnp.asarray(order.positions)[None, :]
@@ -89,6 +101,39 @@ class Llama(nnx.Module):
         last = jnp.asarray(order.indices)[lengths - 1]
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
         return self._logits(x)[:, 0], cache
+
+    def _prefill_in_chunks(self, tokens, lengths, cache, attention, prefixes, chunk: int):
+        batch, num_shards = tokens.shape[0], attention.num_shards
+        order = attention.storage_order(chunk)
+        before = num_tokens_before(prefixes, batch)
+        each_by_itself = tuple((row,) for row in range(batch))
+        # A shard's tokens ascend, so that of each chunk it holds the next few: no token moves.
+        chunks = tokens.reshape(batch, num_shards, -1, chunk // num_shards).transpose(2, 0, 1, 3)
+        chunks = self.sharding.constrain(chunks.reshape(-1, batch, chunk), None, "batch", "sequence")
+
+        def step(carry, index_and_tokens):
+            cache, last = carry
+            index, tokens = index_and_tokens
+            start = index * chunk
+            own, earlier = jnp.clip(lengths - start, 0, chunk), jnp.minimum(lengths, start)
+            positions = (before + start)[:, None] + jnp.asarray(order.positions)[None, :]
+
+            def attend(query, key, value, cache, layer):
+                read = Prefix(cache=dataclasses.replace(cache, lengths=earlier), sequences=each_by_itself)
+                levels = [prefix.level(layer) for prefix in (*prefixes, read)]
+                out = attention.prefill(query, key, value, own, levels)
+                return out, cache.write_prefix(key, value, layer=layer, start=start)
+
+            x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
+            where = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]
+            found = jnp.take_along_axis(x, where[:, None, None], axis=1)
+            is_here = (lengths > start) & (lengths <= start + chunk)
+            return (cache, jnp.where(is_here[:, None, None], found, last)), None
+
+        last = jnp.zeros((batch, 1, self.config.hidden_size), self.embedding[...].dtype)
+        indices = jnp.arange(len(chunks), dtype=jnp.int32)
+        (cache, last), _ = jax.lax.scan(step, (cache, last), (indices, chunks))
+        return self._logits(last)[:, 0], cache.with_lengths(lengths)
 
     def decode(
         self, tokens: jax.Array, cache: KVCache, attention: Attention, *, prefixes: Sequence[Prefix] = ()

@@ -41,9 +41,10 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
 
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "tree", "--json"]
+    options += ["--prefill-chunk", "16"]
     assert cli.main(bench(*options)) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["weights"] == "replicated" and row["tokens_per_dispatch"] == 2
+    assert (row["weights"], row["tokens_per_dispatch"], row["prefill_chunk"]) == ("replicated", 2, 16)
     per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32
     assert row["weights_bytes_per_device"] == 4 * (2 * per_layer + 64 * 16 + (2 * 2 + 1) * 16)
 

@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reduction", metavar="NAME", help="of tree; default: its own choice")
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
     parser.add_argument("--cache-dtype", metavar="DTYPE", help="default: the model's; float8_e4m3fn halves bfloat16")
+    parser.add_argument(
+        "--prefill-chunk", type=int, metavar="N", help="tokens read at a time; default: all, as a ring always does"
+    )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
         "--tokens-per-dispatch", type=int, default=1, metavar="K", help="steps per program call; default 1"
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from models.llama import session
     from models.llama.attention import check_choice
     from tree_attn import measure
-    from tree_attn.commands import processes
+    from tree_attn.commands import comparison, processes
 
     config, contexts, attentions = _checked(args)
     processes.join(args, args.devices)
@@ -68,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         check_choice(name, args.reduction if name == "tree" else None, place.axes, len(devices))
     rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices)))
     done = {(row["context"], row["attention"]) for row in rows}
-    todo = [(context, name) for context in contexts for name in attentions if (context, name) not in done]
+    cases = [(context, name) for context in contexts for name in attentions]
+    is_done = comparison.broadcast_flags([case in done for case in cases])  # the first process alone has the file
+    todo = [case for case, done in zip(cases, is_done, strict=True) if not done]
     if todo:
         model = _random_model(args, config, place, max(contexts)) if args.model is None else _own_model(args, place)
         for context, name in todo:
@@ -127,6 +132,7 @@ def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
         "config",
         "model",
         "cache_dtype",
+        "prefill_chunk",
         "new_tokens",
         "reduction",
         "replicate_weights",
@@ -168,7 +174,14 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
     from tree_attn import cost_model, measure
 
     attention = by_name(name, model.sharding, reduction=args.reduction if name == "tree" else None)
-    generator = Generator(model, attention, tokens_per_dispatch=args.tokens_per_dispatch, cache_dtype=args.cache_dtype)
+    chunk = args.prefill_chunk if attention.shares_prefixes else None
+    generator = Generator(
+        model,
+        attention,
+        tokens_per_dispatch=args.tokens_per_dispatch,
+        cache_dtype=args.cache_dtype,
+        prefill_chunk=chunk,
+    )
     prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
     programs = generator.programs(prompts, args.new_tokens)
     for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
@@ -182,7 +195,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
         "config": args.config if args.model is None else args.model,
         "context": context, "attention": name, "reduction": attention.reduction,
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
-        "cache_dtype": args.cache_dtype,
+        "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": args.unroll_layers,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,

@@ -144,6 +144,35 @@ def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(t
     assert 1e-4 < np.abs(whole[1] - narrow[1]).max() < 0.2 * np.abs(whole[1]).max()
 
 
+@pytest.mark.parametrize("name, num_devices", [("tree", 8), ("single", 1)])
+def test_prefill_in_chunks_changes_nothing(tiny_model, name, num_devices):
+    model = tiny_model(num_devices)
+    attention = by_name(name, model.sharding)
+    prompts = [list(range(3, 60)), [5], [9, 8, 7] * 8, list(range(30))]  # the last two end with a chunk, and within one
+    whole, chunked = (Generator(model, attention, prefill_chunk=chunk) for chunk in (None, 24))
+    steps = [list(generator.stream(prompts, 3, share_prefixes=False)) for generator in (whole, chunked)]
+    for a, b in zip(*steps, strict=True):
+        np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
+
+
+def test_chunks_after_a_shared_prefix(tiny_model):
+    model = tiny_model(3)
+    prompts = [[*range(3, 33), *rest] for rest in (range(20), [7, 1], range(40, 43))]
+    logits = []
+    for chunk, share in ((None, False), (6, True)):
+        generator = Generator(model, by_name("tree", model.sharding), prefill_chunk=chunk)
+        logits.append([np.asarray(step.logits) for step in generator.stream(prompts, 2, share_prefixes=share)])
+    np.testing.assert_allclose(*logits, atol=1e-5)
+
+
+def test_chunks_that_do_not_fit_are_refused(tiny_model):
+    model = tiny_model(3)
+    with pytest.raises(ValueError, match="prefill_chunk=10: must be a multiple of 3 shards"):
+        Generator(model, by_name("tree", model.sharding), prefill_chunk=10)
+    with pytest.raises(NotImplementedError, match="prefill_chunk=6: attention='ring' reads prompts whole"):
+        Generator(model, by_name("ring", model.sharding), prefill_chunk=6)
+
+
 @pytest.mark.parametrize("done", [[[1], [2]], [[1], [2, 3], [4]], [[1, 2, 3]] * 3])
 def test_what_cannot_go_on_is_refused(tiny_model, done):
     model = tiny_model(1)
