@@ -31,7 +31,7 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(session, "load_with_progress", lambda checkpoint, *how: checkpoint.load(*how))
     text = tmp_path / "text.txt"
     text.write_text("The rain it raineth every day. " * 40)
-    sizes = ["--context", "192", "--tail", "8", "--samples", "3", "--batch", "2", "--kept", "8", "--ratios", "2"]
+    sizes = ["--context", "192", "--tail", "8", "--samples", "3", "--batch", "2", "--kept", "8", "--ratios", "4"]
     return ["eval", "--text", str(text), "--out", str(tmp_path / "out"), *sizes]
 
 
@@ -42,10 +42,10 @@ def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny
     assert "repetition: characters matched, mean and standard error of 3" in printed and "sparq (k 8)" in printed
     results = tmp_path / "out" / "results.jsonl"
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["dense", "sparq", "sparq_mean", "h2o", "lm_infinite", "flexgen"]
+    assert [row["method"] for row in rows] == ["dense", "sparq", "sparq_mean", "h2o", "lm_infinite"]
     for row in rows:
         assert len(row["scores"]) == row["samples"] == 3
-        assert row["compression"] == (1 if row["method"] == "dense" else pytest.approx(0.5, rel=0.1))
+        assert row["compression"] == (1 if row["method"] == "dense" else pytest.approx(0.25, rel=0.2))
     assert (tmp_path / "out" / "evaluation.png").stat().st_size > 1000
 
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
