@@ -191,9 +191,16 @@ def test_what_is_read_is_equation_11():
         ({"key_by_component": np.zeros((B, 2, S, H), np.float32)}, r"key_by_component must hold key as \[B, K, H, S\]"),
         ({"block_size": 2}, "block_size must be None where axis_name is, got 2"),
         ({"axis_name": "seq", "reduction": "star"}, "reduction must be one of"),
+        (
+            {"axis_name": "seq", "devices": 5, "key_by_component": np.zeros((B, 2, H, S), np.float32)},
+            "key_by_component must hold keys that 5 devices divide, got 24",
+        ),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_named(changed, said):
+    changed = dict(changed)
+    devices = changed.pop("devices", None)
+    changed |= {} if devices is None else {"mesh": make_mesh({"seq": devices}, jax.devices()[:devices])}
     with pytest.raises(ValueError, match=said):
         sparq_decode(*arrays(), **CHOICE | changed)

@@ -119,6 +119,13 @@ def over_shards(
         return mapped(query, key, value, options, *([] if levels is None else [levels]), *beside)
 
 
+def check_one_device(**sharding) -> None:
+    """Raises ValueError where an option of sharding is given and no `axis_name` is."""
+    for name, given in sharding.items():
+        if given is not None:
+            raise ValueError(f"{name} must be None where axis_name is, got {given!r}")
+
+
 def _kernels_for(mesh: Mesh):
     """Makes the choice of kernels follow the mesh where it is not on the default platform: CPU devices beside a GPU."""
     if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != default_platform():

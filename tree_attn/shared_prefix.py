@@ -26,7 +26,7 @@ from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
 from tree_attn.reduce import check_reduction, reduce_state
-from tree_attn.sharded import over_shards
+from tree_attn.sharded import check_one_device, over_shards
 from tree_attn.state import SoftmaxState, empty_like, merge_states
 
 
@@ -130,9 +130,7 @@ def hydragen_decode(
     one_of("shard_suffix", shard_suffix, ("sequence", "batch"))
     levels = tuple(levels)
     if axis_name is None:
-        for name, given in (("mesh", mesh), ("block_size", block_size), ("reduction", reduction)):
-            if given is not None:
-                raise ValueError(f"{name} must be None where axis_name is, got {given!r}")
+        check_one_device(mesh=mesh, block_size=block_size, reduction=reduction)
         if shard_suffix != "sequence":
             raise ValueError(f"shard_suffix={shard_suffix!r} needs axis_name, got None")
     axes = () if axis_name is None else axis_tuple(axis_name)

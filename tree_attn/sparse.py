@@ -13,6 +13,7 @@ Source: SparQ Attention, Algorithm 1, section 4 and appendix B.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from tree_attn.masking import visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
 from tree_attn.reduce import check_reduction, reduce_state
-from tree_attn.sharded import over_shards
+from tree_attn.sharded import check_one_device, over_shards
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 SELECTIONS = ("global", "per_shard")
@@ -137,9 +138,7 @@ class _How:
                 upper = "" if most is None else f" and at most {most}"
                 raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
         if not self.axes:
-            for name, given in (("mesh", self.mesh), ("block_size", block_size), ("reduction", reduction)):
-                if given is not None:
-                    raise ValueError(f"{name} must be None where axis_name is, got {given!r}")
+            check_one_device(mesh=self.mesh, block_size=block_size, reduction=reduction)
         batch, num_keys, num_kv_heads = key.shape[:3]
         if value_mean is not None and jnp.shape(value_mean) != (batch, num_kv_heads, value.shape[-1]):
             expected = (batch, num_kv_heads, value.shape[-1])
@@ -151,6 +150,9 @@ class _How:
                     f"key_by_component must hold key as [B, K, H, S] = {expected} in {key.dtype}, got "
                     f"{key_by_component.shape} in {key_by_component.dtype}"
                 )
+            shards = 1 if self.mesh is None else math.prod(self.mesh.shape.get(axis, 1) for axis in self.axes)
+            if num_keys % shards:
+                raise ValueError(f"key_by_component must hold keys that {shards} devices divide, got {num_keys}")
         reallocate = query.shape[2] == num_kv_heads if self.reallocate is None else self.reallocate
         reduction = check_reduction(reduction, self.axes) if self.axes else None
         return dataclasses.replace(self, reallocate=reallocate, reduction=reduction)
