@@ -144,7 +144,7 @@ def _report(prompt: str, tokenizer, outcomes: list[Outcome], *, is_emulated: boo
         )
     console.print(table)
     console.print(
-        "Weights: the MLP and the vocabulary are spread over the devices too, where they divide; that is what the "
+        "Weights: heads, MLP and vocabulary are spread over the devices too, where they divide; that is what the "
         "collectives outside attention do.",
         style="dim",
     )
