@@ -138,6 +138,14 @@ def test_inside_a_callers_shard_map_with_keys_by_component_and_the_mean_at_hand(
     assert_state(sharded, got)
 
 
+@pytest.mark.parametrize("given", ["key_by_component", "value_mean"])
+def test_what_is_at_hand_is_what_is_read(given):
+    query, key, value = arrays()
+    wrong = {"key_by_component": jnp.zeros((B, 2, H, S)), "value_mean": jnp.full((B, 2, H), 100.0)}[given]
+    right, other = (decode(query, key, value, **CHOICE, **how) for how in ({}, {given: wrong}))
+    assert np.abs(right.out - other.out).max() > 0.01
+
+
 @pytest.mark.parametrize("selection, reductions", [("global", 3), ("per_shard", 0)])
 def test_collectives_are_those_documented(selection, reductions):
     query, key, value = arrays()

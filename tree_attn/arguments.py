@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
-STORED_DTYPES = (*ATTENTION_DTYPES, "float8_e4m3fn")  # of key and value
+NARROW_DTYPES = ("float8_e4m3fn",)  # in which caches keep what is given in another
+STORED_DTYPES = (*ATTENTION_DTYPES, *NARROW_DTYPES)  # of key and value
 Window = tuple[int | None, int | None]
 
 

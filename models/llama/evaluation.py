@@ -133,11 +133,20 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Tokens of each sample's context and of what follows it; samples."""
+    """Tokens of each sample's context and of what follows it; samples.
+
+    Raises:
+      ValueError: a context in which a sample has no room.
+    """
 
     context: int
     tail: int
     samples: int
+
+    def __post_init__(self) -> None:
+        if self.context < self.tail + MIN_PASSAGE:
+            least = self.tail + MIN_PASSAGE
+            raise ValueError(f"context={self.context}: must be at least tail + {MIN_PASSAGE} = {least}")
 
 
 def _sample(tokenizer: Tokenizer, ids: Sequence[int], tail: Sequence[int]) -> Sample:
@@ -201,12 +210,10 @@ def make_samples(task: str, tokenizer: Tokenizer, text_ids: Sequence[int], sizes
     """The samples of a task from the tokens of a text, the same for one seed.
 
     Raises:
-      ValueError: an unknown task, a text shorter than a sample, or a context in which a sample has no room.
+      ValueError: an unknown task, or a text shorter than a sample.
     """
     if task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
-    if sizes.context < sizes.tail + MIN_PASSAGE:
-        raise ValueError(f"context={sizes.context}: must be at least tail + {MIN_PASSAGE} = {sizes.tail + MIN_PASSAGE}")
     text_ids = np.array(text_ids, np.int32)
     if len(text_ids) < sizes.context + sizes.tail:
         raise ValueError(

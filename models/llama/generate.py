@@ -19,6 +19,7 @@ from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.prefix_tree import PrefixTree, share, unshared
 from models.llama.sampling import Sampling, choose, log_probability
+from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.cache import KVCache
 
 
@@ -111,7 +112,8 @@ class Generator:
       prefill_chunk: tokens that prefill reads at a time, a multiple of the shards; see `Llama.prefill`. Default: all.
 
     Raises:
-      ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards.
+      ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards, or
+        `cache_dtype` none of the two.
       NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need what came before.
 
     Example:
@@ -140,7 +142,9 @@ class Generator:
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
         self._structure, self._parameters = nnx.split(model)
-        self._dtype = jnp.dtype(model.embedding[...].dtype if cache_dtype is None else cache_dtype)
+        own = model.embedding[...].dtype
+        self._dtype = jnp.dtype(own if cache_dtype is None else cache_dtype)
+        one_of("cache_dtype", self._dtype.name, (own.name, *NARROW_DTYPES))
         self._programs: dict[tuple, Programs] = {}
 
     def stream(

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    if args.prefill_chunk is not None and (args.prefill_chunk < 1 or args.prefill_chunk % len(devices)):
+        raise ValueError(f"--prefill-chunk must be a multiple of {len(devices)} devices, got {args.prefill_chunk}")
     for name in attentions:
         check_choice(name, args.reduction if name == "tree" else None, place.axes, len(devices))
     rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices)))
@@ -107,11 +109,11 @@ class _Rows(list):
 def _checked(args: argparse.Namespace):
     from models.llama.attention import ATTENTIONS
     from models.llama.presets import preset
-    from tree_attn.arguments import STORED_DTYPES, one_of
+    from tree_attn.arguments import NARROW_DTYPES, one_of
 
     config = preset(args.config)
     if args.cache_dtype is not None:
-        one_of("--cache-dtype", args.cache_dtype, STORED_DTYPES)
+        one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
     try:
         contexts = [int(part) for part in args.context.split(",")]
     except ValueError:

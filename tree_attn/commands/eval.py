@@ -1,6 +1,7 @@
 """`tree-attn eval`: what SparQ and the methods of its paper's comparison do to a model's answers."""
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -54,19 +55,18 @@ def run(args: argparse.Namespace) -> int:
     from tree_attn import measure
     from tree_attn.commands import plots
 
-    tasks, ratios, kept = _checked(args)
+    tasks, ratios, kept, sizes = _checked(args)
     text = args.text.read_text()
     if not args.no_plots:
         plots.require_matplotlib()
     checkpoint = session.open_with_progress(args.model)
-    sizes = dict(context=args.context, tail=args.tail, samples=args.samples)
-    sweep = sizes | {
+    sweep = dataclasses.asdict(sizes) | {
         "model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tasks": tasks, "ratios": ratios, "kept": kept,
     }  # fmt: skip
     sweep |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}
     writer = measure.JsonlWriter(args.out / "results.jsonl", sweep=sweep)
-    _evaluate(args, checkpoint, text, tasks, ratios, kept, writer)
+    _evaluate(args, checkpoint, text, tasks, ratios, kept, sizes, writer)
     files = {} if args.no_plots else {"plot": str(plots.draw_evaluation(writer.rows, args.out / "evaluation.png"))}
     if args.json:
         print(json.dumps({"rows": writer.rows, "files": files}))
@@ -76,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(args: argparse.Namespace) -> tuple[list[str], list[int], list[int]]:
-    from models.llama.evaluation import TASKS
-    from tree_attn.arguments import STORED_DTYPES, one_of
+def _checked(args: argparse.Namespace) -> tuple[list[str], list[int], list[int], Any]:
+    from models.llama.evaluation import TASKS, Sizes
+    from tree_attn.arguments import NARROW_DTYPES, one_of
 
     if args.cache_dtype is not None:
-        one_of("--cache-dtype", args.cache_dtype, STORED_DTYPES)
+        one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
     tasks = [name.strip() for name in args.tasks.split(",")]
     for task in tasks:
         one_of("--tasks", task, tuple(TASKS))
@@ -89,7 +89,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], list[int], list[int]]
     for name in ("samples", "batch", "tail"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    return tasks, ratios, kept
+    return tasks, ratios, kept, Sizes(context=args.context, tail=args.tail, samples=args.samples)
 
 
 def _integers(name: str, text: str) -> list[int]:
@@ -102,16 +102,15 @@ def _integers(name: str, text: str) -> list[int]:
     return found
 
 
-def _evaluate(args, checkpoint, text: str, tasks, ratios, kept, writer) -> None:
+def _evaluate(args, checkpoint, text: str, tasks, ratios, kept, sizes, writer) -> None:
     """Appends the rows that are missing."""
     import jax
 
     from models.llama import session
-    from models.llama.evaluation import Method, Scorer, Sizes, make_samples, methods_for, score
+    from models.llama.evaluation import Method, Scorer, make_samples, methods_for, score
     from tree_attn.commands.report import progress
 
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    sizes = Sizes(context=args.context, tail=args.tail, samples=args.samples)
     cases: dict[Method, int] = {Method(name="dense"): 1}
     for ratio in ratios:
         for num_kept in kept:

@@ -70,10 +70,10 @@ def open_request(args: argparse.Namespace) -> Request:
     from models.llama import Sampling, session
     from models.llama.attention import check_choice
     from models.llama.generate import check_request
-    from tree_attn.arguments import STORED_DTYPES, one_of
+    from tree_attn.arguments import NARROW_DTYPES, one_of
 
     if args.cache_dtype is not None:
-        one_of("--cache-dtype", args.cache_dtype, STORED_DTYPES)
+        one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)

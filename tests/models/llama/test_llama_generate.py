@@ -123,6 +123,13 @@ def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_mod
     for at_once, one in ((1, model), (3, unrolled)):
         generator = Generator(one, by_name("single", one.sharding), sampling, tokens_per_dispatch=at_once)
         steps[at_once] = list(generator.stream(PROMPTS, 6))  # one by prefill, three, and two of the next three
+    assert len({step.seconds for step in steps[3][1:4]}) == 1, "of one call"
+
+    def loops(model):
+        decode = jax.jit(lambda tokens, cache: model.decode(tokens, cache, by_name("single", model.sharding)))
+        return decode.lower(jnp.ones((1, 1), jnp.int32), empty_cache(model, 1, 8)).as_text().count("while")
+
+    assert loops(model) > loops(unrolled) == 0
     for a, b in zip(steps[1], steps[3], strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
@@ -141,6 +148,8 @@ def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(t
     assert held[None] == 4 * held[jnp.float8_e4m3fn]
     whole, narrow = steps.values()
     np.testing.assert_array_equal(whole[0], narrow[0])  # prompts are read in full precision
+    with pytest.raises(ValueError, match="cache_dtype must be one of 'float32', 'float8_e4m3fn', got 'bfloat16'"):
+        Generator(model, by_name("tree", model.sharding), cache_dtype=jnp.bfloat16)
     assert 1e-4 < np.abs(whole[1] - narrow[1]).max() < 0.2 * np.abs(whole[1]).max()
 
 
@@ -149,10 +158,15 @@ def test_prefill_in_chunks_changes_nothing(tiny_model, name, num_devices):
     model = tiny_model(num_devices)
     attention = by_name(name, model.sharding)
     prompts = [list(range(3, 60)), [5], [9, 8, 7] * 8, list(range(30))]  # the last two end with a chunk, and within one
-    whole, chunked = (Generator(model, attention, prefill_chunk=chunk) for chunk in (None, 24))
+    lengths = []
+    spy = dataclasses.replace(
+        attention, prefill=lambda query, *rest: lengths.append(query.shape[1]) or attention.prefill(query, *rest)
+    )
+    whole, chunked = Generator(model, attention), Generator(model, spy, prefill_chunk=24)
     steps = [list(generator.stream(prompts, 3, share_prefixes=False)) for generator in (whole, chunked)]
     for a, b in zip(*steps, strict=True):
         np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
+    assert set(lengths) == {24}
 
 
 def test_chunks_after_a_shared_prefix(tiny_model):
