@@ -113,7 +113,8 @@ def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dic
     set_bytes = case.key_value_bytes(case.batch * own_keys)
     sets = max(1, int(np.ceil(ROTATE_BYTES / set_bytes)))
     keys = iter(jax.random.split(jax.random.key(0), 1 + 4 * sets))
-    draw = lambda *shape: jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))(next(keys))
+    normal = jax.jit(functools.partial(jax.random.normal, dtype=jnp.bfloat16), static_argnums=1)
+    draw = lambda *shape: normal(next(keys), shape)
     query = draw(case.batch, 1, case.num_heads, case.head_dim)
 
     def step(query, prefix, own, implementation):
