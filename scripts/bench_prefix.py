@@ -61,6 +61,7 @@ def main() -> int:
     parser.add_argument("part", choices=("table", "markdown", "flashinfer"))
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; rows in it are not made again")
     parser.add_argument("--ways", help="only those with this in their name")
+    parser.add_argument("--cases", help="which of CASES, e.g. 0,3 (default: all)")
     parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
     args = parser.parse_args()
     if args.part == "flashinfer":
@@ -82,7 +83,8 @@ def table(args) -> int:
     origin |= {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv])}
     ways = [way for way in WAYS if (args.ways or "") in way]
     peers = [] if args.ways else _flashinfer_rows()
-    for i, case in enumerate(CASES):
+    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
+        case = CASES[i]
         timed = {way: functools.partial(_time, case, *WAYS[way], args.iters) for way in ways}
         timed |= {"flashinfer": functools.partial(peers.__getitem__, i)} if peers else {}
         for way, measured in timed.items():
@@ -117,6 +119,7 @@ def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dic
     draw = lambda *shape: normal(next(keys), shape)
     query = draw(case.batch, 1, case.num_heads, case.head_dim)
 
+    @functools.partial(jax.jit, static_argnames="implementation")  # traced once for all steps of a chain
     def step(query, prefix, own, implementation):
         if is_shared:
             return bifurcated_decode(query, *prefix, *own, implementation=implementation, return_lse=True)

@@ -149,12 +149,14 @@ def _select_scoped(
     end, recent = ends_smem[0], ends_smem[1]
     is_visible = slots < end
     is_recent = is_visible & (slots >= recent)
-    top = _scalar(jnp.where(is_visible, logits, LOWEST), jnp.max, weight_smem)
-    weight_of = lambda chosen, x: _scalar(jnp.where(chosen, jnp.exp2(x - top), 0.0), jnp.sum, weight_smem)
+    scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
+    top = scalar(jnp.where(is_visible, logits, LOWEST), "max", weight_smem)
+    weight_of = lambda chosen, x: scalar(jnp.where(chosen, jnp.exp2(x - top), 0.0), "add", weight_smem)
     total, kept = weight_of(is_visible, logits), weight_of(is_recent, logits)
     # The order of logits is that of their shares. One array for all: registers are what limits CTAs here.
     scores = jnp.where(is_visible, jnp.where(is_recent, jnp.inf, logits), -jnp.inf)
-    is_kept = _first_largest(scores, slots, shape.num_keys, count_smem)
+    count_of = lambda chosen: scalar(jnp.where(chosen, 1, 0), "add", count_smem)
+    is_kept = _first_largest(scores, slots, shape.num_keys, count_of)
     kept = kept + weight_of(is_kept & (scores < jnp.inf), scores)
     for i, weight in enumerate((total, kept)):
         stats_ref[row, i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
@@ -165,20 +167,22 @@ def _select_scoped(
         _list(jnp.where(is_kept, 1, 0), slots_ref.at[row], count_smem)
 
 
-def _scalar(x, reduce, smem):
-    """The sum or maximum of all of `x [W, 32]`. Registers give vectors only, shared memory gives scalars."""
-    rows = lax.broadcast_in_dim(reduce(x, axis=1), x.shape, [0])
-    smem[...] = reduce(rows, axis=0)  # the same in every column
-    plgpu.commit_smem()
-    result = smem[0]
-    plgpu.commit_smem()  # all have read it
-    return result
+def _scalar(x, operation: str, layout, smem, interpret: bool):
+    """The "add" or "max" of all of `x`: Pallas reduces a matrix along one axis only, and to a vector."""
+    if interpret:
+        return jnp.sum(x) if operation == "add" else jnp.max(x)
+    result = plgpu.ShapeDtypeStruct((), x.dtype, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
+    def emit(_, x, smem):
+        return x.reduce(operation, tuple(range(len(x.shape))), smem)
+
+    return emit(x, smem)
 
 
-def _first_largest(scores, slots, num_keys: int, smem):
+def _first_largest(scores, slots, num_keys: int, count):
     """Whether each is one of the `num_keys` largest; of equals the earliest, and none that is -inf."""
     num_slots = scores.shape[0] * COLUMNS
-    count = lambda chosen: _scalar(jnp.where(chosen, 1, 0), jnp.sum, smem)
 
     def halve(state):
         least, most, found = state
@@ -271,7 +275,7 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
       out `[rows, H]` in the dtype of `query`, lse float32 `[rows]`.
     """
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:1], jnp.float32)
-    query = jnp.pad(query.astype(jnp.float32) * (shape.scale * LOG2_E), [(0, 0), (0, PADDING)])
+    query = query.astype(jnp.float32) * (shape.scale * LOG2_E)
     return launch(
         functools.partial(_attend, shape, interpret),
         out_type=results,
@@ -290,19 +294,19 @@ def _attend(shape: SparqShape, interpret: bool, *refs):
         functools.partial(_attend_scoped, shape, interpret, stages, *refs),
         key_smem=plgpu.SMEM((stages, TILE, padded), shape.dtype),
         value_smem=plgpu.SMEM((stages, TILE, padded), shape.dtype),
-        out_smem=plgpu.SMEM((padded,), shape.dtype),
-        lse_smem=plgpu.SMEM((padded,), jnp.float32),
+        out_smem=plgpu.SMEM((shape.head_dim,), shape.dtype),
+        scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
         collective_axes="warpgroup",
     )
 
 
 def _attend_scoped(
     shape: SparqShape, interpret: bool, stages: int, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref,
-    lse_ref, *, key_smem, value_smem, out_smem, lse_smem,
+    lse_ref, *, key_smem, value_smem, out_smem, scalar_smem,
 ):  # fmt: skip
     row = lax.axis_index("row")
     sequence, head = shape.sequence_and_head(row)
-    padded, tiles = shape.head_dim + PADDING, pl.cdiv(shape.num_keys, TILE)
+    tile_shape, tiles = (TILE, shape.head_dim), pl.cdiv(shape.num_keys, TILE)
     layout, count = plgpu.Layout.WGMMA, counts_ref[row]
     copy = _interpreted_copy if interpret else _copy_rows
 
@@ -317,45 +321,41 @@ def _attend_scoped(
 
             _end_group(interpret)
 
-    for smem in (key_smem, value_smem):  # what lies beyond H is multiplied by 0, and might be anything
-        for stage in range(stages):
-            smem[stage] = jnp.zeros((TILE, padded), shape.dtype)
-    plgpu.commit_smem()
     for tile in range(stages):
         move_tile(jnp.int32(tile))
     by_row, by_dim = layout.reduce(1), layout.reduce(0)
-    spread = lambda x, axis: lax.broadcast_in_dim(x, (TILE, padded), [axis])
+    spread = lambda x, axis: lax.broadcast_in_dim(x, tile_shape, [axis])
     query = spread(load(query_ref.at[row], by_dim), 1)
-    place = plgpu.broadcasted_iota(jnp.int32, (TILE, padded), 0, layout=layout).max(axis=1)
+    place = plgpu.broadcasted_iota(jnp.int32, tile_shape, 0, layout=layout).max(axis=1)
+    rows_of = lambda smem: load(smem, layout)[:, : shape.head_dim].astype(jnp.float32)
 
     def tile_step(tile, state):
         """Each place of a tile has a softmax of its own, `top [64]`, and they meet at the end only."""
         acc, top, total = state
         stage = lax.rem(tile, stages)
         _await_copies(2 * stages - 1, interpret)
-        logits = (load(key_smem.at[stage], layout).astype(jnp.float32) * query).sum(axis=1)
+        logits = (rows_of(key_smem.at[stage]) * query).sum(axis=1)
         logits = jnp.where(place + tile * TILE < count, logits, -jnp.inf)
         new_top = jnp.maximum(top, logits)
         decay, weight = jnp.exp2(top - new_top), jnp.exp2(logits - new_top)
         _await_copies(2 * stages - 2, interpret)
-        values = load(value_smem.at[stage], layout).astype(jnp.float32)
+        values = rows_of(value_smem.at[stage])
         plgpu.commit_smem()  # all have read them
         move_tile(tile + stages)
         return acc * spread(decay, 0) + values * spread(weight, 0), new_top, total * decay + weight
 
-    empty = full(0.0, (TILE, padded), layout), full(LOWEST, (TILE,), by_row), full(0.0, (TILE,), by_row)
+    empty = full(0.0, tile_shape, layout), full(LOWEST, (TILE,), by_row), full(0.0, (TILE,), by_row)
     acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
     _await_copies(0, interpret)
-    over_all = spread(top, 0).max(axis=0)  # [H + 8], the same for every head dim
-    decay = jnp.exp2(top - spread(over_all, 1).max(axis=1))
-    total = spread(total * decay, 0).sum(axis=0)
+    scalar = lambda x, operation: _scalar(x, operation, by_row, scalar_smem, interpret)
+    over_all = scalar(top, "max")
+    decay = jnp.exp2(top - over_all)
+    total = scalar(total * decay, "add")
     out = (acc * spread(decay, 0)).sum(axis=0) * jnp.where(total > 0, 1.0 / total, 0.0)
     out_smem[...] = out.astype(out_smem.dtype)
-    lse_smem[...] = jnp.where(total > 0, (over_all + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
     plgpu.commit_smem()
-    # What lies beyond H is not written.
-    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, pl.ds(row * 0, padded)])
-    lse_ref[row] = lse_smem[0]
+    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row])
+    lse_ref[row] = jnp.where(total > 0, (over_all + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
     plgpu.wait_smem_to_gmem(0)
 
 
