@@ -23,12 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
-from tree_attn.local.lean_kernel import LOG2_E, LOWEST, full, launch, load, tiling
+from tree_attn.local.lean_kernel import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
 from tree_attn.ptx import asm
 
 COLUMNS = 32  # keys of a row of registers
 TILE = 64  # kept keys that are attended to at a time
 PADDING = 8  # elements between rows in shared memory, so that rows begin in different banks
+STAGES = 2  # tiles of keys and of values on their way per CTA
 WARPS = 4
 LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, and of infinity
 
@@ -49,6 +50,7 @@ class SparqShape:
     num_keys: int
     scale: float
     dtype: Any
+    num_sms: int
     num_stages: int = 6
 
     @property
@@ -89,8 +91,8 @@ def select_keys(key_by_component, components, weights, ends, *, shape: SparqShap
             jax.ShapeDtypeStruct((shape.rows, shape.list_size), jnp.int32),
             jax.ShapeDtypeStruct((shape.rows, 2), jnp.float32),
         ),
-        grid=(shape.rows,),
-        grid_names=("row",),
+        grid=(_num_ctas(shape, shape.num_stages * shape.score_rows * COLUMNS * 2, at_most=3),),
+        grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=4096,
@@ -98,17 +100,22 @@ def select_keys(key_by_component, components, weights, ends, *, shape: SparqShap
     )(keys, components, weights, ends)
 
 
+def _num_ctas(shape: SparqShape, smem_bytes: int, at_most: int) -> int:
+    """As many as run at once, `at_most` per SM for what registers hold; each takes every so many-th row."""
+    return min(shape.rows, shape.num_sms * max(1, min(at_most, SMEM_BYTES_PER_SM // (smem_bytes + 4096))))
+
+
 def _select(shape: SparqShape, interpret: bool, *refs):
     stages, count = shape.num_stages, shape.num_components
     pl.run_scoped(
         functools.partial(_select_scoped, shape, interpret, *refs),
         keys_smem=plgpu.SMEM((stages, shape.score_rows, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)),
-        components_smem=plgpu.SMEM((count,), jnp.int32),
-        weights_smem=plgpu.SMEM((count,), jnp.float32),
-        ends_smem=plgpu.SMEM((4,), jnp.int32),
+        components_smem=plgpu.SMEM((2, count), jnp.int32),
+        weights_smem=plgpu.SMEM((2, count), jnp.float32),
+        ends_smem=plgpu.SMEM((2, 4), jnp.int32),
         count_smem=plgpu.SMEM((COLUMNS,), jnp.int32),
         weight_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
-        given=plgpu.Barrier(num_arrivals=3),
+        given=plgpu.Barrier(num_arrivals=3, num_barriers=2),
         filled=plgpu.Barrier(num_barriers=stages),
         collective_axes="warpgroup",
     )
@@ -118,35 +125,73 @@ def _select_scoped(
     shape: SparqShape, interpret: bool, keys_ref, components_ref, weights_ref, ends_ref, slots_ref, stats_ref, *,
     keys_smem, components_smem, weights_smem, ends_smem, count_smem, weight_smem, given, filled,
 ):  # fmt: skip
-    row = lax.axis_index("row")
-    sequence, head = shape.sequence_and_head(row)
-    count, stages, rows, layout = shape.num_components, shape.num_stages, shape.score_rows, plgpu.Layout.WGMMA
-    plgpu.copy_gmem_to_smem(components_ref.at[row], components_smem, given)
-    plgpu.copy_gmem_to_smem(weights_ref.at[row], weights_smem, given)
-    plgpu.copy_gmem_to_smem(ends_ref.at[row], ends_smem, given)
-    plgpu.barrier_wait(given)
+    cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
+    count, stages, layout = shape.num_components, shape.num_stages, plgpu.Layout.WGMMA
+    own_rows = lax.div(shape.rows - cta + num_ctas - 1, num_ctas)
 
-    def move(i):
-        slot = lax.rem(i, stages)
+    def ask(i):
+        """What is to be known of this CTA's i-th row, into one of two places."""
+        row, parity = cta + i * num_ctas, lax.rem(i, 2)
+        refs = ((components_ref, components_smem), (weights_ref, weights_smem), (ends_ref, ends_smem))
+        for ref, smem in refs:
+            plgpu.copy_gmem_to_smem(ref.at[row], smem.at[parity], given.at[parity])
+
+    def move(i, n):
+        """The n-th component of the i-th row."""
+        row, slot = cta + i * num_ctas, lax.rem(i * count + n, stages)
+        sequence, head = shape.sequence_and_head(row)
         # Keys beyond S are filled with zeros.
-        source = keys_ref.at[sequence, head, components_smem[i], pl.ds(row * 0, rows)]
+        source = keys_ref.at[sequence, head, components_smem[lax.rem(i, 2), n], pl.ds(row * 0, shape.score_rows)]
         plgpu.copy_gmem_to_smem(source, keys_smem.at[slot], filled.at[slot])
 
-    lax.fori_loop(0, min(stages, count), lambda i, _: move(i), None)
+    def move_first(i):
+        lax.fori_loop(0, min(stages, count), lambda n, _: move(i, n), None)
 
-    def add_component(i, logits):
-        slot = lax.rem(i, stages)
-        plgpu.barrier_wait(filled.at[slot])
-        component = load(keys_smem.at[slot], layout).astype(jnp.float32)
-        plgpu.commit_smem()  # all have read it
-        pl.when(i + stages < count)(lambda: move(i + stages))
-        return logits + component * weights_smem[i]
+    ask(jnp.int32(0))
+    plgpu.barrier_wait(given.at[0])
+    move_first(jnp.int32(0))
 
-    logits = lax.fori_loop(0, count, add_component, full(0.0, (rows, COLUMNS), layout))
+    def row_step(i, _):
+        row, parity, is_last = cta + i * num_ctas, lax.rem(i, 2), i + 1 == own_rows
+        pl.when(~is_last)(lambda: ask(i + 1))
 
+        def add_component(n, logits):
+            slot = lax.rem(i * count + n, stages)
+            plgpu.barrier_wait(filled.at[slot])
+            component = load(keys_smem.at[slot], layout).astype(jnp.float32)
+            plgpu.commit_smem()  # all have read it
+            pl.when(n + stages < count)(lambda: move(i, n + stages))
+            return logits + component * weights_smem[parity, n]
+
+        logits = lax.fori_loop(0, count, add_component, full(0.0, (shape.score_rows, COLUMNS), layout))
+
+        @pl.when(~is_last)
+        def _():  # the next row's components are on their way while this one's keys are chosen
+            plgpu.barrier_wait(given.at[1 - parity])
+            move_first(i + 1)
+
+        _choose(
+            shape,
+            interpret,
+            logits,
+            ends_smem.at[parity],
+            slots_ref.at[row],
+            stats_ref.at[row],
+            count_smem,
+            weight_smem,
+        )
+
+    lax.fori_loop(0, own_rows, row_step, None)
+
+
+def _choose(
+    shape: SparqShape, interpret: bool, logits, ends_ref, slots_ref, stats_ref, count_smem, weight_smem
+) -> None:
+    """Lists the keys of one row that are kept, and writes what they weigh."""
+    rows, layout = shape.score_rows, plgpu.Layout.WGMMA
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (rows, COLUMNS), layout=layout)
     slots = iota(0) * COLUMNS + iota(1)
-    end, recent = ends_smem[0], ends_smem[1]
+    end, recent = ends_ref[0], ends_ref[1]
     is_visible = slots < end
     is_recent = is_visible & (slots >= recent)
     scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
@@ -159,12 +204,12 @@ def _select_scoped(
     is_kept = _first_largest(scores, slots, shape.num_keys, count_of)
     kept = kept + weight_of(is_kept & (scores < jnp.inf), scores)
     for i, weight in enumerate((total, kept)):
-        stats_ref[row, i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
+        stats_ref[i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
     if interpret:
         found = jnp.nonzero(is_kept.ravel(), size=shape.list_size, fill_value=0)[0]
-        slots_ref[row] = found.astype(jnp.int32)
+        slots_ref[...] = found.astype(jnp.int32)
     else:
-        _list(jnp.where(is_kept, 1, 0), slots_ref.at[row], count_smem)
+        _list(jnp.where(is_kept, 1, 0), slots_ref, count_smem)
 
 
 def _scalar(x, operation: str, layout, smem, interpret: bool):
@@ -279,8 +324,8 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
     return launch(
         functools.partial(_attend, shape, interpret),
         out_type=results,
-        grid=(shape.rows,),
-        grid_names=("row",),
+        grid=(_num_ctas(shape, STAGES * 2 * TILE * (shape.head_dim + PADDING) * 2, at_most=2),),
+        grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=4096,
@@ -289,11 +334,11 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
 
 
 def _attend(shape: SparqShape, interpret: bool, *refs):
-    stages, padded = min(2, pl.cdiv(shape.num_keys, TILE)), shape.head_dim + PADDING
+    rows = plgpu.SMEM((STAGES, TILE, shape.head_dim + PADDING), shape.dtype)
     pl.run_scoped(
-        functools.partial(_attend_scoped, shape, interpret, stages, *refs),
-        key_smem=plgpu.SMEM((stages, TILE, padded), shape.dtype),
-        value_smem=plgpu.SMEM((stages, TILE, padded), shape.dtype),
+        functools.partial(_attend_scoped, shape, interpret, *refs),
+        key_smem=rows,
+        value_smem=rows,
         out_smem=plgpu.SMEM((shape.head_dim,), shape.dtype),
         scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
         collective_axes="warpgroup",
@@ -301,61 +346,67 @@ def _attend(shape: SparqShape, interpret: bool, *refs):
 
 
 def _attend_scoped(
-    shape: SparqShape, interpret: bool, stages: int, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref,
-    lse_ref, *, key_smem, value_smem, out_smem, scalar_smem,
+    shape: SparqShape, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
+    key_smem, value_smem, out_smem, scalar_smem,
 ):  # fmt: skip
-    row = lax.axis_index("row")
-    sequence, head = shape.sequence_and_head(row)
+    cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     tile_shape, tiles = (TILE, shape.head_dim), pl.cdiv(shape.num_keys, TILE)
-    layout, count = plgpu.Layout.WGMMA, counts_ref[row]
-    copy = _interpreted_copy if interpret else _copy_rows
+    own_rows = lax.div(shape.rows - cta + num_ctas - 1, num_ctas)
+    layout, copy = plgpu.Layout.WGMMA, _interpreted_copy if interpret else _copy_rows
 
-    def move_tile(tile):
-        """Keys are a group of copies, and values another; past the end they are empty."""
-        for refs, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+    def move(step):
+        """The tile of a step, across rows: two groups of copies, keys and values; past the end they are empty."""
+        row, tile, stage = cta + lax.div(step, tiles) * num_ctas, lax.rem(step, tiles), lax.rem(step, STAGES)
+        sequence, head = shape.sequence_and_head(row)
+        for ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
 
-            @pl.when(tile < tiles)
-            def _(refs=refs, smem=smem):
-                stage = smem.at[lax.rem(tile, stages)]
-                copy(refs.at[sequence, :, head], stage, slots_ref.at[row], tile * TILE, count)
+            @pl.when(step < own_rows * tiles)
+            def _(ref=ref, smem=smem):
+                copy(ref.at[sequence, :, head], smem.at[stage], slots_ref.at[row], tile * TILE, counts_ref[row])
 
             _end_group(interpret)
 
-    for tile in range(stages):
-        move_tile(jnp.int32(tile))
     by_row, by_dim = layout.reduce(1), layout.reduce(0)
     spread = lambda x, axis: lax.broadcast_in_dim(x, tile_shape, [axis])
-    query = spread(load(query_ref.at[row], by_dim), 1)
     place = plgpu.broadcasted_iota(jnp.int32, tile_shape, 0, layout=layout).max(axis=1)
     rows_of = lambda smem: load(smem, layout)[:, : shape.head_dim].astype(jnp.float32)
-
-    def tile_step(tile, state):
-        """Each place of a tile has a softmax of its own, `top [64]`, and they meet at the end only."""
-        acc, top, total = state
-        stage = lax.rem(tile, stages)
-        _await_copies(2 * stages - 1, interpret)
-        logits = (rows_of(key_smem.at[stage]) * query).sum(axis=1)
-        logits = jnp.where(place + tile * TILE < count, logits, -jnp.inf)
-        new_top = jnp.maximum(top, logits)
-        decay, weight = jnp.exp2(top - new_top), jnp.exp2(logits - new_top)
-        _await_copies(2 * stages - 2, interpret)
-        values = rows_of(value_smem.at[stage])
-        plgpu.commit_smem()  # all have read them
-        move_tile(tile + stages)
-        return acc * spread(decay, 0) + values * spread(weight, 0), new_top, total * decay + weight
-
-    empty = full(0.0, tile_shape, layout), full(LOWEST, (TILE,), by_row), full(0.0, (TILE,), by_row)
-    acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
-    _await_copies(0, interpret)
     scalar = lambda x, operation: _scalar(x, operation, by_row, scalar_smem, interpret)
-    over_all = scalar(top, "max")
-    decay = jnp.exp2(top - over_all)
-    total = scalar(total * decay, "add")
-    out = (acc * spread(decay, 0)).sum(axis=0) * jnp.where(total > 0, 1.0 / total, 0.0)
-    out_smem[...] = out.astype(out_smem.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row])
-    lse_ref[row] = jnp.where(total > 0, (over_all + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    for step in range(STAGES):
+        move(jnp.int32(step))
+
+    def row_step(i, _):
+        row = cta + i * num_ctas
+        count, query = counts_ref[row], spread(load(query_ref.at[row], by_dim), 1)
+
+        def tile_step(tile, state):
+            """Each place of a tile has a softmax of its own, `top [64]`, and they meet at the end only."""
+            acc, top, total = state
+            step = i * tiles + tile
+            stage = lax.rem(step, STAGES)
+            _await_copies(2 * STAGES - 1, interpret)
+            logits = (rows_of(key_smem.at[stage]) * query).sum(axis=1)
+            logits = jnp.where(place + tile * TILE < count, logits, -jnp.inf)
+            new_top = jnp.maximum(top, logits)
+            decay, weight = jnp.exp2(top - new_top), jnp.exp2(logits - new_top)
+            _await_copies(2 * STAGES - 2, interpret)
+            values = rows_of(value_smem.at[stage])
+            plgpu.commit_smem()  # all have read them
+            move(step + STAGES)
+            return acc * spread(decay, 0) + values * spread(weight, 0), new_top, total * decay + weight
+
+        empty = full(0.0, tile_shape, layout), full(LOWEST, (TILE,), by_row), full(0.0, (TILE,), by_row)
+        acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
+        over_all = scalar(top, "max")
+        decay = jnp.exp2(top - over_all)
+        total = scalar(total * decay, "add")
+        out = (acc * spread(decay, 0)).sum(axis=0) * jnp.where(total > 0, 1.0 / total, 0.0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last row's has left
+        out_smem[...] = out.astype(out_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row])
+        lse_ref[row] = jnp.where(total > 0, (over_all + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+
+    lax.fori_loop(0, own_rows, row_step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
