@@ -110,9 +110,10 @@ def _select(shape: SparqShape, interpret: bool, *refs):
     pl.run_scoped(
         functools.partial(_select_scoped, shape, interpret, *refs),
         keys_smem=plgpu.SMEM((stages, shape.score_rows, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)),
-        components_smem=plgpu.SMEM((2, count), jnp.int32),
-        weights_smem=plgpu.SMEM((2, count), jnp.float32),
-        ends_smem=plgpu.SMEM((2, 4), jnp.int32),
+        # A TMA copy begins at a multiple of 128 bytes.
+        components_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.int32),
+        weights_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.float32),
+        ends_smem=plgpu.SMEM((2, 32), jnp.int32),
         count_smem=plgpu.SMEM((COLUMNS,), jnp.int32),
         weight_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
         given=plgpu.Barrier(num_arrivals=3, num_barriers=2),
@@ -134,7 +135,7 @@ def _select_scoped(
         row, parity = cta + i * num_ctas, lax.rem(i, 2)
         refs = ((components_ref, components_smem), (weights_ref, weights_smem), (ends_ref, ends_smem))
         for ref, smem in refs:
-            plgpu.copy_gmem_to_smem(ref.at[row], smem.at[parity], given.at[parity])
+            plgpu.copy_gmem_to_smem(ref.at[row], smem.at[parity, pl.ds(0, ref.shape[1])], given.at[parity])
 
     def move(i, n):
         """The n-th component of the i-th row."""
