@@ -5,7 +5,7 @@ its query is largest in, one TMA copy each, into logits that stay in registers; 
 bisection over the order of floats, and lists the keys that are kept and what they weigh. No score reaches memory.
 `attend_kept` is step 2: it copies the listed keys and values, row by row, and attends.
 
-Shapes in comments: W = S / 32 rows of 32 keys, k keys kept, H head dim.
+Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim.
 
 Source: SparQ Attention, Algorithm 1 and section 5.
 """
@@ -26,10 +26,10 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf
 from tree_attn.local.lean_kernel import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
 from tree_attn.ptx import asm
 
-COLUMNS = 32  # keys of a row of registers
+COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
 TILE = 64  # kept keys that are attended to at a time
 PADDING = 8  # elements between rows in shared memory, so that rows begin in different banks
-STAGES = 2  # tiles of keys and of values on their way per CTA
+STAGES = 3  # tiles of keys and of values on their way per CTA
 WARPS = 4
 LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, and of infinity
 
@@ -75,7 +75,7 @@ def select_keys(key_by_component, components, weights, ends, *, shape: SparqShap
     """Which keys each row keeps, and what they weigh in the approximate scores.
 
     Args:
-      key_by_component: `[B, K, H, S]`, S a multiple of 32.
+      key_by_component: `[B, K, H, S]`, S a multiple of 512.
       components: int32 `[rows, r]`, which components of the keys are read; r a multiple of 4.
       weights: float32 `[rows, r]`, what they are multiplied by: query, scale, temperature, and log2(e).
       ends: int32 `[rows, 4]`: end of the visible slots, first of those that are kept whatever they score; two unused.
@@ -154,6 +154,7 @@ def _select_scoped(
 
     def row_step(i, _):
         row, parity, is_last = cta + i * num_ctas, lax.rem(i, 2), i + 1 == own_rows
+        plgpu.commit_smem()  # all have read what they had to know of the last row
         pl.when(~is_last)(lambda: ask(i + 1))
 
         def add_component(n, logits):
@@ -263,7 +264,7 @@ def _float_of_rank(rank, shape):
 
 
 def _list(is_kept, slots_ref, smem) -> None:
-    """Writes the slots where int32 `is_kept [W, 32]` is 1, one after another: a prefix sum over threads places them.
+    """Writes the slots where int32 `is_kept [W, 64]` is 1, one after another: a prefix sum over threads places them.
 
     Pallas has no scatter, so this is written in MLIR, for each thread and the registers that it holds.
     """
