@@ -357,16 +357,21 @@ def _attend_scoped(
     layout, copy = plgpu.Layout.WGMMA, _interpreted_copy if interpret else _copy_rows
 
     def move(step):
-        """The tile of a step, across rows: two groups of copies, keys and values; past the end they are empty."""
+        """The tile of a step, across rows, as two groups of copies: keys, and values. Past the end they are empty."""
         row, tile, stage = cta + lax.div(step, tiles) * num_ctas, lax.rem(step, tiles), lax.rem(step, STAGES)
         sequence, head = shape.sequence_and_head(row)
-        for ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+        is_there = step < own_rows * tiles
 
-            @pl.when(step < own_rows * tiles)
-            def _(ref=ref, smem=smem):
-                copy(ref.at[sequence, :, head], smem.at[stage], slots_ref.at[row], tile * TILE, counts_ref[row])
+        @pl.when(is_there)
+        def _():
+            rows = [
+                (ref.at[sequence, :, head], smem.at[stage])
+                for ref, smem in ((key_ref, key_smem), (value_ref, value_smem))
+            ]
+            copy(*rows[0], *rows[1], slots_ref.at[row], tile * TILE, counts_ref[row])
 
-            _end_group(interpret)
+        if not interpret:
+            pl.when(~is_there)(lambda: _asm("cp.async.commit_group; cp.async.commit_group;"))
 
     by_row, by_dim = layout.reduce(1), layout.reduce(0)
     spread = lambda x, axis: lax.broadcast_in_dim(x, tile_shape, [axis])
@@ -412,64 +417,70 @@ def _attend_scoped(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_rows(source_ref, smem, slots_ref, first, count) -> None:
-    """Begins to copy the rows `slots[first + i]` of `source [S, H]` to `smem [64, H + 8]`, as a group of copies.
+def _copy_rows(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
+    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[64, H + 8]`, keys and values as a group each.
 
-    Rows are a few hundred bytes each, which threads copy by 16 bytes: one TMA copy each takes longer to begin. The last
-    of `count` slots stands for those past the end.
+    Rows are a few hundred bytes, which threads copy by 16 bytes: a TMA copy for each would take longer to begin. The
+    last of `count` slots stands for those past the end.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT,) * 2)
-    def emit(_, source_ref, smem, slots_ref, first, count):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5 + (plgpu.Layout.WG_SPLAT,) * 2)
+    def emit(_, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count):
         i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
-        head_dim, padded = ir.MemRefType(source_ref.type).shape[1], ir.MemRefType(smem.type).shape[1]
-        (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
         constant, wide = lambda x: arith.constant(i32, x), lambda x: arith.extsi(i64, x)
-        source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
-        target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
+        head_dim, padded = ir.MemRefType(key_ref.type).shape[1], ir.MemRefType(key_smem.type).shape[1]
         thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
         first, count = (x.registers.item() for x in (first, count))
         last = arith.maxsi(arith.subi(count, constant(1)), constant(0))
-        per_row = head_dim // 8
-        for start in range(0, TILE * per_row, 32 * WARPS):
+        pieces = []
+        for start in range(0, TILE * head_dim // 8, 32 * WARPS):
             piece = arith.addi(thread, constant(start))
-            place, part = arith.divui(piece, constant(per_row)), arith.remui(piece, constant(per_row))
-            listed = arith.minsi(arith.addi(first, place), last)
-            slot = memref.load(slots_ref, [arith.index_cast(index, listed)])
+            place, part = arith.divui(piece, constant(head_dim // 8)), arith.remui(piece, constant(head_dim // 8))
+            # All slots are read before the first copy begins, which no read would pass.
+            slot = memref.load(slots_ref, [arith.index_cast(index, arith.minsi(arith.addi(first, place), last))])
             # With none kept the list says nothing.
             slot = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot)
-            element = arith.addi(
-                arith.muli(wide(slot), arith.constant(i64, stride)), wide(arith.muli(part, constant(8)))
-            )
-            to = arith.addi(arith.muli(place, constant(padded)), arith.muli(part, constant(8)))
-            asm(
-                "cp.async.cg.shared.global [$0], [$1], 16;",
-                None,
-                arith.addi(target, arith.muli(to, constant(2))),
-                arith.addi(source, arith.muli(element, arith.constant(i64, 2))),
-            )
+            pieces.append((place, arith.muli(part, constant(8)), slot))
+        for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+            (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
+            source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
+            target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
+            for place, part, slot in pieces:
+                element = arith.addi(arith.muli(wide(slot), arith.constant(i64, stride)), wide(part))
+                to = arith.addi(arith.muli(place, constant(padded)), part)
+                asm(
+                    "cp.async.cg.shared.global [$0], [$1], 16;",
+                    None,
+                    arith.addi(target, arith.muli(to, constant(2))),
+                    arith.addi(source, arith.muli(element, arith.constant(i64, 2))),
+                )
+            asm("cp.async.commit_group;", None)
 
-    emit(source_ref, smem, slots_ref, first, count)
+    emit(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
 
 
-def _end_group(interpret: bool) -> None:
-    if not interpret:
-        plgpu.inline_mgpu()(lambda _: asm("cp.async.commit_group;", None) and None)()
+def _asm(text: str) -> None:
+    @plgpu.inline_mgpu()
+    def emit(_):
+        asm(text, None)
+
+    emit()
 
 
 def _await_copies(groups: int, interpret: bool) -> None:
-    """Waits until no more than `groups` groups of copies are on their way; the values of all threads are then there."""
+    """Waits until no more than `groups` groups of copies are on their way; what all threads copied is then there."""
     if not interpret:
-        plgpu.inline_mgpu()(lambda _: asm(f"cp.async.wait_group {groups};", None) and None)()
+        _asm(f"cp.async.wait_group {groups};")
     plgpu.commit_smem()
 
 
-def _interpreted_copy(source_ref, smem, slots_ref, first, count) -> None:
+def _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
     """`_copy_rows` in words that the interpreter knows."""
-    head_dim = source_ref.shape[-1]
+    own = pl.ds(0, key_ref.shape[-1])
 
     def copy(i, _):
         slot = jnp.where(count == 0, 0, slots_ref[jnp.clip(first + i, 0, jnp.maximum(count - 1, 0))])
-        smem[i, pl.ds(0, head_dim)] = source_ref[slot]
+        key_smem[i, own] = key_ref[slot]
+        value_smem[i, own] = value_ref[slot]
 
     lax.fori_loop(0, TILE, copy, None)
