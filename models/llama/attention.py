@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 import ring_baseline
 import tree_attn
+from models.llama.config import LlamaConfig
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.arguments import one_of
 from tree_attn.cache import KVCache
@@ -26,6 +28,24 @@ BLOCK_SIZE = 1
 ATTENTIONS = ("tree", "ring", "single")
 SHARING = ("tree", "single")
 _CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
+
+
+def empty_cache(
+    config: LlamaConfig, sharding: LlamaSharding, *, batch: int, capacity: int, dtype: DTypeLike, **scales
+) -> KVCache:
+    """A cache for all layers of a model; `scales` are `key_scale` and `value_scale`, as in `KVCache.create`."""
+    return KVCache.create(
+        batch=batch,
+        capacity=capacity,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        mesh=sharding.mesh,
+        axis_name=sharding.sequence,
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        **scales,
+    )
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache"], meta_fields=["sequences"])
@@ -49,6 +69,7 @@ class Prefix:
             lengths=self.cache.lengths,
             sequences=self.sequences,
             block_size=self.cache.block_size,
+            **self.cache.scales(layer),
         )
 
 
@@ -80,8 +101,8 @@ class Attention:
       shares_prefixes: whether it takes `prefixes` that are not empty: those of `SHARING`.
       prefill: `(query, key, value, lengths, prefixes) -> out`, causal, all in storage order; `[B, S, N, H]` and
         `[B, S, K, H]`. The levels of `prefixes` come before the sequences and are seen whole.
-      decode: `(query, key, value, lengths, prefixes) -> out`; query `[B, T, N, H]` at the last `T` positions, keys as
-        stored; `lengths` without those of the prefixes.
+      decode: `(query, key, value, lengths, prefixes, **scales) -> out`; query `[B, T, N, H]` at the last `T` positions,
+        keys as stored, and their `KVCache.scales`; `lengths` without those of the prefixes.
     """
 
     name: str
@@ -177,9 +198,9 @@ def _sharded(
         merged = functools.partial(_after_prefixes, with_prefixes=with_prefixes, reduction="allreduce", **options)
         return merged(SoftmaxState(out, lse), query, key, prefixes)
 
-    def decode(query, key, value, lengths, prefixes=()):
-        is_causal = query.shape[1] > 1
-        how = dict(key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, is_causal=is_causal, **reduction, **options)
+    def decode(query, key, value, lengths, prefixes=(), **scales):
+        how = dict(key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, is_causal=query.shape[1] > 1)
+        how |= scales | reduction | options
         return with_prefixes(query, prefixes, key, value, **how) if prefixes else method(query, key, value, **how)
 
     return prefill, decode
@@ -202,8 +223,8 @@ def _single(implementation: str | None) -> tuple[Callable, Callable]:
             state, query, key, prefixes, with_prefixes=hydragen_decode, implementation=implementation
         )
 
-    def decode(query, key, value, lengths, prefixes=()):
-        how = dict(key_value_seq_lengths=lengths, is_causal=query.shape[1] > 1, implementation=implementation)
+    def decode(query, key, value, lengths, prefixes=(), **scales):
+        how = dict(key_value_seq_lengths=lengths, is_causal=query.shape[1] > 1, implementation=implementation) | scales
         if prefixes:
             return hydragen_decode(query, prefixes, key, value, **how)
         return attend(query, key, value, **how).out

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from models.llama.attention import empty_cache
 from models.llama.model import Llama
 from models.llama.tokenizer import Tokenizer
 from tree_attn import attend, cost_model, sparq_decode
@@ -247,11 +248,8 @@ class Scorer:
         Returns what `follow` takes: the cache, H2O's scores `[L, B, K, S]`, and the last tokens.
         """
         tokens = np.array(contexts, np.int32)
-        cache = KVCache.create(
-            batch=len(tokens), capacity=tokens.shape[1] - 1 + room, num_kv_heads=self._config.num_kv_heads,
-            head_dim=self._config.head_dim, dtype=self._dtype, mesh=self._sharding.mesh,
-            axis_name=self._sharding.sequence, num_layers=self._config.num_layers,
-        )  # fmt: skip
+        sizes = dict(batch=len(tokens), capacity=tokens.shape[1] - 1 + room, dtype=self._dtype)
+        cache = empty_cache(self._config, self._sharding, **sizes)
         return *self._read(self._parameters, jnp.asarray(tokens[:, :-1]), cache=cache), tokens[:, -1:]
 
     def follow(self, read, tails: Sequence[Sequence[int]], method: Method) -> np.ndarray:

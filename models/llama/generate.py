@@ -5,7 +5,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.llama.attention import BLOCK_SIZE, Attention, Prefix, check_sharing
+from models.llama.attention import BLOCK_SIZE, Attention, Prefix, check_sharing, empty_cache
+from models.llama.calibration import cache_scales
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.prefix_tree import PrefixTree, share, unshared
@@ -108,12 +109,14 @@ class Generator:
       sampling: how tokens are chosen; default greedy.
       tokens_per_dispatch: how many steps one call of the decoding program makes, so that the host is asked less often.
         What is asked for beyond a stop token is made in vain.
-      cache_dtype: of keys and values as they are kept: the model's, by default, or float8_e4m3fn.
+      cache_dtype: of keys and values as they are kept: the model's, by default, float8_e4m3fn, or int8 with a scale per
+        layer and head. Prompts are read in the model's dtype (chunks and shared prefixes are read as they are kept).
+      cache_scales: of an int8 cache; default: `calibration.cache_scales` of the model, when they are first needed.
       prefill_chunk: tokens that prefill reads at a time, a multiple of the shards; see `Llama.prefill`. Default: all.
 
     Raises:
       ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards, or
-        `cache_dtype` none of the two.
+        `cache_dtype` none of the three; `cache_scales` for another dtype than int8.
       NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need what came before.
 
     Example:
@@ -129,6 +132,7 @@ class Generator:
         *,
         tokens_per_dispatch: int = 1,
         cache_dtype: DTypeLike | None = None,
+        cache_scales: Mapping[str, jax.Array] | None = None,
         prefill_chunk: int | None = None,
     ):
         if not isinstance(tokens_per_dispatch, int | np.integer) or tokens_per_dispatch < 1:
@@ -145,6 +149,9 @@ class Generator:
         own = model.embedding[...].dtype
         self._dtype = jnp.dtype(own if cache_dtype is None else cache_dtype)
         one_of("cache_dtype", self._dtype.name, (own.name, *NARROW_DTYPES))
+        if cache_scales is not None and self._dtype != jnp.int8:
+            raise ValueError(f"cache_scales: must be None for cache_dtype={self._dtype.name!r}, only int8 has them")
+        self._given_scales = cache_scales
         self._programs: dict[tuple, Programs] = {}
 
     def stream(
@@ -235,29 +242,25 @@ class Generator:
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
         lengths = np.array([len(text) for text in texts], np.int32)
-        cache = KVCache.create(
-            batch=len(texts),
-            capacity=self._capacity(texts, room),
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self._dtype,
-            mesh=self.sharding.mesh,
-            axis_name=self.sharding.sequence,
-            block_size=BLOCK_SIZE,
-            num_layers=self.config.num_layers,
-        )
-        placed = self._place(tokens[:, order.positions], "batch", "sequence")
-        return Texts(placed, self._place(lengths, "batch"), cache)
+        placed = self.sharding.place(tokens[:, order.positions], "batch", "sequence")
+        cache = self._empty_cache(len(texts), self._capacity(texts, room))
+        return Texts(placed, self.sharding.place(lengths, "batch"), cache)
 
-    def _place(self, array: np.ndarray, *logical_axes: str) -> jax.Array:
-        """The same array of every process, each placing the part of its own devices."""
-        return jax.make_array_from_callback(array.shape, self.sharding.named(*logical_axes), lambda index: array[index])
+    def _empty_cache(self, batch: int, capacity: int) -> KVCache:
+        sizes = dict(batch=batch, capacity=capacity, dtype=self._dtype)
+        return empty_cache(self.config, self.sharding, **sizes, **self._scales)
+
+    @functools.cached_property
+    def _scales(self) -> Mapping[str, jax.Array]:
+        if self._dtype != jnp.int8 or self._given_scales is not None:
+            return self._given_scales or {}
+        return cache_scales(nnx.merge(self._structure, self._parameters), self.attention)
 
     def _compile(self, tree: PrefixTree, levels: tuple[Texts, ...]) -> Programs:
         shape = (tree.served, *((texts.tokens.shape, texts.cache.capacity) for texts in levels))
         if shape not in self._programs:
             tokens, lengths, caches = zip(*levels, strict=True)
-            last = self._place(np.zeros(len(tree.remainders), np.int32), "batch")
+            last = self.sharding.place(np.zeros(len(tree.remainders), np.int32), "batch")
             key, keys = self._key(0), self._keys(range(self.tokens_per_dispatch))
             of_row, of_logits = self.sharding.named("batch"), self.sharding.named("batch", "vocab")
             of_caches = jax.tree.map(lambda array: array.sharding, caches)
@@ -314,10 +317,10 @@ class Generator:
     def _key(self, step: int) -> jax.Array:
         # As numbers, for those can be placed on devices of other processes.
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(self.sampling.seed), step))
-        return self._place(np.asarray(key))
+        return self.sharding.place(np.asarray(key))
 
     def _keys(self, steps: Sequence[int]) -> jax.Array:
-        return self._place(np.stack([np.asarray(self._key(step)) for step in steps]))
+        return self.sharding.place(np.stack([np.asarray(self._key(step)) for step in steps]))
 
     def _steps(self, tree: PrefixTree, max_new_tokens: int, first_step: int) -> Iterator[Step]:
         levels = self._lay_out(tree, max_new_tokens)

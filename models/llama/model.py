@@ -157,7 +157,8 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            return attention.decode(query, cache.key[layer], cache.value[layer], lengths, levels), cache
+            stored = cache.key[layer], cache.value[layer]
+            return attention.decode(query, *stored, lengths, levels, **cache.scales(layer)), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)

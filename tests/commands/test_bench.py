@@ -38,10 +38,11 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
 
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "tree", "--json"]
-    options += ["--prefill-chunk", "16"]
+    options += ["--prefill-chunk", "16", "--cache-dtype", "int8"]
     assert cli.main([*bench(*options), "--devices", "2"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["weights"], row["tokens_per_dispatch"], row["prefill_chunk"]) == ("replicated", 2, 16)
+    assert row["cache_bytes_per_device"] == 2 * 2 * 2 * 8 * 40 // 2  # a byte each
     per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32
     assert row["weights_bytes_per_device"] == 4 * (2 * per_layer + 64 * 16 + (2 * 2 + 1) * 16)
 
@@ -51,7 +52,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     [
         (["--config", "llama-9"], "must be one of llama-2-7b"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
-        (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', got 'float32'"),
+        (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
         (["--prefill-chunk", "9", "--devices", "2"], "--prefill-chunk must be a multiple of 2 devices, got 9"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),
         (["--attention", "star"], "--attention must be one of 'tree', 'ring', 'single', got 'star'"),

@@ -59,7 +59,7 @@ def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny
     [
         (["--tasks", "poetry"], "--tasks must be one of 'repetition', 'needle', 'language_modelling', got 'poetry'"),
         (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),
-        (["--cache-dtype", "int3"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int3'"),
+        (["--cache-dtype", "int8"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int8'"),
         (["--context", "100"], "context=100: must be at least tail + 128 = 136"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--text", "nowhere.txt"], "nowhere.txt"),

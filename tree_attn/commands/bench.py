@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single")
     parser.add_argument("--reduction", metavar="NAME", help="of tree; default: its own choice")
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
-    parser.add_argument("--cache-dtype", metavar="DTYPE", help="default: the model's; float8_e4m3fn halves bfloat16")
+    parser.add_argument(
+        "--cache-dtype", metavar="DTYPE", help="default: the model's; float8_e4m3fn and int8 halve bfloat16"
+    )
     parser.add_argument(
         "--prefill-chunk", type=int, metavar="N", help="tokens read at a time; default: all, as a ring always does"
     )

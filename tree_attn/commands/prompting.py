@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p:
     parser.add_argument(
         "--cache-dtype",
         metavar="DTYPE",
-        help="of keys and values; default: the model's; or float8_e4m3fn",
+        help="of keys and values; default: the model's; or float8_e4m3fn, or int8",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
