@@ -192,6 +192,34 @@ def test_two_axes_shard_the_sequence_as_they_are_named():
     assert_holds(append(cache, key, value), key, value, [7, 7])
 
 
+def test_a_row_takes_another_sequence_and_the_others_keep_every_bit():
+    kept = dict(num_layers=2, keeps_value_sum=True, keeps_key_by_component=True)
+    fill = jax.jit(lambda cache, key, value: cache.write(key, value, layer=1).advance(key.shape[1]))
+    cache = fill(empty_cache(capacity=12, **kept), *tokens(7))
+    cache = fill(cache, *tokens(6, seed=1))  # no room: both rows are marked
+    other = fill(empty_cache(capacity=6, batch=1, **kept), *(x[:1] for x in tokens(5, seed=2)))
+    moved = jax.jit(KVCache.with_sequence)(cache, 1, other)
+    np.testing.assert_array_equal(moved.lengths, [7, 5])
+    np.testing.assert_array_equal(moved.overflowed, [True, False])
+    names = ("key", "value", "value_sum", "key_by_component")
+    rows = lambda cache, name, row: np.asarray(getattr(cache, name))[:, row]
+    for name in names:
+        np.testing.assert_array_equal(rows(moved, name, 0), rows(cache, name, 0))
+    np.testing.assert_array_equal(rows(moved, "value_sum", 1), rows(other, "value_sum", 0))
+    for held, given in zip(natural(moved), natural(other), strict=True):
+        np.testing.assert_array_equal(held[..., 1, :5, :, :], given[..., 0, :5, :, :])
+    np.testing.assert_array_equal(in_order(moved)[..., 1, :, :, :5], in_order(other)[..., 0, :, :, :5])
+
+
+def test_a_sequence_that_does_not_fit_is_refused():
+    cache = empty_cache(capacity=12)
+    for other in (empty_cache(capacity=12), empty_cache(capacity=15, batch=1), empty_cache(batch=1, num_layers=2)):
+        with pytest.raises(ValueError, match="other must be like this cache, of one sequence and at most 12 tokens"):
+            cache.with_sequence(0, other)
+    with pytest.raises(ValueError, match=r"row must lie in \[0, 2\), got 2"):
+        cache.with_sequence(2, empty_cache(batch=1))
+
+
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_the_sum_of_the_values_and_the_keys_by_component_follow_every_change(num_layers):
     """What SparQ reads besides: after a prefill, appended tokens, a refused write, and tokens that were dropped."""

@@ -258,6 +258,52 @@ class KVCache:
 
         return self._update(put, key, value, slot, layer, new_spec=P(None, axis_tuple(self.axis_name)))
 
+    def with_sequence(self, row: int | Int[Array, ""], other: "KVCache") -> "KVCache":
+        """Returns the cache with sequence `row` replaced by the only one of `other`; the others stay as they are.
+
+        So a slot of a batch takes a new prompt while the rest goes on. No data moves between devices.
+
+        Args:
+          row: of the batch; clipped to it inside jit.
+          other: a cache of one sequence, of at most this one's capacity and otherwise like it, scales included.
+
+        Raises:
+          ValueError: `other` is not like that, or `row` is none of the batch.
+
+        Example:
+          >>> cache = cache.with_sequence(2, cache_of_the_prompt)
+        """
+        like = lambda cache: (jax.tree.structure(cache), cache.key.dtype, cache.key.shape[:-4], cache.key.shape[-2:])
+        if like(other) != like(self) or other.lengths.shape != (1,) or other.capacity > self.capacity:
+            raise ValueError(
+                f"other must be like this cache, of one sequence and at most {self.capacity} tokens; got key "
+                f"{other.key.dtype}{other.key.shape} beside {self.key.dtype}{self.key.shape}"
+            )
+        batch, rank = len(self.lengths), self.key.ndim
+        if isinstance(row, int | np.integer) and not 0 <= row < batch:
+            raise ValueError(f"row must lie in [0, {batch}), got {row}")
+        _, specs = self._stored()
+        # The axis of the batch; what has no slots is on every device.
+        axes = {name: rank - 4 for name in specs} | {"lengths": 0, "overflowed": 0}
+        axes |= {} if self.value_sum is None else {"value_sum": rank - 4}
+        specs = {name: specs.get(name, P()) for name in axes}
+
+        def put(stored, new, row):
+            # A shard's slots ascend with position: its part of a shorter cache is the beginning of a longer one's.
+            where = {name: [row if i == axis else 0 for i in range(stored[name].ndim)] for name, axis in axes.items()}
+            return {name: jax.lax.dynamic_update_slice(stored[name], new[name], where[name]) for name in axes}
+
+        mapped = jax.shard_map(
+            put,
+            mesh=self.mesh,
+            axis_names=set(axis_tuple(self.axis_name)),
+            in_specs=(specs, specs, P()),
+            out_specs=specs,
+            check_vma=False,
+        )
+        arrays = ({name: getattr(cache, name) for name in axes} for cache in (self, other))
+        return dataclasses.replace(self, **mapped(*arrays, jnp.asarray(row, jnp.int32)))
+
     def advance(self, num_tokens: int) -> "KVCache":
         """Counts `num_tokens` more tokens for each sequence with room for them; marks the others `overflowed`."""
         has_room = self.lengths + num_tokens <= self.capacity
@@ -282,24 +328,28 @@ class KVCache:
             value_sum = jnp.where(is_held, _widened(self.value, self.value_scale), 0.0).sum(axis=-3)
         return dataclasses.replace(self, lengths=lengths, value_sum=value_sum)
 
+    def _stored(self) -> tuple[dict[str, Array], dict[str, P]]:
+        """What is sharded along the sequence, by name, and how."""
+        by_slot, by_component = (P(*([None] * (self.key.ndim - k)), axis_tuple(self.axis_name)) for k in (3, 1))
+        stored, specs = {"key": self.key, "value": self.value}, {"key": by_slot, "value": by_slot}
+        if self.key_by_component is not None:
+            stored["key_by_component"], specs["key_by_component"] = self.key_by_component, by_component
+        return stored, specs
+
     def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
-        axes = axis_tuple(self.axis_name)
-        by_slot, by_component = (P(*([None] * (self.key.ndim - k)), axes) for k in (3, 1))
-        stored = {"key": self.key, "value": self.value}
+        stored, specs = self._stored()
         scales = self.scales(layer)
         new = {
             name: _as_stored(x, self.key.dtype, scales[f"{name}_scale"]) for name, x in (("key", key), ("value", value))
         }
-        specs = {"key": by_slot, "value": by_slot}
         if self.key_by_component is not None:
-            stored["key_by_component"], new["key_by_component"] = self.key_by_component, new["key"]
-            specs["key_by_component"] = by_component
+            new["key_by_component"] = new["key"]
         mapped = jax.shard_map(
             lambda stored, new, positions, layer: {
                 name: put(stored[name], new[name], positions, layer, name == "key_by_component") for name in stored
             },
             mesh=self.mesh,
-            axis_names=set(axes),
+            axis_names=set(axis_tuple(self.axis_name)),
             in_specs=(specs, new_spec, P(), None if layer is None else P()),
             out_specs=specs,
             check_vma=False,

@@ -187,6 +187,21 @@ def check_sharing(name: str, share_prefixes: bool | None) -> None:
         raise NotImplementedError(f"{share_prefixes=}: attention={name!r} {_CANNOT_SHARE}")
 
 
+def check_prefill_chunk(name: str, prefill_chunk: int | None, num_shards: int) -> None:
+    """Raises where attention `name` cannot read prompts by `prefill_chunk` tokens on `num_shards`, without a model.
+
+    Raises:
+      ValueError: it is no positive multiple of the shards.
+      NotImplementedError: `ring`, whose chunks would need what came before.
+    """
+    if prefill_chunk is None:
+        return
+    if prefill_chunk < 1 or prefill_chunk % (num_shards * BLOCK_SIZE):
+        raise ValueError(f"{prefill_chunk=}: must be a multiple of {num_shards * BLOCK_SIZE} shards")
+    if name not in SHARING:
+        raise NotImplementedError(f"{prefill_chunk=}: attention={name!r} reads prompts whole")
+
+
 def _sharded(
     method: Callable, with_prefixes: Callable, reduction: dict[str, str | None], options: dict[str, Any]
 ) -> tuple[Callable, Callable]:

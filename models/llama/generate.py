@@ -5,6 +5,7 @@ import functools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,14 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.llama.attention import BLOCK_SIZE, Attention, Prefix, check_sharing, empty_cache
+from models.llama.attention import (
+    BLOCK_SIZE,
+    Attention,
+    Prefix,
+    check_prefill_chunk,
+    check_sharing,
+    empty_cache,
+)
 from models.llama.calibration import cache_scales
 from models.llama.config import LlamaConfig
 from models.llama.model import Llama
@@ -31,19 +39,34 @@ class Programs(NamedTuple):
     decode: jax.stages.Compiled
 
 
+class Rows(NamedTuple):
+    """Where each row of a batch is, int32 `[B]` each: what the next step needs besides the cache.
+
+    tokens:     the newest
+    sequences:  which sequence the row is; its draws depend on this and on their number, not on its place in a batch
+    steps:      how many tokens have been chosen
+    """
+
+    tokens: jax.Array
+    sequences: jax.Array
+    steps: jax.Array
+
+
 class Step(NamedTuple):
-    """One new token of each sequence.
+    """One new token of each row.
 
     tokens:             int32 `[B]`
     log_probabilities:  float32 `[B]`, of these tokens, see `sampling.log_probability`
     logits:             float32 `[B, V]` that they were chosen from
     seconds:            the step's time
+    sequences:          `[B]`, whose each row's token is; None where it is nobody's
     """
 
     tokens: np.ndarray
     log_probabilities: np.ndarray
     logits: jax.Array
     seconds: float
+    sequences: Sequence[int | None]
 
 
 class Texts(NamedTuple):
@@ -65,8 +88,8 @@ class Generation:
       prompt_ids: the prompt.
       new_ids: the tokens generated, the stop token not among them.
       stopped: whether a stop token ended it, rather than the limit.
-      prefill_s: from prompts to first token, compilation excluded; shared by the batch.
-      per_token_s: median over the later tokens; None when there were none.
+      prefill_s: from prompts to first token, compilation excluded; shared by those that were prefilled together.
+      per_token_s: median over its later tokens; None when there were none.
       log_probability: what the model itself gives to the tokens of this call, the stop token among them: the sum of
         their `sampling.log_probability`.
       mean_log_probability: that sum over the number of those tokens.
@@ -98,6 +121,12 @@ def check_request(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new
             raise ValueError(
                 f"prompts: token ids span {min(prompt)} to {max(prompt)}; must be in [0, {config.vocab_size})"
             )
+
+
+def check_max_batch(max_batch: int) -> None:
+    """Raises ValueError unless `max_batch` is a positive integer."""
+    if not isinstance(max_batch, int | np.integer) or max_batch < 1:
+        raise ValueError(f"{max_batch=}: must be an integer of at least 1")
 
 
 class Generator:
@@ -137,11 +166,7 @@ class Generator:
     ):
         if not isinstance(tokens_per_dispatch, int | np.integer) or tokens_per_dispatch < 1:
             raise ValueError(f"{tokens_per_dispatch=}: must be an integer of at least 1")
-        if prefill_chunk is not None:
-            if prefill_chunk < 1 or prefill_chunk % (attention.num_shards * BLOCK_SIZE):
-                raise ValueError(f"{prefill_chunk=}: must be a multiple of {attention.num_shards * BLOCK_SIZE} shards")
-            if not attention.shares_prefixes:
-                raise NotImplementedError(f"{prefill_chunk=}: attention={attention.name!r} reads prompts whole")
+        check_prefill_chunk(attention.name, prefill_chunk, attention.num_shards)
         self.tokens_per_dispatch, self.prefill_chunk = tokens_per_dispatch, prefill_chunk
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
@@ -152,7 +177,7 @@ class Generator:
         if cache_scales is not None and self._dtype != jnp.int8:
             raise ValueError(f"cache_scales: must be None for cache_dtype={self._dtype.name!r}, only int8 has them")
         self._given_scales = cache_scales
-        self._programs: dict[tuple, Programs] = {}
+        self._programs: dict[tuple, Programs | jax.stages.Compiled] = {}
 
     def stream(
         self,
@@ -165,7 +190,7 @@ class Generator:
         """Yields `max_new_tokens` steps for a batch of prompts, which may differ in length.
 
         To go on with a generation that was interrupted, give the prompts with their new tokens and, as `first_step`,
-        how many those are: step `i` draws with the key of `first_step + i`.
+        how many those are: step `i` of sequence `b` draws with the key of the seed, `b` and `first_step + i`.
 
         What prompts begin with in common is by default computed, held and read once where that pays; see `prefix_tree`.
 
@@ -176,6 +201,35 @@ class Generator:
         """
         check_request(self.config, prompts, max_new_tokens)
         return self._steps(self.prefix_tree(prompts, share_prefixes), max_new_tokens, first_step)
+
+    def stream_queue(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        max_batch: int,
+        stop_ids: Collection[int] = (),
+        first_step: int = 0,
+    ) -> Iterator[Step]:
+        """Yields steps of at most `max_batch` sequences at a time, until all have stopped: continuous batching.
+
+        A row whose sequence has met a stop token, or has `max_new_tokens`, takes the next prompt: that is prefilled by
+        itself, its keys and values go to the row's place in the cache, and the other rows go on. Its first token is a
+        step of one row. Each sequence gets the tokens that `stream` would give it.
+
+        Prompts are padded to a power of two times the shards (and whole chunks), and a program is compiled for each of
+        the lengths that occur: at most one more than the binary logarithm of the longest. The cache holds `max_batch`
+        of the longest sequence; a prefill holds its own keys and values besides.
+
+        Raises:
+          ValueError: as `stream`; `max_batch` is not a positive integer.
+          NotImplementedError: the batch is cut over devices.
+        """
+        check_request(self.config, prompts, max_new_tokens)
+        check_max_batch(max_batch)
+        if self.sharding.num_shards("batch") > 1:
+            raise NotImplementedError(f"{max_batch=}: the batch is cut over {self.sharding.batch!r}")
+        return self._queue_steps(prompts, max_new_tokens, min(max_batch, len(prompts)), frozenset(stop_ids), first_step)
 
     def programs(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
@@ -234,17 +288,22 @@ class Generator:
         return -(-num_tokens // unit) * unit
 
     def _lay_out(self, tree: PrefixTree, max_new_tokens: int) -> tuple[Texts, ...]:
-        return tuple(self._lay_out_level(texts, room) for texts, room in _rooms(tree, max_new_tokens))
+        return tuple(
+            Texts(
+                *self._lay_out_level(texts, self._padded(max(map(len, texts)))),
+                self._empty_cache(len(texts), self._capacity(texts, room)),
+            )
+            for texts, room in _rooms(tree, max_new_tokens)
+        )
 
-    def _lay_out_level(self, texts: Sequence[Sequence[int]], room: int) -> Texts:
-        order = self.attention.storage_order(self._padded(max(map(len, texts))))
+    def _lay_out_level(self, texts: Sequence[Sequence[int]], num_tokens: int) -> tuple[jax.Array, jax.Array]:
+        order = self.attention.storage_order(num_tokens)
         tokens = np.zeros((len(texts), len(order.positions)), np.int32)
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
         lengths = np.array([len(text) for text in texts], np.int32)
         placed = self.sharding.place(tokens[:, order.positions], "batch", "sequence")
-        cache = self._empty_cache(len(texts), self._capacity(texts, room))
-        return Texts(placed, self.sharding.place(lengths, "batch"), cache)
+        return placed, self.sharding.place(lengths, "batch")
 
     def _empty_cache(self, batch: int, capacity: int) -> KVCache:
         sizes = dict(batch=batch, capacity=capacity, dtype=self._dtype)
@@ -260,91 +319,163 @@ class Generator:
         shape = (tree.served, *((texts.tokens.shape, texts.cache.capacity) for texts in levels))
         if shape not in self._programs:
             tokens, lengths, caches = zip(*levels, strict=True)
-            last = self.sharding.place(np.zeros(len(tree.remainders), np.int32), "batch")
-            key, keys = self._key(0), self._keys(range(self.tokens_per_dispatch))
+            rows = self._new_rows(len(tree.remainders))
             of_row, of_logits = self.sharding.named("batch"), self.sharding.named("batch", "vocab")
-            of_caches = jax.tree.map(lambda array: array.sharding, caches)
             prefill = jax.jit(
                 functools.partial(self._prefill, tree.served),
                 donate_argnames="caches",
-                out_shardings=(of_row, of_row, of_logits, of_caches),
-            )
-            of_steps = self.sharding.named(None, "batch")
-            decode = jax.jit(
-                self._decode,
-                donate_argnames="cache",
-                out_shardings=(of_row, of_steps, of_steps, of_logits, of_caches[-1]),
+                out_shardings=(of_row, of_row, of_logits, _shardings(caches)),
             )
             prefixes = _prefixes(caches, tree.served[-1])
             self._programs[shape] = Programs(
-                prefill=prefill.lower(self._parameters, tokens, lengths, key, caches=caches).compile(),
-                decode=decode.lower(self._parameters, last, keys, prefixes, cache=caches[-1]).compile(),
+                prefill=prefill.lower(self._parameters, tokens, lengths, rows, caches=caches).compile(),
+                decode=self._compile_decode(rows, prefixes, caches[-1]),
             )
         return self._programs[shape]
 
-    def _prefill(self, served, parameters, tokens, lengths, key, *, caches):
+    def _compile_decode(self, rows: Rows, prefixes: tuple[Prefix, ...], cache: KVCache) -> jax.stages.Compiled:
+        of_row, of_steps = self.sharding.named("batch"), self.sharding.named(None, "batch")
+        of_logits = self.sharding.named("batch", "vocab")
+        decode = jax.jit(
+            self._decode,
+            donate_argnames="cache",
+            out_shardings=(of_row, of_steps, of_steps, of_logits, _shardings(cache)),
+        )
+        return decode.lower(self._parameters, rows, prefixes, cache=cache).compile()
+
+    def _compile_admission(self, tokens: jax.Array, *inputs, cache: KVCache) -> jax.stages.Compiled:
+        shape = ("admission", tokens.shape, cache.key.shape)
+        if shape not in self._programs:
+            of_row, of_logits = self.sharding.named("batch"), self.sharding.named("batch", "vocab")
+            admit = jax.jit(
+                self._admit,
+                donate_argnames="cache",
+                out_shardings=(of_row, of_row, of_row, of_logits, _shardings(cache)),
+            )
+            self._programs[shape] = admit.lower(self._parameters, tokens, *inputs, cache=cache).compile()
+        return self._programs[shape]
+
+    def _prefill(self, served, parameters, tokens, lengths, rows, *, caches):
         """Level by level, each over those before it: a node's keys depend on all that come before it."""
         model = nnx.merge(self._structure, parameters)
         filled = ()
         for depth, level in enumerate(zip(tokens, lengths, caches, strict=True)):
-            num_tokens, before = level[0].shape[1], _prefixes(filled, served[depth])
-            is_cut = self.prefill_chunk is not None and num_tokens > self.prefill_chunk
-            chunk = self.prefill_chunk if is_cut else None
-            logits, cache = model.prefill(*level, self.attention, prefixes=before, chunk=chunk)
+            before = _prefixes(filled, served[depth])
+            logits, cache = self._read(model, *level, prefixes=before)
             filled = (*filled, cache)
-        return *self._choose(logits, key), logits, filled
+        return *self._choose(logits, rows), logits, filled
 
-    def _decode(self, parameters, tokens, keys, prefixes, *, cache):
-        """Steps one after another, as many as there are keys: the last tokens, and the results of all."""
+    def _read(self, model: Llama, tokens, lengths, cache, **how) -> tuple[jax.Array, KVCache]:
+        is_cut = self.prefill_chunk is not None and tokens.shape[1] > self.prefill_chunk
+        return model.prefill(
+            tokens, lengths, cache, self.attention, chunk=self.prefill_chunk if is_cut else None, **how
+        )
+
+    def _admit(self, parameters, tokens, lengths, new: Rows, row, rows: Rows, *, cache: KVCache):
+        """Prefills one prompt into a cache of its own and puts that into `row` of the batch."""
+        sizes = dict(batch=1, capacity=tokens.shape[1], dtype=self._dtype)
+        own = empty_cache(self.config, self.sharding, **sizes, **cache.scales())
+        logits, own = self._read(nnx.merge(self._structure, parameters), tokens, lengths, own)
+        new, log_p = self._choose(logits, new)
+        rows = jax.tree.map(lambda batch, one: jax.lax.dynamic_update_slice(batch, one, (row,)), rows, new)
+        return rows, new.tokens, log_p, logits, cache.with_sequence(row, own)
+
+    def _decode(self, parameters, rows, prefixes, *, cache):
+        """`tokens_per_dispatch` steps one after another: the rows after the last, and the results of all."""
         model = nnx.merge(self._structure, parameters)
 
-        def step(carry, key):
-            tokens, cache = carry
-            logits, cache = model.decode(tokens[:, None], cache, self.attention, prefixes=prefixes)
-            tokens, log_p = self._choose(logits[:, 0], key)
-            return (tokens, cache), (tokens, log_p, logits[:, 0])
+        def step(carry, _):
+            rows, cache = carry
+            logits, cache = model.decode(rows.tokens[:, None], cache, self.attention, prefixes=prefixes)
+            rows, log_p = self._choose(logits[:, 0], rows)
+            return (rows, cache), (rows.tokens, log_p, logits[:, 0])
 
-        (tokens, cache), (made, log_p, logits) = jax.lax.scan(step, (tokens, cache), keys, unroll=len(keys) == 1)
-        return tokens, made, log_p, tuple(logits), cache
+        count = self.tokens_per_dispatch
+        (rows, cache), (made, log_p, logits) = jax.lax.scan(step, (rows, cache), length=count, unroll=count == 1)
+        return rows, made, log_p, tuple(logits), cache
 
-    def _choose(self, logits: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The tokens, and their log-probabilities."""
+    def _choose(self, logits: jax.Array, rows: Rows) -> tuple[Rows, jax.Array]:
+        """The rows one token on, and what the model gives to those tokens."""
         with jax.named_scope("choose"):
-            key = jax.random.wrap_key_data(key)
-            tokens = choose(logits, self.sampling, key, self.sharding.num_shards("vocab"))
-            return tokens, log_probability(logits, tokens)
+            key_of = lambda sequence, step: jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(self.sampling.seed), sequence), step
+            )
+            keys = jax.vmap(key_of)(rows.sequences, rows.steps)
+            tokens = choose(logits, self.sampling, keys, self.sharding.num_shards("vocab"))
+            return Rows(tokens, rows.sequences, rows.steps + 1), log_probability(logits, tokens)
 
-    def _key(self, step: int) -> jax.Array:
-        # As numbers, for those can be placed on devices of other processes.
-        key = jax.random.key_data(jax.random.fold_in(jax.random.key(self.sampling.seed), step))
-        return self.sharding.place(np.asarray(key))
-
-    def _keys(self, steps: Sequence[int]) -> jax.Array:
-        return self.sharding.place(np.stack([np.asarray(self._key(step)) for step in steps]))
+    def _new_rows(self, batch: int, *, first_sequence: int = 0, step: int = 0) -> Rows:
+        sequences = np.arange(first_sequence, first_sequence + batch)
+        numbers = np.zeros(batch), sequences, np.full(batch, step)
+        return Rows(*(self.sharding.place(np.asarray(x, np.int32), "batch") for x in numbers))
 
     def _steps(self, tree: PrefixTree, max_new_tokens: int, first_step: int) -> Iterator[Step]:
         levels = self._lay_out(tree, max_new_tokens)
         programs = self._compile(tree, levels)
-        # Keys are drawn beforehand, so that a step's time holds the step alone.
-        first, at_once = self._key(first_step), self.tokens_per_dispatch
-        starts = range(first_step + 1, first_step + max_new_tokens, at_once)
-        keys = [self._keys(range(start, start + at_once)) for start in starts]
+        sequences = tuple(range(len(tree.remainders)))
+        rows = self._new_rows(len(sequences), step=first_step)
         inputs, lengths, caches = zip(*levels, strict=True)
         del levels
         start = time.perf_counter()
-        tokens, log_p, logits, caches = programs.prefill(self._parameters, inputs, lengths, first, caches=caches)
-        yield Step(np.asarray(tokens), np.asarray(log_p), logits, time.perf_counter() - start)
+        rows, log_p, logits, caches = programs.prefill(self._parameters, inputs, lengths, rows, caches=caches)
+        tokens = np.asarray(rows.tokens)
+        yield Step(tokens, np.asarray(log_p), logits, time.perf_counter() - start, sequences)
         prefixes, cache = _prefixes(caches, tree.served[-1]), caches[-1]
         del caches
-        left = max_new_tokens - 1
-        for some in keys:
-            start = time.perf_counter()
-            tokens, made, log_p, logits, cache = programs.decode(self._parameters, tokens, some, prefixes, cache=cache)
-            made, log_p = np.asarray(made), np.asarray(log_p)
-            seconds = (time.perf_counter() - start) / at_once
-            for results in list(zip(made, log_p, logits, strict=True))[:left]:
-                yield Step(*results, seconds)
-            left -= at_once
+        for left in range(max_new_tokens - 1, 0, -self.tokens_per_dispatch):
+            rows, cache, steps = self._dispatch(programs.decode, rows, prefixes, cache)
+            for results in steps[:left]:
+                yield Step(*results, sequences)
+
+    def _dispatch(self, decode: jax.stages.Compiled, rows: Rows, prefixes, cache: KVCache):
+        """One call of the decoding program: rows and cache, and of each of its steps what a `Step` says."""
+        start = time.perf_counter()
+        rows, made, log_p, logits, cache = decode(self._parameters, rows, prefixes, cache=cache)
+        made, log_p = np.asarray(made), np.asarray(log_p)
+        seconds = [(time.perf_counter() - start) / len(made)] * len(made)
+        return rows, cache, list(zip(made, log_p, logits, seconds, strict=True))
+
+    def _queue_steps(self, prompts, max_new_tokens: int, max_batch: int, stop_ids, first_step: int) -> Iterator[Step]:
+        rows, cache = self._new_rows(max_batch), self._empty_cache(max_batch, self._capacity(prompts, max_new_tokens))
+        shape = ("queue", cache.key.shape)
+        if shape not in self._programs:
+            self._programs[shape] = self._compile_decode(rows, (), cache)
+        decode, waiting, counts = self._programs[shape], deque(range(len(prompts))), [0] * len(prompts)
+        held: list[int | None] = [None] * max_batch
+        longest = max(map(len, prompts))
+
+        def goes_on(sequence: int, token: int) -> bool:
+            counts[sequence] += 1
+            return token not in stop_ids and counts[sequence] < max_new_tokens
+
+        while True:
+            for row in range(max_batch):
+                while held[row] is None and waiting:
+                    sequence = waiting.popleft()
+                    new = self._new_rows(1, first_sequence=sequence, step=first_step)
+                    prompt = self._lay_out_level([prompts[sequence]], self._bucket(len(prompts[sequence]), longest))
+                    inputs = *prompt, new, self.sharding.place(np.array(row, np.int32)), rows
+                    admit = self._compile_admission(*inputs, cache=cache)
+                    start = time.perf_counter()
+                    rows, tokens, log_p, logits, cache = admit(self._parameters, *inputs, cache=cache)
+                    tokens = np.asarray(tokens)
+                    yield Step(tokens, np.asarray(log_p), logits, time.perf_counter() - start, (sequence,))
+                    held[row] = sequence if goes_on(sequence, int(tokens[0])) else None
+            if all(sequence is None for sequence in held):
+                return
+            rows, cache, steps = self._dispatch(decode, rows, (), cache)
+            for made, *results in steps:
+                yield Step(made, *results, tuple(held))
+                held = [
+                    sequence if sequence is not None and goes_on(sequence, token) else None
+                    for sequence, token in zip(held, made.tolist(), strict=True)
+                ]
+
+    def _bucket(self, num_tokens: int, longest: int) -> int:
+        """One of few lengths to which prompts of a queue are padded."""
+        unit = self.attention.num_shards * BLOCK_SIZE
+        power = 1 << (-(-num_tokens // unit) - 1).bit_length()
+        return min(self._padded(unit * power), self._padded(longest))
 
 
 def _rooms(tree: PrefixTree, max_new_tokens: int) -> list[tuple[Sequence[Sequence[int]], int]]:
@@ -357,6 +488,10 @@ def _prefixes(caches: Sequence[KVCache], served) -> tuple[Prefix, ...]:
     return tuple(Prefix(cache=cache, sequences=sequences) for cache, sequences in zip(caches, served, strict=False))
 
 
+def _shardings(tree):
+    return jax.tree.map(lambda array: array.sharding, tree)
+
+
 def generate(
     generator: Generator,
     prompts: Sequence[Sequence[int]],
@@ -367,8 +502,12 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     done: Sequence[Sequence[int]] | None = None,
     share_prefixes: bool | None = None,
+    max_batch: int | None = None,
 ) -> list[Generation]:
     """Generates until each sequence meets a stop token or has `max_new_tokens`.
+
+    Sequences are decoded together. One that has stopped is computed on, in vain, until all have, unless there are more
+    than `max_batch`: its place then goes to the next (`Generator.stream_queue`). The tokens are the same either way.
 
     With `done`, an interrupted generation goes on: its cache is made by one prefill of prompts and new tokens, and the
     same tokens follow, greedy or drawn, for a step's random key depends on its number alone. (Prefill and decoding
@@ -386,10 +525,11 @@ def generate(
       on_token: told `(sequence, token)` as each is made, for streaming.
       done: for each sequence its new tokens so far, of one number below `max_new_tokens` and without a stop token.
       share_prefixes: as in `Generator.prefix_tree`.
+      max_batch: sequences that are held and decoded at a time; default: all.
 
     Raises:
-      ValueError, NotImplementedError: as `Generator.stream`; no positive number of samples; or `done` is none that can
-        go on.
+      ValueError, NotImplementedError: as `Generator.stream` and `stream_queue`; no positive number of samples;
+        `share_prefixes` with more sequences than `max_batch`; or `done` is none that can go on.
 
     Example:
       >>> samples = generate(generator, [prompt], max_new_tokens=100, num_samples=64)
@@ -402,16 +542,24 @@ def generate(
     _check_done(new_ids, prompts, max_new_tokens)
     num_done = len(new_ids[0]) if new_ids else 0
     longer = [[*prompt, *ids] for prompt, ids in zip(prompts, new_ids, strict=True)]
+    how = dict(max_new_tokens=max_new_tokens - num_done, first_step=num_done)
+    if max_batch is not None:
+        check_max_batch(max_batch)
+    if max_batch is None or len(prompts) <= max_batch:
+        steps = generator.stream(longer, share_prefixes=share_prefixes, **how)
+    else:
+        if share_prefixes:
+            raise NotImplementedError(f"{share_prefixes=}: prompts that wait for others, {max_batch=}, share none")
+        steps = generator.stream_queue(longer, max_batch=max_batch, stop_ids=stop_ids, **how)
     stopped = [False] * len(prompts)
     log_probabilities: list[list[float]] = [[] for _ in prompts]
-    seconds = []
-    steps = generator.stream(longer, max_new_tokens - num_done, first_step=num_done, share_prefixes=share_prefixes)
+    seconds: list[list[float]] = [[] for _ in prompts]
     for step in steps:
-        seconds.append(step.seconds)
-        for sequence, token in enumerate(step.tokens.tolist()):
-            if stopped[sequence]:
+        for row, (sequence, token) in enumerate(zip(step.sequences, step.tokens.tolist(), strict=True)):
+            if sequence is None or stopped[sequence]:
                 continue
-            log_probabilities[sequence].append(float(step.log_probabilities[sequence]))
+            seconds[sequence].append(step.seconds)
+            log_probabilities[sequence].append(float(step.log_probabilities[row]))
             stopped[sequence] = token in stop_ids
             if not stopped[sequence]:
                 new_ids[sequence].append(token)
@@ -424,12 +572,12 @@ def generate(
             prompt_ids=list(prompt),
             new_ids=ids,
             stopped=stop,
-            prefill_s=seconds[0],
-            per_token_s=statistics.median(seconds[1:]) if seconds[1:] else None,
+            prefill_s=took[0],
+            per_token_s=statistics.median(took[1:]) if took[1:] else None,
             log_probability=math.fsum(log_p),
             mean_log_probability=statistics.fmean(log_p),
         )
-        for prompt, ids, stop, log_p in zip(prompts, new_ids, stopped, log_probabilities, strict=True)
+        for prompt, ids, stop, log_p, took in zip(prompts, new_ids, stopped, log_probabilities, seconds, strict=True)
     ]
 
 

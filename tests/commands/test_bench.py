@@ -53,7 +53,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
         (["--config", "llama-9"], "must be one of llama-2-7b"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
-        (["--prefill-chunk", "9", "--devices", "2"], "--prefill-chunk must be a multiple of 2 devices, got 9"),
+        (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk=9: must be a multiple of 2 shards"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),
         (["--attention", "star"], "--attention must be one of 'tree', 'ring', 'single', got 'star'"),
         (["--attention", "single", "--devices", "2"], "attention='single': keeps all keys on one device"),

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Times and prints; returns 0. Wrong arguments raise before a weight is made."""
     from models.llama import session
-    from models.llama.attention import check_choice
+    from models.llama.attention import SHARING, check_choice, check_prefill_chunk
     from tree_attn import measure
     from tree_attn.commands import comparison, processes
 
@@ -69,9 +69,8 @@ def run(args: argparse.Namespace) -> int:
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
-    if args.prefill_chunk is not None and (args.prefill_chunk < 1 or args.prefill_chunk % len(devices)):
-        raise ValueError(f"--prefill-chunk must be a multiple of {len(devices)} devices, got {args.prefill_chunk}")
     for name in attentions:
+        check_prefill_chunk(name, args.prefill_chunk if name in SHARING else None, len(devices))
         check_choice(name, args.reduction if name == "tree" else None, place.axes, len(devices))
     rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices)))
     done = {(row["context"], row["attention"]) for row in rows}

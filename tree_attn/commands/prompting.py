@@ -7,14 +7,20 @@ from typing import Any
 from tree_attn.commands import processes
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float | None) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, *, temperature: float, top_p: float | None, several_prompts: bool = False
+) -> None:
     """Declares the options that `open_request` reads; `temperature` and `top_p` are the command's defaults."""
     parser.add_argument(
         "--model",
         default="smollm2",
         help="smollm2 (default; 135M parameters, downloaded once), a Hugging Face folder or id, or a .gguf file",
     )
-    parser.add_argument("--prompt", required=True, help="what the model is asked, or the text it continues")
+    says = "what the model is asked, or the text it continues"
+    if several_prompts:
+        parser.add_argument("--prompt", required=True, action="append", help=f"{says}; may be given several times")
+    else:
+        parser.add_argument("--prompt", required=True, help=says)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--chat", action="store_true", help="wrap the prompt in the model's chat template (default if it has one)"
@@ -43,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p:
         help="of keys and values; default: the model's; or float8_e4m3fn, or int8",
     )
     parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt that are read at a time, a multiple of the devices; default: all (ring: always)",
+    )
+    parser.add_argument(
         "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
     )
     processes.add_arguments(parser)
@@ -54,21 +66,27 @@ class Request:
 
     Attributes:
       place: `session.Place`; sampling: `Sampling`; checkpoint: `load.Checkpoint`.
-      prompt_ids: the prompt as it is sent.
+      prompts: token ids of the prompts as they are sent.
       how: attention, the reduction that will run and the number of devices, for `--json`.
     """
 
     place: Any
     sampling: Any
     checkpoint: Any
-    prompt_ids: list[int]
+    prompts: list[list[int]]
     how: dict[str, Any]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The one prompt."""
+        (prompt,) = self.prompts
+        return prompt
 
 
 def open_request(args: argparse.Namespace) -> Request:
     """Joins the other processes, if any, and opens the model. Wrong options raise before a model is fetched."""
     from models.llama import Sampling, session
-    from models.llama.attention import check_choice
+    from models.llama.attention import check_choice, check_prefill_chunk
     from models.llama.generate import check_request
     from tree_attn.arguments import NARROW_DTYPES, one_of
 
@@ -79,11 +97,13 @@ def open_request(args: argparse.Namespace) -> Request:
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
     reduction = check_choice(args.attention, args.reduction, place.axes, len(devices))
+    check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
     checkpoint = session.open_with_progress(args.model)
-    prompt_ids = _encode(checkpoint.tokenizer, args)
-    check_request(checkpoint.config, [prompt_ids], args.max_new_tokens)
+    texts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
+    prompts = [_encode(checkpoint.tokenizer, args, text) for text in texts]
+    check_request(checkpoint.config, prompts, args.max_new_tokens)
     how = {"attention": args.attention, "reduction": reduction, "n_devices": len(devices)}
-    return Request(place=place, sampling=sampling, checkpoint=checkpoint, prompt_ids=prompt_ids, how=how)
+    return Request(place=place, sampling=sampling, checkpoint=checkpoint, prompts=prompts, how=how)
 
 
 def load_generator(args: argparse.Namespace, request: Request):
@@ -93,7 +113,8 @@ def load_generator(args: argparse.Namespace, request: Request):
     sharding = request.place.sharding(request.checkpoint.config)
     attention = by_name(args.attention, sharding, reduction=args.reduction)
     model = session.load_with_progress(request.checkpoint, sharding, request.place.dtype)
-    return Generator(model, attention, request.sampling, cache_dtype=args.cache_dtype)
+    how = dict(cache_dtype=args.cache_dtype, prefill_chunk=args.prefill_chunk)
+    return Generator(model, attention, request.sampling, **how)
 
 
 def is_first() -> bool:
@@ -103,8 +124,8 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _encode(tokenizer, args: argparse.Namespace) -> list[int]:
+def _encode(tokenizer, args: argparse.Namespace, text: str) -> list[int]:
     is_chat = args.chat or (not args.raw and tokenizer.chat_template is not None)
     if not is_chat:
-        return tokenizer.encode(args.prompt)
-    return tokenizer.encode_chat([{"role": "user", "content": args.prompt}])
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
