@@ -28,6 +28,7 @@ from models.llama.config import LlamaConfig
 from models.llama.model import Llama
 from models.llama.prefix_tree import PrefixTree, share, unshared
 from models.llama.sampling import Sampling, choose, log_probability
+from tree_attn import measure
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.cache import KVCache
 
@@ -37,6 +38,34 @@ class Programs(NamedTuple):
 
     prefill: jax.stages.Compiled
     decode: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a generation holds on each device, known before it runs.
+
+    Attributes:
+      weights, cache, inputs: of the model, of all caches, and of what is laid out beside them; exact, from shapes and
+        shardings.
+      prefill, decode: what the program needs besides: its temporaries, and those of its results that do not take the
+        place of an argument. XLA's own figures; None where the backend does not say.
+    """
+
+    weights: int
+    cache: int
+    inputs: int
+    prefill: int | None
+    decode: int | None
+
+    @property
+    def held(self) -> int:
+        """What the programs are given: it is held from beginning to end."""
+        return self.weights + self.cache + self.inputs
+
+    @property
+    def peak(self) -> int | None:
+        """The most at any time: `held`, and what the hungrier program needs."""
+        return None if self.prefill is None or self.decode is None else self.held + max(self.prefill, self.decode)
 
 
 class Rows(NamedTuple):
@@ -238,6 +267,28 @@ class Generator:
         check_request(self.config, prompts, max_new_tokens)
         tree = self.prefix_tree(prompts, share_prefixes)
         return self._compile(tree, self._lay_out(tree, max_new_tokens))
+
+    def memory(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
+    ) -> Memory:
+        """What `stream` will hold on each device for these prompts; compiles its programs and runs nothing.
+
+        Example:
+          >>> generator.memory([prompt], max_new_tokens=100).peak
+        """
+        check_request(self.config, prompts, max_new_tokens)
+        tree = self.prefix_tree(prompts, share_prefixes)
+        levels = self._lay_out(tree, max_new_tokens)
+        inputs = *((texts.tokens, texts.lengths) for texts in levels), self._new_rows(len(prompts))
+        needs = map(measure.compiled_memory, self._compile(tree, levels))
+        prefill, decode = (None if need is None else need.peak_bytes - need.argument_bytes for need in needs)
+        return Memory(
+            weights=measure.bytes_per_device(self._parameters),
+            cache=measure.bytes_per_device([texts.cache for texts in levels]),
+            inputs=measure.bytes_per_device(inputs),
+            prefill=prefill,
+            decode=decode,
+        )
 
     def prefix_tree(self, prompts: Sequence[Sequence[int]], share_prefixes: bool | None = None) -> PrefixTree:
         """What `stream` shares of these prompts.

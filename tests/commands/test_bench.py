@@ -34,6 +34,11 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
         per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32  # query, output, key and value; gate, up and down
         assert row["weights_bytes_per_device"] == 4 * (2 * per_layer + 64 * 16 + (2 * 2 + 1) * 16)  # head and norms too
         assert row["roofline_ms"] is None  # of a CPU
+        predicted = row["predicted"]
+        assert predicted["weights"] == row["weights_bytes_per_device"] + 4 * 64 * 16  # a token reads one row of these
+        assert predicted["cache"] >= 2 * 2 * 2 * 8 * 4 * 45 and row["measured_bytes_per_device"] is None  # of a CPU
+        compiled = max(row["peak_bytes_compiled"].values())
+        assert compiled <= row["predicted_bytes_per_device"] <= compiled + 16  # arguments that XLA finds not to be read
 
 
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):

@@ -21,6 +21,10 @@ examples:
   tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8 --unroll-layers
   tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
 
+Memory is that of one device: predicted before the run from what is held (weights, keys and values, to the byte) and
+what XLA says that its programs need besides, and measured where the backend measures it and this case took more than
+any before it in the process.
+
 Rows go to DIR/results.jsonl as they come; the same command run again goes on after them. A case is run once before it
 is timed, so that compilation and first use are not in its times.
 """
@@ -187,12 +191,15 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
     )
     prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
     programs = generator.programs(prompts, args.new_tokens)
+    predicted, devices = generator.memory(prompts, args.new_tokens), list(place.devices)
+    earlier_peak = measure.runtime_peak_memory_bytes(devices)
     for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
         pass  # first use
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
     weights, cache = _bytes_per_device(model, generator, context)
     memory = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
+    peak = measure.runtime_peak_memory_bytes(devices)
     limit_us = cost_model.memory_limit_us(weights + cache, place.devices[0].device_kind)
     return {
         "config": args.config if args.model is None else args.model,
@@ -209,20 +216,20 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
         "roofline_ms": None if limit_us is None else limit_us / 1e3,
         "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
         "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in memory.items()},
-        "peak_bytes_runtime": measure.runtime_peak_memory_bytes(list(place.devices)),
+        "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
+        "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
     }  # fmt: skip
 
 
 def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
     """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V."""
-    import jax
     from flax import nnx
 
-    shard_bytes = lambda array: array.addressable_shards[0].data.nbytes
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    weights = sum(map(shard_bytes, leaves))
+    from tree_attn import measure
+
+    weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
-        weights -= shard_bytes(model.embedding[...])
+        weights -= measure.bytes_per_device(model.embedding[...])
     return weights, generator.bytes_per_token * context // model.sharding.num_shards("sequence")
 
 
@@ -243,10 +250,12 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
     console = console if console.is_terminal else Console(width=120)
     table = Table()
     for column in ("context", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
-                   "prefill + 10 s", "peak GB"):  # fmt: skip
+                   "prefill + 10 s", "GB (measured)"):  # fmt: skip
         table.add_column(column, justify="left" if column == "attention" else "right")
     for row in rows:
-        peak = max((one for one in row["peak_bytes_compiled"].values() if one is not None), default=None)
+        # Older rows have neither.
+        predicted, measured = (row.get(f"{how}_bytes_per_device") for how in ("predicted", "measured"))
+        memory = "unknown" if predicted is None else f"{predicted / 1e9:.3g}"
         table.add_row(
             f"{row['context']:,}",
             row["attention"] + (f" {row['reduction']}" if row["reduction"] else ""),
@@ -255,7 +264,7 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
             "unknown" if row["roofline_ms"] is None else f"{row['roofline_ms']:.3g}",
             f"{row['tokens_per_s']:.4g}",
             f"{row['prefill_plus_10_tokens_s']:.3g}",
-            "unknown" if peak is None else f"{peak / 1e9:.3g}",
+            memory + ("" if measured is None else f" ({measured / 1e9:.3g})"),
         )
     console.print(f"{rows[0]['config']} on {rows[0]['hardware']}, weights {rows[0]['weights']}")
     console.print(table)
