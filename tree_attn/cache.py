@@ -123,8 +123,8 @@ class KVCache:
         whole = NamedSharding(mesh, P())
         by_component = NamedSharding(mesh, P(*([None] * (len(layers) + 3)), axes))
         heads = (*layers, batch, num_kv_heads, head_dim)
-        # Copies: a cache is donated, and its scales are other caches' too.
-        own = partial(jax.device_put, device=whole, may_alias=False)
+        # Copies: a cache is donated, and its scales are other caches' too. (JAX 0.10's device_put aliases in any case.)
+        own = lambda scale: jax.device_put(jnp.copy(scale) if isinstance(scale, jax.Array) else scale, whole)
         return cls(
             key=zeros(),
             value=zeros(),
