@@ -18,9 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from models.llama.attention import by_name
 from models.llama.model import Llama
+from models.llama.sharding import LlamaSharding
 from models.llama.tokenizer import Tokenizer
-from tree_attn import attend, cost_model, sparq_decode
+from tree_attn import SparqOptions, attend, cost_model
 from tree_attn.cache import KVCache
 from tree_attn.sparse_baselines import flexgen_decode, h2o_decode, key_scores, lm_infinite_decode
 
@@ -58,22 +60,28 @@ class Method:
             return cost_model.flexgen_transfer_elements(num_kept=self.num_keys, **sizes)
         return cost_model.lm_infinite_transfer_elements(head_dim=head_dim, num_kept=self.num_keys)
 
-    def attend(self, query, key, value, scores, lengths):
-        """`(out, scores)` of the last T queries, causal; `scores` is what H2O keeps."""
-        how = dict(key_value_seq_lengths=lengths, is_causal=True)
-        if self.name == "dense":
-            return attend(query, key, value, **how).out, scores
+    def attend(self, query, cache: KVCache, layer, lengths, scores):
+        """`(out, scores)` of the last T queries, causal, as `Attention.decode`; `scores` is what H2O keeps."""
+        stored = cache.key[layer], cache.value[layer]
         if self.name == "h2o":
-            return h2o_decode(query, key, value, scores, num_keys=self.num_keys, key_value_seq_lengths=lengths)
+            return h2o_decode(query, *stored, scores, num_keys=self.num_keys, key_value_seq_lengths=lengths)
+        how = dict(num_keys=self.num_keys, key_value_seq_lengths=lengths, is_causal=True)
         if self.name == "lm_infinite":
-            return lm_infinite_decode(query, key, value, num_keys=self.num_keys, **how), scores
+            return lm_infinite_decode(query, *stored, **how), scores
         if self.name == "flexgen":
-            return flexgen_decode(query, key, value, num_keys=self.num_keys, **how), scores
-        out = sparq_decode(
-            query, key, value, num_components=self.num_components, num_keys=self.num_keys,
-            local_window=self.num_keys // 4, reallocate=self.name == "sparq_mean", **how,
+            return flexgen_decode(query, *stored, **how), scores
+        sharding = LlamaSharding(mesh=cache.mesh, sequence=cache.axis_name)
+        sparq, name = self.sparq_options(), "single" if self.name == "dense" else "sparq"
+        return by_name(name, sharding, sparq=sparq).decode(query, cache, layer, lengths), scores
+
+    def sparq_options(self) -> SparqOptions | None:
+        """Of SparQ, with a quarter of its keys in the local window, as in the paper; None of the others."""
+        if not self.name.startswith("sparq"):
+            return None
+        return SparqOptions(
+            num_components=self.num_components, num_keys=self.num_keys, local_window=self.num_keys // 4,
+            reallocate=self.name == "sparq_mean",
         )  # fmt: skip
-        return out, scores
 
 
 def methods_for(ratio: float, num_keys: int, head_dim: int, num_kept: int) -> list[Method]:
@@ -288,8 +296,7 @@ class Scorer:
         def sparse(query, key, value, carry, layer):
             cache, scores = carry
             cache = cache.write(key, value, layer=layer)
-            stored = cache.key[layer], cache.value[layer]
-            out, own = method.attend(query, *stored, scores[layer], cache.lengths + count)
+            out, own = method.attend(query, cache, layer, cache.lengths + count, scores[layer])
             return out, (cache, scores.at[layer].set(own))
 
         logits, (cache, scores) = model.apply(tokens, positions, carry, sparse)

@@ -112,8 +112,8 @@ class Generator:
       prefill_chunk: tokens that prefill reads at a time, a multiple of the shards; see `Llama.prefill`. Default: all.
 
     Raises:
-      ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards, or
-        `cache_dtype` none of the two.
+      ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards,
+        `cache_dtype` none of the two, or SparQ has more components than there are.
       NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need what came before.
 
     Example:
@@ -136,8 +136,10 @@ class Generator:
         if prefill_chunk is not None:
             if prefill_chunk < 1 or prefill_chunk % (attention.num_shards * BLOCK_SIZE):
                 raise ValueError(f"{prefill_chunk=}: must be a multiple of {attention.num_shards * BLOCK_SIZE} shards")
-            if not attention.shares_prefixes:
+            if not attention.prefills_in_chunks:
                 raise NotImplementedError(f"{prefill_chunk=}: attention={attention.name!r} reads prompts whole")
+        if attention.sparq is not None:
+            attention.sparq.check_head_dim(model.config.head_dim)
         self.tokens_per_dispatch, self.prefill_chunk = tokens_per_dispatch, prefill_chunk
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
@@ -169,6 +171,16 @@ class Generator:
         """
         check_request(self.config, prompts, max_new_tokens)
         return self._steps(self.prefix_tree(prompts, share_prefixes), max_new_tokens, first_step)
+
+    def going_on(self, prompts: Sequence[Sequence[int]], done: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+        """What `stream` is given, prompts and `first_step`, so that the steps after those `done` are the same again.
+
+        Prompts with their new tokens where decoding attends as prefill does. SparQ's keys and values of new tokens are
+        not what a prefill would make of them: it starts anew, and its first steps make the tokens done once more.
+        """
+        if self.attention.sparq is not None:
+            return [list(prompt) for prompt in prompts], 0
+        return [[*prompt, *ids] for prompt, ids in zip(prompts, done, strict=True)], len(done[0]) if done else 0
 
     def programs(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
@@ -203,9 +215,21 @@ class Generator:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values, all layers."""
-        heads = self.config.num_layers * self.config.num_kv_heads
-        return 2 * heads * self.config.head_dim * self._dtype.itemsize
+        """Of keys and values, all layers; of the keys twice where they are kept by component too."""
+        copies = 3 if self.attention.cache_keeps.get("keeps_key_by_component") else 2
+        return copies * self.config.head_dim * self._bytes_per_component
+
+    def bytes_read(self, num_tokens: int) -> int:
+        """Of keys and values, that a step reads of one sequence of so many tokens, on all devices together."""
+        sparq, head_dim = self.attention.sparq, self.config.head_dim
+        elements = 2 * num_tokens * head_dim
+        if sparq is not None:
+            elements = num_tokens * sparq.num_components + 2 * min(sparq.num_keys, num_tokens) * head_dim
+        return elements * self._bytes_per_component
+
+    @property
+    def _bytes_per_component(self) -> int:
+        return self.config.num_layers * self.config.num_kv_heads * self._dtype.itemsize
 
     def cache_bytes(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
@@ -245,6 +269,7 @@ class Generator:
             axis_name=self.sharding.sequence,
             block_size=BLOCK_SIZE,
             num_layers=self.config.num_layers,
+            **self.attention.cache_keeps,
         )
         placed = self._place(tokens[:, order.positions], "batch", "sequence")
         return Texts(placed, self._place(lengths, "batch"), cache)
@@ -369,7 +394,8 @@ def generate(
 
     With `done`, an interrupted generation goes on: its cache is made by one prefill of prompts and new tokens, and the
     same tokens follow, greedy or drawn, for a step's random key depends on its number alone. (Prefill and decoding
-    round differently: candidates closer than that may change places, in bfloat16 more easily than in float32.)
+    round differently: candidates closer than that may change places, in bfloat16 more easily than in float32.) SparQ
+    makes those of `done` again, for their keys and values depend on how they were made.
 
     The same holds for `share_prefixes`: it changes how much is computed, held and read, and by rounding alone the
     logits.
@@ -385,8 +411,8 @@ def generate(
       share_prefixes: as in `Generator.prefix_tree`.
 
     Raises:
-      ValueError, NotImplementedError: as `Generator.stream`; no positive number of samples; or `done` is none that can
-        go on.
+      ValueError, NotImplementedError: as `Generator.stream`; no positive number of samples; `done` is none that can
+        go on, or not what SparQ makes of these prompts.
 
     Example:
       >>> samples = generate(generator, [prompt], max_new_tokens=100, num_samples=64)
@@ -398,13 +424,17 @@ def generate(
     new_ids = [list(ids) for ids in ([[]] * len(prompts) if done is None else done)]
     _check_done(new_ids, prompts, max_new_tokens)
     num_done = len(new_ids[0]) if new_ids else 0
-    longer = [[*prompt, *ids] for prompt, ids in zip(prompts, new_ids, strict=True)]
+    read, first_step = generator.going_on(prompts, new_ids)
+    again = num_done - first_step
     stopped = [False] * len(prompts)
     log_probabilities: list[list[float]] = [[] for _ in prompts]
     seconds = []
-    steps = generator.stream(longer, max_new_tokens - num_done, first_step=num_done, share_prefixes=share_prefixes)
-    for step in steps:
+    steps = generator.stream(read, max_new_tokens - first_step, first_step=first_step, share_prefixes=share_prefixes)
+    for number, step in enumerate(steps):
         seconds.append(step.seconds)
+        if number < again:
+            _check_again(step.tokens.tolist(), [ids[number] for ids in new_ids], number)
+            continue
         for sequence, token in enumerate(step.tokens.tolist()):
             if stopped[sequence]:
                 continue
@@ -448,6 +478,11 @@ def rank_samples(samples: Sequence[Generation], top: int | None = None) -> list[
     for sample in samples:
         different.setdefault((tuple(sample.new_ids), sample.stopped), sample)
     return sorted(different.values(), key=lambda sample: sample.mean_log_probability, reverse=True)[:top]
+
+
+def _check_again(made: Sequence[int], done: Sequence[int], number: int) -> None:
+    if list(made) != list(done):
+        raise ValueError(f"done: holds tokens {list(done)} as number {number}, and this generation makes {list(made)}")
 
 
 def _check_done(done: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

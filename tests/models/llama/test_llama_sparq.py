@@ -1,0 +1,156 @@
+"""SparQ as the attention of new tokens: dense where it leaves nothing out, else what it chooses on one device."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.llama import Generator, by_name, generate
+from tree_attn import SoftmaxState, SparqOptions, merge_states, sparq_decode
+
+PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
+COUNT = 6
+ALL = SparqOptions(num_components=8, num_keys=64)
+FEW = SparqOptions(num_components=3, num_keys=6, local_window=2)
+WITH_MEAN = dataclasses.replace(FEW, reallocate=True)
+
+
+@functools.cache
+def make_generator(tiny_model, num_devices, sparq=FEW, **options) -> Generator:
+    """One for the same arguments, so that no program is compiled twice."""
+    model = tiny_model(num_devices)
+    return Generator(model, by_name("sparq", model.sharding, sparq=sparq), **options)
+
+
+def steps_of(generator, prompts=PROMPTS):
+    return [(step.tokens.tolist(), np.asarray(step.logits)) for step in generator.stream(prompts, COUNT)]
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_model):
+    model = tiny_model(1)
+    return steps_of(Generator(model, by_name("single", model.sharding)))
+
+
+@pytest.mark.parametrize(
+    "num_devices, sparq, options",
+    [(1, ALL, {}), (3, dataclasses.replace(ALL, reallocate=True), {"prefill_chunk": 6})],
+)
+def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(
+    tiny_model, dense, num_devices, sparq, options
+):
+    found = steps_of(make_generator(tiny_model, num_devices, sparq, **options))
+    for (tokens, logits), (expected, of_dense) in zip(found, dense, strict=True):
+        assert tokens == expected
+        np.testing.assert_allclose(logits, of_dense, atol=2e-5)
+
+
+def plainly(sparq: SparqOptions):
+    """SparQ on one device, of one row after another, from keys and values alone."""
+    how = dataclasses.asdict(dataclasses.replace(sparq, selection="global"))
+
+    def decode(query, cache, layer, lengths, prefixes=()):
+        key, value = cache.key[layer], cache.value[layer]
+        return sparq_decode(query, key, value, key_value_seq_lengths=lengths, **how)
+
+    return decode
+
+
+def shard_by_shard(sparq: SparqOptions, num_shards: int = 3):
+    """`selection="per_shard"` on one device: every `num_shards`-th key, and what comes of each of these merged."""
+    how = dataclasses.asdict(dataclasses.replace(sparq, selection="global", num_keys=-(-sparq.num_keys // num_shards)))
+
+    def decode(query, cache, layer, lengths, prefixes=()):
+        key, value = cache.key[layer], cache.value[layer]
+        states = [
+            sparq_decode(
+                query, key[:, i::num_shards], value[:, i::num_shards], return_lse=True, **how,
+                key_value_seq_lengths=jnp.maximum(0, (lengths - i + num_shards - 1) // num_shards),
+            )
+            for i in range(num_shards)
+        ]  # fmt: skip
+        return merge_states(SoftmaxState(*(jnp.stack(x) for x in zip(*states, strict=True))), axis=0).out
+
+    return decode
+
+
+@pytest.mark.parametrize(
+    "sparq, reference",
+    [
+        (WITH_MEAN, plainly),
+        (dataclasses.replace(FEW, local_window=0, selection="per_shard"), shard_by_shard),
+    ],
+    ids=["global", "per shard"],
+)
+def test_new_tokens_attend_to_what_sparq_decode_chooses(tiny_model, dense, sparq, reference):
+    model = tiny_model(1)
+    attention = dataclasses.replace(by_name("single", model.sharding), decode=reference(sparq))
+    expected = steps_of(Generator(model, attention))
+    found = steps_of(make_generator(tiny_model, 3, sparq))
+    for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
+        assert tokens == expected_tokens
+        np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
+    np.testing.assert_allclose(found[0][1], dense[0][1], atol=2e-5)  # prompts are read exactly
+    assert np.abs(found[-1][1] - dense[-1][1]).max() > 1e-3, "it left nothing out"
+
+
+def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model):
+    generator = make_generator(tiny_model, 3)
+    cache = generator._lay_out_level(PROMPTS, COUNT).cache
+    assert cache.key_by_component.shape == (2, 3, 2, 8, cache.capacity)
+    held = generator.cache_bytes(PROMPTS, COUNT)
+    assert held == sum(x.nbytes for x in (cache.key, cache.value, cache.key_by_component))
+
+
+def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model):
+    generator = make_generator(tiny_model, 3, WITH_MEAN)
+    whole = [result.new_ids for result in generate(generator, PROMPTS, COUNT)]
+    heard = []
+    done = [ids[:4] for ids in whole]
+    again = generate(generator, PROMPTS, COUNT, done=done, on_token=lambda *token: heard.append(token))
+    assert [result.new_ids for result in again] == whole
+    assert heard == [(row, whole[row][step]) for step in (4, 5) for row in range(3)]
+    other = [[*ids[:3], (ids[3] + 1) % 64] for ids in whole]
+    with pytest.raises(ValueError, match=r"done: holds tokens .* as number 3, and this generation makes"):
+        generate(generator, PROMPTS, COUNT, done=other)
+
+
+@pytest.mark.parametrize(
+    ("name", "sparq", "message"),
+    [
+        ("sparq", None, "sparq=None: attention='sparq' needs num_components and num_keys"),
+        ("tree", FEW, "attention='tree' attends to all keys; only 'sparq' takes these options"),
+    ],
+)
+def test_options_go_with_sparq_alone(tiny_config, sharding_over, name, sparq, message):
+    with pytest.raises(ValueError, match=message):
+        by_name(name, sharding_over(tiny_config, 3), sparq=sparq)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_components": 0}, "num_components must be an integer of at least 1, got 0"),
+        ({"num_keys": 1.5}, "num_keys must be an integer of at least 1, got 1.5"),
+        ({"local_window": 7}, "local_window must be an integer of at least 0 and at most 6, got 7"),
+        ({"selection": "best"}, "selection must be one of 'global', 'per_shard', got 'best'"),
+        ({"reallocate": "no"}, "reallocate must be one of None, True, False, got 'no'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FEW, **options)
+
+
+def test_what_does_not_fit_the_model_is_refused_before_anything_is_compiled(tiny_model):
+    with pytest.raises(ValueError, match="num_components must be an integer of at least 1 and at most 8, got 9"):
+        make_generator(tiny_model, 3, dataclasses.replace(FEW, num_components=9))
+    generator = make_generator(tiny_model, 3)
+    with pytest.raises(NotImplementedError, match="share_prefixes=True: attention='sparq' has no form for shared"):
+        generator.stream(PROMPTS, COUNT, share_prefixes=True)
+    with pytest.raises(NotImplementedError, match="attention='sparq' has no form for shared prefixes"):
+        cache = generator._lay_out_level(PROMPTS, 0).cache
+        generator.attention.decode(jnp.zeros((3, 1, 4, 8)), cache, 0, jnp.ones(3, jnp.int32), [object()])
+    assert not generator._programs
