@@ -4,7 +4,8 @@ Contexts are read densely, and the tokens after them under the method, as in Spa
 generated: a greedy generation agrees with the text up to the first token whose logits have another maximum, so the
 number of tokens before it is what a generation would have matched.
 
-Sources: SparQ Attention, section 5 and appendix G (tasks, transfers, budgets).
+Sources: SparQ Attention, section 5 and appendix G (tasks, transfers, budgets), Table 3 and Figure A4 (the needle by
+context and depth).
 """
 
 import dataclasses
@@ -127,16 +128,18 @@ class Task:
     """How samples are made and scored.
 
     Attributes:
-      make: `(tokenizer, text_ids, index, sizes, rng) -> Sample`.
+      make: `(tokenizer, text_ids, index, sizes, rng) -> Sample`; and `depth`, if `has_depth`.
       score: `(sample, is_match [T], nats [T]) -> float`.
       unit: of the score.
       higher_is_better: whether a larger score is the better one.
+      has_depth: whether it is told how much of the text comes before what is asked for, from 0 to 1.
     """
 
     make: Callable[..., Sample]
     score: Callable[[Sample, np.ndarray, np.ndarray], float]
     unit: str
     higher_is_better: bool
+    has_depth: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,12 +187,17 @@ def repetition(tokenizer, text_ids, index, sizes: Sizes, rng, cue: int = 32) -> 
 
 def needle(tokenizer, text_ids, index, sizes: Sizes, rng) -> Sample:
     """A sentence hidden in the text, at a depth that grows with the index, and its beginning again at the end."""
+    return needle_at_depth(tokenizer, text_ids, index, sizes, rng, depth=(index + 0.5) / sizes.samples)
+
+
+def needle_at_depth(tokenizer, text_ids, index, sizes: Sizes, rng, depth: float) -> Sample:
+    """A sentence hidden after `depth` of the text, and its beginning again at the end."""
     question, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (NEEDLE[0], " " + NEEDLE[1]))
     before = tokenizer.encode("\n", add_special_tokens=False)
     hidden = [*before, *question, *answer, *before]
     passage = _passage(text_ids, sizes.context - len(hidden) - len(before) - len(question), rng)
-    depth = round((index + 0.5) / sizes.samples * len(passage))
-    return _sample(tokenizer, [*passage[:depth], *hidden, *passage[depth:], *before, *question], answer)
+    start = round(depth * len(passage))
+    return _sample(tokenizer, [*passage[:start], *hidden, *passage[start:], *before, *question], answer)
 
 
 def _bits_per_character(sample: Sample, is_match, nats) -> float:
@@ -199,6 +207,10 @@ def _bits_per_character(sample: Sample, is_match, nats) -> float:
 def _matched_characters(sample: Sample, is_match, nats) -> float:
     matched = int(np.argmin(is_match)) if not is_match.all() else len(is_match)
     return float(sum(sample.tail_chars[:matched]))
+
+
+def _is_matched(sample: Sample, is_match, nats) -> float:
+    return float(is_match.all())
 
 
 def _matched_share(sample: Sample, is_match, nats) -> float:
@@ -211,14 +223,28 @@ TASKS = {
     "language_modelling": Task(
         make=language_modelling, score=_bits_per_character, unit="bits per character", higher_is_better=False
     ),
+    "needle_at_depth": Task(
+        make=needle_at_depth, score=_is_matched, unit="share of whole answers", higher_is_better=True, has_depth=True
+    ),
 }
 
 
-def make_samples(task: str, tokenizer: Tokenizer, text_ids: Sequence[int], sizes: Sizes, seed: int) -> list[Sample]:
+def make_samples(
+    task: str,
+    tokenizer: Tokenizer,
+    text_ids: Sequence[int],
+    sizes: Sizes,
+    seed: int,
+    depth: float | None = None,
+) -> list[Sample]:
     """The samples of a task from the tokens of a text, the same for one seed.
 
+    Args:
+      depth: for a task that `has_depth`, and for no other. The passages are the same at every depth.
+
     Raises:
-      ValueError: an unknown task, or a text shorter than a sample.
+      ValueError: an unknown task, a text shorter than a sample, or a depth that is not in [0, 1], or not None where
+        the task has none.
     """
     if task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
@@ -227,8 +253,12 @@ def make_samples(task: str, tokenizer: Tokenizer, text_ids: Sequence[int], sizes
         raise ValueError(
             f"text: has {len(text_ids)} tokens, fewer than the {sizes.context} + {sizes.tail} of one sample"
         )
+    has_depth = TASKS[task].has_depth
+    if has_depth != (depth is not None) or (has_depth and not 0 <= depth <= 1):
+        raise ValueError(f"{depth=}: must be {'from 0 to 1' if has_depth else 'None'} for task={task!r}")
     rng = np.random.default_rng(seed)
-    return [TASKS[task].make(tokenizer, text_ids, index, sizes, rng) for index in range(sizes.samples)]
+    how = {"depth": depth} if has_depth else {}
+    return [TASKS[task].make(tokenizer, text_ids, index, sizes, rng, **how) for index in range(sizes.samples)]
 
 
 class Scorer:

@@ -1,13 +1,15 @@
 """`tree-attn eval`: its rows, which a rerun goes on from, its table and drawing, and its errors."""
 
 import json
+import pathlib
 import types
 
 import jax.numpy as jnp
 import pytest
 
-from models.llama import Llama, LlamaConfig, parameters, session
+from models.llama import Llama, LlamaConfig, evaluation, parameters, session
 from tree_attn import cli
+from tree_attn.commands import eval as command
 
 
 class Letters:
@@ -54,13 +56,51 @@ def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny
     assert [row["scores"] for row in again] == [row["scores"] for row in rows]
 
 
+def test_the_needle_by_context_and_depth(tiny, tmp_path, capsys, monkeypatch):
+    methods_for = evaluation.methods_for
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 64)  # one program for the answer
+    is_quick = lambda method: method.name == "lm_infinite"
+    monkeypatch.setattr(evaluation, "methods_for", lambda *how: list(filter(is_quick, methods_for(*how))))
+    arguments = [*tiny, "--tasks", "needle_at_depth", "--context", "208,224", "--depths", "0,100", "--samples", "2"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "needle_at_depth: share of whole answers, mean and standard error of 4, context 224" in printed
+    results = tmp_path / "out" / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    cells = [(row["context"], row["depth_percent"]) for row in rows]
+    assert cells == [cell for cell in ((208, 0), (208, 100), (224, 0), (224, 100)) for _ in range(2)]
+    assert {row["compression"] for row in rows if row["method"] == "dense"} == {1.0}
+    assert len({row["num_keys"] for row in rows if row["method"] == "lm_infinite"}) == 2, "a budget for each context"
+    assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["needle.png"]
+
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    assert cli.main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["scores"] for row in document["rows"]] == [row["scores"] for row in rows]
+    assert document["files"] == {"needle": str(tmp_path / "out" / "needle.png")}
+
+
+def test_what_was_scored_before_there_were_depths_is_of_the_same_sweep():
+    path = pathlib.Path(__file__).parents[2] / "docs" / "results" / "eval_smollm2" / "results.sweep.json"
+    args = cli._parser(["eval"]).parse_args(["eval", "--text", "kjv.txt", "--samples", "16", "--out", "out"])
+    sweep = json.loads(path.read_text())
+    assert command._checked(args).sweep() == {
+        name: value for name, value in sweep.items() if name not in ("model", "seed", "text_sha256")
+    }
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--tasks", "poetry"], "--tasks must be one of 'repetition', 'needle', 'language_modelling', got 'poetry'"),
+        (
+            ["--tasks", "poetry"],
+            "--tasks must be one of 'repetition', 'needle', 'language_modelling', 'needle_at_depth'",
+        ),
+        (["--depths", "0,101"], "--depths must be integers of at least 0 and at most 100, separated by commas, got"),
+        (["--tasks", "needle_at_depth", "--kept", "8,9"], "--kept must be one number for needle_at_depth, got '8,9'"),
         (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),
         (["--cache-dtype", "int3"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int3'"),
-        (["--context", "100"], "context=100: must be at least tail + 128 = 136"),
+        (["--context", "200,100"], "context=100: must be at least tail + 128 = 136"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],
