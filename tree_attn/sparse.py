@@ -32,6 +32,7 @@ from tree_attn.sharded import check_one_device, over_shards
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 SELECTIONS = ("global", "per_shard")
+SCORE_TEMPERATURES = ("coverage", "head_dim", "num_components")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,10 @@ class SparqOptions:
     local_window: int = 0
     reallocate: bool | None = None
     selection: str = "global"
+    score_temperature: str = "coverage"
 
     def __post_init__(self) -> None:
+        one_of("score_temperature", self.score_temperature, SCORE_TEMPERATURES)
         one_of("selection", self.selection, SELECTIONS)
         one_of("reallocate", self.reallocate, (None, True, False))
         _check_integer("num_components", self.num_components, least=1)
@@ -89,6 +92,7 @@ def sparq_decode(
     mesh: Mesh | None = None,
     block_size: int | None = None,
     selection: str = "global",
+    score_temperature: str = "coverage",
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -122,6 +126,8 @@ def sparq_decode(
       key_value_seq_lengths, is_causal, scale, implementation: as in `tree_attn.local.attend`.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
       selection: "global" or "per_shard".
+      score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
+        "num_components", sqrt(r). Without groups and reallocation nothing depends on it.
     Returns:
       As `tree_attn.tree_decode`; `lse` is that of kept and rest together.
     Raises:
@@ -135,7 +141,7 @@ def sparq_decode(
     """
     sparq = SparqOptions(
         num_components=num_components, num_keys=num_keys, local_window=local_window, reallocate=reallocate,
-        selection=selection,
+        selection=selection, score_temperature=score_temperature,
     )  # fmt: skip
     check_arrays(query, key, value)
     how = _How(sparq=sparq, axes=() if axis_name is None else axis_tuple(axis_name), mesh=mesh)
@@ -199,7 +205,7 @@ def _sparq(
     visible = view.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
     scale = default_scale(options.scale, head_dim)
-    logits = _approximate_logits(grouped, key, key_by_component, how.sparq.num_components, scale)  # [B, T, K, G, S]
+    logits = _approximate_logits(grouped, key, key_by_component, how.sparq, scale)  # [B, T, K, G, S]
     logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
     is_global = how.sparq.selection == "global" and shard.num_shards > 1
     over_all = functools.partial(_logsumexp_over, axes=how.axes) if is_global else lambda lse: lse
@@ -230,11 +236,11 @@ def _sparq(
     return state
 
 
-def _approximate_logits(grouped, key, key_by_component, num_components: int, scale: float):
+def _approximate_logits(grouped, key, key_by_component, sparq: SparqOptions, scale: float):
     """Step 1: `[B, T, K, G, S]` from the components in which the queries of a group are largest."""
     batch, _, num_kv_heads = grouped.shape[:3]
     size = jnp.abs(grouped.astype(jnp.float32))
-    components = jax.lax.top_k(size.sum(axis=3), num_components)[1]  # [B, T, K, r]
+    components = jax.lax.top_k(size.sum(axis=3), sparq.num_components)[1]  # [B, T, K, r]
     row = jnp.arange(batch)[:, None, None, None]
     head = jnp.arange(num_kv_heads)[None, None, :, None]
     of_key = key if key_by_component is None else key_by_component
@@ -242,7 +248,11 @@ def _approximate_logits(grouped, key, key_by_component, num_components: int, sca
     found = found.astype(grouped.dtype)  # [B, T, K, r, S]
     kept = jnp.take_along_axis(grouped, components[:, :, :, None, :], axis=-1)  # [B, T, K, G, r]
     whole, part = size.sum(axis=-1), jnp.abs(kept.astype(jnp.float32)).sum(axis=-1)
-    coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
+    if sparq.score_temperature == "coverage":
+        coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
+    else:
+        share = 1.0 if sparq.score_temperature == "head_dim" else sparq.num_components / grouped.shape[-1]
+        coverage = jnp.full_like(whole, share)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     return dot("btkgr,btkrs->btkgs", kept, found) * (scale * jax.lax.rsqrt(coverage))[..., None]
 

@@ -25,6 +25,7 @@ from models.llama.sharding import LlamaSharding
 from models.llama.tokenizer import Tokenizer
 from tree_attn import SparqOptions, attend, cost_model
 from tree_attn.cache import KVCache
+from tree_attn.sparse import SCORE_TEMPERATURES
 from tree_attn.sparse_baselines import flexgen_decode, h2o_decode, key_scores, lm_infinite_decode
 
 MIN_PASSAGE = 128  # tokens of a context that must be text beside what a task adds to it
@@ -40,18 +41,27 @@ class Method:
       name: "dense", "sparq", "sparq_mean", "h2o", "lm_infinite" or "flexgen".
       num_keys: k, keys that each step attends to; None for dense.
       num_components: r, of SparQ.
+      local_window: l, of SparQ; None: a quarter of its keys, as in the paper.
+      score_temperature: of SparQ.
     """
 
     name: str
     num_keys: int | None = None
     num_components: int | None = None
+    local_window: int | None = None
+    score_temperature: str = "coverage"
+
+    @property
+    def is_sparq(self) -> bool:
+        """Whether it is SparQ, without or with the mean value."""
+        return self.name.startswith("sparq")
 
     def transfer_elements(self, num_keys: int, head_dim: int) -> int:
         """Elements moved per KV head and step at a length, by the paper's equations 3 and 11 and appendix G."""
         sizes = dict(num_keys=num_keys, head_dim=head_dim)
         if self.name == "dense":
             return cost_model.dense_transfer_elements(**sizes)
-        if self.name.startswith("sparq"):
+        if self.is_sparq:
             return cost_model.sparq_transfer_elements(
                 num_components=self.num_components, num_kept=self.num_keys, **sizes
             )
@@ -76,13 +86,25 @@ class Method:
         return by_name(name, sharding, sparq=sparq).decode(query, cache, layer, lengths), scores
 
     def sparq_options(self) -> SparqOptions | None:
-        """Of SparQ, with a quarter of its keys in the local window, as in the paper; None of the others."""
-        if not self.name.startswith("sparq"):
+        """Of SparQ; None of the others."""
+        if not self.is_sparq:
             return None
         return SparqOptions(
-            num_components=self.num_components, num_keys=self.num_keys, local_window=self.num_keys // 4,
-            reallocate=self.name == "sparq_mean",
+            num_components=self.num_components, num_keys=self.num_keys, reallocate=self.name == "sparq_mean",
+            local_window=self.num_keys // 4 if self.local_window is None else self.local_window,
+            score_temperature=self.score_temperature,
         )  # fmt: skip
+
+    def ablations(self) -> list["Method"]:
+        """SparQ with another temperature, and with another local window; none of the others.
+
+        Source: SparQ Attention, Figure 7b, for the temperature.
+        """
+        if not self.is_sparq:
+            return []
+        temperatures = [{"score_temperature": name} for name in SCORE_TEMPERATURES if name != self.score_temperature]
+        windows = [{"local_window": count} for count in (0, self.num_keys // 2, self.num_keys)]
+        return [dataclasses.replace(self, **change) for change in (*temperatures, *windows)]
 
 
 def methods_for(ratio: float, num_keys: int, head_dim: int, num_kept: int) -> list[Method]:

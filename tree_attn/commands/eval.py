@@ -25,6 +25,7 @@ examples:
   tree-attn eval --text kjv.txt --out results/eval
   tree-attn eval --text kjv.txt --tasks repetition --ratios 2,8 --kept 32,64,128 --samples 32 --out results/eval_kept
   tree-attn eval --text kjv.txt --tasks needle_at_depth --context 256,512,1024 --samples 8 --out results/needle
+  tree-attn eval --text kjv.txt --ablations --ratios 8 --out results/ablations
 
 A text of Debian's, in the public domain:
   apt-get install bible-kjv && bible -f gen1:1-rev22:21 | sed 's/^[^ ]* //' > kjv.txt
@@ -47,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depths", default="0,25,50,75,100", metavar="P,Q",
         help="of needle_at_depth: percent of the text before the needle; default 0,25,50,75,100",
     )  # fmt: skip
+    parser.add_argument(
+        "--ablations", action="store_true", help="SparQ alone, also with other temperatures and local windows"
+    )
     parser.add_argument("--tail", type=int, default=64, metavar="N", help="tokens scored after them; default 64")
     parser.add_argument("--samples", type=int, default=16, metavar="N", help="of each task; default 16")
     parser.add_argument("--cache-dtype", metavar="DTYPE", help="of keys and values; default: the model's")
@@ -92,6 +96,7 @@ class _Plan:
     kept: list[int] | None
     depths: list[int]
     sizes: list[Any]
+    has_ablations: bool
 
     def sweep(self) -> dict[str, Any]:
         """What rows of one file have in common; as it was before there were several contexts, where there is one."""
@@ -101,7 +106,21 @@ class _Plan:
             common["context"] = contexts
         elif self.kept is None:
             common["kept"] = self.kept_of(contexts[0])
-        return common | ({"depths": self.depths} if "needle_at_depth" in self.tasks else {})
+        common |= {"depths": self.depths} if "needle_at_depth" in self.tasks else {}
+        return common | ({"ablations": True} if self.has_ablations else {})
+
+    def cases(self, context: int, head_dim: int) -> dict[Any, int]:
+        """Methods for a context, and the compression that each was asked for."""
+        from models.llama.evaluation import Method, methods_for
+
+        found = {Method(name="dense"): 1}
+        for ratio in self.ratios:
+            for num_kept in self.kept_of(context):
+                methods = methods_for(1 / ratio, context, head_dim, num_kept)
+                if self.has_ablations:
+                    methods = [one for method in methods if method.is_sparq for one in (method, *method.ablations())]
+                found |= {method: ratio for method in methods}
+        return found
 
     def kept_of(self, context: int) -> list[int]:
         """Keys that SparQ keeps of a context."""
@@ -132,8 +151,10 @@ def _checked(args: argparse.Namespace) -> _Plan:
     for name in ("samples", "batch", "tail"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.ablations and "needle_at_depth" in tasks:
+        raise ValueError("--ablations: not of needle_at_depth, whose heatmap has one place for each method")
     sizes = [Sizes(context=context, tail=args.tail, samples=args.samples) for context in contexts]
-    return _Plan(tasks=tasks, ratios=ratios, kept=kept, depths=depths, sizes=sizes)
+    return _Plan(tasks=tasks, ratios=ratios, kept=kept, depths=depths, sizes=sizes, has_ablations=args.ablations)
 
 
 def _integers(name: str, text: str, least: int = 1, most: int | None = None) -> list[int]:
@@ -152,15 +173,11 @@ def _evaluate(args, checkpoint, text: str, plan: _Plan, writer) -> None:
     import jax
 
     from models.llama import session
-    from models.llama.evaluation import Method, Scorer, make_samples, methods_for, score
+    from models.llama.evaluation import Scorer, make_samples, score
     from tree_attn.commands.report import progress
 
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
-    cases: dict[int, dict[Method, int]] = {sizes.context: {Method(name="dense"): 1} for sizes in plan.sizes}
-    for context, of_context in cases.items():
-        for ratio in plan.ratios:
-            for num_kept in plan.kept_of(context):
-                of_context |= {method: ratio for method in methods_for(1 / ratio, context, config.head_dim, num_kept)}
+    cases = {sizes.context: plan.cases(sizes.context, config.head_dim) for sizes in plan.sizes}
     todo = {
         group: [method for method in cases[group[1].context] if not _is_done(writer.rows, group, method)]
         for group in plan.groups()
@@ -197,8 +214,14 @@ def _evaluate(args, checkpoint, text: str, plan: _Plan, writer) -> None:
 def _is_done(rows: Sequence[dict], group: tuple, method) -> bool:
     task, sizes, depth = group
     key = {"task": task, "method": method.name, "num_keys": method.num_keys, "num_components": method.num_components}
-    key |= {"context": sizes.context, "depth_percent": depth}
+    key |= {"context": sizes.context, "depth_percent": depth} | _ablation(method)
     return any({name: row.get(name) for name in key} == key for row in rows)
+
+
+def _ablation(method) -> dict[str, Any]:
+    """What is not as in the paper, None where it is."""
+    temperature = None if method.score_temperature == "coverage" else method.score_temperature
+    return {"local_window": method.local_window, "score_temperature": temperature}
 
 
 def _row(args, config, place, group: tuple, method, ratio: int, scores: list[float]) -> dict[str, Any]:
@@ -212,7 +235,8 @@ def _row(args, config, place, group: tuple, method, ratio: int, scores: list[flo
     elements = method.transfer_elements(sizes.context, config.head_dim)
     dense = cost_model.dense_transfer_elements(num_keys=sizes.context, head_dim=config.head_dim)
     cache_dtype = jnp.dtype(args.cache_dtype or place.dtype)
-    return ({} if depth is None else {"depth_percent": depth}) | {
+    ablation = {name: value for name, value in _ablation(method).items() if value is not None}
+    return ({} if depth is None else {"depth_percent": depth}) | ablation | {
         "task": task, "method": method.name, "num_keys": method.num_keys, "num_components": method.num_components,
         "asked_ratio": ratio, "compression": elements / dense,
         "transfer_bytes_per_token": elements * config.num_kv_heads * config.num_layers * cache_dtype.itemsize,
@@ -234,6 +258,8 @@ def _print(rows: Sequence[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from tree_attn.commands.plots import evaluation_label
+
     console = Console()
     console = console if console.is_terminal else Console(width=120)
     for task, context in dict.fromkeys((row["task"], row["context"]) for row in rows):
@@ -241,7 +267,7 @@ def _print(rows: Sequence[dict]) -> None:
         ratios = sorted({row["asked_ratio"] for row in of_task})
         scores: dict[str, dict[int, list[float]]] = {}
         for row in of_task:
-            scores.setdefault(_label(row), {}).setdefault(row["asked_ratio"], []).extend(row["scores"])
+            scores.setdefault(evaluation_label(row), {}).setdefault(row["asked_ratio"], []).extend(row["scores"])
         count = len(next(iter(next(iter(scores.values())).values())))
         console.print(f"{task}: {of_task[0]['unit']}, mean and standard error of {count}, context {context:,}")
         table = Table()
@@ -251,10 +277,6 @@ def _print(rows: Sequence[dict]) -> None:
         for label, by_ratio in scores.items():
             table.add_row(label, *(_cell(by_ratio[ratio]) if ratio in by_ratio else "" for ratio in ratios))
         console.print(table)
-
-
-def _label(row: dict) -> str:
-    return f"{row['method']} (k {row['num_keys']})" if row["method"].startswith("sparq") else row["method"]
 
 
 def _cell(scores: Sequence[float]) -> str:

@@ -75,6 +75,15 @@ def draw_evaluation(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str
     return files
 
 
+def evaluation_label(row: dict) -> str:
+    """How tables and plots call a method: "h2o", "sparq, k 64", "sparq, k 64, temperature head_dim"."""
+    words = [row["method"]]
+    words += [f"k {row['num_keys']}"] if row["num_components"] is not None else []
+    words += [f"{word} {row[name]}" for name, word in (("local_window", "window"), ("score_temperature", "temperature"))
+              if name in row]  # fmt: skip
+    return ", ".join(words)
+
+
 def _draw_scores(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
     """A panel for each task and context: score over bytes moved per token, with standard errors.
 
@@ -92,8 +101,7 @@ def _draw_scores(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
         series: dict[str, list[dict]] = {}
         for row in of_task:
             if row["method"] != "dense":
-                kept = f", k {row['num_keys']}" if row["num_components"] is not None else ""
-                series.setdefault(row["method"] + kept, []).append(row)
+                series.setdefault(evaluation_label(row), []).append(row)
         for name, points in series.items():
             points = sorted(points, key=lambda row: row["transfer_bytes_per_token"])
             x = [row["transfer_bytes_per_token"] / 1e6 for row in points]

@@ -60,6 +60,9 @@ def add_sparq_arguments(parser: argparse.ArgumentParser) -> None:
     sparq.add_argument("--local-window", type=int, metavar="L", help="newest keys, always among them; default K / 4")
     sparq.add_argument("--selection", metavar="NAME", help="the K best of all (global, default) or of each per_shard")
     sparq.add_argument(
+        "--score-temperature", metavar="NAME", help="of step 1: coverage (default), head_dim or num_components"
+    )
+    sparq.add_argument(
         "--reallocate",
         action=argparse.BooleanOptionalAction,
         help="give the mean value the weight of what is left out; default: only without grouped heads",

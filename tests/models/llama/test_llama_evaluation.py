@@ -139,6 +139,19 @@ def test_budgets_come_near_their_ratio(ratio):
         assert method.transfer_elements(1024, 64) / dense == pytest.approx(ratio, rel=0.05), method
 
 
+def test_ablations_are_what_sparq_decode_is_given():
+    assert Method(name="h2o", num_keys=16).ablations() == []
+    paper = Method(name="sparq_mean", num_keys=16, num_components=3)
+    given = [
+        (how.local_window, how.score_temperature, how.reallocate)
+        for how in (method.sparq_options() for method in (paper, *paper.ablations()))
+    ]
+    assert given == [
+        (4, "coverage", True), (4, "head_dim", True), (4, "num_components", True),
+        (0, "coverage", True), (8, "coverage", True), (16, "coverage", True),
+    ]  # fmt: skip
+
+
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="task='poetry': must be one of repetition, needle, language_modelling"):
         make_samples("poetry", Letters(), text_ids(), SIZES, seed=0)
