@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,53 +48,48 @@ def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(
         np.testing.assert_allclose(logits, of_dense, atol=2e-5)
 
 
-def plainly(sparq: SparqOptions):
-    """SparQ on one device, of one row after another, from keys and values alone."""
-    how = dataclasses.asdict(dataclasses.replace(sparq, selection="global"))
-
-    def decode(query, cache, layer, lengths, prefixes=()):
-        key, value = cache.key[layer], cache.value[layer]
-        return sparq_decode(query, key, value, key_value_seq_lengths=lengths, **how)
-
-    return decode
+def on_one_device(query, cache, layer, lengths, prefixes=()):
+    """SparQ from keys and values alone."""
+    how = dataclasses.asdict(WITH_MEAN)
+    return sparq_decode(query, cache.key[layer], cache.value[layer], key_value_seq_lengths=lengths, **how)
 
 
-def shard_by_shard(sparq: SparqOptions, num_shards: int = 3):
-    """`selection="per_shard"` on one device: every `num_shards`-th key, and what comes of each of these merged."""
-    how = dataclasses.asdict(dataclasses.replace(sparq, selection="global", num_keys=-(-sparq.num_keys // num_shards)))
-
-    def decode(query, cache, layer, lengths, prefixes=()):
-        key, value = cache.key[layer], cache.value[layer]
-        states = [
-            sparq_decode(
-                query, key[:, i::num_shards], value[:, i::num_shards], return_lse=True, **how,
-                key_value_seq_lengths=jnp.maximum(0, (lengths - i + num_shards - 1) // num_shards),
-            )
-            for i in range(num_shards)
-        ]  # fmt: skip
-        return merge_states(SoftmaxState(*(jnp.stack(x) for x in zip(*states, strict=True))), axis=0).out
-
-    return decode
-
-
-@pytest.mark.parametrize(
-    "sparq, reference",
-    [
-        (WITH_MEAN, plainly),
-        (dataclasses.replace(FEW, local_window=0, selection="per_shard"), shard_by_shard),
-    ],
-    ids=["global", "per shard"],
-)
-def test_new_tokens_attend_to_what_sparq_decode_chooses(tiny_model, dense, sparq, reference):
+def test_new_tokens_attend_to_what_sparq_decode_chooses_on_one_device(tiny_model, dense):
     model = tiny_model(1)
-    attention = dataclasses.replace(by_name("single", model.sharding), decode=reference(sparq))
+    attention = dataclasses.replace(by_name("single", model.sharding), decode=on_one_device)
     expected = steps_of(Generator(model, attention))
-    found = steps_of(make_generator(tiny_model, 3, sparq))
+    found = steps_of(make_generator(tiny_model, 3, WITH_MEAN))
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
         assert tokens == expected_tokens
         np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
     np.testing.assert_allclose(found[0][1], dense[0][1], atol=2e-5)  # prompts are read exactly
     assert np.abs(found[-1][1] - dense[-1][1]).max() > 1e-3, "it left nothing out"
+
+
+def test_selected_per_shard_it_is_each_shards_own_choice_merged(tiny_model):
+    generator = make_generator(tiny_model, 3, dataclasses.replace(FEW, local_window=0, selection="per_shard"))
+    cache = generator._lay_out_level(PROMPTS, COUNT).cache
+    rng = np.random.default_rng(0)
+    key, value, query = (
+        rng.normal(size=(3, *shape)).astype(np.float32) for shape in ((20, 2, 8), (20, 2, 8), (1, 4, 8))
+    )
+    lengths = np.array([20, 4, 13], np.int32)
+    how = dict(num_components=FEW.num_components, num_keys=FEW.num_keys // 3, return_lse=True)
+
+    @jax.jit
+    def sharded(query, key, value, lengths):
+        return generator.attention.decode(query, cache.write(key, value, layer=1), 1, lengths)
+
+    @jax.jit
+    def merged(query, key, value, lengths):
+        states = [
+            sparq_decode(query, key[:, i::3], value[:, i::3], key_value_seq_lengths=(lengths - i + 2) // 3, **how)
+            for i in range(3)
+        ]
+        return merge_states(SoftmaxState(*map(jnp.stack, zip(*states, strict=True))), axis=0).out
+
+    given = query, key, value, lengths
+    np.testing.assert_allclose(sharded(*given), merged(*given), atol=2e-5)
 
 
 def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model):
