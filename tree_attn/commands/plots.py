@@ -138,7 +138,9 @@ def _draw_needle(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
             cells = [[found.get((depth, context), math.nan) for context in contexts] for depth in depths]
             axes.imshow(cells, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")
             for (depth, context), mean in found.items():
-                axes.text(contexts.index(context), depths.index(depth), f"{mean:.2g}", ha="center", va="center")
+                color = "white" if abs(mean - 0.5) > 0.3 else "black"
+                where = contexts.index(context), depths.index(depth)
+                axes.text(*where, f"{mean:.2g}", ha="center", va="center", color=color)
             axes.set_title("dense" if method == "dense" else f"{method}, 1/{ratio}")
             axes.set_xticks(range(len(contexts)), contexts)
             axes.set_yticks(range(len(depths)), depths)
