@@ -19,6 +19,7 @@ from models.llama.attention import (
     BLOCK_SIZE,
     Attention,
     Prefix,
+    check_cache_dtype,
     check_prefill_chunk,
     check_sharing,
     empty_cache,
@@ -174,8 +175,9 @@ class Generator:
 
     Raises:
       ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards, or
-        `cache_dtype` none of the three; `cache_scales` for another dtype than int8.
-      NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need what came before.
+        `cache_dtype` none of the three; `cache_scales` for another dtype than int8; or SparQ has more components than
+        there are.
+      NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need what came before; int8 with `sparq`.
 
     Example:
       >>> generator = Generator(model, by_name("tree", model.sharding))
@@ -196,6 +198,8 @@ class Generator:
         if not isinstance(tokens_per_dispatch, int | np.integer) or tokens_per_dispatch < 1:
             raise ValueError(f"{tokens_per_dispatch=}: must be an integer of at least 1")
         check_prefill_chunk(attention.name, prefill_chunk, attention.num_shards)
+        if attention.sparq is not None:
+            attention.sparq.check_head_dim(model.config.head_dim)
         self.tokens_per_dispatch, self.prefill_chunk = tokens_per_dispatch, prefill_chunk
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
@@ -203,6 +207,7 @@ class Generator:
         own = model.embedding[...].dtype
         self._dtype = jnp.dtype(own if cache_dtype is None else cache_dtype)
         one_of("cache_dtype", self._dtype.name, (own.name, *NARROW_DTYPES))
+        check_cache_dtype(attention.name, self._dtype.name)
         if cache_scales is not None and self._dtype != jnp.int8:
             raise ValueError(f"cache_scales: must be None for cache_dtype={self._dtype.name!r}, only int8 has them")
         self._given_scales = cache_scales
@@ -260,6 +265,16 @@ class Generator:
             raise NotImplementedError(f"{max_batch=}: the batch is cut over {self.sharding.batch!r}")
         return self._queue_steps(prompts, max_new_tokens, min(max_batch, len(prompts)), frozenset(stop_ids), first_step)
 
+    def going_on(self, prompts: Sequence[Sequence[int]], done: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+        """What `stream` is given, prompts and `first_step`, so that the steps after those `done` are the same again.
+
+        Prompts with their new tokens where decoding attends as prefill does. SparQ's keys and values of new tokens are
+        not what a prefill would make of them: it starts anew, and its first steps make the tokens done once more.
+        """
+        if self.attention.sparq is not None:
+            return [list(prompt) for prompt in prompts], 0
+        return [[*prompt, *ids] for prompt, ids in zip(prompts, done, strict=True)], len(done[0]) if done else 0
+
     def programs(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
     ) -> Programs:
@@ -315,9 +330,21 @@ class Generator:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values, all layers."""
-        heads = self.config.num_layers * self.config.num_kv_heads
-        return 2 * heads * self.config.head_dim * self._dtype.itemsize
+        """Of keys and values, all layers; of the keys twice where they are kept by component too."""
+        copies = 3 if self.attention.cache_keeps.get("keeps_key_by_component") else 2
+        return copies * self.config.head_dim * self._bytes_per_component
+
+    def bytes_read(self, num_tokens: int) -> int:
+        """Of keys and values, that a step reads of one sequence of so many tokens, on all devices together."""
+        sparq, head_dim = self.attention.sparq, self.config.head_dim
+        elements = 2 * num_tokens * head_dim
+        if sparq is not None:
+            elements = num_tokens * sparq.num_components + 2 * min(sparq.num_keys, num_tokens) * head_dim
+        return elements * self._bytes_per_component
+
+    @property
+    def _bytes_per_component(self) -> int:
+        return self.config.num_layers * self.config.num_kv_heads * self._dtype.itemsize
 
     def cache_bytes(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
@@ -342,7 +369,7 @@ class Generator:
         return tuple(
             Texts(
                 *self._lay_out_level(texts, self._padded(max(map(len, texts)))),
-                self._empty_cache(len(texts), self._capacity(texts, room)),
+                self._empty_cache(len(texts), self._capacity(texts, room), self._scales),
             )
             for texts, room in _rooms(tree, max_new_tokens)
         )
@@ -356,9 +383,9 @@ class Generator:
         placed = self.sharding.place(tokens[:, order.positions], "batch", "sequence")
         return placed, self.sharding.place(lengths, "batch")
 
-    def _empty_cache(self, batch: int, capacity: int) -> KVCache:
+    def _empty_cache(self, batch: int, capacity: int, scales: Mapping[str, jax.Array | None]) -> KVCache:
         sizes = dict(batch=batch, capacity=capacity, dtype=self._dtype)
-        return empty_cache(self.config, self.sharding, **sizes, **self._scales)
+        return empty_cache(self.config, self.sharding, **sizes, **scales, **self.attention.cache_keeps)
 
     @functools.cached_property
     def _scales(self) -> Mapping[str, jax.Array]:
@@ -424,8 +451,7 @@ class Generator:
 
     def _admit(self, parameters, tokens, lengths, new: Rows, row, rows: Rows, *, cache: KVCache):
         """Prefills one prompt into a cache of its own and puts that into `row` of the batch."""
-        sizes = dict(batch=1, capacity=tokens.shape[1], dtype=self._dtype)
-        own = empty_cache(self.config, self.sharding, **sizes, **cache.scales())
+        own = self._empty_cache(1, tokens.shape[1], cache.scales())
         logits, own = self._read(nnx.merge(self._structure, parameters), tokens, lengths, own)
         new, log_p = self._choose(logits, new)
         rows = jax.tree.map(lambda batch, one: jax.lax.dynamic_update_slice(batch, one, (row,)), rows, new)
@@ -487,7 +513,8 @@ class Generator:
         return rows, cache, list(zip(made, log_p, logits, seconds, strict=True))
 
     def _queue_steps(self, prompts, max_new_tokens: int, max_batch: int, stop_ids, first_step: int) -> Iterator[Step]:
-        rows, cache = self._new_rows(max_batch), self._empty_cache(max_batch, self._capacity(prompts, max_new_tokens))
+        capacity = self._capacity(prompts, max_new_tokens)
+        rows, cache = self._new_rows(max_batch), self._empty_cache(max_batch, capacity, self._scales)
         shape = ("queue", cache.key.shape)
         if shape not in self._programs:
             self._programs[shape] = self._compile_decode(rows, (), cache)
@@ -562,7 +589,8 @@ def generate(
 
     With `done`, an interrupted generation goes on: its cache is made by one prefill of prompts and new tokens, and the
     same tokens follow, greedy or drawn, for a step's random key depends on its number alone. (Prefill and decoding
-    round differently: candidates closer than that may change places, in bfloat16 more easily than in float32.)
+    round differently: candidates closer than that may change places, in bfloat16 more easily than in float32.) SparQ
+    makes those of `done` again, for their keys and values depend on how they were made.
 
     The same holds for `share_prefixes`: it changes how much is computed, held and read, and by rounding alone the
     logits.
@@ -580,7 +608,8 @@ def generate(
 
     Raises:
       ValueError, NotImplementedError: as `Generator.stream` and `stream_queue`; no positive number of samples;
-        `share_prefixes` with more sequences than `max_batch`; or `done` is none that can go on.
+        `share_prefixes` with more sequences than `max_batch`; or `done` is none that can go on, or not what SparQ makes
+        of these prompts.
 
     Example:
       >>> samples = generate(generator, [prompt], max_new_tokens=100, num_samples=64)
@@ -591,17 +620,17 @@ def generate(
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     new_ids = [list(ids) for ids in ([[]] * len(prompts) if done is None else done)]
     _check_done(new_ids, prompts, max_new_tokens)
-    num_done = len(new_ids[0]) if new_ids else 0
-    longer = [[*prompt, *ids] for prompt, ids in zip(prompts, new_ids, strict=True)]
-    how = dict(max_new_tokens=max_new_tokens - num_done, first_step=num_done)
+    read, first_step = generator.going_on(prompts, new_ids)
+    again = len(new_ids[0]) - first_step if new_ids else 0
+    how = dict(max_new_tokens=max_new_tokens - first_step, first_step=first_step)
     if max_batch is not None:
         check_max_batch(max_batch)
     if max_batch is None or len(prompts) <= max_batch:
-        steps = generator.stream(longer, share_prefixes=share_prefixes, **how)
+        steps = generator.stream(read, share_prefixes=share_prefixes, **how)
     else:
         if share_prefixes:
             raise NotImplementedError(f"{share_prefixes=}: prompts that wait for others, {max_batch=}, share none")
-        steps = generator.stream_queue(longer, max_batch=max_batch, stop_ids=stop_ids, **how)
+        steps = generator.stream_queue(read, max_batch=max_batch, stop_ids=stop_ids, **how)
     stopped = [False] * len(prompts)
     log_probabilities: list[list[float]] = [[] for _ in prompts]
     seconds: list[list[float]] = [[] for _ in prompts]
@@ -610,6 +639,10 @@ def generate(
             if sequence is None or stopped[sequence]:
                 continue
             seconds[sequence].append(step.seconds)
+            number = len(seconds[sequence]) - 1
+            if number < again:
+                _check_again(sequence, number, token, new_ids[sequence][number])
+                continue
             log_probabilities[sequence].append(float(step.log_probabilities[row]))
             stopped[sequence] = token in stop_ids
             if not stopped[sequence]:
@@ -650,6 +683,13 @@ def rank_samples(samples: Sequence[Generation], top: int | None = None) -> list[
     for sample in samples:
         different.setdefault((tuple(sample.new_ids), sample.stopped), sample)
     return sorted(different.values(), key=lambda sample: sample.mean_log_probability, reverse=True)[:top]
+
+
+def _check_again(sequence: int, number: int, made: int, done: int) -> None:
+    if made != done:
+        raise ValueError(
+            f"done: holds token {done} as number {number} of sequence {sequence}, and this generation makes {made}"
+        )
 
 
 def _check_done(done: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

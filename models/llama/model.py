@@ -157,8 +157,7 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            stored = cache.key[layer], cache.value[layer]
-            return attention.decode(query, *stored, lengths, levels, **cache.scales(layer)), cache
+            return attention.decode(query, cache, layer, lengths, levels), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)

@@ -14,7 +14,7 @@ Time a Llama of a published shape over long contexts: prefill, each new token, m
 The prompt is random, and so are weights unless --model names some: times do not depend on them. Keys and values are
 spread by sequence and weights by heads and columns over the same devices; --replicate-weights gives every device all
 weights, as in the paper's Table 1. The roofline of a token is the time to read a device's weights and its part of the
-keys and values once.
+keys and values once, or as much of them as SparQ reads.
 
 examples:
   tree-attn bench llama --context 32768,131072 --out results/llama
@@ -34,7 +34,7 @@ COUNTED_TOKENS = 10  # of the paper's "prefill plus 10 tokens"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; `run` reads them."""
-    from tree_attn.commands import processes
+    from tree_attn.commands import processes, prompting
 
     parser.add_argument("what", choices=("llama",), help="what to time")
     parser.add_argument("--config", default="llama-3.1-8b", help="a published shape; default llama-3.1-8b")
@@ -43,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", default="32768,131072", metavar="N,M", help="tokens; default 32768,131072")
     parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens made; default 33")
-    parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single")
-    parser.add_argument("--reduction", metavar="NAME", help="of tree; default: its own choice")
+    parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single, sparq")
+    parser.add_argument("--reduction", metavar="NAME", help="of tree and sparq; default: its own choice")
+    prompting.add_sparq_arguments(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
     parser.add_argument(
-        "--cache-dtype", metavar="DTYPE", help="default: the model's; float8_e4m3fn and int8 halve bfloat16"
+        "--cache-dtype",
+        metavar="DTYPE",
+        help="default: the model's; float8_e4m3fn and int8 (not of sparq) halve bfloat16",
     )
     parser.add_argument(
         "--prefill-chunk", type=int, metavar="N", help="tokens read at a time; default: all, as a ring always does"
@@ -65,18 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Times and prints; returns 0. Wrong arguments raise before a weight is made."""
     from models.llama import session
-    from models.llama.attention import SHARING, check_choice, check_prefill_chunk
+    from models.llama.attention import CHUNKING, check_cache_dtype, check_choice, check_prefill_chunk
     from tree_attn import measure
     from tree_attn.commands import comparison, processes
 
-    config, contexts, attentions = _checked(args)
+    config, contexts, attentions, sparq = _checked(args)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
     for name in attentions:
-        check_prefill_chunk(name, args.prefill_chunk if name in SHARING else None, len(devices))
-        check_choice(name, args.reduction if name == "tree" else None, place.axes, len(devices))
-    rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices)))
+        check_cache_dtype(name, args.cache_dtype)
+        check_prefill_chunk(name, args.prefill_chunk if name in CHUNKING else None, len(devices))
+        options = _options_of(name, args, sparq)
+        check_choice(name, options["reduction"], place.axes, len(devices), options["sparq"])
+    rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices), sparq))
     done = {(row["context"], row["attention"]) for row in rows}
     cases = [(context, name) for context in contexts for name in attentions]
     is_done = comparison.broadcast_flags([case in done for case in cases])  # the first process alone has the file
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         model = _random_model(args, config, place, max(contexts)) if args.model is None else _own_model(args, place)
         for context, name in todo:
             with session.phase(f"{name}, {context:,} tokens ..."):
-                row = _time(args, model, place, context, name)
+                row = _time(args, model, place, context, name, sparq)
             row |= {
                 "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
                 "git_commit": measure.git_commit(), "command": args.command_line,
@@ -115,6 +120,7 @@ def _checked(args: argparse.Namespace):
     from models.llama.attention import ATTENTIONS
     from models.llama.presets import preset
     from tree_attn.arguments import NARROW_DTYPES, one_of
+    from tree_attn.commands import prompting
 
     config = preset(args.config)
     if args.cache_dtype is not None:
@@ -131,10 +137,20 @@ def _checked(args: argparse.Namespace):
     for name, least in (("new_tokens", 2), ("tokens_per_dispatch", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return config, contexts, attentions
+    sparq = prompting.sparq_options(args, attentions)
+    if sparq is not None:
+        sparq.check_head_dim(config.head_dim)
+    return config, contexts, attentions, sparq
 
 
-def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
+def _options_of(name: str, args: argparse.Namespace, sparq) -> dict[str, Any]:
+    """What `by_name` is given for one of the attentions."""
+    from models.llama.attention import REDUCING
+
+    return {"reduction": args.reduction if name in REDUCING else None, "sparq": sparq if name == "sparq" else None}
+
+
+def _sweep(args: argparse.Namespace, num_devices: int, sparq) -> dict[str, Any]:
     names = (
         "config",
         "model",
@@ -146,7 +162,8 @@ def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
         "tokens_per_dispatch",
         "unroll_layers",
     )
-    return {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
+    sweep = {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
+    return sweep | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
 
 
 def _random_model(args: argparse.Namespace, config, place, longest: int):
@@ -174,14 +191,14 @@ def _sharding(args: argparse.Namespace, config, place):
     return LlamaSharding(mesh=spread.mesh, sequence=spread.sequence) if args.replicate_weights else spread
 
 
-def _time(args: argparse.Namespace, model, place, context: int, name: str) -> dict[str, Any]:
+def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
     from models.llama import Generator, by_name
     from tree_attn import cost_model, measure
 
-    attention = by_name(name, model.sharding, reduction=args.reduction if name == "tree" else None)
-    chunk = args.prefill_chunk if attention.shares_prefixes else None
+    attention = by_name(name, model.sharding, **_options_of(name, args, sparq))
+    chunk = args.prefill_chunk if attention.prefills_in_chunks else None
     generator = Generator(
         model,
         attention,
@@ -204,6 +221,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
     return {
         "config": args.config if args.model is None else args.model,
         "context": context, "attention": name, "reduction": attention.reduction,
+        "sparq": None if attention.sparq is None else dataclasses.asdict(attention.sparq),
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
@@ -222,7 +240,10 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
 
 
 def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
-    """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V."""
+    """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V.
+
+    Of those SparQ reads the components and the keys that it chooses.
+    """
     from flax import nnx
 
     from tree_attn import measure
@@ -230,7 +251,7 @@ def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
     weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
         weights -= measure.bytes_per_device(model.embedding[...])
-    return weights, generator.bytes_per_token * context // model.sharding.num_shards("sequence")
+    return weights, generator.bytes_read(context) // model.sharding.num_shards("sequence")
 
 
 def _is_first() -> bool:

@@ -17,8 +17,10 @@ examples:
   tree-attn generate --model model.gguf --raw --prompt "Once upon a time" --attention ring --devices 4
   tree-attn generate --model smollm2 --prompt "Hi" --attention tree --reduction allreduce --json | tail -1
   tree-attn generate --prompt "Hi" --prompt "What is JAX?" --prompt "Name a river." --max-batch 2
+  tree-attn generate --prompt "Hi" --attention sparq --num-components 32 --num-keys 128
 
-Prompts are read by ring attention, and every new token attends by the attention that --attention names.
+Prompts are read by ring attention, and every new token attends by the attention that --attention names. All are exact
+but sparq: of every key it reads the --num-components components that matter most to the query, then --num-keys whole.
 
 Under srun or torchrun, the processes generate together, over all of their devices; process 0 prints.
 
@@ -109,7 +111,8 @@ def _new_tokens(args: argparse.Namespace, request: prompting.Request, done: list
 
     generator = prompting.load_generator(args, request)
     with session.phase("compiling ..."):
-        generator.programs([[*request.prompt_ids, *done]], args.max_new_tokens - len(done))
+        prompts, first_step = generator.going_on([request.prompt_ids], [done])
+        generator.programs(prompts, args.max_new_tokens - first_step)
     stop_ids = request.checkpoint.tokenizer.stop_ids
     (result,) = generate(
         generator, [request.prompt_ids], args.max_new_tokens, stop_ids=stop_ids, on_token=on_token, done=[done]
