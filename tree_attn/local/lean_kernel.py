@@ -17,7 +17,7 @@ query columns, H head dim (Hp: padded to 64).
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ LOWEST = float(np.finfo(np.float32).min)
 SMEM_BYTES_PER_SM = 227 * 1024
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 MERGE_HEAD_DIMS = 64  # of one merging CTA
+TALL_ROWS = 128  # query columns of a block where they are the rows of the tensor core; else there are at most 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,11 @@ class LeanShape:
     replace = dataclasses.replace
 
     @property
+    def is_tall(self) -> bool:
+        """Of the kernel that takes query columns for rows (`tall_kernel.py`)."""
+        return self.cols == TALL_ROWS
+
+    @property
     def is_widened(self) -> bool:
         return self.key_dtype != self.dtype
 
@@ -117,7 +123,7 @@ def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     stages = config.num_stages * tile * jnp.dtype(shape.key_dtype).itemsize + shape.is_widened * tile * itemsize
     queries = shape.cols * (shape.head_dim + config.block_kv) * itemsize
     results = shape.cols * (shape.padded_head_dim + 2) * 4
-    return stages + queries + results + _scratch_bytes(shape) + 1024
+    return stages + queries + results + scratch_bytes(shape) + 1024
 
 
 def lean_attention(
@@ -161,28 +167,28 @@ def lean_attention(
         jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
     )
     is_whole = has_whole_rows(shape, config)
-    attended = _kernel(
+    attended = launch(
         functools.partial(_attend_runs, names, shape, config),
         out_type=results if is_whole else partials,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_bytes=_scratch_bytes(shape),
+        scratch_bytes=scratch_bytes(shape),
         name="lean_attention",
     )(query, key, value, *tables.values())
     if is_whole:
         return attended
     tables = (sequences,) if sequences is not None else ()
     groups = _merge_warpgroups(shape, config)
-    return _kernel(
+    return launch(
         functools.partial(_merge_partials, groups, shape, config),
         out_type=results,
         grid=(shape.num_rows, padded // MERGE_HEAD_DIMS),
         grid_names=("row", "head_dims"),
         num_threads=groups,
         thread_name="warpgroup",
-        scratch_bytes=_scratch_bytes(shape),
+        scratch_bytes=scratch_bytes(shape),
         name="lean_merge",
     )(*attended, *tables)
 
@@ -194,7 +200,7 @@ def has_whole_rows(shape: LeanShape, config: LeanConfig) -> bool:
     return shape.num_rows % num_runs(shape.num_rows * shape.static_tiles, config.num_ctas) == 0
 
 
-def _kernel(body, *, scratch_bytes: int, name: str, **options):
+def launch(body, *, scratch_bytes: int, name: str, **options):
     params = plgpu.CompilerParams(
         approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below what bf16 products leave
         reduction_scratch_bytes=scratch_bytes,
@@ -210,11 +216,11 @@ def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
     return most if shape.num_rows * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
 
 
-def _scratch_bytes(shape: LeanShape) -> int:
+def scratch_bytes(shape: LeanShape) -> int:
     return 4 * 4 * 8 * shape.cols
 
 
-def _tiling(dtype, elements: int):
+def tiling(dtype, elements: int):
     """The widest swizzle whose tiles divide a row of `elements`; none fits 80 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if elements * itemsize % s == 0), None)
@@ -227,16 +233,16 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
     # K, V and P meet in the tensor core with one swizzle, and P is a tile of `block_kv` keys.
-    swizzled = _tiling(dtype, math.gcd(shape.head_dim, block_kv))
+    swizzled = tiling(dtype, math.gcd(shape.head_dim, block_kv))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
-    stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=_tiling(shape.key_dtype, shape.head_dim))
+    stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=tiling(shape.key_dtype, shape.head_dim))
     stored = stored if shape.is_widened else smem
     widened = {}
     if shape.is_widened:
         widened = {"wide_key": smem((block_kv, shape.head_dim)), "wide_value": smem((block_kv, shape.padded_head_dim))}
     if has_whole_rows(shape, config):
         left = {
-            "acc_smem": smem((cols, shape.padded_head_dim), transforms=_tiling(dtype, math.gcd(shape.head_dim, 64))),
+            "acc_smem": smem((cols, shape.padded_head_dim), transforms=tiling(dtype, math.gcd(shape.head_dim, 64))),
             "stats_smem": plgpu.SMEM((cols,), jnp.float32),
         }
     else:
@@ -270,44 +276,16 @@ def _attend_runs_scoped(
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
     padded = shape.padded_head_dim
     dynamic_zero = lax.axis_index("cta") * 0
-    run = _run(tables, shape, config)
+    run = run_of_cta(tables, shape, config)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
-        def segment(row, begin):
-            @pl.when(begin.is_later)
-            def _():
-                plgpu.barrier_wait(query_free)
-
+        def move_query(row):
             # G' may be less than cols: what lies out of bounds is filled with zeros.
             plgpu.copy_gmem_to_smem(query_ref.at[row.index, pl.ds(dynamic_zero, cols)], query_smem, query_full)
 
-            def tile_step(i, _):
-                tile = begin.tiles_done + i
-                slot = lax.rem(tile, stages)
-                where = _locate(tables, shape, row, row.first_slot + (begin.tile + i) * block_kv)
-                is_refill = tile >= stages
-
-                @pl.when(is_refill)
-                def _():
-                    plgpu.barrier_wait(key_free.at[slot])
-
-                block, start, head = where
-                rows = pl.ds(start, block_kv)
-                plgpu.copy_gmem_to_smem(key_ref.at[block, rows, head], key_smem.at[slot], key_full.at[slot])
-
-                @pl.when(is_refill)
-                def _():
-                    plgpu.barrier_wait(value_free.at[slot])
-
-                columns = slice(None) if padded == shape.head_dim else pl.ds(dynamic_zero, padded)
-                plgpu.copy_gmem_to_smem(
-                    value_ref.at[block, rows, head, columns], value_smem.at[slot], value_full.at[slot]
-                )
-
-            lax.fori_loop(0, begin.num_tiles, tile_step, None)
-
-        _walk(run, tables, shape, segment)
+        barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
+        move_tiles(tables, shape, config, run, move_query, (key_ref, value_ref), (key_smem, value_smem), barriers)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
@@ -315,7 +293,7 @@ def _attend_runs_scoped(
 
         def segment(row, begin):
             plgpu.barrier_wait(query_full)
-            first, end = _visible(tables, shape, row, (block_kv, cols), per_column)
+            first, end = visible_slots(tables, shape, row, (block_kv, cols), per_column)
             key_scale, value_scale = (tables["scales"][i, row.head] if "scales" in tables else None for i in range(2))
 
             def tile_step(i, carry):
@@ -338,7 +316,7 @@ def _attend_runs_scoped(
                 def _():
                     plgpu.barrier_arrive(key_free.at[slot])
 
-                logits = _scaled(logits, shape, key_scale)
+                logits = scaled_logits(logits, shape, key_scale)
                 if shape.mask != "none":
                     slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
                     slots = slots + (row.first_slot + (begin.tile + i) * block_kv)
@@ -348,7 +326,7 @@ def _attend_runs_scoped(
                 weights = jnp.exp2(logits - _spread(new_top, logits.shape))
                 # Summed over keys at the end only: a sum over keys crosses warps.
                 total = total * _spread(decay, total.shape) + weights  # [kv, cols]
-                _store_transposed(weights_smem, weights.astype(shape.dtype))
+                store_transposed(weights_smem, weights.astype(shape.dtype))
                 plgpu.commit_smem()
 
                 plgpu.barrier_wait(value_full.at[slot])
@@ -367,9 +345,9 @@ def _attend_runs_scoped(
                 return acc * _spread(decay, acc.shape) + update, new_top, total
 
             empty = (
-                _full(0.0, (padded, cols), plgpu.Layout.WGMMA),
-                _full(LOWEST, (cols,), per_column),
-                _full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
+                full(0.0, (padded, cols), plgpu.Layout.WGMMA),
+                full(LOWEST, (cols,), per_column),
+                full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
             )
             acc, top, total = lax.fori_loop(0, begin.num_tiles, tile_step, empty)
 
@@ -394,8 +372,63 @@ def _attend_runs_scoped(
             plgpu.copy_smem_to_gmem(acc_smem, acc_gmem)
             plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
-        _walk(run, tables, shape, segment)
+        walk(run, tables, shape, segment)
         plgpu.wait_smem_to_gmem(0)
+
+
+class Barriers(NamedTuple):
+    """What the moving warpgroup and those that compute wait for; of K and V one per stage."""
+
+    query_free: Any
+    key_full: Any
+    key_free: Any
+    value_full: Any
+    value_free: Any
+
+
+def move_tiles(tables, shape: LeanShape, config: LeanConfig, run: "_Run", move_query, refs, smems, barriers) -> None:
+    """The moving warpgroup: the query of every row that the run touches, and all tiles of its keys and values.
+
+    Args:
+      move_query: of a row, begins the copy of its query.
+      refs, smems: of keys and of values.
+    """
+    (key_ref, value_ref), (key_smem, value_smem) = refs, smems
+    query_free, key_full, key_free, value_full, value_free = barriers
+    block_kv, stages = config.block_kv, config.num_stages
+    value_dims = value_smem.shape[-1]
+
+    def segment(row, begin):
+        @pl.when(begin.is_later)
+        def _():
+            plgpu.barrier_wait(query_free)
+
+        move_query(row)
+
+        def tile_step(i, _):
+            tile = begin.tiles_done + i
+            slot = lax.rem(tile, stages)
+            where = _locate(tables, shape, row, row.first_slot + (begin.tile + i) * block_kv)
+            is_refill = tile >= stages
+
+            @pl.when(is_refill)
+            def _():
+                plgpu.barrier_wait(key_free.at[slot])
+
+            block, start, head = where
+            rows = pl.ds(start, block_kv)
+            plgpu.copy_gmem_to_smem(key_ref.at[block, rows, head], key_smem.at[slot], key_full.at[slot])
+
+            @pl.when(is_refill)
+            def _():
+                plgpu.barrier_wait(value_free.at[slot])
+
+            columns = slice(None) if value_dims == shape.head_dim else pl.ds(row.index * 0, value_dims)
+            plgpu.copy_gmem_to_smem(value_ref.at[block, rows, head, columns], value_smem.at[slot], value_full.at[slot])
+
+        lax.fori_loop(0, begin.num_tiles, tile_step, None)
+
+    walk(run, tables, shape, segment)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -429,7 +462,7 @@ class _Segment:
     is_later: Any  # not the run's first segment
 
 
-def _run(tables, shape: LeanShape, config: LeanConfig) -> _Run:
+def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     cta = lax.axis_index("cta")
     if shape.static_tiles is None:
         sequence, row, tile, num_tiles = (tables["runs"][cta, i] for i in range(4))
@@ -447,7 +480,7 @@ def _run(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     )
 
 
-def _walk(run: _Run, tables, shape: LeanShape, segment) -> None:
+def walk(run: _Run, tables, shape: LeanShape, segment) -> None:
     """Calls `segment(row, begin)` for every row that the run touches, in order."""
 
     def is_left(carry):
@@ -485,7 +518,7 @@ def _locate(tables, shape: LeanShape, row: _Row, slot):
     return 0 if shape.is_packed else row.sequence, pl.multiple_of(slot, 8), row.head
 
 
-def _visible(tables, shape: LeanShape, row: _Row, tile_shape, per_column):
+def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_column=None):
     """First and end visible slot: scalars of the sequence, or `[kv, cols]` where each query column has its own."""
     if shape.mask == "none":
         return None, None
@@ -495,14 +528,14 @@ def _visible(tables, shape: LeanShape, row: _Row, tile_shape, per_column):
         return tuple(tables["sequences"][row.sequence, i] for i in (SPAN_START, SPAN_END))
     columns = pl.ds(pl.multiple_of(row.col_block * shape.cols, 8), shape.cols)
     refs = (tables["columns"].at[i, row.sequence, columns] for i in range(2))
-    return tuple(lax.broadcast_in_dim(_load(ref, per_column), tile_shape, [1]) for ref in refs)
+    return tuple(lax.broadcast_in_dim(load(ref, per_column), tile_shape, [1]) for ref in refs)
 
 
 def _operand(stored, wide):
     """K or V of a tile as the tensor core takes it: as stored, or widened to the query's dtype (exact for float8)."""
     if wide is None:
         return stored
-    narrow = _load(stored, plgpu.Layout.WGMMA_UPCAST_2X)
+    narrow = load(stored, plgpu.Layout.WGMMA_UPCAST_2X)
     # Hopper converts e4m3 to float16 only; bfloat16 goes by way of float32.
     wide[...] = (
         narrow.astype(wide.dtype) if wide.dtype == jnp.float16 else narrow.astype(jnp.float32).astype(wide.dtype)
@@ -511,7 +544,7 @@ def _operand(stored, wide):
     return wide
 
 
-def _scaled(logits, shape: LeanShape, key_scale):
+def scaled_logits(logits, shape: LeanShape, key_scale):
     """Base-2 logits: `log2(e) cap(scale key_scale x)`."""
     scale = shape.scale if key_scale is None else shape.scale * key_scale
     if shape.soft_cap is None:
@@ -530,7 +563,7 @@ def _merge_partials(groups: int, shape: LeanShape, config: LeanConfig, accs_ref,
         out_smem=plgpu.SMEM(
             (shape.cols, MERGE_HEAD_DIMS),
             out_ref.dtype,
-            transforms=_tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS)),
+            transforms=tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS)),
         ),
         lse_smem=plgpu.SMEM((shape.cols,), jnp.float32),
         written=plgpu.Barrier(num_arrivals=groups),
@@ -544,7 +577,7 @@ def _merge_scoped(
 ):  # fmt: skip
     """Warpgroup i of n folds every n-th partial from the i-th; the first folds their results and writes them."""
     row, block, group = (lax.axis_index(name) for name in ("row", "head_dims", "warpgroup"))
-    first, count = _partials(shape, config, sequences_ref, row)
+    first, count = partials_of(shape, config, sequences_ref, row)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
     cols = shape.cols
     at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))  # a dependent load takes longer than all arithmetic here
@@ -589,7 +622,7 @@ def _merge_scoped(
 def _finish(acc, top, total, out_smem, lse_smem) -> None:
     """Leaves `acc / total` and `ln(total 2^top)` in shared memory, for a copy."""
     inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-    _store_transposed(out_smem, (acc * _spread(inverse, acc.shape)).astype(out_smem.dtype))
+    store_transposed(out_smem, (acc * _spread(inverse, acc.shape)).astype(out_smem.dtype))
     lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
     plgpu.commit_smem()
 
@@ -598,9 +631,9 @@ def _fold(state, refs, weights):
     """Folds unnormalised partials, read from `refs` all at once, into `state`; each counts `weight` times, 0 or 1."""
     acc, top, total = state
     per_column = plgpu.Layout.WGMMA.reduce(0)
-    accs = [_load(acc_ref, plgpu.Layout.WGMMA) for acc_ref, _ in refs]
-    tops = [_load(stats_ref.at[0], per_column) for _, stats_ref in refs]
-    totals = [_load(stats_ref.at[1], per_column) for _, stats_ref in refs]
+    accs = [load(acc_ref, plgpu.Layout.WGMMA) for acc_ref, _ in refs]
+    tops = [load(stats_ref.at[0], per_column) for _, stats_ref in refs]
+    totals = [load(stats_ref.at[1], per_column) for _, stats_ref in refs]
     new_top = functools.reduce(jnp.maximum, tops, top)
     decay = jnp.exp2(top - new_top)
     acc, total = acc * _spread(decay, acc.shape), total * decay
@@ -613,24 +646,24 @@ def _fold(state, refs, weights):
 def _empty(cols: int):
     """The empty partial: `(acc, top, total)`."""
     return (
-        _full(0.0, (MERGE_HEAD_DIMS, cols), plgpu.Layout.WGMMA),
-        _full(LOWEST, (cols,), plgpu.Layout.WGMMA.reduce(0)),
-        _full(0.0, (cols,), plgpu.Layout.WGMMA.reduce(0)),
+        full(0.0, (MERGE_HEAD_DIMS, cols), plgpu.Layout.WGMMA),
+        full(LOWEST, (cols,), plgpu.Layout.WGMMA.reduce(0)),
+        full(0.0, (cols,), plgpu.Layout.WGMMA.reduce(0)),
     )
 
 
-def _load(ref, layout):
+def load(ref, layout):
     index = () if jax.__version_info__ >= (0, 11) else ((),)  # JAX 0.10 insists on one, JAX 0.12 has none
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def _store_transposed(ref, x):
+def store_transposed(ref, x):
     if jax.__version_info__ < (0, 11):  # knows one layout only that can be stored so
         x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     ref.transpose((1, 0))[...] = x
 
 
-def _full(fill: float, shape, layout):
+def full(fill: float, shape, layout):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
@@ -639,7 +672,7 @@ def _spread(x, shape):
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def _partials(shape: LeanShape, config: LeanConfig, sequences_ref, row):
+def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, row):
     """First partial of `row`, and how many."""
     if shape.static_tiles is not None:
         total = shape.num_rows * shape.static_tiles

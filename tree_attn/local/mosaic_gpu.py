@@ -1,6 +1,7 @@
 """Decode attention for Hopper, written in Pallas: LeanAttention's equal runs of KV tiles, in two launches.
 
-This file validates, folds the query heads of a group into columns, and makes the schedule; `lean_kernel.py` computes.
+This file validates, folds the query heads of a group into columns, and makes the schedule; `lean_kernel.py` computes,
+and `tall_kernel.py` where many queries see the same keys.
 """
 
 import dataclasses
@@ -12,13 +13,15 @@ from jax.experimental import pallas as pl
 
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
-from tree_attn.local.lean_kernel import LeanConfig, LeanShape, lean_attention
+from tree_attn.local.lean_kernel import TALL_ROWS, LeanConfig, LeanShape, lean_attention
+from tree_attn.local.tall_kernel import tall_attention
 from tree_attn.local.tuning import lean_config
 from tree_attn.masking import Visibility
 from tree_attn.schedule import run_table, sequence_offsets
 from tree_attn.state import SoftmaxState
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+TALL_HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES, MAX_GROUP = 8, 16
 OLDEST_JAX = (0, 11)
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
@@ -48,10 +51,19 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
             f"mosaic_gpu supports one head dim of {HEAD_DIMS}, not {query.shape[-1]} for keys and "
             f"{value.shape[-1]} for values"
         )
-    if query.shape[1] > MAX_QUERIES:
-        return f"mosaic_gpu decodes up to {MAX_QUERIES} queries per sequence, not {query.shape[1]}"
     group = query.shape[2] // key.shape[2]
-    if group > MAX_GROUP:
+    if query.shape[1] > MAX_QUERIES:
+        if not visible.by_length_only:
+            return (
+                f"mosaic_gpu decodes up to {MAX_QUERIES} queries per sequence, not {query.shape[1]}, "
+                "unless all of a sequence see the same keys"
+            )
+        if query.shape[-1] not in TALL_HEAD_DIMS or key.dtype != query.dtype:
+            return (
+                f"mosaic_gpu supports more than {MAX_QUERIES} queries per sequence with a head dim of {TALL_HEAD_DIMS} "
+                f"and one dtype, not {query.shape[1]} with {query.shape[-1]}, {query.dtype} and {key.dtype}"
+            )
+    elif group > MAX_GROUP:
         return f"mosaic_gpu supports up to {MAX_GROUP} query heads per key head, not {group}"
     if key.shape[1] == 0 or key.shape[1] % SLOT_MULTIPLE:
         return f"mosaic_gpu needs S to be a positive multiple of {SLOT_MULTIPLE}, not {key.shape[1]}"
@@ -126,7 +138,8 @@ def lean_state(
         tables["sequences"], tables["runs"] = _schedule(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans), shape, config
         )
-    out, lse = lean_attention(_fold(query, shape), key, value, shape=shape, config=config, **tables)
+    attention = tall_attention if shape.is_tall else lean_attention
+    out, lse = attention(_fold(query, shape), key, value, shape=shape, config=config, **tables)
     return SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
 
 
@@ -134,7 +147,11 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
     """What is static of a call with one span per sequence; `placement` says whether K and V are paged or packed."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
-    blocks, cols = _column_blocks(num_queries * (num_heads // num_kv_heads), head_dim, key.dtype != query.dtype)
+    columns = num_queries * (num_heads // num_kv_heads)
+    if num_queries > MAX_QUERIES:
+        blocks, cols = pl.cdiv(columns, TALL_ROWS), TALL_ROWS
+    else:
+        blocks, cols = _column_blocks(columns, head_dim, key.dtype != query.dtype)
     return LeanShape(
         batch=batch,
         num_kv_heads=num_kv_heads,

@@ -42,6 +42,9 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     while the other waits. More stages were slower on an H200, if by little. Where that does not fit in shared memory or
     in registers, one CTA.
     """
+    if shape.is_tall:  # the registers of a whole SM
+        block_kv = 128 if shape.head_dim <= 128 else 64
+        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
     if shape.cols > (8 if shape.is_widened else MOST_COLS_OF_TWO):
         orders = orders[-1:]

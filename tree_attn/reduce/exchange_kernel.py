@@ -25,6 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
+from tree_attn.ptx import asm
+
 NUM_CTAS = 64  # in every exchange, for each counts steps by itself
 THREADS = 128
 WORD_BYTES = 8
@@ -138,7 +140,7 @@ def _exchange(buffers: Buffers, *refs):
             lowest = arith.constant(f32, float(np.finfo(np.float32).min))
             top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, arith.constant(f32, -math.inf)), lowest, top)
             log2_e = arith.constant(f32, math.log2(math.e))
-            weights = [_asm("ex2.approx.f32 $0, $1;", f32, arith.mulf(arith.subf(x, top), log2_e)) for x in lses]
+            weights = [asm("ex2.approx.f32 $0, $1;", f32, arith.mulf(arith.subf(x, top), log2_e)) for x in lses]
             total = functools.reduce(arith.addf, weights)
             summed = functools.reduce(arith.addf, [arith.mulf(w, x) for w, x in zip(weights, xs)])
             zero = arith.constant(f32, 0.0)
@@ -147,7 +149,7 @@ def _exchange(buffers: Buffers, *refs):
 
             branch = scf.IfOp(is_lse, has_else=True)
             with ir.InsertionPoint(branch.then_block):
-                log = arith.mulf(_asm("lg2.approx.f32 $0, $1;", f32, total), arith.constant(f32, math.log(2)))
+                log = arith.mulf(asm("lg2.approx.f32 $0, $1;", f32, total), arith.constant(f32, math.log(2)))
                 merged = arith.select(is_empty, arith.constant(f32, -math.inf), arith.addf(top, log))
                 memref.store(merged, merged_lse_ref, [row])
                 scf.YieldOp([])
@@ -184,29 +186,22 @@ def _words(element):
     return arith.muli(arith.index_cast(_i64(), element), _constant(WORD_BYTES))
 
 
-def _asm(text: str, result, *operands):
-    letters = {"i32": "r", "i64": "l", "f32": "f"}
-    constraints = ([] if result is None else [f"={letters[str(result)]}"]) + [letters[str(x.type)] for x in operands]
-    result = ir.Type.parse("!llvm.void") if result is None else result
-    return llvm.inline_asm(result, list(operands), text, ",".join(constraints), has_side_effects=True)
-
-
 def _load(address, dtype):
-    return _asm(f"ld.global.{'u64' if dtype == _i64() else 'u32'} $0, [$1];", dtype, address)
+    return asm(f"ld.global.{'u64' if dtype == _i64() else 'u32'} $0, [$1];", dtype, address)
 
 
 def _store(address, x):
-    _asm("st.global.u32 [$0], $1;", None, address, x)
+    asm("st.global.u32 [$0], $1;", None, address, x)
 
 
 def _send(address, x, step):
     """One store of 8 bytes, which a reader sees whole or not at all."""
-    _asm("{ .reg .b64 word; mov.b64 word, {$1, $2}; st.relaxed.sys.global.b64 [$0], word; }", None, address, x, step)
+    asm("{ .reg .b64 word; mov.b64 word, {$1, $2}; st.relaxed.sys.global.b64 [$0], word; }", None, address, x, step)
 
 
 def _receive(address, step):
     """Waits until the word at `address` bears `step`, and returns what it holds."""
-    return _asm(
+    return asm(
         "{ .reg .pred is_old; .reg .b32 number; .reg .b64 word; "
         "AGAIN: ld.relaxed.sys.global.b64 word, [$1]; mov.b64 {$0, number}, word; "
         "setp.ne.u32 is_old, number, $2; @is_old bra AGAIN; }",

@@ -1,0 +1,230 @@
+"""Shared prefixes on one GPU: this library's two levels beside no sharing, cuDNN twice and a merge, and FlashInfer.
+
+    python3 scripts/bench_prefix.py table --out docs/results/prefix_h200/table.jsonl
+    python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/table.jsonl     # the README's table
+
+Hydragen's microbenchmark: a batch of sequences of one new token each, a prefix that all share, a suffix of their own.
+Device time as in `bench_lean.py`, which this goes with. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from bench_lean import READ_GB_PER_S, ROTATE_BYTES, _torch_device_us
+
+PRODUCTS_TFLOPS = 700  # bf16, what large matrix products reach on an H200
+# What is timed: (does it share the prefix, implementation).
+WAYS = {
+    "mosaic_gpu": (True, "mosaic_gpu"),
+    "cudnn": (True, "cudnn"),
+    "mosaic_gpu, not shared": (False, "mosaic_gpu"),
+    "cudnn, not shared": (False, "cudnn"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of `batch` sequences after a prefix that they share."""
+
+    batch: int
+    prefix: int
+    suffix: int = 128
+    num_heads: int = 8
+    num_kv_heads: int = 1
+    head_dim: int = 128
+
+    def key_value_bytes(self, keys: int) -> int:
+        return 2 * 2 * keys * self.num_kv_heads * self.head_dim
+
+    @property
+    def limit_us(self) -> float:
+        """The prefix's products, and the suffixes and the prefix read once."""
+        products = 4 * self.batch * self.num_heads * self.prefix * self.head_dim / PRODUCTS_TFLOPS / 1e6
+        return products + self.key_value_bytes(self.prefix + self.batch * self.suffix) / READ_GB_PER_S / 1e3
+
+
+CASES = [Case(batch=b, prefix=p) for b, p in ((64, 2048), (256, 16384), (1024, 2048), (1024, 16384))]
+
+
+def main() -> int:
+    """Runs one of the parts; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("table", "markdown", "flashinfer"))
+    parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; rows in it are not made again")
+    parser.add_argument("--ways", help="only those with this in their name")
+    parser.add_argument("--cases", help="which of CASES, e.g. 0,3 (default: all)")
+    parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
+    args = parser.parse_args()
+    if args.part == "flashinfer":
+        print(json.dumps([_time_flashinfer(case) for case in CASES]))
+        return 0
+    return markdown(args.out) if args.part == "markdown" else table(args)
+
+
+def table(args) -> int:
+    """Times every way on every case; prints a line and writes a row for each."""
+    import jax
+
+    from tree_attn import measure
+
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = {(row["batch"], row["prefix"], row["way"]) for row in rows}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    origin = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit(), "n_devices": 1}
+    origin |= {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv])}
+    ways = [way for way in WAYS if (args.ways or "") in way]
+    peers = [] if args.ways else _flashinfer_rows()
+    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
+        case = CASES[i]
+        timed = {way: functools.partial(_time, case, *WAYS[way], args.iters) for way in ways}
+        timed |= {"flashinfer": functools.partial(peers.__getitem__, i)} if peers else {}
+        for way, measured in timed.items():
+            if (case.batch, case.prefix, way) in done:
+                continue
+            start = time.monotonic()
+            row = dataclasses.asdict(case) | {"way": way, "dtype": "bfloat16", "limit_us": case.limit_us}
+            row |= measured() | origin
+            with args.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            us = row.get("device_us_median")
+            result = f"{us:8.1f} us" if us else row["error"][:200]
+            print(
+                f"{case.batch:5d} x {case.prefix:6d} {way:24s} {result}  ({time.monotonic() - start:.0f} s)", flush=True
+            )
+    return 0
+
+
+def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import attend, bifurcated_decode
+    from tree_attn.device_time import device_time
+
+    heads = (case.num_kv_heads, case.head_dim)
+    own_keys = case.suffix if is_shared else case.prefix + case.suffix
+    set_bytes = case.key_value_bytes(case.batch * own_keys)
+    sets = max(1, int(np.ceil(ROTATE_BYTES / set_bytes)))
+    keys = iter(jax.random.split(jax.random.key(0), 1 + 4 * sets))
+    normal = jax.jit(functools.partial(jax.random.normal, dtype=jnp.bfloat16), static_argnums=1)
+    draw = lambda *shape: normal(next(keys), shape)
+    query = draw(case.batch, 1, case.num_heads, case.head_dim)
+
+    @functools.partial(jax.jit, static_argnames="implementation")  # traced once for all steps of a chain
+    def step(query, prefix, own, implementation):
+        if is_shared:
+            return bifurcated_decode(query, *prefix, *own, implementation=implementation, return_lse=True)
+        return attend(query, *own, implementation=implementation)
+
+    caches = [
+        (
+            (draw(case.prefix, *heads), draw(case.prefix, *heads)) if is_shared else (),
+            (draw(case.batch, own_keys, *heads), draw(case.batch, own_keys, *heads)),
+        )
+        for _ in range(sets)
+    ]
+    calls = sets * max(1, 8 // sets)
+
+    def chain(query, caches):
+        for i in range(calls):
+            query = step(query, *caches[i % sets], implementation)[0]
+        return query
+
+    try:
+        # The queries that are compared are few, for what the reference takes.
+        few = slice(0, 16)
+        part = lambda cache: (cache[0], tuple(x[few] for x in cache[1]))
+        expected = jax.jit(functools.partial(step, implementation="xla"))(query[few], *part(caches[0]))
+        found = jax.jit(functools.partial(step, implementation=implementation))(query, *caches[0])
+        wrong_by = [
+            float(jnp.abs(a[few].astype(jnp.float32) - b.astype(jnp.float32)).max()) for a, b in zip(found, expected)
+        ]
+        assert wrong_by[0] < 0.02 and wrong_by[1] < 0.01, f"out and lse are off by {wrong_by}"
+        timed = device_time(jax.jit(chain), query, caches, calls=calls, n_iters=n_iters)
+    except (NotImplementedError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "device_us_median": timed.median_us,
+        "device_us_p10": timed.p10_us,
+        "device_us_p90": timed.p90_us,
+        "n_iters": n_iters,
+        "calls": calls,
+        "caches": sets,
+        "timing": "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls",
+        "kernels": timed.kernels,
+        "max_errors": wrong_by,
+    }
+
+
+def _flashinfer_rows() -> list[dict]:
+    """A row per case, from a process of its own; none where FlashInfer is not installed."""
+    done = subprocess.run([sys.executable, __file__, "flashinfer"], capture_output=True, text=True)
+    if done.returncode:
+        print(f"flashinfer did not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        return []
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _time_flashinfer(case: Case) -> dict:
+    import flashinfer
+    import torch
+
+    page = 64
+    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes(case.batch * case.suffix))))
+    on_gpu = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
+    prefix_pages, own_pages = case.prefix // page, case.suffix // page
+    draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    query = draw(case.batch, case.num_heads, case.head_dim)
+    pages = prefix_pages + case.batch * own_pages
+    caches = [draw(pages, 2, page, case.num_kv_heads, case.head_dim) for _ in range(sets)]
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
+    try:
+        cascade.plan(
+            [on_gpu([0, case.batch]), on_gpu(range(case.batch + 1))],
+            [on_gpu([0, prefix_pages]), on_gpu(range(0, case.batch * own_pages + 1, own_pages))],
+            [on_gpu(range(prefix_pages)), on_gpu(range(prefix_pages, pages))],
+            [on_gpu([page]), on_gpu([page] * case.batch)],
+            case.num_heads, case.num_kv_heads, case.head_dim, page, q_data_type=torch.bfloat16,
+        )  # fmt: skip
+
+        def run():
+            for cache in caches:
+                cascade.run(query, cache)
+
+        median = _torch_device_us(run, sets)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return {"error": f"flashinfer: {error}"}
+    return {
+        "device_us_median": median,
+        "caches": sets,
+        "flashinfer": flashinfer.__version__,
+        "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
+    }
+
+
+def markdown(path: pathlib.Path) -> int:
+    """Prints device times, one line per case, in microseconds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    names = [*WAYS, "flashinfer"]
+    print(f"| batch, prefix, suffix | {' | '.join(names)} | limit |")
+    print("|---|" + "---|" * (len(names) + 1))
+    for case in CASES:
+        ours = [row for row in rows if (row["batch"], row["prefix"]) == (case.batch, case.prefix)]
+        times = {row["way"]: row.get("device_us_median") for row in ours}
+        cells = " | ".join(f"{times[name]:,.0f}" if times.get(name) else "" for name in names)
+        print(f"| {case.batch:,}, {case.prefix:,}, {case.suffix} | {cells} | {case.limit_us:,.0f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

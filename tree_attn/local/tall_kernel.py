@@ -1,0 +1,312 @@
+"""Attention of many query rows over keys that they share, on Hopper: a prefix that a whole batch has in common.
+
+The other orientation of `lean_kernel.py`, with its schedule: S = Q K^T and O = P V, so that the rows of a tensor core
+are queries. Sequences that share keys turn the products of a decode step from matrix by vector into matrix by matrix;
+here reading K and V is nothing, and the tensor cores are what is to be kept busy. Per CTA:
+- one warpgroup moves (TMA), two compute, 64 query rows each, and share the K and V that arrive;
+- the two take turns: while the tensor core multiplies for one, the other has its softmax;
+- the weights P go from registers to the tensor core.
+A block of rows is too few CTAs' work for most shapes, so runs of tiles are equal here too, whatever rows they cut, and
+`_merge_partials` puts the pieces together.
+
+Shapes in comments: `rows` query rows of a warpgroup, `kv` keys of a tile, H head dim.
+
+Sources: Hydragen, section 3.2; LeanAttention, section 4.3, for the schedule; FlashAttention-3, section 3.1, for turns.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.local.lean_kernel import (
+    LOG2_E,
+    LOWEST,
+    TALL_ROWS,
+    Barriers,
+    LeanConfig,
+    LeanShape,
+    full,
+    has_whole_rows,
+    launch,
+    load,
+    move_tiles,
+    partials_of,
+    run_of_cta,
+    scaled_logits,
+    scratch_bytes,
+    tiling,
+    visible_slots,
+    walk,
+)
+
+ROWS = 64  # of a warpgroup, which its tensor core takes at a time
+COMPUTING = TALL_ROWS // ROWS  # warpgroups
+MERGE_DIMS = 64
+# Of the 512 registers a thread could have if there were one warpgroup: what computes needs the accumulators.
+COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
+
+
+def tall_attention(
+    query, key, value, *, sequences=None, runs=None, pages=None, scales=None, shape: LeanShape,
+    config: LeanConfig, weights_in_smem: bool = False,
+):  # fmt: skip
+    """As `lean_kernel.lean_attention`, for `shape.cols == TALL_ROWS`, a head dim that 64 divides, and one dtype.
+
+    Args:
+      weights_in_smem: the weights take the way through shared memory, which the interpreter knows.
+    """
+    tables = {"sequences": sequences, "runs": runs, "pages": pages, "scales": scales}
+    tables = {name: table for name, table in tables.items() if table is not None}
+    results = (
+        jax.ShapeDtypeStruct((shape.num_rows, TALL_ROWS, shape.head_dim), query.dtype),
+        jax.ShapeDtypeStruct((shape.num_rows, TALL_ROWS), jnp.float32),
+    )
+    count = config.num_ctas + shape.num_rows
+    partials = (
+        jax.ShapeDtypeStruct((count, COMPUTING, ROWS, shape.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((count, COMPUTING, 2, ROWS), jnp.float32),
+    )
+    is_whole = has_whole_rows(shape, config)
+    attended = launch(
+        functools.partial(_attend_runs, tuple(tables), shape, config, weights_in_smem),
+        out_type=results if is_whole else partials,
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=COMPUTING + 1,
+        thread_name="warpgroup",
+        scratch_bytes=scratch_bytes(shape),
+        name="tall_attention",
+    )(query, key, value, *tables.values())
+    if is_whole:
+        return attended
+    return launch(
+        functools.partial(_merge_partials, shape, config),
+        out_type=results,
+        grid=(shape.num_rows, COMPUTING, shape.head_dim // MERGE_DIMS),
+        grid_names=("row", "half", "head_dims"),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_bytes=scratch_bytes(shape),
+        name="tall_merge",
+    )(*attended, *([] if sequences is None else [sequences]))
+
+
+def _attend_runs(
+    names, shape: LeanShape, config: LeanConfig, weights_in_smem: bool, query_ref, key_ref, value_ref, *refs
+):
+    tables, outputs = dict(zip(names, refs)), refs[len(names) :]
+    stages = config.num_stages
+    smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
+    weights = {}
+    if weights_in_smem:
+        transforms = tiling(shape.dtype, config.block_kv)
+        weights["weights_smem"] = smem((COMPUTING, ROWS, config.block_kv), transforms=transforms)
+    pl.run_scoped(
+        functools.partial(_attend_runs_scoped, tables, shape, config, query_ref, key_ref, value_ref, *outputs),
+        query_smem=smem((COMPUTING, ROWS, shape.head_dim)),
+        key_smem=smem((stages, config.block_kv, shape.head_dim)),
+        value_smem=smem((stages, config.block_kv, shape.head_dim)),
+        stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        query_full=plgpu.Barrier(num_barriers=COMPUTING),
+        query_free=plgpu.Barrier(num_arrivals=COMPUTING),
+        key_full=plgpu.Barrier(num_barriers=stages),
+        key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
+        value_full=plgpu.Barrier(num_barriers=stages),
+        value_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
+        turn=plgpu.Barrier(num_arrivals=COMPUTING),
+        **weights,
+        collective_axes="warpgroup",
+    )
+
+
+def _attend_runs_scoped(
+    tables, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
+    query_smem, key_smem, value_smem, stats_smem, query_full, query_free, key_full, key_free, value_full, value_free,
+    turn, weights_smem=None,
+):  # fmt: skip
+    block_kv, stages = config.block_kv, config.num_stages
+    warpgroup = lax.axis_index("warpgroup")
+    run = run_of_cta(tables, shape, config)
+    # The scale joins the subtraction of the maximum in one multiply-add, unless something else is done to logits.
+    is_plain = shape.soft_cap is None and "scales" not in tables and shape.scale > 0
+    factor = shape.scale * LOG2_E if is_plain else 1.0
+
+    @pl.when(warpgroup == COMPUTING)
+    def _move():
+        plgpu.set_max_registers(MOVE_REGISTERS, action="decrease")
+
+        def move_query(row):
+            for i in range(COMPUTING):
+                rows = pl.ds(row.index * 0 + i * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(query_ref.at[row.index, rows], query_smem.at[i], query_full.at[i])
+
+        barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
+        move_tiles(tables, shape, config, run, move_query, (key_ref, value_ref), (key_smem, value_smem), barriers)
+
+    @pl.when(warpgroup < COMPUTING)
+    def _compute():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        per_row = plgpu.Layout.WGMMA.reduce(1)
+        own_query = query_smem.at[warpgroup]
+
+        def take_turn():
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        def segment(row, begin):
+            plgpu.barrier_wait(query_full.at[warpgroup])
+            # The second is half a tile behind, until the end of the segment: the next query waits for both.
+            pl.when(warpgroup == 1)(take_turn)
+            first, end = visible_slots(tables, shape, row)
+            key_scale, value_scale = (tables["scales"][i, row.head] if "scales" in tables else None for i in range(2))
+
+            def tile_step(i, carry):
+                acc, top, total = carry
+                tile = begin.tiles_done + i
+                slot = lax.rem(tile, stages)
+                is_refilled = tile + stages < run.num_tiles  # else nobody waits for it
+
+                plgpu.barrier_wait(key_full.at[slot])
+
+                def products(acc_ref):
+                    plgpu.wgmma(acc_ref, own_query, key_smem.at[slot].transpose((1, 0)))
+                    take_turn()  # the other's products follow these
+                    return acc_ref[...]
+
+                logits = pl.run_scoped(products, plgpu.ACC((ROWS, block_kv), jnp.float32))
+
+                @pl.when(is_refilled)
+                def _():
+                    plgpu.barrier_arrive(key_free.at[slot])
+
+                if not is_plain:
+                    logits = scaled_logits(logits, shape, key_scale)
+                if shape.mask != "none":
+                    logits = _masked(logits, row.first_slot + (begin.tile + i) * block_kv, first, end)
+                new_top = jnp.maximum(top, logits.max(axis=1) * factor)  # [rows]
+                decay = jnp.exp2(top - new_top)
+                weights = jnp.exp2(logits * factor - _spread(new_top, logits.shape))
+                acc, total = acc * _spread(decay, acc.shape), total * decay + weights.sum(axis=1)
+                weights = weights.astype(shape.dtype)
+                acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(value_full.at[slot])
+                plgpu.barrier_wait(turn)
+                acc = _add_product(acc, weights, value_smem.at[slot], weights_smem, warpgroup)
+
+                @pl.when(is_refilled)
+                def _():
+                    plgpu.barrier_arrive(value_free.at[slot])
+
+                return acc, new_top, total
+
+            empty = (
+                full(0.0, (ROWS, shape.head_dim), plgpu.Layout.WGMMA),
+                full(LOWEST, (ROWS,), per_row),
+                full(0.0, (ROWS,), per_row),
+            )
+            acc, top, total = lax.fori_loop(0, begin.num_tiles, tile_step, empty)
+            pl.when(warpgroup == 0)(take_turn)
+            acc = acc if value_scale is None else acc * value_scale
+            if has_whole_rows(shape, config):
+                _finish(acc, top, total, own_query, stats_smem.at[warpgroup])
+                rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
+                plgpu.copy_smem_to_gmem(own_query, accs_ref.at[row.index, rows])
+                plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], stats_ref.at[row.index, rows])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
+            else:
+                partial = lax.axis_index("cta") + row.index
+                accs_ref[partial, warpgroup] = acc
+                stats_ref[partial, warpgroup, 0] = top
+                stats_ref[partial, warpgroup, 1] = total
+
+            @pl.when(begin.tiles_done + begin.num_tiles < run.num_tiles)
+            def _():
+                plgpu.barrier_arrive(query_free)
+
+        walk(run, tables, shape, segment)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _masked(logits, first_slot, first, end):
+    """-inf where a slot is not visible. Within a row, most tiles are seen whole, and are not looked at."""
+    block_kv = logits.shape[1]
+
+    def masked(logits):
+        slots = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA) + first_slot
+        return jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
+
+    is_edge = (first_slot < first) | (first_slot + block_kv > end)
+    return lax.cond(is_edge, masked, lambda logits: logits, logits)
+
+
+def _add_product(acc, weights, values, weights_smem, warpgroup):
+    """`acc + weights values`, `[rows, H]`."""
+    if weights_smem is None:
+        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, values))(plgpu.ACC.init(acc))
+    own = weights_smem.at[warpgroup]
+    own[...] = weights
+    plgpu.commit_smem()
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, own, values)
+        return acc_ref[...]
+
+    return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def _finish(acc, top, total, out_smem, lse_smem) -> None:
+    """Leaves `acc / total` and `ln(total 2^top)` in shared memory, for a copy."""
+    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+    out_smem[...] = (acc * _spread(inverse, acc.shape)).astype(out_smem.dtype)
+    lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    plgpu.commit_smem()
+
+
+def _merge_partials(shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+    """Folds the partials of 64 rows, 64 head dims of them, in the order of their keys."""
+    sequences_ref, (out_ref, lse_ref) = (refs[0] if len(refs) == 3 else None), refs[-2:]
+    out_smem = plgpu.SMEM((ROWS, MERGE_DIMS), out_ref.dtype, transforms=tiling(out_ref.dtype, MERGE_DIMS))
+
+    def scoped(out_smem, lse_smem):
+        row, half, block = (lax.axis_index(name) for name in ("row", "half", "head_dims"))
+        first, count = partials_of(shape, config, sequences_ref, row)
+        head_dims = pl.ds(pl.multiple_of(block * MERGE_DIMS, MERGE_DIMS), MERGE_DIMS)
+        per_row = plgpu.Layout.WGMMA.reduce(1)
+
+        def fold(i, state):
+            acc, top, total = state
+            partial = first + i
+            part_acc = load(accs_ref.at[partial, half, :, head_dims], plgpu.Layout.WGMMA)
+            part_top, part_total = (load(stats_ref.at[partial, half, j], per_row) for j in range(2))
+            new_top = jnp.maximum(top, part_top)
+            decay, part_decay = jnp.exp2(top - new_top), jnp.exp2(part_top - new_top)
+            acc = acc * _spread(decay, acc.shape) + part_acc * _spread(part_decay, acc.shape)
+            return acc, new_top, total * decay + part_total * part_decay
+
+        empty = (
+            full(0.0, (ROWS, MERGE_DIMS), plgpu.Layout.WGMMA),
+            full(LOWEST, (ROWS,), per_row),
+            full(0.0, (ROWS,), per_row),
+        )
+        _finish(*lax.fori_loop(0, count, fold, empty), out_smem, lse_smem)
+        rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, rows, head_dims])
+
+        @pl.when(block == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, rows])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    pl.run_scoped(scoped, out_smem, plgpu.SMEM((ROWS,), jnp.float32), collective_axes="warpgroup")
+
+
+def _spread(x, shape: tuple[Any, ...]):
+    """`[rows]` to `[rows, ...]`."""
+    return lax.broadcast_in_dim(x, shape, [0])
