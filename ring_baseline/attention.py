@@ -46,7 +46,7 @@ def ring_attention(
     Args:
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`
         (`tree_attn.placement.storage_order`); S a multiple of devices x block_size. The query stored at index i is at
-        position `storage_order(...)[i]`. key and value may both be float8_e4m3fn.
+        position `storage_order(...)[i]`. key and value may both be float8_e4m3fn or int8.
       key_value_seq_lengths: int32 `[B]`, length of each prompt; queries past it are padding, their result is defined
         (they see the valid keys) and meaningless.
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work.

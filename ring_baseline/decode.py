@@ -43,7 +43,7 @@ def ring_decode(
 
     The formula, arguments, result and errors are those of `tree_attn.tree_decode`; there is no `reduction`. Each
     device ends with the states of all p shards and merges them in ring order, so that all hold the same bits. Keys and
-    values in float8_e4m3fn travel as they are (on a CPU XLA widens them first).
+    values in float8_e4m3fn and int8 travel as they are (on a CPU XLA widens the former first).
 
     Args:
       variant: "overlapped": p - 1 hops, the next hop's transfer started before this hop's attention so that they can

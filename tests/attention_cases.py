@@ -30,17 +30,20 @@ class Case:
         draw = lambda *shape, size=1.0, dtype=self.stored_dtype or self.dtype: jnp.asarray(
             size * rng.normal(size=shape), dtype
         )
+        size = 8.0 if self.stored_dtype == "int8" else 1.0  # of integers, more than -1, 0 and 1
         return (
             draw(BATCH, self.queries, self.heads, HEAD_DIM, size=self.logit_size, dtype=self.dtype),
-            draw(BATCH, self.keys, self.kv_heads, HEAD_DIM),
-            draw(BATCH, self.keys, self.kv_heads, self.value_dim),
+            draw(BATCH, self.keys, self.kv_heads, HEAD_DIM, size=size),
+            draw(BATCH, self.keys, self.kv_heads, self.value_dim, size=size),
         )
 
 
-FLOAT8 = {
+NARROW = {
     "float8_float32": Case(stored_dtype="float8_e4m3fn"),
     "float8_bfloat16": Case(dtype="bfloat16", stored_dtype="float8_e4m3fn", value_dim=5),
     "float8_float16": Case(dtype="float16", stored_dtype="float8_e4m3fn", heads=6),
+    "int8_float32": Case(stored_dtype="int8", value_dim=5),
+    "int8_bfloat16": Case(dtype="bfloat16", stored_dtype="int8"),
 }
 CAUSAL = {"is_causal": True}
 OPTIONS = {

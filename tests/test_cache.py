@@ -192,6 +192,34 @@ def test_two_axes_shard_the_sequence_as_they_are_named():
     assert_holds(append(cache, key, value), key, value, [7, 7])
 
 
+def test_a_row_takes_another_sequence_and_the_others_keep_every_bit():
+    kept = dict(num_layers=2, keeps_value_sum=True, keeps_key_by_component=True)
+    fill = jax.jit(lambda cache, key, value: cache.write(key, value, layer=1).advance(key.shape[1]))
+    cache = fill(empty_cache(capacity=12, **kept), *tokens(7))
+    cache = fill(cache, *tokens(6, seed=1))  # no room: both rows are marked
+    other = fill(empty_cache(capacity=6, batch=1, **kept), *(x[:1] for x in tokens(5, seed=2)))
+    moved = jax.jit(KVCache.with_sequence)(cache, 1, other)
+    np.testing.assert_array_equal(moved.lengths, [7, 5])
+    np.testing.assert_array_equal(moved.overflowed, [True, False])
+    names = ("key", "value", "value_sum", "key_by_component")
+    rows = lambda cache, name, row: np.asarray(getattr(cache, name))[:, row]
+    for name in names:
+        np.testing.assert_array_equal(rows(moved, name, 0), rows(cache, name, 0))
+    np.testing.assert_array_equal(rows(moved, "value_sum", 1), rows(other, "value_sum", 0))
+    for held, given in zip(natural(moved), natural(other), strict=True):
+        np.testing.assert_array_equal(held[..., 1, :5, :, :], given[..., 0, :5, :, :])
+    np.testing.assert_array_equal(in_order(moved)[..., 1, :, :, :5], in_order(other)[..., 0, :, :, :5])
+
+
+def test_a_sequence_that_does_not_fit_is_refused():
+    cache = empty_cache(capacity=12)
+    for other in (empty_cache(capacity=12), empty_cache(capacity=15, batch=1), empty_cache(batch=1, num_layers=2)):
+        with pytest.raises(ValueError, match="other must be like this cache, of one sequence and at most 12 tokens"):
+            cache.with_sequence(0, other)
+    with pytest.raises(ValueError, match=r"row must lie in \[0, 2\), got 2"):
+        cache.with_sequence(2, empty_cache(batch=1))
+
+
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_the_sum_of_the_values_and_the_keys_by_component_follow_every_change(num_layers):
     """What SparQ reads besides: after a prefill, appended tokens, a refused write, and tokens that were dropped."""
@@ -232,6 +260,68 @@ def test_a_float8_cache_rounds_and_clips_what_it_is_given_and_decodes_as_stored(
     decode = partial(tree_decode, axis_name="seq", mesh=cache.mesh, block_size=1, return_lse=True)
     got = jax.jit(lambda cache: decode(query, cache.key, cache.value, key_value_seq_lengths=cache.lengths))(cache)
     assert_attention(got, query, *stored)
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_an_int8_cache_is_the_nearest_multiple_of_each_heads_scale_and_decodes_as_stored(num_layers):
+    layer = None if num_layers is None else 1
+    scales = np.array([[0.02, 0.1], [0.05, 0.01]], np.float32)
+    by_layer = scales if num_layers is None else np.stack([np.ones_like(scales), scales], axis=1)  # [2, (L,) K]
+    named = dict(key_scale=jnp.asarray(by_layer[0]), value_scale=jnp.asarray(by_layer[1]))
+    cache = empty_cache(dtype=jnp.int8, num_layers=num_layers, keeps_value_sum=True, **named)
+    prompt, new = tokens(3), tokens(2, seed=1)
+    new = (new[0].at[0, 0, 1, 0].set(-1e4), new[1])
+
+    def fill(cache):
+        order = storage_order(3, cache.num_shards, 1)
+        cache = cache.write_prefix(*(x[:, order] for x in prompt), layer=layer).with_lengths(np.array([3, 3], np.int32))
+        return cache.write(*new, layer=layer).advance(2)
+
+    cache = jax.jit(fill, donate_argnums=0)(cache)
+    wide = [
+        np.concatenate(pair, axis=1) / scale[:, None]
+        for pair, scale in zip(zip(prompt, new, strict=True), scales, strict=True)
+    ]
+    expected = [np.clip(np.round(x), -127, 127) for x in wide]
+    assert expected[0].min() == -127 and (np.abs(expected[0]) < 127).any()
+    held = [x if layer is None else x[layer] for x in natural(cache)]
+    for got, stored in zip(held, expected, strict=True):
+        assert got.dtype == np.int8
+        np.testing.assert_array_equal(got[:, :5], stored)
+    total = cache.value_sum if layer is None else cache.value_sum[layer]
+    np.testing.assert_allclose(total, (expected[1] * scales[1][:, None]).sum(axis=1), rtol=1e-6)
+
+    query = jnp.asarray(np.random.default_rng(2).normal(size=(B, 1, 4, H)), jnp.float32)
+    decode = partial(tree_decode, axis_name="seq", mesh=cache.mesh, block_size=1, return_lse=True)
+
+    def call(cache):
+        key, value = (x if layer is None else x[layer] for x in (cache.key, cache.value))
+        return decode(query, key, value, key_value_seq_lengths=cache.lengths, **cache.scales(layer))
+
+    named = dict(key_scale=scales[0], value_scale=scales[1])
+    assert_attention(jax.jit(call)(cache), query, *expected, **named)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(dtype=jnp.int8), r"key_scale must be given for dtype='int8', float32 of shape \(2,\), got None"),
+        (dict(key_scale=np.ones(K, np.float32)), "key_scale must be None for dtype='float32'"),
+        (
+            dict(
+                dtype=jnp.int8, num_layers=3, key_scale=np.ones((3, K), np.float32), value_scale=np.ones(K, np.float32)
+            ),
+            r"value_scale must be float32 of shape \(3, 2\), got float32 of shape \(2,\)",
+        ),
+        (
+            dict(dtype=jnp.int8, key_scale=np.array([1, 0], np.float32), value_scale=np.ones(K, np.float32)),
+            r"key_scale must be positive and finite, got \[1.0, 0.0\]",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        empty_cache(**options)
 
 
 def in_order(cache):

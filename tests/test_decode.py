@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_same_bits, assert_state
-from attention_cases import FLOAT8, HEAD_SCALES, KEYS, OPTIONS, Case
+from attention_cases import HEAD_SCALES, KEYS, NARROW, OPTIONS, Case
 from dense import dense_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -69,12 +69,12 @@ def test_every_option(options):
     "name, axis_sizes, reduction",
     [("float8_bfloat16", {"seq": n}, reduction) for n in (3, 8) for reduction in ("allreduce", "gather")]
     + [("float8_bfloat16", *level) for level in LEVELS]
-    + [(name, {"seq": 3}, "gather") for name in FLOAT8 if name != "float8_bfloat16"],
+    + [(name, {"seq": 3}, "gather") for name in NARROW if name != "float8_bfloat16"],
     ids=str,
 )
-def test_scaled_float8_under_every_reduction(name, axis_sizes, reduction):
+def test_scaled_float8_and_int8_under_every_reduction(name, axis_sizes, reduction):
     """States are float32 whatever is stored, so one dtype meets all reductions and every dtype meets one."""
-    check_with_lengths(decode_on(axis_sizes, reduction=reduction), FLOAT8[name].arrays(), LENGTHS[:3], **HEAD_SCALES)
+    check_with_lengths(decode_on(axis_sizes, reduction=reduction), NARROW[name].arrays(), LENGTHS[:3], **HEAD_SCALES)
 
 
 @pytest.mark.parametrize(

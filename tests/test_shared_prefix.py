@@ -116,6 +116,29 @@ def test_sharded_it_is_the_same(axis_sizes, shard_suffix):
     three_levels(queries=2).check(options, **sharding)
 
 
+def test_a_level_may_have_scales_of_its_own():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.integers(-127, 128, size=shape), jnp.int8)
+    scales = [{"key_scale": np.array(k, np.float32), "value_scale": np.array(v, np.float32)} for k, v in
+              (([0.02, 0.01], [0.1, 0.3]), ([0.01, 0.03], [0.2, 0.4]))]  # fmt: skip
+    prefix, own = [draw(1, 9, 2, 8), draw(1, 9, 2, 8)], [draw(2, 6, 2, 8), draw(2, 6, 2, 8)]
+    query = jnp.asarray(rng.normal(size=(2, 1, 4, 8)), jnp.float32)
+    level = lambda **more: PrefixLevel(key=prefix[0], value=prefix[1], sequences=((0, 1),), **more)
+    mesh = make_mesh({"seq": 3})
+    call = lambda level, **how: hydragen_decode(
+        query, [level], *own, axis_name="seq", mesh=mesh, reduction="gather", return_lse=True, **how
+    )
+    got = jax.jit(call)(level(**scales[0]), **scales[1])
+    of_level, of_call = scales
+    widened = [
+        np.concatenate([np.repeat(x, 2, axis=0) * of_level[name][:, None], y * of_call[name][:, None]], axis=1)
+        for x, y, name in zip(map(np.asarray, prefix), map(np.asarray, own), of_level, strict=True)
+    ]
+    assert_attention(got, query, *widened)
+    with pytest.raises(ValueError, match=r"levels\[0\]: key_scale must be float32 of shape \[K\] = \(2,\)"):
+        call(level(key_scale=np.ones(4, np.float32)))
+
+
 def test_on_eight_devices_more_than_a_node_has_keys():
     three_levels().check(axis_name="seq", mesh=make_mesh({"seq": 8}))
 

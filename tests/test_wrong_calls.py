@@ -82,12 +82,12 @@ ATTEND = {
     "another_float8": (
         lambda _: local(key=KEY.astype(jnp.float8_e5m2)),
         ValueError,
-        r"key.dtype must be one of .*float8_e4m3fn, got float8_e5m2",
+        r"key.dtype must be one of .*float8_e4m3fn, int8, got float8_e5m2",
     ),
     "float8_value_of_another_kind": (
         lambda _: local(key=KEY.astype(FLOAT8), value=KEY.astype(jnp.float8_e4m3b11fnuz)),
         ValueError,
-        r"value.dtype must be one of .*float8_e4m3fn, got float8_e4m3b11fnuz",
+        r"value.dtype must be one of .*float8_e4m3fn, int8, got float8_e4m3b11fnuz",
     ),
     "float8_key_alone": (
         lambda _: local(key=KEY.astype(FLOAT8), value=KEY),
@@ -97,7 +97,12 @@ ATTEND = {
     "float8_value_alone": (
         lambda _: local(value=KEY.astype(FLOAT8)),
         ValueError,
-        r"got .* key float32, value float8_e4m3fn; .* key and value must both be float8_e4m3fn",
+        r"got .* key float32, value float8_e4m3fn; .* key and value must both be float8_e4m3fn or int8",
+    ),
+    "int8_beside_float8": (
+        lambda _: local(key=KEY.astype(FLOAT8), value=KEY.astype(np.int8)),
+        ValueError,
+        r"got .* key float8_e4m3fn, value int8; .* key and value must both be",
     ),
     "key_scale_of_query_heads": (
         lambda _: local(key_scale=np.ones(4, np.float32)),

@@ -6,13 +6,14 @@ from tree_attn.mesh import make_mesh
 from tree_attn.placement import Shard, storage_order
 from tree_attn.ragged import lean_decode, paged_decode
 from tree_attn.shared_prefix import PrefixLevel, bifurcated_decode, hydragen_decode
-from tree_attn.sparse import sparq_decode
+from tree_attn.sparse import SparqOptions, sparq_decode
 from tree_attn.state import SoftmaxState, empty_like, merge_segments, merge_state, merge_states
 
 __all__ = [
     "PrefixLevel",
     "Shard",
     "SoftmaxState",
+    "SparqOptions",
     "attend",
     "bifurcated_decode",
     "empty_like",

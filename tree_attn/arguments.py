@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
-NARROW_DTYPES = ("float8_e4m3fn",)  # in which caches keep what is given in another
+NARROW_DTYPES = ("float8_e4m3fn", "int8")  # in which caches keep what is given in another
 STORED_DTYPES = (*ATTENTION_DTYPES, *NARROW_DTYPES)  # of key and value
 Window = tuple[int | None, int | None]
 
@@ -64,7 +64,7 @@ class AttentionOptions:
         if self.sinks is not None and jnp.shape(self.sinks) != (num_heads,):
             raise ValueError(f"sinks must have shape [N] = ({num_heads},), got {jnp.shape(self.sinks)}")
         for name in ("key_scale", "value_scale"):
-            _check_head_scale(name, getattr(self, name), num_kv_heads=key.shape[-2])
+            check_head_scale(name, getattr(self, name), num_kv_heads=key.shape[-2])
 
     def head_scales(self, num_kv_heads: int) -> Float[Array, "2 K"] | None:
         """Returns `key_scale` over `value_scale`, float32 `[2, K]`, None where both are: what kernels are given."""
@@ -109,15 +109,15 @@ def check_arrays(query, key, value) -> None:
 
 
 def check_dtypes(query, key, value) -> None:
-    """Raises ValueError unless all three have one float dtype, or key and value are stored in float8_e4m3fn."""
+    """Raises ValueError unless all three have one float dtype, or key and value are both of one of `NARROW_DTYPES`."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         allowed = ATTENTION_DTYPES if name == "query" else STORED_DTYPES
         if str(x.dtype) not in allowed:
             raise ValueError(f"{name}.dtype must be one of {', '.join(allowed)}, got {x.dtype}")
-    if key.dtype != value.dtype or key.dtype not in (query.dtype, jnp.float8_e4m3fn):
+    if key.dtype != value.dtype or str(key.dtype) not in (str(query.dtype), *NARROW_DTYPES):
         raise ValueError(
             f"query, key and value must have one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}; "
-            "of other dtype than query, key and value must both be float8_e4m3fn"
+            f"of other dtype than query, key and value must both be {' or '.join(NARROW_DTYPES)}"
         )
 
 
@@ -126,7 +126,7 @@ def check_lengths(name: str, lengths, batch: int, num_keys: int) -> None:
     if jnp.shape(lengths) != (batch,):
         raise ValueError(f"{name} must have shape [B] = ({batch},), got {jnp.shape(lengths)}")
     _check_integers(name, lengths)
-    values = _concrete(lengths)
+    values = concrete(lengths)
     if values is not None and values.size and (values.min() < 0 or values.max() > num_keys):
         raise ValueError(f"{name} must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}")
 
@@ -151,7 +151,8 @@ def _check_window(window) -> None:
         raise ValueError(f"local_window_size must be None, an integer >= 0 or a pair, got {window!r}")
 
 
-def _check_head_scale(name: str, scale, num_kv_heads: int) -> None:
+def check_head_scale(name: str, scale, num_kv_heads: int) -> None:
+    """Raises ValueError unless a scale is None or float32 `[K]`."""
     if scale is not None and (jnp.shape(scale) != (num_kv_heads,) or _dtype(scale) != jnp.float32):
         raise ValueError(
             f"{name} must be float32 of shape [K] = ({num_kv_heads},), got {_dtype(scale)} of shape {jnp.shape(scale)}"
@@ -167,8 +168,8 @@ def _dtype(x):
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
-def _concrete(x) -> np.ndarray | None:
-    """The values of `x` if they are at hand without waiting for a program under way to be traced, else None."""
+def concrete(x) -> np.ndarray | None:
+    """Returns the values of `x` if they are at hand without waiting for a program under way to be traced, else None."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)

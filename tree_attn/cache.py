@@ -10,7 +10,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import ATTENTION_DTYPES, STORED_DTYPES, check_lengths, one_of
+from tree_attn.arguments import (
+    ATTENTION_DTYPES,
+    NARROW_DTYPES,
+    STORED_DTYPES,
+    check_lengths,
+    concrete,
+    one_of,
+)
 from tree_attn.mesh import AxisName, axis_tuple, check_axes
 from tree_attn.placement import check_block_size, storage_order
 
@@ -21,7 +28,7 @@ class CacheFullError(ValueError):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key", "value", "lengths", "overflowed", "value_sum", "key_by_component"],
+    data_fields=["key", "value", "lengths", "overflowed", "value_sum", "key_by_component", "key_scale", "value_scale"],
     meta_fields=["mesh", "axis_name", "block_size"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,8 @@ class KVCache:
     lengths:    int32 `[B]`, tokens held by each sequence
     overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
                 left the sequence as it was; `check_room` raises from then on.
+    key_scale, value_scale: float32 `[K]` or `[L, K]`, what the numbers stored are multiplied by: attention has to be
+                given what `scales` returns; or None, which is 1
     value_sum:  float32 `[B, K, H]` or `[L, B, K, H]`, the sum of the values held, on every device; or None
     key_by_component: key once more, as `[B, K, H, S]` or `[L, B, K, H, S]`, for what reads single components; or None
     """
@@ -53,6 +62,8 @@ class KVCache:
     block_size: int
     value_sum: Float[Array, "*L B K H"] | None = None
     key_by_component: Float[Array, "*L B K H S"] | None = None
+    key_scale: Float[Array, "*L K"] | None = None
+    value_scale: Float[Array, "*L K"] | None = None
 
     @classmethod
     def create(
@@ -69,20 +80,25 @@ class KVCache:
         num_layers: int | None = None,
         keeps_value_sum: bool = False,
         keeps_key_by_component: bool = False,
+        key_scale: Float[Array, "*L K"] | None = None,
+        value_scale: Float[Array, "*L K"] | None = None,
     ) -> "KVCache":
         """Returns an empty cache, each shard allocated on its own device.
 
         Args:
           capacity: tokens per sequence; rounded up to a multiple of shards x block_size.
           block_size: consecutive tokens per shard; 1 is the order `ring_attention` prefills in.
-          dtype: of keys and values as they are kept. float8_e4m3fn takes what is written in any dtype of attention,
-            rounded to 4 bits of significance and clipped to +-448; attention reads it as it is.
+          dtype: of keys and values as they are kept. The narrow ones take what is written in any dtype of attention,
+            divided by its scale: float8_e4m3fn rounded to 4 bits of significance and clipped to +-448, int8 rounded to
+            the nearest integer (ties to even) and clipped to +-127. Attention reads them as they are.
           num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
           keeps_value_sum, keeps_key_by_component: what `tree_attn.sparq_decode` profits from; the second takes half as
             much memory again.
+          key_scale, value_scale: float32 `[K]`, or `[L, K]` of a layered cache, positive: for narrow dtypes; int8 needs
+            both. Half a scale is then the largest error of what was not clipped.
         Raises:
-          ValueError: a size is not a positive integer, `dtype` is none that attention takes, or `axis_name` is not of
-            the mesh.
+          ValueError: a size is not a positive integer, `dtype` is none that attention takes, `axis_name` is not of the
+            mesh, or the scales do not fit.
         """
         sizes = dict(batch=batch, capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         sizes |= {} if num_layers is None else {"num_layers": num_layers}
@@ -100,11 +116,15 @@ class KVCache:
         unit = block_size * int(np.prod([mesh.shape[axis] for axis in axes]))
         num_slots = -(-capacity // unit) * unit
         layers = () if num_layers is None else (num_layers,)
+        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+            _check_scale(name, scale, jnp.dtype(dtype).name, (*layers, num_kv_heads))
         sharding = NamedSharding(mesh, P(*([None] * (len(layers) + 1)), axes))
         zeros = partial(jnp.zeros, (*layers, batch, num_slots, num_kv_heads, head_dim), dtype, device=sharding)
         whole = NamedSharding(mesh, P())
         by_component = NamedSharding(mesh, P(*([None] * (len(layers) + 3)), axes))
         heads = (*layers, batch, num_kv_heads, head_dim)
+        # Copies: a cache is donated, and its scales are other caches' too. (JAX 0.10's device_put aliases in any case.)
+        own = lambda scale: jax.device_put(jnp.copy(scale) if isinstance(scale, jax.Array) else scale, whole)
         return cls(
             key=zeros(),
             value=zeros(),
@@ -117,6 +137,8 @@ class KVCache:
             key_by_component=(
                 jnp.zeros((*heads, num_slots), dtype, device=by_component) if keeps_key_by_component else None
             ),
+            key_scale=None if key_scale is None else own(key_scale),
+            value_scale=None if value_scale is None else own(value_scale),
         )
 
     @property
@@ -128,6 +150,15 @@ class KVCache:
     def num_shards(self) -> int:
         """How many shards the sequence is cut into."""
         return int(np.prod([self.mesh.shape[axis] for axis in axis_tuple(self.axis_name)]))
+
+    def scales(self, layer: int | Array | None = None) -> dict[str, Float[Array, " K"] | None]:
+        """Returns the `key_scale` and `value_scale` that attention is to be given with these keys and values.
+
+        Example:
+          >>> out = tree_decode(query, cache.key, cache.value, block_size=1, **where, **cache.scales())
+        """
+        given = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        return {name: scale if scale is None or layer is None else scale[layer] for name, scale in given.items()}
 
     def value_mean(self, lengths: Int[Array, " B"], layer: int | Array | None = None) -> Float[Array, "B K H"]:
         """Returns the mean of each sequence's values, float32 `[B, K, H]`; 0 of none. It reads no values.
@@ -174,6 +205,7 @@ class KVCache:
         A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache.
         """
         _check_new(key, value, self, layer)
+        scales = self.scales(layer)
         positions = self.lengths[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, :]  # [B, T]
         has_room = self.lengths + key.shape[1] <= self.capacity
         positions = jnp.where(has_room[:, None], positions, self.capacity)
@@ -190,7 +222,7 @@ class KVCache:
         cache = self._update(put, key, value, positions, layer, new_spec=P())
         if self.value_sum is None:
             return cache
-        added = _as_stored(value, self.key.dtype).astype(jnp.float32).sum(axis=1)
+        added = _widened(_as_stored(value, self.key.dtype, scales["value_scale"]), scales["value_scale"]).sum(axis=1)
         added = jnp.where(has_room[:, None, None], added, 0.0)
         where = slice(None) if layer is None else layer
         return dataclasses.replace(cache, value_sum=self.value_sum.at[where].add(added))
@@ -226,6 +258,52 @@ class KVCache:
 
         return self._update(put, key, value, slot, layer, new_spec=P(None, axis_tuple(self.axis_name)))
 
+    def with_sequence(self, row: int | Int[Array, ""], other: "KVCache") -> "KVCache":
+        """Returns the cache with sequence `row` replaced by the only one of `other`; the others stay as they are.
+
+        So a slot of a batch takes a new prompt while the rest goes on. No data moves between devices.
+
+        Args:
+          row: of the batch; clipped to it inside jit.
+          other: a cache of one sequence, of at most this one's capacity and otherwise like it, scales included.
+
+        Raises:
+          ValueError: `other` is not like that, or `row` is none of the batch.
+
+        Example:
+          >>> cache = cache.with_sequence(2, cache_of_the_prompt)
+        """
+        like = lambda cache: (jax.tree.structure(cache), cache.key.dtype, cache.key.shape[:-4], cache.key.shape[-2:])
+        if like(other) != like(self) or other.lengths.shape != (1,) or other.capacity > self.capacity:
+            raise ValueError(
+                f"other must be like this cache, of one sequence and at most {self.capacity} tokens; got key "
+                f"{other.key.dtype}{other.key.shape} beside {self.key.dtype}{self.key.shape}"
+            )
+        batch, rank = len(self.lengths), self.key.ndim
+        if isinstance(row, int | np.integer) and not 0 <= row < batch:
+            raise ValueError(f"row must lie in [0, {batch}), got {row}")
+        _, specs = self._stored()
+        # The axis of the batch; what has no slots is on every device.
+        axes = {name: rank - 4 for name in specs} | {"lengths": 0, "overflowed": 0}
+        axes |= {} if self.value_sum is None else {"value_sum": rank - 4}
+        specs = {name: specs.get(name, P()) for name in axes}
+
+        def put(stored, new, row):
+            # A shard's slots ascend with position: its part of a shorter cache is the beginning of a longer one's.
+            where = {name: [row if i == axis else 0 for i in range(stored[name].ndim)] for name, axis in axes.items()}
+            return {name: jax.lax.dynamic_update_slice(stored[name], new[name], where[name]) for name in axes}
+
+        mapped = jax.shard_map(
+            put,
+            mesh=self.mesh,
+            axis_names=set(axis_tuple(self.axis_name)),
+            in_specs=(specs, specs, P()),
+            out_specs=specs,
+            check_vma=False,
+        )
+        arrays = ({name: getattr(cache, name) for name in axes} for cache in (self, other))
+        return dataclasses.replace(self, **mapped(*arrays, jnp.asarray(row, jnp.int32)))
+
     def advance(self, num_tokens: int) -> "KVCache":
         """Counts `num_tokens` more tokens for each sequence with room for them; marks the others `overflowed`."""
         has_room = self.lengths + num_tokens <= self.capacity
@@ -247,24 +325,31 @@ class KVCache:
             positions = storage_order(self.capacity, self.num_shards, self.block_size)
             is_held = (positions[None, :] < lengths[:, None])[:, :, None, None]  # [B, S, 1, 1]
             is_held = is_held if self.value.ndim == 4 else is_held[None]
-            value_sum = jnp.where(is_held, self.value.astype(jnp.float32), 0.0).sum(axis=-3)
+            value_sum = jnp.where(is_held, _widened(self.value, self.value_scale), 0.0).sum(axis=-3)
         return dataclasses.replace(self, lengths=lengths, value_sum=value_sum)
 
-    def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
-        axes = axis_tuple(self.axis_name)
-        by_slot, by_component = (P(*([None] * (self.key.ndim - k)), axes) for k in (3, 1))
-        stored = {"key": self.key, "value": self.value}
-        new = {"key": _as_stored(key, self.key.dtype), "value": _as_stored(value, self.key.dtype)}
-        specs = {"key": by_slot, "value": by_slot}
+    def _stored(self) -> tuple[dict[str, Array], dict[str, P]]:
+        """What is sharded along the sequence, by name, and how."""
+        by_slot, by_component = (P(*([None] * (self.key.ndim - k)), axis_tuple(self.axis_name)) for k in (3, 1))
+        stored, specs = {"key": self.key, "value": self.value}, {"key": by_slot, "value": by_slot}
         if self.key_by_component is not None:
-            stored["key_by_component"], new["key_by_component"] = self.key_by_component, new["key"]
-            specs["key_by_component"] = by_component
+            stored["key_by_component"], specs["key_by_component"] = self.key_by_component, by_component
+        return stored, specs
+
+    def _update(self, put, key, value, positions, layer, *, new_spec: P) -> "KVCache":
+        stored, specs = self._stored()
+        scales = self.scales(layer)
+        new = {
+            name: _as_stored(x, self.key.dtype, scales[f"{name}_scale"]) for name, x in (("key", key), ("value", value))
+        }
+        if self.key_by_component is not None:
+            new["key_by_component"] = new["key"]
         mapped = jax.shard_map(
             lambda stored, new, positions, layer: {
                 name: put(stored[name], new[name], positions, layer, name == "key_by_component") for name in stored
             },
             mesh=self.mesh,
-            axis_names=set(axes),
+            axis_names=set(axis_tuple(self.axis_name)),
             in_specs=(specs, new_spec, P(), None if layer is None else P()),
             out_specs=specs,
             check_vma=False,
@@ -273,12 +358,25 @@ class KVCache:
         return dataclasses.replace(self, **mapped(stored, new, positions, layer))
 
 
-def _as_stored(x, dtype: jnp.dtype):
-    """In the cache's dtype; float8 has no infinity, and would make NaN of what lies beyond its largest number."""
+def _as_stored(x, dtype: jnp.dtype, scale):
+    """`[B, T, K, H]` in the cache's dtype; what has it already is taken as it is.
+
+    float8 has no infinity, and would make NaN of what lies beyond its largest number. int8's -128 is left out, so that
+    a number and its negative are stored alike.
+    """
     if x.dtype == dtype:
         return x
-    most = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -most, most).astype(dtype)
+    x = x if scale is None else x.astype(jnp.float32) / scale[None, None, :, None]
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    x = jnp.clip(x, -most, most)
+    return (jnp.round(x) if is_integer else x).astype(dtype)
+
+
+def _widened(x, scale):
+    """What `[*L, B, S, K, H]` stands for, in float32."""
+    x = x.astype(jnp.float32)
+    return x if scale is None else x * scale[..., None, None, :, None]
 
 
 def _locate(positions, num_shards: int, block_size: int):
@@ -297,8 +395,22 @@ def _check_new(key, value, cache: KVCache, layer) -> None:
         shape = jnp.shape(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
             raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
-        narrows = cache.key.dtype == jnp.float8_e4m3fn and new.dtype.name in ATTENTION_DTYPES
+        narrows = cache.key.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
         if new.dtype != cache.key.dtype and not narrows:
             raise ValueError(f"{name} must have the cache's dtype {cache.key.dtype}, got {new.dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
+
+
+def _check_scale(name: str, scale, dtype: str, shape: tuple[int, ...]) -> None:
+    if scale is None:
+        if dtype == "int8":
+            raise ValueError(f"{name} must be given for dtype='int8', float32 of shape {shape}, got None")
+        return
+    if dtype not in NARROW_DTYPES:
+        raise ValueError(f"{name} must be None for dtype={dtype!r}: only {', '.join(NARROW_DTYPES)} have scales")
+    if jnp.shape(scale) != shape or scale.dtype != jnp.float32:
+        raise ValueError(f"{name} must be float32 of shape {shape}, got {scale.dtype} of shape {jnp.shape(scale)}")
+    values = concrete(scale)
+    if values is not None and not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"{name} must be positive and finite, got {values.tolist()}")

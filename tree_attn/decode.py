@@ -45,8 +45,8 @@ def tree_decode(
 
     Args:
       query: `[B, T, N, H]`, the same on every device of the axes; T is 1 for plain decoding, more for speculation.
-      key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S, both in query's dtype or in float8_e4m3fn. Contiguous
-        placement may have any S (the array is padded, a copy, where the devices do not divide it).
+      key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S, both in query's dtype, float8_e4m3fn or int8.
+        Contiguous placement may have any S (the array is padded, a copy, where the devices do not divide it).
       axis_name: mesh axis, or an ordered tuple of axes, fastest link first. Any number of devices.
       mesh: the mesh, unless the axes are bound or a context mesh is set.
       key_value_seq_lengths: int32 `[B]`, valid keys over all shards; may end anywhere, shards may hold nothing.

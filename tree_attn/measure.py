@@ -8,6 +8,7 @@ enqueued one by one within the program, so work shorter than its own enqueueing 
 import dataclasses
 import errno
 import json
+import math
 import os
 import pathlib
 import platform
@@ -151,6 +152,17 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
         temp_bytes=stats.temp_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
     )
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """What the arrays of a pytree, or their shapes and shardings, take on each of their devices.
+
+    Example:
+        >>> bytes_per_device(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=by_rows_over_eight_devices))
+        512
+    """
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def runtime_peak_memory_bytes(devices: list[jax.Device]) -> int | None:

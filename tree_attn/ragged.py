@@ -43,8 +43,8 @@ def lean_decode(
 
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence; bfloat16 or float16 (float32 too under "xla").
-      key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query` or float8_e4m3fn; the kernel needs `total`
-        to be a multiple of 8.
+      key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query`, float8_e4m3fn, or int8 under
+        "xla"; the kernel needs `total` to be a multiple of 8.
       cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`.
       is_causal, local_window_size, logits_soft_cap, sinks, scale, key_scale, value_scale: as in `attend`.
       implementation: "mosaic_gpu" or "xla"; None takes the first that can run.

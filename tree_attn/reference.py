@@ -79,6 +79,7 @@ def sparq(
     scale=None,
     key_value_seq_lengths=None,
     is_causal=False,
+    score_temperature="coverage",
 ):
     """SparQ Attention by its Algorithm 1, in float64, one group of query heads at a time.
 
@@ -104,7 +105,8 @@ def sparq(
         whole = np.abs(q).sum(axis=1, keepdims=True)
         part = np.abs(q[:, components]).sum(axis=1, keepdims=True)
         coverage = np.divide(part, whole, np.ones_like(whole), where=whole > 0)
-        logits = scale / np.sqrt(coverage) * (q[:, components] @ k[:, components].T)
+        squared = {"coverage": coverage, "head_dim": 1, "num_components": num_components / head_dim}[score_temperature]
+        logits = scale / np.sqrt(squared) * (q[:, components] @ k[:, components].T)
         log_scores = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
         scores = np.exp(log_scores).sum(axis=0)
         scores[max(end - local_window, 0) :] = np.inf

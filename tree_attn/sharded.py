@@ -100,9 +100,7 @@ def over_shards(
     if levels is not None:
         levels = tuple(_fit_level(f"levels[{i}]", level, num_shards) for i, level in enumerate(levels))
         of_levels = tuple(
-            dataclasses.replace(
-                level, key=along_sequence, value=along_sequence, lengths=None if level.lengths is None else P()
-            )
+            dataclasses.replace(jax.tree.map(lambda _: P(), level), key=along_sequence, value=along_sequence)
             for level in levels
         )
     query_spec = along_sequence if shard_query else P()

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AttentionOptions, check_arrays, check_lengths, one_of
+from tree_attn.arguments import AttentionOptions, check_arrays, check_head_scale, check_lengths, one_of
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
@@ -32,7 +32,7 @@ from tree_attn.state import SoftmaxState, empty_like, merge_states
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key", "value", "lengths"],
+    data_fields=["key", "value", "lengths", "key_scale", "value_scale"],
     meta_fields=["sequences", "block_size"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,7 @@ class PrefixLevel:
     lengths:    int32 `[nodes]`, valid keys of each node; None: all
     sequences:  for each node the rows of the batch it serves (static); no row has two nodes of a level, some have none
     block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; None: contiguous
+    key_scale, value_scale: float32 `[K]`, of this level's keys and values; None: those of the call
 
     Example:
       >>> level = PrefixLevel(key=key, value=value, sequences=((0, 1, 2), (3,)))    # two nodes, a batch of four
@@ -53,6 +54,8 @@ class PrefixLevel:
     sequences: tuple[tuple[int, ...], ...]
     lengths: Int[Array, " nodes"] | None = None
     block_size: int | None = None
+    key_scale: Float[Array, " K"] | None = None
+    value_scale: Float[Array, " K"] | None = None
 
     def check(self, name: str, query, num_shards: int = 1) -> None:
         """Raises ValueError or TypeError, naming what does not fit `query [B, T, N, H]`; `key` is one of the shards."""
@@ -62,6 +65,8 @@ class PrefixLevel:
             check_arrays(jax.ShapeDtypeStruct((nodes, *query.shape[1:]), query.dtype), self.key, self.value)
             if self.lengths is not None:
                 check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_shards)
+            for scale in ("key_scale", "value_scale"):
+                check_head_scale(scale, getattr(self, scale), num_kv_heads=self.key.shape[2])
         rows = [row for served in self.sequences for row in served]
         if len(set(rows)) != len(rows) or any(not 0 <= row < batch for row in rows):
             raise ValueError(
@@ -207,7 +212,13 @@ def _level_state(query, level: PrefixLevel, options: AttentionOptions, shard: Sh
         places[list(served)] = node * most + np.arange(len(served))
     is_in_order = np.array_equal(rows.ravel(), np.arange(batch))
     together = query if is_in_order else query[rows.ravel()]
-    options = dataclasses.replace(options, key_value_seq_lengths=level.lengths, is_causal=False)
+    options = dataclasses.replace(
+        options,
+        key_value_seq_lengths=level.lengths,
+        is_causal=False,
+        key_scale=options.key_scale if level.key_scale is None else level.key_scale,
+        value_scale=options.value_scale if level.value_scale is None else level.value_scale,
+    )
     state = attend_shard(together.reshape(nodes, most * num_queries, *heads), level.key, level.value, options, shard)
     state = jax.tree.map(lambda x: x.reshape(nodes * most, num_queries, *x.shape[2:]), state)
     if is_in_order:

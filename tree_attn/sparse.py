@@ -32,6 +32,45 @@ from tree_attn.sharded import check_one_device, over_shards
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 SELECTIONS = ("global", "per_shard")
+SCORE_TEMPERATURES = ("coverage", "head_dim", "num_components")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparqOptions:
+    """What SparQ keeps, as one argument, for what calls `sparq_decode`, where the fields have their meanings.
+
+    Raises:
+      ValueError: a field that is none of what `sparq_decode` takes; the message names it.
+
+    Example:
+      >>> attention = by_name("sparq", sharding, sparq=SparqOptions(num_components=32, num_keys=128))
+    """
+
+    num_components: int
+    num_keys: int
+    local_window: int = 0
+    reallocate: bool | None = None
+    selection: str = "global"
+    score_temperature: str = "coverage"
+
+    def __post_init__(self) -> None:
+        one_of("score_temperature", self.score_temperature, SCORE_TEMPERATURES)
+        one_of("selection", self.selection, SELECTIONS)
+        one_of("reallocate", self.reallocate, (None, True, False))
+        _check_integer("num_components", self.num_components, least=1)
+        _check_integer("num_keys", self.num_keys, least=1)
+        _check_integer("local_window", self.local_window, least=0, most=self.num_keys)
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raises ValueError if `num_components` is more than the components that there are."""
+        _check_integer("num_components", self.num_components, least=1, most=head_dim)
+
+
+def _check_integer(name: str, given, *, least: int, most: int | None = None) -> None:
+    is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not is_integer or given < least or (most is not None and given > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
 
 
 def sparq_decode(
@@ -53,6 +92,7 @@ def sparq_decode(
     mesh: Mesh | None = None,
     block_size: int | None = None,
     selection: str = "global",
+    score_temperature: str = "coverage",
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -86,6 +126,8 @@ def sparq_decode(
       key_value_seq_lengths, is_causal, scale, implementation: as in `tree_attn.local.attend`.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
       selection: "global" or "per_shard".
+      score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
+        "num_components", sqrt(r). Without groups and reallocation nothing depends on it.
     Returns:
       As `tree_attn.tree_decode`; `lse` is that of kept and rest together.
     Raises:
@@ -97,12 +139,12 @@ def sparq_decode(
 
     Source: SparQ Attention, Algorithm 1 (T = G = 1), section 4 (groups), equation 11.
     """
-    one_of("selection", selection, SELECTIONS)
-    check_arrays(query, key, value)
-    how = _How(
+    sparq = SparqOptions(
         num_components=num_components, num_keys=num_keys, local_window=local_window, reallocate=reallocate,
-        is_global=selection == "global", axes=() if axis_name is None else axis_tuple(axis_name), mesh=mesh,
+        selection=selection, score_temperature=score_temperature,
     )  # fmt: skip
+    check_arrays(query, key, value)
+    how = _How(sparq=sparq, axes=() if axis_name is None else axis_tuple(axis_name), mesh=mesh)
     how = how.checked(query, key, value, value_mean, key_by_component, block_size, reduction)
     options = AttentionOptions(
         key_value_seq_lengths=key_value_seq_lengths, is_causal=is_causal, scale=scale, implementation=implementation
@@ -119,11 +161,7 @@ def sparq_decode(
 class _How:
     """The static part of a call."""
 
-    num_components: int
-    num_keys: int
-    local_window: int
-    reallocate: bool | None
-    is_global: bool
+    sparq: SparqOptions
     axes: tuple[str, ...]
     mesh: Mesh | None
     reduction: str | tuple[str, ...] | None = None
@@ -131,12 +169,7 @@ class _How:
     def checked(self, query, key, value, value_mean, key_by_component, block_size, reduction) -> "_How":
         """Returns it complete; raises ValueError where something does not fit. (`over_shards` checks the options.)"""
         head_dim = key.shape[-1]
-        for name, most in (("num_components", head_dim), ("num_keys", None), ("local_window", self.num_keys)):
-            given, least = getattr(self, name), 0 if name == "local_window" else 1
-            is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
-            if not is_integer or given < least or (most is not None and given > most):
-                upper = "" if most is None else f" and at most {most}"
-                raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
+        self.sparq.check_head_dim(head_dim)
         if not self.axes:
             check_one_device(mesh=self.mesh, block_size=block_size, reduction=reduction)
         batch, num_keys, num_kv_heads = key.shape[:3]
@@ -153,9 +186,11 @@ class _How:
             shards = 1 if self.mesh is None else math.prod(self.mesh.shape.get(axis, 1) for axis in self.axes)
             if num_keys % shards:
                 raise ValueError(f"key_by_component must hold keys that {shards} devices divide, got {num_keys}")
-        reallocate = query.shape[2] == num_kv_heads if self.reallocate is None else self.reallocate
-        reduction = check_reduction(reduction, self.axes) if self.axes else None
-        return dataclasses.replace(self, reallocate=reallocate, reduction=reduction)
+        reallocate = query.shape[2] == num_kv_heads if self.sparq.reallocate is None else self.sparq.reallocate
+        sparq = dataclasses.replace(self.sparq, reallocate=reallocate)
+        return dataclasses.replace(
+            self, sparq=sparq, reduction=check_reduction(reduction, self.axes) if self.axes else None
+        )
 
 
 def _sparq(
@@ -170,27 +205,27 @@ def _sparq(
     visible = view.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
     scale = default_scale(options.scale, head_dim)
-    logits = _approximate_logits(grouped, key, key_by_component, how.num_components, scale)  # [B, T, K, G, S]
+    logits = _approximate_logits(grouped, key, key_by_component, how.sparq, scale)  # [B, T, K, G, S]
     logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
-    is_global = how.is_global and shard.num_shards > 1
+    is_global = how.sparq.selection == "global" and shard.num_shards > 1
     over_all = functools.partial(_logsumexp_over, axes=how.axes) if is_global else lambda lse: lse
     total = over_all(jax.nn.logsumexp(logits, axis=-1))  # [B, T, K, G]
 
     scores = jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total)[..., None], axis=3)  # [B, T, K, S]
-    is_recent = _ends(options, batch, num_queries, num_slots, shard) - how.local_window
+    is_recent = _ends(options, batch, num_queries, num_slots, shard) - how.sparq.local_window
     is_recent = shard.positions(num_slots)[None, None, None, :] >= is_recent[:, :, None, None]
     scores = jnp.where(is_recent & visible, jnp.inf, scores)
-    most = how.num_keys if how.is_global else -(-how.num_keys // shard.num_shards)
+    most = how.sparq.num_keys if is_global else -(-how.sparq.num_keys // shard.num_shards)
     scores, slots = jax.lax.top_k(scores, min(most, num_slots))  # [B, T, K, k]; of equals the earliest
     is_kept = scores > -jnp.inf
     if is_global:
-        is_kept &= _is_among_best(scores, shard.positions(num_slots)[slots], how.num_keys, how.axes)
+        is_kept &= _is_among_best(scores, shard.positions(num_slots)[slots], how.sparq.num_keys, how.axes)
 
     # What is kept are the first of the k, for they come in the order in which all devices rank them.
     state = _attend_rows(grouped, key, value, slots, is_kept.sum(axis=-1, dtype=jnp.int32), options)
     if is_global:
         state = reduce_state(state, how.axes, how.reduction, how.mesh)
-    if how.reallocate:
+    if how.sparq.reallocate:
         kept = jnp.take_along_axis(logits, slots[:, :, :, None, :], axis=-1)
         kept = jnp.where(is_kept[:, :, :, None, :], kept, -jnp.inf)
         kept = over_all(jax.nn.logsumexp(kept, axis=-1))
@@ -201,11 +236,11 @@ def _sparq(
     return state
 
 
-def _approximate_logits(grouped, key, key_by_component, num_components: int, scale: float):
+def _approximate_logits(grouped, key, key_by_component, sparq: SparqOptions, scale: float):
     """Step 1: `[B, T, K, G, S]` from the components in which the queries of a group are largest."""
     batch, _, num_kv_heads = grouped.shape[:3]
     size = jnp.abs(grouped.astype(jnp.float32))
-    components = jax.lax.top_k(size.sum(axis=3), num_components)[1]  # [B, T, K, r]
+    components = jax.lax.top_k(size.sum(axis=3), sparq.num_components)[1]  # [B, T, K, r]
     row = jnp.arange(batch)[:, None, None, None]
     head = jnp.arange(num_kv_heads)[None, None, :, None]
     of_key = key if key_by_component is None else key_by_component
@@ -213,7 +248,11 @@ def _approximate_logits(grouped, key, key_by_component, num_components: int, sca
     found = found.astype(grouped.dtype)  # [B, T, K, r, S]
     kept = jnp.take_along_axis(grouped, components[:, :, :, None, :], axis=-1)  # [B, T, K, G, r]
     whole, part = size.sum(axis=-1), jnp.abs(kept.astype(jnp.float32)).sum(axis=-1)
-    coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
+    if sparq.score_temperature == "coverage":
+        coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
+    else:
+        share = 1.0 if sparq.score_temperature == "head_dim" else sparq.num_components / grouped.shape[-1]
+        coverage = jnp.full_like(whole, share)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     return dot("btkgr,btkrs->btkgs", kept, found) * (scale * jax.lax.rsqrt(coverage))[..., None]
 

@@ -2,7 +2,7 @@
 
 from models.llama.attention import ATTENTIONS, Attention, by_name
 from models.llama.config import Llama3RopeScaling, LlamaConfig, from_huggingface
-from models.llama.generate import Generation, Generator, generate, rank_samples
+from models.llama.generate import Generation, Generator, Memory, generate, rank_samples
 from models.llama.model import Llama
 from models.llama.presets import PRESETS, preset
 from models.llama.sampling import Sampling
@@ -18,6 +18,7 @@ __all__ = [
     "Llama3RopeScaling",
     "LlamaConfig",
     "LlamaSharding",
+    "Memory",
     "Sampling",
     "by_name",
     "from_huggingface",

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 import ring_baseline
 import tree_attn
+from models.llama.config import LlamaConfig
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.arguments import one_of
 from tree_attn.cache import KVCache
@@ -18,14 +20,36 @@ from tree_attn.local import attend, check_implementation
 from tree_attn.placement import storage_order
 from tree_attn.reduce import check_reduction
 from tree_attn.shared_prefix import PrefixLevel, hydragen_decode
+from tree_attn.sparse import SparqOptions, sparq_decode
 from tree_attn.state import SoftmaxState, merge_state
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
 BLOCK_SIZE = 1
 
-ATTENTIONS = ("tree", "ring", "single")
+ATTENTIONS = ("tree", "ring", "single", "sparq")
+REDUCING = ("tree", "sparq")
 SHARING = ("tree", "single")
+CHUNKING = ("tree", "single", "sparq")
 _CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
+_NO_SCALES = "attention='sparq' takes no scales; float8_e4m3fn needs none"
+
+
+def empty_cache(
+    config: LlamaConfig, sharding: LlamaSharding, *, batch: int, capacity: int, dtype: DTypeLike, **beside
+) -> KVCache:
+    """A cache for all layers of a model; `beside` are scales and `Attention.cache_keeps`, as in `KVCache.create`."""
+    return KVCache.create(
+        batch=batch,
+        capacity=capacity,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        mesh=sharding.mesh,
+        axis_name=sharding.sequence,
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        **beside,
+    )
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache"], meta_fields=["sequences"])
@@ -49,6 +73,7 @@ class Prefix:
             lengths=self.cache.lengths,
             sequences=self.sequences,
             block_size=self.cache.block_size,
+            **self.cache.scales(layer),
         )
 
 
@@ -75,13 +100,14 @@ class Attention:
 
     Attributes:
       name: one of `ATTENTIONS`.
-      reduction: how `tree` reduces across devices: the name that was given, or the one chosen; None for the others.
+      reduction: how those of `REDUCING` reduce across devices: the name that was given, or the one chosen; else None.
       num_shards: shards of the sequence.
       shares_prefixes: whether it takes `prefixes` that are not empty: those of `SHARING`.
       prefill: `(query, key, value, lengths, prefixes) -> out`, causal, all in storage order; `[B, S, N, H]` and
         `[B, S, K, H]`. The levels of `prefixes` come before the sequences and are seen whole.
-      decode: `(query, key, value, lengths, prefixes) -> out`; query `[B, T, N, H]` at the last `T` positions, keys as
-        stored; `lengths` without those of the prefixes.
+      decode: `(query, cache, layer, lengths, prefixes) -> out`; query `[B, T, N, H]` at the last `T` positions, which
+        the layer of the cache holds already; `lengths` count them, and nothing of the prefixes.
+      sparq: which keys decoding attends to, of `sparq`; None: to all.
     """
 
     name: str
@@ -90,6 +116,17 @@ class Attention:
     shares_prefixes: bool
     prefill: Callable[..., jax.Array]
     decode: Callable[..., jax.Array]
+    sparq: SparqOptions | None = None
+
+    @property
+    def prefills_in_chunks(self) -> bool:
+        """Whether prefill takes prefixes, as which a chunk is given the chunks before it: those of `CHUNKING`."""
+        return self.name in CHUNKING
+
+    @property
+    def cache_keeps(self) -> dict[str, bool]:
+        """What `KVCache.create` is told to keep beside keys and values."""
+        return {} if self.sparq is None else {"keeps_value_sum": True, "keeps_key_by_component": True}
 
     def storage_order(self, num_tokens: int) -> StorageOrder:
         """The order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""
@@ -98,26 +135,34 @@ class Attention:
 
 
 def by_name(
-    name: str, sharding: LlamaSharding, *, reduction: str | None = None, implementation: str | None = None
+    name: str,
+    sharding: LlamaSharding,
+    *,
+    reduction: str | None = None,
+    implementation: str | None = None,
+    sparq: SparqOptions | None = None,
 ) -> Attention:
     """The attention called `name`, over the devices of `sharding.sequence`.
 
     Args:
-      name: `tree` (Tree Attention), `ring` (Ring Attention) or `single` (all keys on one device). The first two prefill
-        with `ring_attention`.
+      name: `tree` (Tree Attention), `ring` (Ring Attention), `single` (all keys on one device) or `sparq` (SparQ
+        Attention: prompts are read exactly, and new tokens attend to a choice of keys). All but `single` prefill with
+        `ring_attention`.
       sharding: gives the mesh and the axis.
-      reduction: across devices, for `tree` only; None is `tree_decode`'s own choice.
+      reduction: across devices, for `tree` and `sparq` only; None is `tree_decode`'s own choice.
       implementation: local kernel.
+      sparq: of `sparq`, and of no other: which keys.
 
     Raises:
-      ValueError: an unknown name or reduction, a reduction for an attention that has none, or `single` on more than one
-        device.
+      ValueError: an unknown name or reduction, a reduction for an attention that has none, `single` on more than one
+        device, `sparq` without its options, or these for another.
 
     Example:
       >>> attention = by_name("tree", sharding, reduction="allreduce")
+      >>> attention = by_name("sparq", sharding, sparq=SparqOptions(num_components=32, num_keys=128))
     """
     num_shards = sharding.num_shards("sequence")
-    reduction = check_choice(name, reduction, as_tuple(sharding.sequence), num_shards)
+    reduction = check_choice(name, reduction, as_tuple(sharding.sequence), num_shards, sparq)
     check_implementation(implementation)
     if name == "single":
         prefill, decode = _single(implementation)
@@ -127,7 +172,9 @@ def by_name(
             "tree": (tree_attn.tree_decode, hydragen_decode, {"reduction": reduction}),
             "ring": (ring_baseline.ring_decode, _ring_without_prefixes, {}),
         }
-        prefill, decode = _sharded(*methods[name], options)
+        prefill, decode = _sharded(*methods["ring" if name == "ring" else "tree"], options)
+        if sparq is not None:
+            decode = _sparq(sparq, reduction, options)
     return Attention(
         name=name,
         reduction=reduction,
@@ -135,24 +182,37 @@ def by_name(
         shares_prefixes=name in SHARING,
         prefill=prefill,
         decode=decode,
+        sparq=sparq,
     )
 
 
-def check_choice(name: str, reduction: str | None, axes: tuple[str, ...], num_shards: int) -> str | None:
+def check_choice(
+    name: str, reduction: str | None, axes: tuple[str, ...], num_shards: int, sparq: SparqOptions | None = None
+) -> str | None:
     """The reduction that attention `name` will use over these mesh axes; raises ValueError as `by_name` does.
 
     It needs no model, so that a command can refuse a wrong choice before it reads one.
     """
     if name not in ATTENTIONS:
         raise ValueError(f"attention={name!r}: must be one of {', '.join(ATTENTIONS)}")
-    if reduction is not None and name != "tree":
-        raise ValueError(f"{reduction=}: attention={name!r} does not reduce across devices; only 'tree' takes one")
+    if name == "sparq" and sparq is None:
+        raise ValueError("sparq=None: attention='sparq' needs num_components and num_keys, as in SparqOptions")
+    if name != "sparq" and sparq is not None:
+        raise ValueError(f"{sparq=}: attention={name!r} attends to all keys; only 'sparq' takes these options")
+    if reduction is not None and name not in REDUCING:
+        raise ValueError(
+            f"{reduction=}: attention={name!r} does not reduce across devices; only {_quoted(REDUCING)} take one"
+        )
     if name == "single" and num_shards != 1:
         raise ValueError(f"attention='single': keeps all keys on one device, but the sequence has {num_shards}")
-    if name != "tree":
+    if name not in REDUCING:
         return None
     chosen = check_reduction(reduction, axes)
     return "hierarchical" if isinstance(chosen, tuple) else chosen
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))
 
 
 def check_sharing(name: str, share_prefixes: bool | None) -> None:
@@ -166,6 +226,31 @@ def check_sharing(name: str, share_prefixes: bool | None) -> None:
         raise NotImplementedError(f"{share_prefixes=}: attention={name!r} {_CANNOT_SHARE}")
 
 
+def check_prefill_chunk(name: str, prefill_chunk: int | None, num_shards: int) -> None:
+    """Raises where attention `name` cannot read prompts by `prefill_chunk` tokens on `num_shards`, without a model.
+
+    Raises:
+      ValueError: it is no positive multiple of the shards.
+      NotImplementedError: `ring`, whose chunks would need what came before.
+    """
+    if prefill_chunk is None:
+        return
+    if prefill_chunk < 1 or prefill_chunk % (num_shards * BLOCK_SIZE):
+        raise ValueError(f"{prefill_chunk=}: must be a multiple of {num_shards * BLOCK_SIZE} shards")
+    if name not in CHUNKING:
+        raise NotImplementedError(f"{prefill_chunk=}: attention={name!r} reads prompts whole")
+
+
+def check_cache_dtype(name: str, cache_dtype: str | None) -> None:
+    """Raises where attention `name` cannot decode over a cache of `cache_dtype` (None: the model's), without a model.
+
+    Raises:
+      NotImplementedError: `sparq` over int8.
+    """
+    if name == "sparq" and cache_dtype == "int8":
+        raise NotImplementedError(f"{cache_dtype=}: {_NO_SCALES}")
+
+
 def _sharded(
     method: Callable, with_prefixes: Callable, reduction: dict[str, str | None], options: dict[str, Any]
 ) -> tuple[Callable, Callable]:
@@ -177,9 +262,10 @@ def _sharded(
         merged = functools.partial(_after_prefixes, with_prefixes=with_prefixes, reduction="allreduce", **options)
         return merged(SoftmaxState(out, lse), query, key, prefixes)
 
-    def decode(query, key, value, lengths, prefixes=()):
-        is_causal = query.shape[1] > 1
-        how = dict(key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, is_causal=is_causal, **reduction, **options)
+    def decode(query, cache, layer, lengths, prefixes=()):
+        key, value = cache.key[layer], cache.value[layer]
+        how = dict(key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, is_causal=query.shape[1] > 1)
+        how |= cache.scales(layer) | reduction | options
         return with_prefixes(query, prefixes, key, value, **how) if prefixes else method(query, key, value, **how)
 
     return prefill, decode
@@ -202,13 +288,41 @@ def _single(implementation: str | None) -> tuple[Callable, Callable]:
             state, query, key, prefixes, with_prefixes=hydragen_decode, implementation=implementation
         )
 
-    def decode(query, key, value, lengths, prefixes=()):
+    def decode(query, cache, layer, lengths, prefixes=()):
+        key, value = cache.key[layer], cache.value[layer]
         how = dict(key_value_seq_lengths=lengths, is_causal=query.shape[1] > 1, implementation=implementation)
+        how |= cache.scales(layer)
         if prefixes:
             return hydragen_decode(query, prefixes, key, value, **how)
         return attend(query, key, value, **how).out
 
     return prefill, decode
+
+
+def _sparq(sparq: SparqOptions, reduction: str | None, options: dict[str, Any]) -> Callable:
+    def decode(query, cache, layer, lengths, prefixes=()):
+        if prefixes:
+            raise NotImplementedError(f"attention='sparq' {_CANNOT_SHARE}")
+        if any(scale is not None for scale in cache.scales().values()):
+            raise NotImplementedError(f"cache: keeps {cache.key.dtype.name} with scales; {_NO_SCALES}")
+        is_causal = query.shape[1] > 1
+        # Of causal queries each sees fewer values than the next: the cache's mean is that of the last alone.
+        has_mean = cache.value_sum is not None and not is_causal
+        return sparq_decode(
+            query,
+            cache.key[layer],
+            cache.value[layer],
+            value_mean=cache.value_mean(lengths, layer) if has_mean else None,
+            key_by_component=None if cache.key_by_component is None else cache.key_by_component[layer],
+            key_value_seq_lengths=lengths,
+            is_causal=is_causal,
+            block_size=cache.block_size,
+            reduction=reduction,
+            **dataclasses.asdict(sparq),
+            **options,
+        )
+
+    return decode
 
 
 def _after_prefixes(own: SoftmaxState, query, key, prefixes, *, with_prefixes: Callable, **how) -> jax.Array:

@@ -4,7 +4,8 @@ Contexts are read densely, and the tokens after them under the method, as in Spa
 generated: a greedy generation agrees with the text up to the first token whose logits have another maximum, so the
 number of tokens before it is what a generation would have matched.
 
-Sources: SparQ Attention, section 5 and appendix G (tasks, transfers, budgets).
+Sources: SparQ Attention, section 5 and appendix G (tasks, transfers, budgets), Table 3 and Figure A4 (the needle by
+context and depth).
 """
 
 import dataclasses
@@ -18,10 +19,13 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from models.llama.attention import by_name, empty_cache
 from models.llama.model import Llama
+from models.llama.sharding import LlamaSharding
 from models.llama.tokenizer import Tokenizer
-from tree_attn import attend, cost_model, sparq_decode
+from tree_attn import SparqOptions, attend, cost_model
 from tree_attn.cache import KVCache
+from tree_attn.sparse import SCORE_TEMPERATURES
 from tree_attn.sparse_baselines import flexgen_decode, h2o_decode, key_scores, lm_infinite_decode
 
 MIN_PASSAGE = 128  # tokens of a context that must be text beside what a task adds to it
@@ -37,18 +41,27 @@ class Method:
       name: "dense", "sparq", "sparq_mean", "h2o", "lm_infinite" or "flexgen".
       num_keys: k, keys that each step attends to; None for dense.
       num_components: r, of SparQ.
+      local_window: l, of SparQ; None: a quarter of its keys, as in the paper.
+      score_temperature: of SparQ.
     """
 
     name: str
     num_keys: int | None = None
     num_components: int | None = None
+    local_window: int | None = None
+    score_temperature: str = "coverage"
+
+    @property
+    def is_sparq(self) -> bool:
+        """Whether it is SparQ, without or with the mean value."""
+        return self.name.startswith("sparq")
 
     def transfer_elements(self, num_keys: int, head_dim: int) -> int:
         """Elements moved per KV head and step at a length, by the paper's equations 3 and 11 and appendix G."""
         sizes = dict(num_keys=num_keys, head_dim=head_dim)
         if self.name == "dense":
             return cost_model.dense_transfer_elements(**sizes)
-        if self.name.startswith("sparq"):
+        if self.is_sparq:
             return cost_model.sparq_transfer_elements(
                 num_components=self.num_components, num_kept=self.num_keys, **sizes
             )
@@ -58,22 +71,40 @@ class Method:
             return cost_model.flexgen_transfer_elements(num_kept=self.num_keys, **sizes)
         return cost_model.lm_infinite_transfer_elements(head_dim=head_dim, num_kept=self.num_keys)
 
-    def attend(self, query, key, value, scores, lengths):
-        """`(out, scores)` of the last T queries, causal; `scores` is what H2O keeps."""
-        how = dict(key_value_seq_lengths=lengths, is_causal=True)
-        if self.name == "dense":
-            return attend(query, key, value, **how).out, scores
+    def attend(self, query, cache: KVCache, layer, lengths, scores):
+        """`(out, scores)` of the last T queries, causal, as `Attention.decode`; `scores` is what H2O keeps."""
+        stored = cache.key[layer], cache.value[layer]
         if self.name == "h2o":
-            return h2o_decode(query, key, value, scores, num_keys=self.num_keys, key_value_seq_lengths=lengths)
+            return h2o_decode(query, *stored, scores, num_keys=self.num_keys, key_value_seq_lengths=lengths)
+        how = dict(num_keys=self.num_keys, key_value_seq_lengths=lengths, is_causal=True)
         if self.name == "lm_infinite":
-            return lm_infinite_decode(query, key, value, num_keys=self.num_keys, **how), scores
+            return lm_infinite_decode(query, *stored, **how), scores
         if self.name == "flexgen":
-            return flexgen_decode(query, key, value, num_keys=self.num_keys, **how), scores
-        out = sparq_decode(
-            query, key, value, num_components=self.num_components, num_keys=self.num_keys,
-            local_window=self.num_keys // 4, reallocate=self.name == "sparq_mean", **how,
+            return flexgen_decode(query, *stored, **how), scores
+        sharding = LlamaSharding(mesh=cache.mesh, sequence=cache.axis_name)
+        sparq, name = self.sparq_options(), "single" if self.name == "dense" else "sparq"
+        return by_name(name, sharding, sparq=sparq).decode(query, cache, layer, lengths), scores
+
+    def sparq_options(self) -> SparqOptions | None:
+        """Of SparQ; None of the others."""
+        if not self.is_sparq:
+            return None
+        return SparqOptions(
+            num_components=self.num_components, num_keys=self.num_keys, reallocate=self.name == "sparq_mean",
+            local_window=self.num_keys // 4 if self.local_window is None else self.local_window,
+            score_temperature=self.score_temperature,
         )  # fmt: skip
-        return out, scores
+
+    def ablations(self) -> list["Method"]:
+        """SparQ with another temperature, and with another local window; none of the others.
+
+        Source: SparQ Attention, Figure 7b, for the temperature.
+        """
+        if not self.is_sparq:
+            return []
+        temperatures = [{"score_temperature": name} for name in SCORE_TEMPERATURES if name != self.score_temperature]
+        windows = [{"local_window": count} for count in (0, self.num_keys // 2, self.num_keys)]
+        return [dataclasses.replace(self, **change) for change in (*temperatures, *windows)]
 
 
 def methods_for(ratio: float, num_keys: int, head_dim: int, num_kept: int) -> list[Method]:
@@ -119,16 +150,18 @@ class Task:
     """How samples are made and scored.
 
     Attributes:
-      make: `(tokenizer, text_ids, index, sizes, rng) -> Sample`.
+      make: `(tokenizer, text_ids, index, sizes, rng) -> Sample`; and `depth`, if `has_depth`.
       score: `(sample, is_match [T], nats [T]) -> float`.
       unit: of the score.
       higher_is_better: whether a larger score is the better one.
+      has_depth: whether it is told how much of the text comes before what is asked for, from 0 to 1.
     """
 
     make: Callable[..., Sample]
     score: Callable[[Sample, np.ndarray, np.ndarray], float]
     unit: str
     higher_is_better: bool
+    has_depth: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,12 +209,17 @@ def repetition(tokenizer, text_ids, index, sizes: Sizes, rng, cue: int = 32) -> 
 
 def needle(tokenizer, text_ids, index, sizes: Sizes, rng) -> Sample:
     """A sentence hidden in the text, at a depth that grows with the index, and its beginning again at the end."""
+    return needle_at_depth(tokenizer, text_ids, index, sizes, rng, depth=(index + 0.5) / sizes.samples)
+
+
+def needle_at_depth(tokenizer, text_ids, index, sizes: Sizes, rng, depth: float) -> Sample:
+    """A sentence hidden after `depth` of the text, and its beginning again at the end."""
     question, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (NEEDLE[0], " " + NEEDLE[1]))
     before = tokenizer.encode("\n", add_special_tokens=False)
     hidden = [*before, *question, *answer, *before]
     passage = _passage(text_ids, sizes.context - len(hidden) - len(before) - len(question), rng)
-    depth = round((index + 0.5) / sizes.samples * len(passage))
-    return _sample(tokenizer, [*passage[:depth], *hidden, *passage[depth:], *before, *question], answer)
+    start = round(depth * len(passage))
+    return _sample(tokenizer, [*passage[:start], *hidden, *passage[start:], *before, *question], answer)
 
 
 def _bits_per_character(sample: Sample, is_match, nats) -> float:
@@ -191,6 +229,10 @@ def _bits_per_character(sample: Sample, is_match, nats) -> float:
 def _matched_characters(sample: Sample, is_match, nats) -> float:
     matched = int(np.argmin(is_match)) if not is_match.all() else len(is_match)
     return float(sum(sample.tail_chars[:matched]))
+
+
+def _is_matched(sample: Sample, is_match, nats) -> float:
+    return float(is_match.all())
 
 
 def _matched_share(sample: Sample, is_match, nats) -> float:
@@ -203,14 +245,28 @@ TASKS = {
     "language_modelling": Task(
         make=language_modelling, score=_bits_per_character, unit="bits per character", higher_is_better=False
     ),
+    "needle_at_depth": Task(
+        make=needle_at_depth, score=_is_matched, unit="share of whole answers", higher_is_better=True, has_depth=True
+    ),
 }
 
 
-def make_samples(task: str, tokenizer: Tokenizer, text_ids: Sequence[int], sizes: Sizes, seed: int) -> list[Sample]:
+def make_samples(
+    task: str,
+    tokenizer: Tokenizer,
+    text_ids: Sequence[int],
+    sizes: Sizes,
+    seed: int,
+    depth: float | None = None,
+) -> list[Sample]:
     """The samples of a task from the tokens of a text, the same for one seed.
 
+    Args:
+      depth: for a task that `has_depth`, and for no other. The passages are the same at every depth.
+
     Raises:
-      ValueError: an unknown task, or a text shorter than a sample.
+      ValueError: an unknown task, a text shorter than a sample, or a depth that is not in [0, 1], or not None where
+        the task has none.
     """
     if task not in TASKS:
         raise ValueError(f"task={task!r}: must be one of {', '.join(TASKS)}")
@@ -219,8 +275,12 @@ def make_samples(task: str, tokenizer: Tokenizer, text_ids: Sequence[int], sizes
         raise ValueError(
             f"text: has {len(text_ids)} tokens, fewer than the {sizes.context} + {sizes.tail} of one sample"
         )
+    has_depth = TASKS[task].has_depth
+    if has_depth != (depth is not None) or (has_depth and not 0 <= depth <= 1):
+        raise ValueError(f"{depth=}: must be {'from 0 to 1' if has_depth else 'None'} for task={task!r}")
     rng = np.random.default_rng(seed)
-    return [TASKS[task].make(tokenizer, text_ids, index, sizes, rng) for index in range(sizes.samples)]
+    how = {"depth": depth} if has_depth else {}
+    return [TASKS[task].make(tokenizer, text_ids, index, sizes, rng, **how) for index in range(sizes.samples)]
 
 
 class Scorer:
@@ -247,11 +307,8 @@ class Scorer:
         Returns what `follow` takes: the cache, H2O's scores `[L, B, K, S]`, and the last tokens.
         """
         tokens = np.array(contexts, np.int32)
-        cache = KVCache.create(
-            batch=len(tokens), capacity=tokens.shape[1] - 1 + room, num_kv_heads=self._config.num_kv_heads,
-            head_dim=self._config.head_dim, dtype=self._dtype, mesh=self._sharding.mesh,
-            axis_name=self._sharding.sequence, num_layers=self._config.num_layers,
-        )  # fmt: skip
+        sizes = dict(batch=len(tokens), capacity=tokens.shape[1] - 1 + room, dtype=self._dtype)
+        cache = empty_cache(self._config, self._sharding, **sizes)
         return *self._read(self._parameters, jnp.asarray(tokens[:, :-1]), cache=cache), tokens[:, -1:]
 
     def follow(self, read, tails: Sequence[Sequence[int]], method: Method) -> np.ndarray:
@@ -288,8 +345,7 @@ class Scorer:
         def sparse(query, key, value, carry, layer):
             cache, scores = carry
             cache = cache.write(key, value, layer=layer)
-            stored = cache.key[layer], cache.value[layer]
-            out, own = method.attend(query, *stored, scores[layer], cache.lengths + count)
+            out, own = method.attend(query, cache, layer, cache.lengths + count, scores[layer])
             return out, (cache, scores.at[layer].set(own))
 
         logits, (cache, scores) = model.apply(tokens, positions, carry, sparse)

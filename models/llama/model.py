@@ -157,7 +157,7 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            return attention.decode(query, cache.key[layer], cache.value[layer], lengths, levels), cache
+            return attention.decode(query, cache, layer, lengths, levels), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)

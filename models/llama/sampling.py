@@ -39,13 +39,13 @@ class Sampling:
             raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
 
 
-def choose(logits: jax.Array, sampling: Sampling, key: jax.Array, num_shards: int = 1) -> jax.Array:
+def choose(logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: int = 1) -> jax.Array:
     """The next token of each sequence.
 
     Args:
       logits: float32 `[B, V]`.
-      sampling: its seed is not used; `key` is.
-      key: a JAX random key, for this step.
+      sampling: its seed is not used; `keys` are.
+      keys: JAX random keys `[B]`, for this step of each sequence, so that no draw depends on the rest of the batch.
       num_shards: pieces that the vocabulary is cut into; a greedy choice then moves one candidate of each between
         devices, where a plain argmax would move all logits.
 
@@ -59,7 +59,7 @@ def choose(logits: jax.Array, sampling: Sampling, key: jax.Array, num_shards: in
         logits = _keep_top_k(logits, min(sampling.top_k, logits.shape[-1]))
     if sampling.top_p is not None:
         logits = _keep_top_p(logits, sampling.top_p)
-    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
 def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.llama.config import LlamaConfig
@@ -68,6 +69,10 @@ class LlamaSharding:
     def named(self, *logical_axes: str | None) -> NamedSharding:
         """`spec`, on the mesh."""
         return NamedSharding(self.mesh, self.spec(*logical_axes))
+
+    def place(self, array: np.ndarray, *logical_axes: str | None) -> jax.Array:
+        """The same array of every process, each placing the part of its own devices."""
+        return jax.make_array_from_callback(array.shape, self.named(*logical_axes), lambda index: array[index])
 
     def constrain(self, array: jax.Array, *logical_axes: str | None) -> jax.Array:
         """Tells the compiler how an intermediate array is spread."""

@@ -34,13 +34,20 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
         per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32  # query, output, key and value; gate, up and down
         assert row["weights_bytes_per_device"] == 4 * (2 * per_layer + 64 * 16 + (2 * 2 + 1) * 16)  # head and norms too
         assert row["roofline_ms"] is None  # of a CPU
+        predicted = row["predicted"]
+        assert predicted["weights"] == row["weights_bytes_per_device"] + 4 * 64 * 16  # a token reads one row of these
+        assert predicted["cache"] >= 2 * 2 * 2 * 8 * 4 * 45 and row["measured_bytes_per_device"] is None  # of a CPU
+        compiled = max(row["peak_bytes_compiled"].values())
+        assert compiled <= row["predicted_bytes_per_device"] <= compiled + 16  # arguments that XLA finds not to be read
 
 
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
-    options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "tree", "--json"]
-    options += ["--prefill-chunk", "16"]
+    options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "sparq", "--json"]
+    options += ["--prefill-chunk", "16", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "float8_e4m3fn"]
     assert cli.main([*bench(*options), "--devices", "2"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["sparq"]["num_components"], row["sparq"]["num_keys"], row["sparq"]["local_window"]) == (3, 8, 2)
+    assert row["cache_bytes_per_device"] == (40 * 3 + 2 * 8 * 8) * 2 * 2 // 2  # a byte each; layers, heads, devices
     assert (row["weights"], row["tokens_per_dispatch"], row["prefill_chunk"]) == ("replicated", 2, 16)
     per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32
     assert row["weights_bytes_per_device"] == 4 * (2 * per_layer + 64 * 16 + (2 * 2 + 1) * 16)
@@ -51,10 +58,16 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     [
         (["--config", "llama-9"], "must be one of llama-2-7b"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
-        (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', got 'float32'"),
-        (["--prefill-chunk", "9", "--devices", "2"], "--prefill-chunk must be a multiple of 2 devices, got 9"),
+        (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
+        (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk=9: must be a multiple of 2 shards"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),
-        (["--attention", "star"], "--attention must be one of 'tree', 'ring', 'single', got 'star'"),
+        (["--attention", "star"], "--attention must be one of 'tree', 'ring', 'single', 'sparq', got 'star'"),
+        (["--attention", "tree,sparq"], "--attention sparq needs --num-components and --num-keys, got neither"),
+        (
+            ["--attention", "tree,sparq", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "int8"],
+            "cache_dtype='int8': attention='sparq' takes no scales; float8_e4m3fn needs none",
+        ),
+        (["--selection", "global"], "--selection: of --attention sparq only, and it is tree,ring"),
         (["--attention", "single", "--devices", "2"], "attention='single': keeps all keys on one device"),
         (["--reduction", "star"], "reduction must be one of"),
     ],

@@ -1,13 +1,16 @@
 """`tree-attn eval`: its rows, which a rerun goes on from, its table and drawing, and its errors."""
 
 import json
+import pathlib
 import types
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from models.llama import Llama, LlamaConfig, parameters, session
+from models.llama import Llama, LlamaConfig, evaluation, parameters, session
 from tree_attn import cli
+from tree_attn.commands import eval as command
 
 
 class Letters:
@@ -39,7 +42,7 @@ def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny
     arguments = [*tiny, "--tasks", "repetition"]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "repetition: characters matched, mean and standard error of 3" in printed and "sparq (k 8)" in printed
+    assert "repetition: characters matched, mean and standard error of 3" in printed and "sparq, k 8" in printed
     results = tmp_path / "out" / "results.jsonl"
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [row["method"] for row in rows] == ["dense", "sparq", "sparq_mean", "h2o", "lm_infinite"]
@@ -54,13 +57,88 @@ def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny
     assert [row["scores"] for row in again] == [row["scores"] for row in rows]
 
 
+@pytest.fixture
+def guesses(monkeypatch):
+    """In the place of the scorer one that compiles nothing: under LM-Infinite it gets the first sample wrong."""
+
+    class Guesses:
+        def __init__(self, model, cache_dtype):
+            pass
+
+        def read(self, contexts, room):
+            return len(contexts)
+
+        def follow(self, count, tails, method):
+            logits = np.eye(64, dtype=np.float32)[np.array(tails)]
+            assert len(logits) == count
+            logits[0] *= -1 if method.name == "lm_infinite" else 1
+            return logits
+
+    monkeypatch.setattr(evaluation, "Scorer", Guesses)
+
+
+def rows_of(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("guesses")
+def test_the_needle_by_context_and_depth(tiny, tmp_path, capsys):
+    arguments = [*tiny, "--tasks", "needle_at_depth", "--context", "208,224", "--depths", "0,100", "--samples", "2"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "needle_at_depth: share of whole answers, mean and standard error of 4, context 224" in printed
+    rows = rows_of(tmp_path)
+    cells = [(row["context"], row["depth_percent"]) for row in rows]
+    assert cells == [cell for cell in ((208, 0), (208, 100), (224, 0), (224, 100)) for _ in range(5)]
+    assert {(row["method"] == "lm_infinite", row["mean"]) for row in rows} == {(True, 0.5), (False, 1.0)}
+    assert {row["compression"] for row in rows if row["method"] == "dense"} == {1.0}
+    assert len({row["num_keys"] for row in rows if row["method"] == "h2o"}) == 2, "a budget for each context"
+    assert [path.name for path in (tmp_path / "out").glob("*.png")] == ["needle.png"]
+
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out" / "results.jsonl").write_text("".join(lines[:7] + lines[8:]))
+    assert cli.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == {"needle": str(tmp_path / "out" / "needle.png")}
+    again = rows_of(tmp_path)
+    assert again[:-1] == rows[:7] + rows[8:] and again[-1]["scores"] == rows[7]["scores"]
+
+
+@pytest.mark.usefixtures("guesses")
+def test_ablations_change_one_thing_at_a_time(tiny, tmp_path, capsys):
+    assert cli.main([*tiny, "--tasks", "repetition", "--ablations"]) == 0
+    assert "sparq_mean, k 8, temperature head_dim" in capsys.readouterr().out
+    rows = rows_of(tmp_path)
+    changes = [{name: row[name] for name in ("local_window", "score_temperature") if name in row} for row in rows]
+    of_one = [{}, {"score_temperature": "head_dim"}, {"score_temperature": "num_components"}]
+    of_one += [{"local_window": count} for count in (0, 4, 8)]
+    assert changes == [{}, *of_one, *of_one]
+    assert [row["method"] for row in rows] == ["dense"] + 6 * ["sparq"] + 6 * ["sparq_mean"]
+    assert cli.main([*tiny, "--tasks", "repetition", "--ablations"]) == 0
+    assert rows_of(tmp_path) == rows, "nothing was missing"
+
+
+def test_what_was_scored_before_there_were_depths_is_of_the_same_sweep():
+    path = pathlib.Path(__file__).parents[2] / "docs" / "results" / "eval_smollm2" / "results.sweep.json"
+    args = cli._parser(["eval"]).parse_args(["eval", "--text", "kjv.txt", "--samples", "16", "--out", "out"])
+    sweep = json.loads(path.read_text())
+    assert command._checked(args).sweep() == {
+        name: value for name, value in sweep.items() if name not in ("model", "seed", "text_sha256")
+    }
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--tasks", "poetry"], "--tasks must be one of 'repetition', 'needle', 'language_modelling', got 'poetry'"),
+        (
+            ["--tasks", "poetry"],
+            "--tasks must be one of 'repetition', 'needle', 'language_modelling', 'needle_at_depth'",
+        ),
+        (["--tasks", "needle_at_depth", "--ablations"], "--ablations: not of needle_at_depth"),
+        (["--depths", "0,101"], "--depths must be integers of at least 0 and at most 100, separated by commas, got"),
+        (["--tasks", "needle_at_depth", "--kept", "8,9"], "--kept must be one number for needle_at_depth, got '8,9'"),
         (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),
-        (["--cache-dtype", "int3"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int3'"),
-        (["--context", "100"], "context=100: must be at least tail + 128 = 136"),
+        (["--cache-dtype", "int8"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int8'"),
+        (["--context", "200,100"], "context=100: must be at least tail + 128 = 136"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],

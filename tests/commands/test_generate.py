@@ -67,6 +67,20 @@ def test_raw_prompts_are_continued_and_streamed(capsys):
     assert len(document["prompt_ids"]) == 6
 
 
+def test_several_prompts_through_fewer_rows(capsys):
+    """Read in chunks and kept in int8, whose tokens are those of float32 here."""
+    questions = [PROMPT, "What is 2 + 2? Answer with a number.", PROMPT]
+    arguments = [part for question in questions for part in ("--prompt", question)]
+    arguments += ["--max-batch", "2", "--prefill-chunk", "24", "--cache-dtype", "int8", "--attention", "single"]
+    status, lines, _ = run(capsys, *arguments, "--max-new-tokens", "12", "--json")
+    assert status == 0
+    assert lines[:2] == ["--- prompt 1 of 3", ANSWER] and lines[-3:-1] == ["--- prompt 3 of 3", ANSWER]
+    document = json.loads(lines[-1])
+    assert [one["text"] for one in document["generations"]][::2] == [ANSWER] * 2
+    assert document["generations"][0]["new_ids"] == [504, 3575, 282, 4649, 314, 7042, 30]
+    assert document["n_devices"] == 1
+
+
 def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys, tmp_path, monkeypatch):
     arguments = ["--prompt", PROMPT, "--attention", "single", "--out", str(tmp_path), "--save-every", "3", "--json"]
     arguments += ["--temperature", "1.5", "--seed", "4", "--max-new-tokens"]
@@ -103,6 +117,11 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
         (["--reduction", "star"], "reduction must be one of"),
         (["--reduction", "hierarchical", "--devices", "7"], "devices=7: a hierarchical reduction needs a product"),
         (["--save-every", "0"], "--save-every must be at least 1, got 0"),
+        (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
+        (["--prompt", "y", "--out", "absent"], "--out saves the tokens of one --prompt, got 2"),
+        (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk=9: must be a multiple of 2 shards"),
+        (["--prefill-chunk", "8", "--attention", "ring"], "prefill_chunk=8: attention='ring' reads prompts whole"),
+        (["--cache-dtype", "int4"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'int4'"),
         (["--devices", "0"], "n_devices must be an integer of at least 1, got 0"),
         (["--temperature", "-1"], "temperature=-1.0: must be 0 (greedy)"),
         (["--top-k", "0"], "top_k=0: must be 1 or more"),
@@ -111,7 +130,7 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
         (["--model", "absent.gguf"], "model='absent.gguf': must be 'smollm2', a folder"),
         (["--max-new-tokens", "0"], "max_new_tokens=0: must be 1 or more"),
         (["--max-new-tokens", "9000"], "max_new_tokens=9000: with a prompt of 31 tokens it must be at most 8161"),
-        (["--raw", "--prompt", ""], "prompts: must be one or more, of one or more tokens each; got [0]"),
+        (["--raw", "--prompt", ""], "prompts: must be one or more, of one or more tokens each; got [1, 0]"),
     ],
 )
 def test_wrong_arguments_are_one_line_on_stderr(capsys, arguments, message):

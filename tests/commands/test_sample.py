@@ -49,7 +49,13 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
 def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
     status, lines, _ = run(capsys, *SAMPLE, "--top", "2", "--share-prefix", "--devices", "3")
     _, alone, _ = run(capsys, *SAMPLE, "--attention", "single", "--no-share-prefix")
+    everything = ["--num-components", "8", "--num-keys", "64"]
+    _, kept, _ = run(capsys, *SAMPLE, "--attention", "sparq", *everything, "--devices", "3")
     assert status == 0
+    assert [one["new_ids"] for one in json.loads(kept[-1])["samples"]] == [
+        one["new_ids"] for one in json.loads(lines[-1])["samples"]
+    ]
+    assert json.loads(kept[-1])["sparq"]["local_window"] == 16
     document, other = json.loads(lines[-1]), json.loads(alone[-1])
     assert [sample["new_ids"] for sample in document["samples"]] == [sample["new_ids"] for sample in other["samples"]]
     samples = document["samples"]
@@ -78,6 +84,16 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
         (["--top", "0"], "--top must be at least 1, got 0"),
         (["--attention", "ring", "--share-prefix"], "share_prefixes=True: attention='ring' has no form for shared"),
+        (["--attention", "sparq"], "--attention sparq needs --num-components and --num-keys, got neither"),
+        (
+            ["--attention", "sparq", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "int8"],
+            "cache_dtype='int8': attention='sparq' takes no scales; float8_e4m3fn needs none",
+        ),
+        (["--num-keys", "8"], "--num-keys: of --attention sparq only, and it is tree"),
+        (
+            ["--attention", "sparq", "--num-components", "9", "--num-keys", "8"],
+            "num_components must be an integer of at least 1 and at most 8, got 9",
+        ),
         (["--temperature", "-1"], "temperature=-1.0: must be 0 (greedy)"),
         (["--max-new-tokens", "60"], "max_new_tokens=60: with a prompt of 11 tokens it must be at most 53"),
     ],

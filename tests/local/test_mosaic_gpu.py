@@ -37,6 +37,15 @@ def test_every_variant_lowers_to_one_kernel_and_a_merge(call):
 
 
 @pytest.mark.usefixtures("anywhere")
+def test_int8_is_refused_by_name_and_passed_over():
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
+    shapes = shape(2, 1, 4, 128), *2 * (shape(2, 512, 2, 128, dtype=jnp.int8),)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu does not support int8 key and value"):
+        jax.eval_shape(partial(attend, implementation="mosaic_gpu"), *shapes)
+    assert "mosaic_gpu" not in lowered(partial(attend, implementation="xla"), *shapes)
+
+
+@pytest.mark.usefixtures("anywhere")
 def test_it_lowers_within_a_sharded_program():
     """Shapes know of the mesh there, and what jax.numpy makes of them did once not lower."""
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)

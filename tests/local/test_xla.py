@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_same_bits, assert_state
-from attention_cases import FLOAT8, HEAD_DIM, HEAD_SCALES, KEYS, OPTIONS, Case
+from attention_cases import HEAD_DIM, HEAD_SCALES, KEYS, NARROW, OPTIONS, Case
 from dense import dense_attention
 
 from tree_attn import Shard, attend, empty_like, merge_states, reference, storage_order
@@ -27,7 +27,7 @@ SHAPES = {
     "huge_logits": Case(logit_size=1e4),
     "bfloat16": Case(dtype="bfloat16"),
     "float16": Case(dtype="float16"),
-    **FLOAT8,
+    **NARROW,
 }
 
 
@@ -89,15 +89,15 @@ def test_every_option_at_once_in_a_narrow_dtype():
 
 
 @pytest.mark.parametrize("tiling", [None, "tiny_tiles"])
-@pytest.mark.parametrize("case", FLOAT8.values(), ids=FLOAT8)
-def test_scaled_float8(case, tiling, request):
+@pytest.mark.parametrize("case", NARROW.values(), ids=NARROW)
+def test_scaled_float8_and_int8(case, tiling, request):
     tiling and request.getfixturevalue(tiling)
     arrays, options = case.arrays(), HEAD_SCALES | {"is_causal": True, "key_value_seq_lengths": np.array([36, 0])}
     assert_attention(jax.jit(partial(attend, **options))(*arrays), *arrays, **options)
 
 
 def test_head_scales_may_be_traced_and_numbers_of_float8_range_do_not_overflow():
-    query, key, value = FLOAT8["float8_float16"].arrays()
+    query, key, value = NARROW["float8_float16"].arrays()
     scales = {"key_scale": np.array([1e-3, 0.3], np.float32), "value_scale": np.array([1e-3, 2.0], np.float32)}
     call = jax.jit(lambda *arrays, **scales: attend_xla(*arrays, **scales))
     key, value = (x * jnp.asarray(100, x.dtype) for x in (key, value))  # up to 448
@@ -165,8 +165,10 @@ def temporary_bytes(function, num_queries, num_keys, stored_dtype=jnp.float32):
     return jax.jit(function).lower(query, key, key).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_decoding_memory_does_not_grow_with_the_keys():
-    small, large = (temporary_bytes(attend_xla, 1, 1 << exponent) for exponent in (15, 18))
+@pytest.mark.parametrize("stored_dtype", ["float32", "int8"])
+def test_decoding_memory_does_not_grow_with_the_keys(stored_dtype):
+    """Nor are integers widened but a chunk at a time."""
+    small, large = (temporary_bytes(attend_xla, 1, 1 << exponent, stored_dtype) for exponent in (15, 18))
     assert large <= 1.1 * small
 
 
@@ -179,8 +181,8 @@ def test_on_a_gpu_scaled_float8_is_not_widened_in_memory(monkeypatch):
 
 
 @needs_gpu
-@pytest.mark.parametrize("case", FLOAT8.values(), ids=FLOAT8)
-def test_on_a_gpu_scaled_float8(case):
+@pytest.mark.parametrize("case", NARROW.values(), ids=NARROW)
+def test_on_a_gpu_scaled_float8_and_int8(case):
     arrays, options = case.arrays(), HEAD_SCALES | {"is_causal": True}
     assert_attention(jax.jit(partial(attend_xla, **options))(*arrays), *arrays, **options)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_state
-from attention_cases import FLOAT8, HEAD_SCALES, KEYS, OPTIONS, Case
+from attention_cases import HEAD_SCALES, KEYS, NARROW, OPTIONS, Case
 from dense import dense_attention
 from jax.sharding import PartitionSpec as P
 
@@ -53,14 +53,14 @@ def test_shapes_and_dtypes(case, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", FLOAT8)
-def test_scaled_float8_travels_as_it_is_stored(name, variant):
-    query, key, value = FLOAT8[name].arrays()
+@pytest.mark.parametrize("name", NARROW)
+def test_scaled_float8_and_int8_travel_as_they_are_stored(name, variant):
+    query, key, value = NARROW[name].arrays()
     options = HEAD_SCALES | {"key_value_seq_lengths": np.array([KEYS, 5], np.int32)}
     call = jax.jit(ring_on(3, variant=variant, **options))
     assert_attention(call(query, key, value), query, key, value, **options)
     sent = re.findall(r"collective_permute.*-> tensor<[0-9x]*x(\w+)>", call.lower(query, key, value).as_text())
-    assert sent and set(sent) == {"f8E4M3FN"}
+    assert sent and set(sent) == {"i8" if name.startswith("int8") else "f8E4M3FN"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -14,12 +14,16 @@ Time a Llama of a published shape over long contexts: prefill, each new token, m
 The prompt is random, and so are weights unless --model names some: times do not depend on them. Keys and values are
 spread by sequence and weights by heads and columns over the same devices; --replicate-weights gives every device all
 weights, as in the paper's Table 1. The roofline of a token is the time to read a device's weights and its part of the
-keys and values once.
+keys and values once, or as much of them as SparQ reads.
 
 examples:
   tree-attn bench llama --context 32768,131072 --out results/llama
   tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8 --unroll-layers
   tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
+
+Memory is that of one device: predicted before the run from what is held (weights, keys and values, to the byte) and
+what XLA says that its programs need besides, and measured where the backend measures it and this case took more than
+any before it in the process.
 
 Rows go to DIR/results.jsonl as they come; the same command run again goes on after them. A case is run once before it
 is timed, so that compilation and first use are not in its times.
@@ -30,7 +34,7 @@ COUNTED_TOKENS = 10  # of the paper's "prefill plus 10 tokens"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; `run` reads them."""
-    from tree_attn.commands import processes
+    from tree_attn.commands import processes, prompting
 
     parser.add_argument("what", choices=("llama",), help="what to time")
     parser.add_argument("--config", default="llama-3.1-8b", help="a published shape; default llama-3.1-8b")
@@ -39,10 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", default="32768,131072", metavar="N,M", help="tokens; default 32768,131072")
     parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens made; default 33")
-    parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single")
-    parser.add_argument("--reduction", metavar="NAME", help="of tree; default: its own choice")
+    parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single, sparq")
+    parser.add_argument("--reduction", metavar="NAME", help="of tree and sparq; default: its own choice")
+    prompting.add_sparq_arguments(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
-    parser.add_argument("--cache-dtype", metavar="DTYPE", help="default: the model's; float8_e4m3fn halves bfloat16")
+    parser.add_argument(
+        "--cache-dtype",
+        metavar="DTYPE",
+        help="default: the model's; float8_e4m3fn and int8 (not of sparq) halve bfloat16",
+    )
     parser.add_argument(
         "--prefill-chunk", type=int, metavar="N", help="tokens read at a time; default: all, as a ring always does"
     )
@@ -59,19 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Times and prints; returns 0. Wrong arguments raise before a weight is made."""
     from models.llama import session
-    from models.llama.attention import check_choice
+    from models.llama.attention import CHUNKING, check_cache_dtype, check_choice, check_prefill_chunk
     from tree_attn import measure
     from tree_attn.commands import comparison, processes
 
-    config, contexts, attentions = _checked(args)
+    config, contexts, attentions, sparq = _checked(args)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
-    if args.prefill_chunk is not None and (args.prefill_chunk < 1 or args.prefill_chunk % len(devices)):
-        raise ValueError(f"--prefill-chunk must be a multiple of {len(devices)} devices, got {args.prefill_chunk}")
     for name in attentions:
-        check_choice(name, args.reduction if name == "tree" else None, place.axes, len(devices))
-    rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices)))
+        check_cache_dtype(name, args.cache_dtype)
+        check_prefill_chunk(name, args.prefill_chunk if name in CHUNKING else None, len(devices))
+        options = _options_of(name, args, sparq)
+        check_choice(name, options["reduction"], place.axes, len(devices), options["sparq"])
+    rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices), sparq))
     done = {(row["context"], row["attention"]) for row in rows}
     cases = [(context, name) for context in contexts for name in attentions]
     is_done = comparison.broadcast_flags([case in done for case in cases])  # the first process alone has the file
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         model = _random_model(args, config, place, max(contexts)) if args.model is None else _own_model(args, place)
         for context, name in todo:
             with session.phase(f"{name}, {context:,} tokens ..."):
-                row = _time(args, model, place, context, name)
+                row = _time(args, model, place, context, name, sparq)
             row |= {
                 "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
                 "git_commit": measure.git_commit(), "command": args.command_line,
@@ -110,6 +120,7 @@ def _checked(args: argparse.Namespace):
     from models.llama.attention import ATTENTIONS
     from models.llama.presets import preset
     from tree_attn.arguments import NARROW_DTYPES, one_of
+    from tree_attn.commands import prompting
 
     config = preset(args.config)
     if args.cache_dtype is not None:
@@ -126,10 +137,20 @@ def _checked(args: argparse.Namespace):
     for name, least in (("new_tokens", 2), ("tokens_per_dispatch", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
-    return config, contexts, attentions
+    sparq = prompting.sparq_options(args, attentions)
+    if sparq is not None:
+        sparq.check_head_dim(config.head_dim)
+    return config, contexts, attentions, sparq
 
 
-def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
+def _options_of(name: str, args: argparse.Namespace, sparq) -> dict[str, Any]:
+    """What `by_name` is given for one of the attentions."""
+    from models.llama.attention import REDUCING
+
+    return {"reduction": args.reduction if name in REDUCING else None, "sparq": sparq if name == "sparq" else None}
+
+
+def _sweep(args: argparse.Namespace, num_devices: int, sparq) -> dict[str, Any]:
     names = (
         "config",
         "model",
@@ -141,7 +162,8 @@ def _sweep(args: argparse.Namespace, num_devices: int) -> dict[str, Any]:
         "tokens_per_dispatch",
         "unroll_layers",
     )
-    return {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
+    sweep = {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
+    return sweep | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
 
 
 def _random_model(args: argparse.Namespace, config, place, longest: int):
@@ -169,14 +191,14 @@ def _sharding(args: argparse.Namespace, config, place):
     return LlamaSharding(mesh=spread.mesh, sequence=spread.sequence) if args.replicate_weights else spread
 
 
-def _time(args: argparse.Namespace, model, place, context: int, name: str) -> dict[str, Any]:
+def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
     from models.llama import Generator, by_name
     from tree_attn import cost_model, measure
 
-    attention = by_name(name, model.sharding, reduction=args.reduction if name == "tree" else None)
-    chunk = args.prefill_chunk if attention.shares_prefixes else None
+    attention = by_name(name, model.sharding, **_options_of(name, args, sparq))
+    chunk = args.prefill_chunk if attention.prefills_in_chunks else None
     generator = Generator(
         model,
         attention,
@@ -186,16 +208,20 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
     )
     prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
     programs = generator.programs(prompts, args.new_tokens)
+    predicted, devices = generator.memory(prompts, args.new_tokens), list(place.devices)
+    earlier_peak = measure.runtime_peak_memory_bytes(devices)
     for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
         pass  # first use
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
     weights, cache = _bytes_per_device(model, generator, context)
     memory = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
+    peak = measure.runtime_peak_memory_bytes(devices)
     limit_us = cost_model.memory_limit_us(weights + cache, place.devices[0].device_kind)
     return {
         "config": args.config if args.model is None else args.model,
         "context": context, "attention": name, "reduction": attention.reduction,
+        "sparq": None if attention.sparq is None else dataclasses.asdict(attention.sparq),
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
@@ -208,21 +234,24 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str) -> di
         "roofline_ms": None if limit_us is None else limit_us / 1e3,
         "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
         "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in memory.items()},
-        "peak_bytes_runtime": measure.runtime_peak_memory_bytes(list(place.devices)),
+        "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
+        "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
     }  # fmt: skip
 
 
 def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
-    """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V."""
-    import jax
+    """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V.
+
+    Of those SparQ reads the components and the keys that it chooses.
+    """
     from flax import nnx
 
-    shard_bytes = lambda array: array.addressable_shards[0].data.nbytes
-    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
-    weights = sum(map(shard_bytes, leaves))
+    from tree_attn import measure
+
+    weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
-        weights -= shard_bytes(model.embedding[...])
-    return weights, generator.bytes_per_token * context // model.sharding.num_shards("sequence")
+        weights -= measure.bytes_per_device(model.embedding[...])
+    return weights, generator.bytes_read(context) // model.sharding.num_shards("sequence")
 
 
 def _is_first() -> bool:
@@ -242,10 +271,12 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
     console = console if console.is_terminal else Console(width=120)
     table = Table()
     for column in ("context", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
-                   "prefill + 10 s", "peak GB"):  # fmt: skip
+                   "prefill + 10 s", "GB (measured)"):  # fmt: skip
         table.add_column(column, justify="left" if column == "attention" else "right")
     for row in rows:
-        peak = max((one for one in row["peak_bytes_compiled"].values() if one is not None), default=None)
+        # Older rows have neither.
+        predicted, measured = (row.get(f"{how}_bytes_per_device") for how in ("predicted", "measured"))
+        memory = "unknown" if predicted is None else f"{predicted / 1e9:.3g}"
         table.add_row(
             f"{row['context']:,}",
             row["attention"] + (f" {row['reduction']}" if row["reduction"] else ""),
@@ -254,7 +285,7 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
             "unknown" if row["roofline_ms"] is None else f"{row['roofline_ms']:.3g}",
             f"{row['tokens_per_s']:.4g}",
             f"{row['prefill_plus_10_tokens_s']:.3g}",
-            "unknown" if peak is None else f"{peak / 1e9:.3g}",
+            memory + ("" if measured is None else f" ({measured / 1e9:.3g})"),
         )
     console.print(f"{rows[0]['config']} on {rows[0]['hardware']}, weights {rows[0]['weights']}")
     console.print(table)

@@ -4,7 +4,7 @@ A backend is a module with
   unavailable() -> str | None                  why it cannot run on this machine
   unsupported(query, key, value, *, logits_soft_cap, visible, scales) -> str | None   which option it cannot do
   attend(query, key, value, *, scale, logits_soft_cap, visible, scales) -> SoftmaxState
-where key and value may be float8_e4m3fn, and `scales` is None or float32 [2, K]: of each head's keys and values.
+where key and value may be float8_e4m3fn or int8, and `scales` is None or float32 [2, K], of each head's K and V.
 """
 
 import logging
@@ -50,7 +50,7 @@ def attend(
 
     Args:
       query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]` with `N = K * G`, one float dtype. S may be 0.
-        key and value may both be float8_e4m3fn instead; they are widened where they are used, which is exact.
+        key and value may both be float8_e4m3fn or int8 instead; they are widened where they are used, which is exact.
       key_value_seq_lengths: int32 `[B]`, valid keys per sequence, counted over all shards; default: all.
       is_causal: query t sees the keys at positions up to its own.
       query_positions: int32 `[B, T]` or `[T]`; default: the last T positions of each sequence.

@@ -44,6 +44,8 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
     """Returns which option the kernel cannot do, or None."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"mosaic_gpu supports dtype bfloat16 and float16, not {query.dtype}"
+    if key.dtype == jnp.int8:
+        return "mosaic_gpu does not support int8 key and value"
     if query.shape[-1] not in HEAD_DIMS or value.shape[-1] != query.shape[-1]:
         return (
             f"mosaic_gpu supports one head dim of {HEAD_DIMS}, not {query.shape[-1]} for keys and "

@@ -104,6 +104,18 @@ def test_the_needle_lies_deeper_from_sample_to_sample():
     assert depths == sorted(set(depths))
 
 
+def test_a_needle_at_a_depth_has_that_share_of_the_same_text_before_it():
+    hidden = Letters().encode(" ".join(evaluation.NEEDLE))
+    passages = set()
+    for depth in (0.0, 0.5, 1.0):
+        for sample in make_samples("needle_at_depth", Letters(), text_ids(), SIZES, seed=0, depth=depth):
+            context = Letters().decode(sample.context)
+            before, after = context.split("J" + Letters().decode(hidden) + "J")
+            passages.add(before + after)
+            assert len(before) == round(depth * len(before + after[: -1 - len(evaluation.NEEDLE[0])]))
+    assert len(passages) == SIZES.samples
+
+
 def test_one_seed_makes_the_same_samples_and_another_makes_others():
     made = [make_samples("language_modelling", Letters(), text_ids(), SIZES, seed) for seed in (0, 0, 1)]
     assert made[0] == made[1] != made[2]
@@ -114,6 +126,7 @@ def test_scores_by_hand():
     logits = np.log(np.array([[[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]], np.float32))
     assert score("repetition", [sample], logits) == [6.0]  # the third is wrong
     assert score("needle", [sample], logits) == pytest.approx([2 / 3])
+    assert score("needle_at_depth", 2 * [sample], np.stack([logits[0], logits[0][[0, 1, 1]]])) == [0, 1]
     assert score("language_modelling", [sample], logits) == pytest.approx([(1 + 1 + 2) / 9])
 
 
@@ -126,10 +139,30 @@ def test_budgets_come_near_their_ratio(ratio):
         assert method.transfer_elements(1024, 64) / dense == pytest.approx(ratio, rel=0.05), method
 
 
+def test_ablations_are_what_sparq_decode_is_given():
+    assert Method(name="h2o", num_keys=16).ablations() == []
+    paper = Method(name="sparq_mean", num_keys=16, num_components=3)
+    given = [
+        (how.local_window, how.score_temperature, how.reallocate)
+        for how in (method.sparq_options() for method in (paper, *paper.ablations()))
+    ]
+    assert given == [
+        (4, "coverage", True), (4, "head_dim", True), (4, "num_components", True),
+        (0, "coverage", True), (8, "coverage", True), (16, "coverage", True),
+    ]  # fmt: skip
+
+
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="task='poetry': must be one of repetition, needle, language_modelling"):
         make_samples("poetry", Letters(), text_ids(), SIZES, seed=0)
     with pytest.raises(ValueError, match=r"text: has 100 tokens, fewer than the 300 \+ 40 of one sample"):
         make_samples("needle", Letters(), text_ids()[:100], SIZES, seed=0)
+    for task, depth, said in (
+        ("needle", 0.5, "None"),
+        ("needle_at_depth", None, "from"),
+        ("needle_at_depth", 2, "from"),
+    ):
+        with pytest.raises(ValueError, match=f"depth={depth}: must be {said}.* for task='{task}'"):
+            make_samples(task, Letters(), text_ids(), SIZES, seed=0, depth=depth)
     with pytest.raises(ValueError, match=r"context=100: must be at least tail \+ 128 = 168"):
         make_samples("needle", Letters(), text_ids(), Sizes(context=100, tail=40, samples=1), seed=0)

@@ -1,13 +1,18 @@
 """The model and its generation: prefill against decode, ragged batches, placements, stops, and what is refused."""
 
 import dataclasses
+import gc
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models.llama import Generator, Llama, Sampling, by_name, generate, parameters
+from models.llama.calibration import cache_scales
+from tree_attn import measure
 from tree_attn.cache import KVCache
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
@@ -148,9 +153,58 @@ def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(t
     assert held[None] == 4 * held[jnp.float8_e4m3fn]
     whole, narrow = steps.values()
     np.testing.assert_array_equal(whole[0], narrow[0])  # prompts are read in full precision
-    with pytest.raises(ValueError, match="cache_dtype must be one of 'float32', 'float8_e4m3fn', got 'bfloat16'"):
+    with pytest.raises(ValueError, match=r"cache_dtype must be one of 'float32', .*'int8', got 'bfloat16'"):
         Generator(model, by_name("tree", model.sharding), cache_dtype=jnp.bfloat16)
     assert 1e-4 < np.abs(whole[1] - narrow[1]).max() < 0.2 * np.abs(whole[1]).max()
+
+
+def test_an_int8_cache_gives_what_attention_to_the_multiples_of_its_scales_gives(tiny_model, monkeypatch):
+    """A float32 cache that is given those multiples gives the same logits to within rounding, wherever keys are."""
+    model = tiny_model(1)
+    scales = cache_scales(model, by_name("single", model.sharding))
+    prompts = [[*range(3, 25), *rest] for rest in ([5], [9, 8, 7, 60, 2, 33])]
+
+    def logits(name, num_devices, share_prefixes=False, **options) -> list[np.ndarray]:
+        model = tiny_model(num_devices)
+        generator = Generator(model, by_name(name, model.sharding), **options)
+        return [np.asarray(step.logits) for step in generator.stream(prompts, 4, share_prefixes=share_prefixes)]
+
+    def rounded(write):
+        def to_multiples(cache, key, value, layer=None, **where):
+            key, value = (
+                jnp.clip(jnp.round(x / scale), -127, 127) * scale
+                for x, scale in (
+                    (key, scales["key_scale"][layer, :, None]),
+                    (value, scales["value_scale"][layer, :, None]),
+                )
+            )
+            return write(cache, key, value, layer=layer, **where)
+
+        return to_multiples
+
+    with monkeypatch.context() as patch, jax.numpy_rank_promotion("allow"):
+        for write in ("write", "write_prefix"):
+            patch.setattr(KVCache, write, rounded(getattr(KVCache, write)))
+        expected = logits("single", 1)
+    int8 = dict(cache_dtype="int8", cache_scales=scales)
+    for where in (("tree", 3), ("ring", 3)):
+        np.testing.assert_allclose(logits(*where, **int8), expected, atol=1e-5, err_msg=str(where))
+    shared = logits("single", 1, share_prefixes=True, **int8)  # the remainders are read over int8 too
+    assert 1e-5 < np.abs(np.array(shared) - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_scales_are_of_the_largest_keys_and_values_and_for_int8_alone(tiny_model):
+    model = tiny_model(1)
+    attention = by_name("single", model.sharding)
+    tokens = np.arange(12, dtype=np.int32)
+    scales = cache_scales(model, attention, tokens=tokens, margin=1.5)
+    _, cache = model.prefill(tokens[None], jnp.array([12], jnp.int32), empty_cache(model, 1, 12), attention)
+    for name, held in (("key_scale", cache.key), ("value_scale", cache.value)):
+        np.testing.assert_allclose(scales[name], 1.5 / 127 * np.abs(held).max(axis=(1, 2, 4)), rtol=1e-5)
+    with pytest.raises(ValueError, match="cache_scales: must be None for cache_dtype='float32', only int8 has them"):
+        Generator(model, attention, cache_scales=scales)
+    with pytest.raises(ValueError, match="tokens must be one or more, and margin positive; got 12 tokens and margin=0"):
+        cache_scales(model, attention, tokens=tokens, margin=0)
 
 
 @pytest.mark.parametrize("name, num_devices", [("tree", 8), ("single", 1)])
@@ -222,6 +276,32 @@ def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
     assert memory.alias_size_in_bytes >= keys_and_values
 
 
+def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
+    model, how = tiny_model(3), dict(share_prefixes=True)
+    generator = Generator(model, by_name("tree", model.sharding))
+    prompts = [[*range(3, 20), *rest] for rest in ([5], [9, 8, 7])]
+    memory, programs = generator.memory(prompts, 7, **how), generator.programs(prompts, 7, **how)
+
+    def alive() -> int:
+        gc.collect()
+        device = model.sharding.mesh.devices.flat[0]
+        shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards if shard.device == device]
+        return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
+
+    before = alive()
+    stream = generator.stream(prompts, 7, **how)
+    logits = next(stream).logits
+    results = measure.bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
+    assert alive() - before == memory.cache + memory.inputs + results
+    parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert memory.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
+    # XLA drops arguments that are not read: a few integers of each row, as the token before the first one.
+    assert 0 <= memory.held - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
+    needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
+    temporaries = [need.temp_size_in_bytes for need in needs]
+    assert memory.held + max(temporaries) < memory.peak < memory.held + max(temporaries) + 2 * results + 1024
+
+
 def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
     sharding = sharding_over(tiny_config, 8)
     model = Llama(tiny_config, sharding, parameters.random(sharding, jnp.bfloat16))
@@ -268,3 +348,68 @@ def test_wrong_attentions_are_refused(tiny_config, sharding_over, name, num_devi
 def test_the_reduction_that_will_run_can_be_read(tiny_config, sharding_over):
     assert by_name("tree", sharding_over(tiny_config, 8)).reduction is None
     assert by_name("ring", sharding_over(tiny_config, 8)).reduction is None
+
+
+QUEUE = [[5], [9, 8, 7, 60, 2, 33], [1, 2, 3, 4], [40, 2, 7, 7, 7], [9, 8, 7, 60, 2, 33]]
+
+
+@pytest.mark.parametrize(
+    "name, num_devices, sampling, options",
+    [
+        ("single", 1, Sampling(), {}),
+        ("tree", 3, Sampling(temperature=1.0, top_p=0.95, seed=3), {"tokens_per_dispatch": 3, "prefill_chunk": 3}),
+        ("ring", 3, Sampling(temperature=1.0, seed=5), {}),
+    ],
+)
+def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_hand(
+    tiny_model, name, num_devices, sampling, options
+):
+    model = tiny_model(num_devices)
+    generator = Generator(model, by_name(name, model.sharding), sampling, **options)
+    apart = generate(generator, QUEUE, 8)
+    assert (apart[1].new_ids == apart[4].new_ids) == (sampling.temperature == 0), "draws of one prompt are apart"
+    # Stops a sequence at its first token, one in the middle and leaves some to their limit.
+    stop_ids = {apart[0].new_ids[0], apart[1].new_ids[3]}
+    whole = generate(generator, QUEUE, 8, stop_ids=stop_ids)
+    assert {one.stopped for one in whole} == {True, False} and whole[0].new_ids == []
+    heard: list[tuple[int, int]] = []
+    num_programs = len(generator._programs)
+    queued = generate(generator, QUEUE, 8, stop_ids=stop_ids, max_batch=2, on_token=lambda *one: heard.append(one))
+    for a, b in zip(whole, queued, strict=True):
+        assert (a.prompt_ids, a.new_ids, a.stopped) == (b.prompt_ids, b.new_ids, b.stopped)
+        assert a.log_probability == pytest.approx(b.log_probability, abs=1e-4)
+        assert b.prefill_s > 0
+    for sequence, one in enumerate(queued):
+        assert [token for heard_of, token in heard if heard_of == sequence] == one.new_ids
+    # One program for the steps, and one for each padded length of a prompt.
+    lengths = {num_devices * 2 ** math.ceil(math.log2(math.ceil(len(prompt) / num_devices))) for prompt in QUEUE}
+    assert len(generator._programs) - num_programs <= 1 + len(lengths)
+    num_programs = len(generator._programs)
+    steps = [step.sequences for step in generator.stream_queue(QUEUE, 8, max_batch=2, stop_ids=stop_ids)]
+    assert len(generator._programs) == num_programs
+    assert {len(step) for step in steps} == {1, 2}
+    for sequence, one in enumerate(queued):
+        assert sum(held == sequence for step in steps for held in step) == len(one.new_ids) + one.stopped
+    last_admission = max(i for i, step in enumerate(steps) if len(step) == 1)
+    idle = [step for step in steps[:last_admission] if None in step]
+    assert generator.tokens_per_dispatch > 1 or not idle, "while somebody waits, no row is idle but within a dispatch"
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"max_batch": 0}, ValueError, "max_batch=0: must be an integer of at least 1"),
+        ({"max_batch": 1.5}, ValueError, "max_batch=1.5: must be an integer of at least 1"),
+        (
+            {"max_batch": 2, "share_prefixes": True},
+            NotImplementedError,
+            r"share_prefixes=True: .*max_batch=2, share none",
+        ),
+    ],
+)
+def test_queues_that_cannot_be_are_refused(tiny_model, options, error, message):
+    model = tiny_model(1)
+    generator = Generator(model, by_name("single", model.sharding))
+    with pytest.raises(error, match=message):
+        generate(generator, QUEUE, 4, **options)
+    assert not generator._programs

@@ -145,7 +145,8 @@ def test_ring_generates_without_sharing_and_refuses_to_share(tiny_model):
     with pytest.raises(NotImplementedError, match="share_prefixes=True: attention='ring' has no form for shared"):
         generator.stream(PROMPTS, COUNT, share_prefixes=True)
     with pytest.raises(NotImplementedError, match="attention='ring' has no form for shared prefixes"):
-        generator.attention.decode(jnp.zeros((2, 1, 4, 8)), *2 * [jnp.zeros((2, 3, 2, 8))], None, [object()])
+        cache = generator._lay_out(generator.prefix_tree(PROMPTS), 0)[-1].cache
+        generator.attention.decode(jnp.zeros((2, 1, 4, 8)), cache, 0, None, [object()])
     assert not generator._programs
 
 
