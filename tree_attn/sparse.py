@@ -327,15 +327,25 @@ def _choose_by_kernel(grouped, key_by_component, view: Visibility, options, shar
         slots = slots.reshape(*end.shape, -1)
         return _Choice(slots=slots, counts=counts, total=lse[..., 0], kept=lse[..., 1])
     candidates = (*end.shape, shape.num_chunks, shape.num_keys)
-    slots, logits = slots.reshape(candidates), logits.reshape(candidates)
     is_there = jnp.arange(shape.num_keys)[None, None, None, None, :] < within(end)[..., None]
-    scores = jnp.where(slots >= recent[..., None, None], jnp.inf, logits)
-    flat = lambda x: x.reshape(*end.shape, -1)
-    slots, scores = flat(jnp.where(is_there, slots, 0)), flat(jnp.where(is_there, scores, -jnp.inf))
+    flat = lambda x, missing: jnp.where(is_there, x.reshape(candidates), missing).reshape(*end.shape, -1)
+    slots, logits = flat(slots, 0), flat(logits, -jnp.inf)
+    total = _over_shards(jax.nn.logsumexp(lse[..., 0], axis=-1)[..., None], how, shape.is_shard)
+    most = sparq_kernel.candidate_slots(shape)
+    if not shape.is_shard and most is not None:
+        padding = [(0, 0), (0, most - slots.shape[-1])]
+        by_row = lambda x, missing: jnp.pad(x.reshape(shape.choices, -1), padding, constant_values=missing)
+        slots, kept = sparq_kernel.best_of(
+            by_row(slots, 0), by_row(logits, -jnp.inf), recent.reshape(-1), shape=shape, interpret=INTERPRETED
+        )
+        counts = jnp.minimum(end, shape.num_keys)
+        return _Choice(
+            slots=slots.reshape(*end.shape, -1), counts=counts, total=total, kept=kept.reshape(*end.shape, 1)
+        )
+    scores = jnp.where((slots >= recent[..., None]) & (logits > -jnp.inf), jnp.inf, logits)
     # Of equal scores the earliest are wanted, and the lists are in no order.
     order = jnp.argsort(slots, axis=-1)
-    slots, scores, logits = (jnp.take_along_axis(x, order, axis=-1) for x in (slots, scores, flat(logits)))
-    total = _over_shards(jax.nn.logsumexp(lse[..., 0], axis=-1)[..., None], how, shape.is_shard)
+    slots, scores, logits = (jnp.take_along_axis(x, order, axis=-1) for x in (slots, scores, logits))
     return _best(scores, slots, logits[:, :, :, None], total, view.num_slots, shard, how, shape.is_shard)
 
 

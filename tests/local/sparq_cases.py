@@ -30,6 +30,11 @@ class Call:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return " ".join(f"{name}={x}" for name, x in values.items() if x != getattr(Call, name, "")).replace(", ", "_")
 
+    @property
+    def num_kernels(self) -> int:
+        """One more where chunks compete."""
+        return 3 if self.slots > 8192 else 2
+
     def arrays(self):
         """Query, key, value, keys by component, and the lengths."""
         rng = np.random.default_rng(0)

@@ -36,7 +36,7 @@ def test_it_is_what_xla_computes_and_no_thread_races(call):
     expected = jax.jit(functools.partial(call.run, implementation="xla"))(*given)
     with interpreter() as found:
         out, lse = jax.block_until_ready(jax.jit(call.run)(*given))
-    assert [races.races_found for races in found] == [False, False]
+    assert [races.races_found for races in found] == [False] * call.num_kernels
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected[0])), atol=ATOL[call.dtype], rtol=0)
     np.testing.assert_allclose(lse, expected[1], atol=1e-4, rtol=1e-5)
 
@@ -51,8 +51,8 @@ def lowered(call: Call, **how) -> str:
 @pytest.mark.skipif("TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="there they are compiled, in test_lean_compiled")
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_it_lowers_to_two_kernels(call):
-    assert len(re.findall("custom_call @mosaic_gpu", lowered(call))) == 2
+def test_it_lowers_to_two_kernels_or_three(call):
+    assert len(re.findall("custom_call @mosaic_gpu", lowered(call))) == call.num_kernels
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="written for JAX 0.11 and newer")

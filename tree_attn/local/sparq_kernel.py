@@ -236,18 +236,23 @@ def _choose(
     # The order of logits is that of their shares. One array for all: registers are what limits CTAs here.
     scores = jnp.where(is_visible, jnp.where(is_recent, jnp.inf, logits), -jnp.inf)
     count_of = lambda chosen: scalar(jnp.where(chosen, 1, 0), "add", count_smem)
-    is_kept = _first_largest(scores, slots, shape.num_keys, count_of)
+    is_kept = _first_largest(scores, slots, shape.chunk, shape.num_keys, count_of)
     kept = kept + weight_of(is_kept & (scores < jnp.inf), scores)
     for i, weight in enumerate((total, kept)):
         stats_ref[i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
-    # Where this list is the result, nobody asks for its logits, and registers are saved.
-    listed = scores if shape.is_final else logits
-    if interpret:
-        found = jnp.nonzero(is_kept.ravel(), size=shape.num_keys, fill_value=0)[0]
-        slots_ref[...] = (found + first_slot).astype(jnp.int32)
-        logits_ref[...] = listed.ravel()[found] * (1 / LOG2_E)
-    else:
-        _list(jnp.where(is_kept, 1, 0), listed * (1 / LOG2_E), first_slot, slots_ref, logits_ref, count_smem)
+    lists = [(slots + first_slot, slots_ref)]
+    if not shape.is_final:  # else nobody asks for the logits, and registers are saved
+        lists.append((logits * (1 / LOG2_E), logits_ref))
+    _write_lists(interpret, is_kept, lists, count_smem)
+
+
+def _write_lists(interpret: bool, is_kept, lists, smem) -> None:
+    if not interpret:
+        _list(jnp.where(is_kept, 1, 0), *zip(*lists), smem)
+        return
+    for array, ref in lists:
+        found = jnp.nonzero(is_kept.ravel(), size=ref.shape[0], fill_value=0)[0]
+        ref[...] = array.ravel()[found]
 
 
 def _scalar(x, operation: str, layout, smem, interpret: bool):
@@ -263,9 +268,8 @@ def _scalar(x, operation: str, layout, smem, interpret: bool):
     return emit(x, smem)
 
 
-def _first_largest(scores, slots, num_keys: int, count):
+def _first_largest(scores, slots, num_slots: int, num_keys: int, count):
     """Whether each is one of the `num_keys` largest; of equals the earliest, and none that is -inf."""
-    num_slots = scores.shape[0] * COLUMNS
 
     def halve(state):
         least, most, found = state
@@ -299,23 +303,21 @@ def _float_of_rank(rank, shape):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _list(is_kept, logits, first_slot, slots_ref, logits_ref, smem) -> None:
-    """Lists slots and logits where int32 `is_kept [W, 64]` is 1, placed by a prefix sum over threads.
+def _list(is_kept, arrays, refs, smem) -> None:
+    """Lists what `arrays [W, 64]` hold where int32 `is_kept` is 1, placed by a prefix sum over threads.
 
     Pallas has no scatter, so this is written in MLIR, for each thread and the registers that it holds.
     """
-
     layout = plgpu.Layout.WGMMA
 
-    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 3))
-    def emit(_, is_kept, logits, first_slot, slots_ref, logits_ref, smem):
+    @plgpu.inline_mgpu(arg_types=(layout, (layout,) * len(arrays), (plgpu.RefType(),) * len(refs), plgpu.RefType()))
+    def emit(_, is_kept, arrays, refs, smem):
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         constant = lambda x: arith.constant(i32, x)
         as_index = lambda x: arith.index_cast(index, x)
         thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
         lane, warp = arith.remui(thread, constant(32)), arith.divui(thread, constant(32))
-        own = []
-        is_kept.foreach(lambda x, _: own.append(x))
+        own = _elements(is_kept)
         own_count = functools.reduce(arith.addi, own)
         through = own_count  # of this lane and those before it
         for distance in (1, 2, 4, 8, 16):
@@ -332,25 +334,73 @@ def _list(is_kept, logits, first_slot, slots_ref, logits_ref, smem) -> None:
             is_before = arith.cmpi(arith.CmpIPredicate.ugt, warp, constant(other))
             before = memref.load(smem, [arith.constant(index, other)])
             place = arith.addi(place, arith.select(is_before, before, constant(0)))
-
-        values = []
-        logits.foreach(lambda x, _: values.append(x))
-        values = iter(values)
-
-        def write(x, position):
-            nonlocal place
-            row, column = (arith.index_cast(i32, i) for i in position)
-            slot = arith.addi(arith.addi(arith.muli(row, constant(COLUMNS)), column), first_slot.registers.item())
-            value = next(values)
-            with ir.InsertionPoint(scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, x, constant(0))).then_block):
-                memref.store(slot, slots_ref, [as_index(place)])
-                memref.store(value, logits_ref, [as_index(place)])
+        for is_one, *values in zip(own, *map(_elements, arrays)):
+            with ir.InsertionPoint(scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, is_one, constant(0))).then_block):
+                for value, ref in zip(values, refs):
+                    memref.store(value, ref, [as_index(place)])
                 scf.yield_([])
-            place = arith.addi(place, x)
+            place = arith.addi(place, is_one)
 
-        is_kept.foreach(write)
+    emit(is_kept, tuple(arrays), tuple(refs), smem)
 
-    emit(is_kept, logits, first_slot, slots_ref, logits_ref, smem)
+
+def _elements(array) -> list[ir.Value]:
+    """A thread's elements of an array in registers."""
+    elements = []
+    array.foreach(lambda x, _: elements.append(x))
+    return elements
+
+
+def best_of(slots, logits, recent, *, shape: SparqShape, interpret: bool = False):
+    """The best of each choice's candidates, where several rows of `select_keys` made lists.
+
+    Args:
+      slots: int32 `[choices, n]`; logits: float32 `[choices, n]`, -inf where there is no candidate; n of
+        `candidate_slots`.
+      recent: int32 `[choices]`, first of the slots that are kept whatever they score.
+    Returns:
+      As `select_keys` for each choice: slots `[choices, k]`, and lse of what is kept, float32 `[choices]`.
+    """
+    choices, n = slots.shape
+    grid_shape = (choices, n // COLUMNS, COLUMNS)
+    return launch(
+        functools.partial(_best, shape, interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((choices, shape.num_keys), jnp.int32),
+            jax.ShapeDtypeStruct((choices,), jnp.float32),
+        ),
+        grid=(choices,),
+        grid_names=("choice",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_bytes=4096,
+        name="sparq_best",
+    )(slots.reshape(grid_shape), logits.reshape(grid_shape), recent)
+
+
+def candidate_slots(shape: SparqShape) -> int | None:
+    """How many candidates a choice's lists are padded to for `best_of`; None: more than it takes."""
+    padded = pl.cdiv(shape.num_chunks * shape.num_keys, 64 * COLUMNS) * 64 * COLUMNS
+    return padded if padded <= MOST_SLOTS else None
+
+
+def _best(shape: SparqShape, interpret: bool, slots_ref, logits_ref, recent_ref, out_ref, lse_ref):
+    def scoped(count_smem, weight_smem):
+        choice, layout = lax.axis_index("choice"), plgpu.Layout.WGMMA
+        slots, logits = (load(ref.at[choice], layout) for ref in (slots_ref, logits_ref))
+        logits = logits * LOG2_E
+        is_there = logits > -jnp.inf
+        scores = jnp.where(is_there & (slots >= recent_ref[choice]), jnp.inf, logits)
+        scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
+        count_of = lambda chosen: scalar(jnp.where(chosen, 1, 0), "add", count_smem)
+        is_kept = _first_largest(scores, slots, shape.num_slots, shape.num_keys, count_of)
+        top = scalar(jnp.where(is_there, logits, LOWEST), "max", weight_smem)
+        weight = scalar(jnp.where(is_kept, jnp.exp2(logits - top), 0.0), "add", weight_smem)
+        lse_ref[choice] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
+        _write_lists(interpret, is_kept, [(slots, out_ref.at[choice])], count_smem)
+
+    smem = functools.partial(plgpu.SMEM, (COLUMNS,))
+    pl.run_scoped(scoped, smem(jnp.int32), smem(jnp.float32), collective_axes="warpgroup")
 
 
 def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpret: bool = False):
