@@ -77,9 +77,11 @@ def sizes(queries=1, heads=8, keys=64, head_dim=64, value_dim=None, dtype=jnp.bf
     return shape(2, queries, heads, head_dim), shape(2, keys, 2, head_dim), shape(2, keys, 2, value_dim or head_dim)
 
 
-def refusal(arrays):
+def refusal(arrays, **given):
     options = dict(batch=2, num_queries=arrays[0].shape[1], num_slots=arrays[1].shape[1], shard=Shard())
-    return mosaic_gpu.unsupported(*arrays, logits_soft_cap=None, visible=visibility(AttentionOptions(), **options))
+    return mosaic_gpu.unsupported(
+        *arrays, logits_soft_cap=None, visible=visibility(AttentionOptions(**given), **options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def refusal(arrays):
         (sizes(dtype=jnp.float32), "dtype .*not float32"),
         (sizes(head_dim=100), "head dim .*not 100"),
         (sizes(value_dim=128), "head dim .*not 64 for keys and 128 for values"),
-        (sizes(queries=9), "up to 8 queries per sequence, not 9"),
+        (sizes(queries=9, head_dim=80), "more than 8 queries per sequence with a head dim of .*not 9 with 80"),
         (sizes(heads=34), "up to 16 query heads per key head, not 17"),
         (sizes(keys=63), "S to be a positive multiple of 8, not 63"),
         (sizes(keys=0), "S to be a positive multiple of 8, not 0"),
@@ -96,6 +98,11 @@ def refusal(arrays):
 )
 def test_what_it_cannot_do_is_named(arrays, named):
     assert re.search(f"mosaic_gpu .*{named}", refusal(arrays))
+
+
+def test_many_queries_are_refused_unless_they_see_the_same_keys():
+    assert refusal(sizes(queries=9)) is None
+    assert "up to 8 queries per sequence, not 9, unless" in refusal(sizes(queries=9), is_causal=True)
 
 
 @pytest.mark.parametrize("arrays", [sizes(), sizes(queries=8, heads=32, head_dim=256, dtype=jnp.float16)])
