@@ -13,6 +13,7 @@ Source: SparQ Attention, Algorithm 1, section 4 and appendix B.
 
 import dataclasses
 import functools
+import logging
 import math
 
 import jax
@@ -23,14 +24,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from tree_attn.arguments import AttentionOptions, check_arrays, default_scale, one_of
-from tree_attn.local import attend
-from tree_attn.masking import visibility
+from tree_attn.local import attend, mosaic_gpu, sparq_kernel
+from tree_attn.local.tuning import num_sms
+from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
 from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.sharded import check_one_device, over_shards
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
+_log = logging.getLogger("tree_attn")
+INTERPRETED = False  # in tests: kernels in words that Mosaic GPU's interpreter knows
 SELECTIONS = ("global", "per_shard")
 SCORE_TEMPERATURES = ("coverage", "head_dim", "num_components")
 
@@ -202,59 +206,178 @@ def _sparq(
         shape = (batch, num_queries, num_heads)
         return empty_like(SoftmaxState(jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.zeros(shape)))
     view = visibility(options, batch=batch, num_queries=num_queries, num_slots=num_slots, shard=shard)
-    visible = view.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
-    scale = default_scale(options.scale, head_dim)
-    logits = _approximate_logits(grouped, key, key_by_component, how.sparq, scale)  # [B, T, K, G, S]
-    logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
     is_global = how.sparq.selection == "global" and shard.num_shards > 1
-    over_all = functools.partial(_logsumexp_over, axes=how.axes) if is_global else lambda lse: lse
-    total = over_all(jax.nn.logsumexp(logits, axis=-1))  # [B, T, K, G]
-
-    scores = jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total)[..., None], axis=3)  # [B, T, K, S]
-    is_recent = _ends(options, batch, num_queries, num_slots, shard) - how.sparq.local_window
-    is_recent = shard.positions(num_slots)[None, None, None, :] >= is_recent[:, :, None, None]
-    scores = jnp.where(is_recent & visible, jnp.inf, scores)
-    most = how.sparq.num_keys if is_global else -(-how.sparq.num_keys // shard.num_shards)
-    scores, slots = jax.lax.top_k(scores, min(most, num_slots))  # [B, T, K, k]; of equals the earliest
-    is_kept = scores > -jnp.inf
-    if is_global:
-        is_kept &= _is_among_best(scores, shard.positions(num_slots)[slots], how.sparq.num_keys, how.axes)
-
-    # What is kept are the first of the k, for they come in the order in which all devices rank them.
-    state = _attend_rows(grouped, key, value, slots, is_kept.sum(axis=-1, dtype=jnp.int32), options)
+    why_not = _why_no_kernel(query, key, value, key_by_component, how.sparq, options)
+    _log.debug("kernels of SparQ's gathers: %s", why_not or "used")
+    if why_not is None:
+        shape = _kernel_shape(grouped, key, how.sparq, options, shard, is_global)
+        choice = _choose_by_kernel(grouped, key_by_component, view, options, shard, how, shape)
+        state = _attend_by_kernel(grouped, key, value, choice, shape)
+    else:
+        choice = _choose(grouped, key, key_by_component, view, options, shard, how, is_global)
+        state = _attend_rows(grouped, key, value, choice.slots, choice.counts, options)
     if is_global:
         state = reduce_state(state, how.axes, how.reduction, how.mesh)
     if how.sparq.reallocate:
-        kept = jnp.take_along_axis(logits, slots[:, :, :, None, :], axis=-1)
-        kept = jnp.where(is_kept[:, :, :, None, :], kept, -jnp.inf)
-        kept = over_all(jax.nn.logsumexp(kept, axis=-1))
         mean = _value_mean(value, view.mask(), how.axes) if value_mean is None else value_mean[:, None]
-        state = merge_state(state, _rest(state, total, kept, mean))
+        state = merge_state(state, _rest(state, choice.total, choice.kept, mean))
     if how.axes and not is_global:
         state = reduce_state(state, how.axes, how.reduction, how.mesh)
     return state
 
 
-def _approximate_logits(grouped, key, key_by_component, sparq: SparqOptions, scale: float):
-    """Step 1: `[B, T, K, G, S]` from the components in which the queries of a group are largest."""
-    batch, _, num_kv_heads = grouped.shape[:3]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """Which of this shard's keys each query keeps: the first `counts [B, T, K]` of `slots [B, T, K, k]`.
+
+    total, kept: `[B, T, K, G]`, log-sum-exp of the approximate logits of all keys, and of those kept; over all shards
+      where they choose together. The latter may be None where nothing is reallocated.
+    """
+
+    slots: Int[Array, "B T K k"]
+    counts: Int[Array, "B T K"]
+    total: Float[Array, "B T K G"]
+    kept: Float[Array, "B T K G"] | None
+
+
+def _choose(grouped, key, key_by_component, view: Visibility, options, shard: Shard, how: _How, is_global) -> _Choice:
+    """Step 1 and the choice, in XLA."""
+    batch, num_queries, _, _, head_dim = grouped.shape
+    visible = view.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
+    scale = default_scale(options.scale, head_dim)
+    components, weights = _components(grouped, how.sparq, scale)
+    logits = _approximate_logits(components, weights, key, key_by_component)  # [B, T, K, G, S]
+    logits = jnp.where(visible[:, :, :, None], logits, -jnp.inf)
+    total = _over_shards(jax.nn.logsumexp(logits, axis=-1), how, is_global)
+    scores = jax.nn.logsumexp(logits - jnp.where(jnp.isneginf(total), 0.0, total)[..., None], axis=3)  # [B, T, K, S]
+    is_recent = _ends(options, batch, num_queries, view.num_slots, shard) - how.sparq.local_window
+    is_recent = shard.positions(view.num_slots)[None, None, None, :] >= is_recent[:, :, None, None]
+    scores = jnp.where(is_recent & visible, jnp.inf, scores)
+    return _best(scores, None, logits, total, view.num_slots, shard, how, is_global)
+
+
+def _best(scores, slots, logits, total, num_slots: int, shard: Shard, how: _How, is_global: bool) -> _Choice:
+    """The best of candidates: `scores [B, T, K, n]`, their `slots` (None: in order) and `logits [B, T, K, G, n]`."""
+    most = how.sparq.num_keys if is_global else -(-how.sparq.num_keys // shard.num_shards)
+    scores, places = jax.lax.top_k(scores, min(most, scores.shape[-1]))  # [B, T, K, k]; of equals the earliest
+    slots = places if slots is None else jnp.take_along_axis(slots, places, axis=-1)
+    is_kept = scores > -jnp.inf
+    if is_global:
+        is_kept &= _is_among_best(scores, shard.positions(num_slots)[slots], how.sparq.num_keys, how.axes)
+    lse = None
+    if how.sparq.reallocate:  # else nobody asks
+        kept = jnp.take_along_axis(logits, places[:, :, :, None, :], axis=-1)
+        kept = jnp.where(is_kept[:, :, :, None, :], kept, -jnp.inf)
+        lse = _over_shards(jax.nn.logsumexp(kept, axis=-1), how, is_global)
+    # What is kept are the first of the k, for they come in the order in which all devices rank them.
+    return _Choice(slots=slots, counts=is_kept.sum(axis=-1, dtype=jnp.int32), total=total, kept=lse)
+
+
+def _why_no_kernel(query, key, value, key_by_component, sparq: SparqOptions, options: AttentionOptions) -> str | None:
+    """Returns what the two gathers as kernels need and this call lacks, or None where they run."""
+    if options.implementation not in (None, "mosaic_gpu"):
+        return f"implementation 'mosaic_gpu', not {options.implementation!r}"
+    return mosaic_gpu.unavailable() or sparq_kernel.unsupported(query, key, value, key_by_component, sparq)
+
+
+def _kernel_shape(grouped, key, sparq: SparqOptions, options, shard: Shard, is_global) -> sparq_kernel.SparqShape:
+    batch, num_queries, num_kv_heads, _, head_dim = grouped.shape
+    most = sparq.num_keys if is_global else -(-sparq.num_keys // shard.num_shards)
+    return sparq_kernel.SparqShape(
+        batch=batch,
+        num_queries=num_queries,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_slots=key.shape[1],
+        num_components=sparq.num_components,
+        num_keys=min(most, key.shape[1]),
+        scale=default_scale(options.scale, head_dim),
+        dtype=grouped.dtype,
+        num_sms=num_sms(),
+        is_shard=is_global,
+    )
+
+
+def _choose_by_kernel(grouped, key_by_component, view: Visibility, options, shard: Shard, how: _How, shape) -> _Choice:
+    """Step 1 and the choice in one kernel; where a choice is cut into chunks, or over shards, their best compete."""
+    batch, num_queries, num_kv_heads = grouped.shape[:3]
+    by_choice = lambda x: jnp.broadcast_to(x, (batch, num_queries, num_kv_heads, *x.shape[3:]))
+    components, weights = _components(grouped, how.sparq, shape.scale)
+    end = by_choice(view.slot_ranges()[1][:, :, None])
+    first_recent = _ends(options, batch, num_queries, view.num_slots, shard) - how.sparq.local_window
+    recent = jnp.clip(first_recent, 0, view.num_slots * shard.num_shards)
+    recent = by_choice(shard.local_lengths(recent, view.num_slots)[:, :, None])
+    starts = shape.chunk * jnp.arange(shape.num_chunks, dtype=jnp.int32)[None, None, None, :]
+    within = lambda slot: jnp.clip(slot[..., None] - starts, 0, shape.chunk)  # [B, T, K, chunks]
+    ends = jnp.stack(
+        [within(end), within(recent), *[jnp.zeros((*end.shape, shape.num_chunks), jnp.int32)] * 2], axis=-1
+    )
+    slots, logits, lse = sparq_kernel.select_keys(
+        key_by_component,
+        components.reshape(shape.choices, -1),
+        weights.reshape(shape.choices, -1) * sparq_kernel.LOG2_E,
+        ends.reshape(-1, 4),
+        shape=shape,
+        interpret=INTERPRETED,
+    )
+    lse = lse.reshape(*end.shape, shape.num_chunks, 2)
+    if shape.is_final:
+        counts = jnp.minimum(end, shape.num_keys)
+        slots = slots.reshape(*end.shape, -1)
+        return _Choice(slots=slots, counts=counts, total=lse[..., 0], kept=lse[..., 1])
+    candidates = (*end.shape, shape.num_chunks, shape.num_keys)
+    slots, logits = slots.reshape(candidates), logits.reshape(candidates)
+    is_there = jnp.arange(shape.num_keys)[None, None, None, None, :] < within(end)[..., None]
+    scores = jnp.where(slots >= recent[..., None, None], jnp.inf, logits)
+    flat = lambda x: x.reshape(*end.shape, -1)
+    slots, scores = flat(jnp.where(is_there, slots, 0)), flat(jnp.where(is_there, scores, -jnp.inf))
+    # Of equal scores the earliest are wanted, and the lists are in no order.
+    order = jnp.argsort(slots, axis=-1)
+    slots, scores, logits = (jnp.take_along_axis(x, order, axis=-1) for x in (slots, scores, flat(logits)))
+    total = _over_shards(jax.nn.logsumexp(lse[..., 0], axis=-1)[..., None], how, shape.is_shard)
+    return _best(scores, slots, logits[:, :, :, None], total, view.num_slots, shard, how, shape.is_shard)
+
+
+def _attend_by_kernel(grouped, key, value, choice: _Choice, shape) -> SoftmaxState:
+    """Step 2 in one kernel."""
+    out, lse = sparq_kernel.attend_kept(
+        grouped.reshape(shape.choices, -1),
+        key,
+        value,
+        choice.slots.reshape(shape.choices, -1),
+        choice.counts.reshape(-1),
+        shape=shape,
+        interpret=INTERPRETED,
+    )
+    heads = grouped.shape[:3]
+    return SoftmaxState(out.reshape(*heads, -1), lse.reshape(heads))
+
+
+def _components(grouped, sparq: SparqOptions, scale: float):
+    """What is read of keys: the r components in which the queries of a group are largest, `[B, T, K, r]`, and what
+    they are multiplied by, `[B, T, K, G, r]`: the query, the scale and the temperature."""
     size = jnp.abs(grouped.astype(jnp.float32))
-    components = jax.lax.top_k(size.sum(axis=3), sparq.num_components)[1]  # [B, T, K, r]
-    row = jnp.arange(batch)[:, None, None, None]
-    head = jnp.arange(num_kv_heads)[None, None, :, None]
-    of_key = key if key_by_component is None else key_by_component
-    found = of_key[(row, slice(None), head, components) if key_by_component is None else (row, head, components)]
-    found = found.astype(grouped.dtype)  # [B, T, K, r, S]
-    kept = jnp.take_along_axis(grouped, components[:, :, :, None, :], axis=-1)  # [B, T, K, G, r]
-    whole, part = size.sum(axis=-1), jnp.abs(kept.astype(jnp.float32)).sum(axis=-1)
+    components = jax.lax.top_k(size.sum(axis=3), sparq.num_components)[1]
+    kept = jnp.take_along_axis(grouped, components[:, :, :, None, :], axis=-1).astype(jnp.float32)
+    whole, part = size.sum(axis=-1), jnp.abs(kept).sum(axis=-1)
     if sparq.score_temperature == "coverage":
         coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
     else:
         share = 1.0 if sparq.score_temperature == "head_dim" else sparq.num_components / grouped.shape[-1]
         coverage = jnp.full_like(whole, share)
+    return components, kept * (scale * jax.lax.rsqrt(coverage))[..., None]
+
+
+def _approximate_logits(components, weights, key, key_by_component):
+    """`[B, T, K, G, S]` from components of the keys."""
+    batch, _, num_kv_heads = components.shape[:3]
+    row = jnp.arange(batch)[:, None, None, None]
+    head = jnp.arange(num_kv_heads)[None, None, :, None]
+    of_key = key if key_by_component is None else key_by_component
+    found = of_key[(row, slice(None), head, components) if key_by_component is None else (row, head, components)]
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    return dot("btkgr,btkrs->btkgs", kept, found) * (scale * jax.lax.rsqrt(coverage))[..., None]
+    return dot("btkgr,btkrs->btkgs", weights, found.astype(jnp.float32))  # [B, T, K, r, S]
 
 
 def _ends(options: AttentionOptions, batch: int, num_queries: int, num_slots: int, shard: Shard):
@@ -320,5 +443,6 @@ def _value_mean(value, visible, axes: tuple[str, ...]):
     return total / jnp.maximum(count, 1.0)
 
 
-def _logsumexp_over(lse, axes: tuple[str, ...]):
-    return jax.nn.logsumexp(jax.lax.all_gather(lse, axes), axis=0)
+def _over_shards(lse, how: _How, is_global: bool):
+    """Log-sum-exp over all shards, if they choose together."""
+    return jax.nn.logsumexp(jax.lax.all_gather(lse, how.axes), axis=0) if is_global else lse

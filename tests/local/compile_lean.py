@@ -1,4 +1,4 @@
-"""Compiles every variant of the lean kernel for an H200 that is not there, and prints a line of JSON for each.
+"""Compiles every variant of the kernels for an H200 that is not there, and prints a line of JSON for each.
 
 A program of its own, for ptxas reports registers and spills on the process's output: what it says of a kernel comes
 before that variant's line.
@@ -12,6 +12,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 import jax
 import numpy as np
+import sparq_cases
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lean_cases import variants
@@ -32,6 +33,9 @@ def main():
     for call in variants():
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(call), "ctas_per_sm": -(-chosen[-1].num_ctas // SMS)}), flush=True)
+    for call in sparq_cases.CALLS + sparq_cases.LARGE:
+        jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
+        print(json.dumps({"call": f"sparq {call}", "ctas_per_sm": 0}), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from tree_attn import attend, lean_decode, paged_decode
 
 PAGE = 64
 WHOLE = 128  # slots of which no row is cut in two, for a run has two tiles at least
+MANY = {"queries": 40, "group": 4}  # which are rows of the tensor core, and in the fewer cases columns
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GARBAGE = 300.0  # where no sequence has a key; it would spoil any result it got into
 HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.array([5.1, 0.2], np.float32)}
@@ -97,6 +98,8 @@ def variants() -> list[Call]:
             for kind in ({"group": 16}, causal, float8 | scaled)
         ),
         *(Call(head_dim=head_dim, slots=WHOLE, **kind) for head_dim in HEAD_DIMS for kind in ({}, float8 | wide)),
+        *(Call(**MANY, head_dim=head_dim, **kind) for head_dim in (64, 128, 256) for kind in ({}, lengths)),
+        Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),

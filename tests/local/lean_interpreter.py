@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from assertions import assert_attention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 
-from tree_attn.local import mosaic_gpu
+from tree_attn.local import mosaic_gpu, tall_kernel
 from tree_attn.local.lean_kernel import LeanConfig
 
 needs_interpreter = pytest.mark.skipif(
@@ -32,6 +33,9 @@ def small_layout(time_limit, monkeypatch):
     """Five CTAs, which no number of tiles here is a multiple of, so that runs begin and end within rows."""
     set_layout(monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    # The interpreter has no products whose left operand is in registers.
+    through_smem = functools.partial(tall_kernel.tall_attention, weights_in_smem=True)
+    monkeypatch.setattr(mosaic_gpu, "tall_attention", through_smem)
 
 
 def set_layout(monkeypatch, **layout):

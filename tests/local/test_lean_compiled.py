@@ -1,4 +1,4 @@
-"""The lean kernel compiled ahead of time for Hopper (sm_90a): no register is spilled, and its CTAs fit an SM."""
+"""Kernels compiled ahead of time for Hopper (sm_90a): no register is spilled, and their CTAs fit an SM."""
 
 import json
 import os
@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import sparq_cases
 from lean_cases import variants
 
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8  # per thread, as the hardware hands them out
-THREADS = 2 * 128  # of a CTA of the first kernel
+THREADS = {"lean_attention": 2 * 128, "tall_attention": 3 * 128, "sparq_select": 128, "sparq_attend": 128}  # of a CTA
+SPARQ_CTAS = {"sparq_select": 3, "sparq_attend": 2}  # per SM
 MOST_OF_MERGE = 168  # registers; its CTAs are small, and come and go
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +45,7 @@ def compiled():
 def parsed(output: str):
     said, result = {}, {}
     for line in output.splitlines():
-        if entry := re.search(r"Function properties for (lean_\w+?)_mosaic_gpu_kernel", line):
+        if entry := re.search(r"Function properties for (\w+?)_mosaic_gpu_kernel", line):
             kernel = entry[1]
         elif spills := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spilled = int(spills[1]) + int(spills[2])
@@ -55,17 +57,31 @@ def parsed(output: str):
     return result
 
 
+def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
+    registers, spilled = kernel
+    handed_out = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+    per_sm = handed_out * THREADS[name] * ctas_per_sm
+    assert per_sm <= REGISTERS_PER_SM, f"{ctas_per_sm} CTAs of {name} per SM at {registers} registers"
+    assert spilled == 0, name
+
+
 @pytest.mark.parametrize("call", variants(), ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
     ctas_per_sm, kernels = compiled[str(call)]
-    registers, spilled = kernels["lean_attention"]
-    handed_out = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
-    assert handed_out * THREADS * ctas_per_sm <= REGISTERS_PER_SM, f"{ctas_per_sm} CTAs per SM at {registers} registers"
-    assert spilled == 0
+    name = "tall_attention" if call.queries > 8 else "lean_attention"
+    assert_fits(name, kernels[name], ctas_per_sm)
+
+
+@pytest.mark.parametrize("call", sparq_cases.CALLS + sparq_cases.LARGE, ids=str)
+def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
+    _, kernels = compiled[f"sparq {call}"]
+    for name, ctas_per_sm in SPARQ_CTAS.items():
+        if name in kernels:  # of equal ones JAX compiles one
+            assert_fits(name, kernels[name], ctas_per_sm)
 
 
 def test_no_merge_spills(compiled):
-    merges = [kernels["lean_merge"] for _, kernels in compiled.values() if "lean_merge" in kernels]
+    merges = [kernel for _, kernels in compiled.values() for name, kernel in kernels.items() if "merge" in name]
     assert len(merges) > 10  # of equal ones JAX compiles one
     assert {spilled for _, spilled in merges} == {0}
     assert max(registers for registers, _ in merges) <= MOST_OF_MERGE

@@ -34,15 +34,23 @@ CALLS = [
     ),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
 ]
+MANY = [  # queries, which are then rows of the tensor core
+    Call(queries=40, group=4, kv_heads=1),
+    Call(queries=70, group=2, slots=200, lengths=(150, 0)),
+    Call(queries=20, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
+    Call(queries=9, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
+    Call(queries=9, slots=192, head_dim=256, kv_heads=1, options=SINKS | {"scale": -0.1}, group=4),
+]
 WHOLE = [  # rows that five CTAs share evenly
     Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
     Call(batch=5, slots=72, kv_heads=3, queries=8, group=4, head_dim=128, dtype="float16"),  # three rows per CTA
     Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
     Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
+    Call(batch=5, slots=128, kv_heads=1, queries=30, group=2),
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", CALLS + MANY, ids=str)
 def test_it_is_exact_and_has_no_race(call):
     check(call)
 

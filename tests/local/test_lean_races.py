@@ -4,6 +4,7 @@ Its race detector takes no account of what the tensor core reads. So here regist
 since a check that cannot fail shows nothing, kernels with one wait left out must be found to race.
 """
 
+import functools
 import pathlib
 import types
 
@@ -12,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 from lean_interpreter import check, has_race, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
 
-from tree_attn.local import lean_kernel, mosaic_gpu
+from tree_attn.local import lean_kernel, mosaic_gpu, tall_kernel
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watched_products")]
 
@@ -37,6 +38,7 @@ def watched_products(monkeypatch):
         (Call(slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
+        (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
     ],
     ids=str,
 )
@@ -47,13 +49,13 @@ def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_be
     check(call, num_kernels)
 
 
-def mutant(waits: str) -> types.ModuleType:
-    """The kernel's module with one of its waits left out."""
-    source = pathlib.Path(lean_kernel.__file__).read_text()
+def mutant(module: types.ModuleType, waits: str) -> types.ModuleType:
+    """A kernel's module with one of its waits left out."""
+    source = pathlib.Path(module.__file__).read_text()
     assert source.count(waits) == 1, "the kernel no longer has this wait: name the one it has"
-    module = types.ModuleType("mutant")
-    exec(compile(source.replace(waits, "pass"), "mutant", "exec"), module.__dict__)
-    return module
+    changed = types.ModuleType("mutant")
+    exec(compile(source.replace(waits, "pass"), "mutant", "exec"), changed.__dict__)
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -61,5 +63,15 @@ def mutant(waits: str) -> types.ModuleType:
 )
 def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
     set_layout(monkeypatch, num_ctas=1)
-    monkeypatch.setattr(mosaic_gpu, "lean_attention", mutant(f"plgpu.barrier_wait({barrier})").lean_attention)
+    changed = mutant(lean_kernel, f"plgpu.barrier_wait({barrier})")
+    monkeypatch.setattr(mosaic_gpu, "lean_attention", changed.lean_attention)
     assert has_race(Call())
+
+
+@pytest.mark.parametrize("barrier", ["key_full.at[slot]", "value_full.at[slot]", "query_full.at[warpgroup]"])
+def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, monkeypatch):
+    set_layout(monkeypatch, num_ctas=1)
+    changed = mutant(tall_kernel, f"plgpu.barrier_wait({barrier})")
+    attention = functools.partial(changed.tall_attention, weights_in_smem=True)
+    monkeypatch.setattr(mosaic_gpu, "tall_attention", attention)
+    assert has_race(Call(queries=40, kv_heads=1))

@@ -26,6 +26,9 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf
 from tree_attn.local.lean_kernel import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
 from tree_attn.ptx import asm
 
+HEAD_DIMS = (64, 80, 96, 128)
+SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
+MOST_SLOTS = 8192  # whose scores fit in the registers of a warpgroup
 COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
 TILE = 64  # kept keys that are attended to at a time
 PADDING = 8  # elements between rows in shared memory, so that rows begin in different banks
@@ -36,9 +39,9 @@ LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparqShape:
-    """The static part of a call; of each query head its own KV head.
+    """The static part of a call; each query head has a KV head of its own.
 
-    rows:  choices of keys: B x T x K, in that order
+    choices: B x T x K, in that order. Each is cut into chunks of slots, of which `select_keys` makes a row each.
     """
 
     batch: int
@@ -51,47 +54,71 @@ class SparqShape:
     scale: float
     dtype: Any
     num_sms: int
+    is_shard: bool  # of slots that are chosen from together
     num_stages: int = 6
 
     @property
-    def rows(self) -> int:
+    def choices(self) -> int:
         return self.batch * self.num_queries * self.num_kv_heads
 
     @property
-    def score_rows(self) -> int:
-        """W, padded to what a warpgroup holds at a time; keys beyond S are not visible."""
-        return pl.cdiv(self.num_slots, 64 * COLUMNS) * 64
+    def chunk(self) -> int:
+        """Slots whose scores a CTA holds; more than one chunk are cut small, for CTAs to have equally many."""
+        return MOST_SLOTS if MOST_SLOTS // 2 < self.num_slots <= MOST_SLOTS else MOST_SLOTS // 2
 
     @property
-    def list_size(self) -> int:
-        """Room for k slots, in the 16 bytes that TMA moves."""
-        return pl.cdiv(self.num_keys, 4) * 4
+    def num_chunks(self) -> int:
+        return pl.cdiv(self.num_slots, self.chunk)
 
-    def sequence_and_head(self, row):
-        return lax.div(row, self.num_queries * self.num_kv_heads), lax.rem(row, self.num_kv_heads)
+    @property
+    def is_final(self) -> bool:
+        """Whether what a row keeps is what its choice keeps; else the best of all rows' lists are."""
+        return self.num_chunks == 1 and not self.is_shard
+
+    def sequence_and_head(self, choice):
+        return lax.div(choice, self.num_queries * self.num_kv_heads), lax.rem(choice, self.num_kv_heads)
+
+
+def unsupported(query, key, value, key_by_component, sparq) -> str | None:
+    """Returns why the kernels cannot do this, or None; `sparq` has `num_components`."""
+    dtypes = {x.dtype for x in (query, key, value)}
+    if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
+        return f"one dtype, bfloat16 or float16, not {sorted(map(str, dtypes))}"
+    if query.shape[2] != key.shape[2]:
+        return f"one query head per key head, not {query.shape[2]} and {key.shape[2]}"
+    if key.shape[-1] not in HEAD_DIMS or value.shape[-1] != key.shape[-1]:
+        return f"a head dim of {HEAD_DIMS}, not {key.shape[-1]} for keys and {value.shape[-1]} for values"
+    if key_by_component is None:
+        return "key_by_component"
+    if key.shape[1] % SLOT_MULTIPLE or sparq.num_components % 4:
+        return (
+            f"S to be a multiple of {SLOT_MULTIPLE} and num_components of 4, not {key.shape[1]} and "
+            f"{sparq.num_components}"
+        )
+    return None
 
 
 def select_keys(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
-    """Which keys each row keeps, and what they weigh in the approximate scores.
+    """The best keys of each row, and what they weigh in the approximate scores.
 
     Args:
-      key_by_component: `[B, K, H, S]`, S a multiple of 512.
-      components: int32 `[rows, r]`, which components of the keys are read; r a multiple of 4.
-      weights: float32 `[rows, r]`, what they are multiplied by: query, scale, temperature, and log2(e).
-      ends: int32 `[rows, 4]`: end of the visible slots, first of those that are kept whatever they score; two unused.
+      key_by_component: `[B, K, H, S]`.
+      components: int32 `[choices, r]`, which components of the keys are read.
+      weights: float32 `[choices, r]`, what they are multiplied by: query, scale, temperature, and log2(e).
+      ends: int32 `[rows, 4]`, slots within the row's chunk: the end of the visible ones, and the first of those that
+        are kept whatever they score; two unused.
       interpret: list by other means, which the interpreter knows.
     Returns:
-      slots int32 `[rows, list_size]`, in no order, of which the first min(k, visible) mean something; lse of all and of
-      what is kept, float32 `[rows, 2]`.
+      slots int32 and their logits float32, `[rows, k]`, in no order, of which the first min(k, visible) mean something;
+      lse of all and of what is kept, float32 `[rows, 2]`.
     """
     keys = key_by_component.reshape(*key_by_component.shape[:3], -1, COLUMNS)
+    rows = shape.choices * shape.num_chunks
+    listed = functools.partial(jax.ShapeDtypeStruct, (rows, shape.num_keys))
     return launch(
         functools.partial(_select, shape, interpret),
-        out_type=(
-            jax.ShapeDtypeStruct((shape.rows, shape.list_size), jnp.int32),
-            jax.ShapeDtypeStruct((shape.rows, 2), jnp.float32),
-        ),
-        grid=(_num_ctas(shape, shape.num_stages * shape.score_rows * COLUMNS * 2, at_most=3),),
+        out_type=(listed(jnp.int32), listed(jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.float32)),
+        grid=(_num_ctas(shape, rows, shape.num_stages * shape.chunk * 2, at_most=3),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
@@ -100,16 +127,18 @@ def select_keys(key_by_component, components, weights, ends, *, shape: SparqShap
     )(keys, components, weights, ends)
 
 
-def _num_ctas(shape: SparqShape, smem_bytes: int, at_most: int) -> int:
+def _num_ctas(shape: SparqShape, rows: int, smem_bytes: int, at_most: int) -> int:
     """As many as run at once, `at_most` per SM for what registers hold; each takes every so many-th row."""
-    return min(shape.rows, shape.num_sms * max(1, min(at_most, SMEM_BYTES_PER_SM // (smem_bytes + 4096))))
+    return min(rows, shape.num_sms * max(1, min(at_most, SMEM_BYTES_PER_SM // (smem_bytes + 4096))))
 
 
 def _select(shape: SparqShape, interpret: bool, *refs):
     stages, count = shape.num_stages, shape.num_components
     pl.run_scoped(
         functools.partial(_select_scoped, shape, interpret, *refs),
-        keys_smem=plgpu.SMEM((stages, shape.score_rows, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)),
+        keys_smem=plgpu.SMEM(
+            (stages, shape.chunk // COLUMNS, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)
+        ),
         # A TMA copy begins at a multiple of 128 bytes.
         components_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.int32),
         weights_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.float32),
@@ -123,26 +152,31 @@ def _select(shape: SparqShape, interpret: bool, *refs):
 
 
 def _select_scoped(
-    shape: SparqShape, interpret: bool, keys_ref, components_ref, weights_ref, ends_ref, slots_ref, stats_ref, *,
+    shape: SparqShape, interpret: bool, keys_ref, components_ref, weights_ref, ends_ref, slots_ref, logits_ref,
+    stats_ref, *,
     keys_smem, components_smem, weights_smem, ends_smem, count_smem, weight_smem, given, filled,
 ):  # fmt: skip
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     count, stages, layout = shape.num_components, shape.num_stages, plgpu.Layout.WGMMA
-    own_rows = lax.div(shape.rows - cta + num_ctas - 1, num_ctas)
+    tile = (shape.chunk // COLUMNS, COLUMNS)
+    own_rows = lax.div(shape.choices * shape.num_chunks - cta + num_ctas - 1, num_ctas)
 
     def ask(i):
         """What is to be known of this CTA's i-th row, into one of two places."""
         row, parity = cta + i * num_ctas, lax.rem(i, 2)
-        refs = ((components_ref, components_smem), (weights_ref, weights_smem), (ends_ref, ends_smem))
-        for ref, smem in refs:
-            plgpu.copy_gmem_to_smem(ref.at[row], smem.at[parity, pl.ds(0, ref.shape[1])], given.at[parity])
+        choice = lax.div(row, shape.num_chunks)
+        sources = (components_ref.at[choice], components_smem), (weights_ref.at[choice], weights_smem)
+        for source, smem in (*sources, (ends_ref.at[row], ends_smem)):
+            plgpu.copy_gmem_to_smem(source, smem.at[parity, pl.ds(0, source.shape[0])], given.at[parity])
 
     def move(i, n):
         """The n-th component of the i-th row."""
         row, slot = cta + i * num_ctas, lax.rem(i * count + n, stages)
-        sequence, head = shape.sequence_and_head(row)
+        choice, chunk = lax.div(row, shape.num_chunks), lax.rem(row, shape.num_chunks)
+        sequence, head = shape.sequence_and_head(choice)
         # Keys beyond S are filled with zeros.
-        source = keys_ref.at[sequence, head, components_smem[lax.rem(i, 2), n], pl.ds(row * 0, shape.score_rows)]
+        keys = pl.ds(pl.multiple_of(chunk * tile[0], 8), tile[0])
+        source = keys_ref.at[sequence, head, components_smem[lax.rem(i, 2), n], keys]
         plgpu.copy_gmem_to_smem(source, keys_smem.at[slot], filled.at[slot])
 
     def move_first(i):
@@ -165,33 +199,27 @@ def _select_scoped(
             pl.when(n + stages < count)(lambda: move(i, n + stages))
             return logits + component * weights_smem[parity, n]
 
-        logits = lax.fori_loop(0, count, add_component, full(0.0, (shape.score_rows, COLUMNS), layout))
+        logits = lax.fori_loop(0, count, add_component, full(0.0, tile, layout))
 
         @pl.when(~is_last)
         def _():  # the next row's components are on their way while this one's keys are chosen
             plgpu.barrier_wait(given.at[1 - parity])
             move_first(i + 1)
 
-        _choose(
-            shape,
-            interpret,
-            logits,
-            ends_smem.at[parity],
-            slots_ref.at[row],
-            stats_ref.at[row],
-            count_smem,
-            weight_smem,
-        )
+        outputs = slots_ref.at[row], logits_ref.at[row], stats_ref.at[row]
+        first_slot = lax.rem(row, shape.num_chunks) * shape.chunk
+        _choose(shape, interpret, logits, first_slot, ends_smem.at[parity], *outputs, count_smem, weight_smem)
 
     lax.fori_loop(0, own_rows, row_step, None)
 
 
 def _choose(
-    shape: SparqShape, interpret: bool, logits, ends_ref, slots_ref, stats_ref, count_smem, weight_smem
-) -> None:
+    shape: SparqShape, interpret: bool, logits, first_slot, ends_ref, slots_ref, logits_ref, stats_ref, count_smem,
+    weight_smem,
+) -> None:  # fmt: skip
     """Lists the keys of one row that are kept, and writes what they weigh."""
-    rows, layout = shape.score_rows, plgpu.Layout.WGMMA
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (rows, COLUMNS), layout=layout)
+    layout = plgpu.Layout.WGMMA
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, logits.shape, layout=layout)
     slots = iota(0) * COLUMNS + iota(1)
     end, recent = ends_ref[0], ends_ref[1]
     is_visible = slots < end
@@ -207,11 +235,14 @@ def _choose(
     kept = kept + weight_of(is_kept & (scores < jnp.inf), scores)
     for i, weight in enumerate((total, kept)):
         stats_ref[i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
+    # Where this list is the result, nobody asks for its logits, and registers are saved.
+    listed = scores if shape.is_final else logits
     if interpret:
-        found = jnp.nonzero(is_kept.ravel(), size=shape.list_size, fill_value=0)[0]
-        slots_ref[...] = found.astype(jnp.int32)
+        found = jnp.nonzero(is_kept.ravel(), size=shape.num_keys, fill_value=0)[0]
+        slots_ref[...] = (found + first_slot).astype(jnp.int32)
+        logits_ref[...] = listed.ravel()[found] * (1 / LOG2_E)
     else:
-        _list(jnp.where(is_kept, 1, 0), slots_ref, count_smem)
+        _list(jnp.where(is_kept, 1, 0), listed * (1 / LOG2_E), first_slot, slots_ref, logits_ref, count_smem)
 
 
 def _scalar(x, operation: str, layout, smem, interpret: bool):
@@ -263,14 +294,16 @@ def _float_of_rank(rank, shape):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _list(is_kept, slots_ref, smem) -> None:
-    """Writes the slots where int32 `is_kept [W, 64]` is 1, one after another: a prefix sum over threads places them.
+def _list(is_kept, logits, first_slot, slots_ref, logits_ref, smem) -> None:
+    """Lists slots and logits where int32 `is_kept [W, 64]` is 1, placed by a prefix sum over threads.
 
     Pallas has no scatter, so this is written in MLIR, for each thread and the registers that it holds.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType()))
-    def emit(_, is_kept, slots_ref, smem):
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 3))
+    def emit(_, is_kept, logits, first_slot, slots_ref, logits_ref, smem):
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         constant = lambda x: arith.constant(i32, x)
         as_index = lambda x: arith.index_cast(index, x)
@@ -295,38 +328,42 @@ def _list(is_kept, slots_ref, smem) -> None:
             before = memref.load(smem, [arith.constant(index, other)])
             place = arith.addi(place, arith.select(is_before, before, constant(0)))
 
+        values = []
+        logits.foreach(lambda x, _: values.append(x))
+        values = iter(values)
+
         def write(x, position):
             nonlocal place
-            slot = arith.addi(
-                arith.muli(arith.index_cast(i32, position[0]), constant(COLUMNS)), arith.index_cast(i32, position[1])
-            )
+            row, column = (arith.index_cast(i32, i) for i in position)
+            slot = arith.addi(arith.addi(arith.muli(row, constant(COLUMNS)), column), first_slot.registers.item())
+            value = next(values)
             with ir.InsertionPoint(scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, x, constant(0))).then_block):
                 memref.store(slot, slots_ref, [as_index(place)])
+                memref.store(value, logits_ref, [as_index(place)])
                 scf.yield_([])
             place = arith.addi(place, x)
 
         is_kept.foreach(write)
 
-    emit(is_kept, slots_ref, smem)
+    emit(is_kept, logits, first_slot, slots_ref, logits_ref, smem)
 
 
 def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpret: bool = False):
     """Attention of each row's query over the keys that it keeps.
 
     Args:
-      query: `[rows, H]`; key, value: `[B, S, K, H]`.
-      slots: as `select_keys` gives them.
-      counts: int32 `[rows]`, how many of them there are.
+      query: `[choices, H]`; key, value: `[B, S, K, H]`.
+      slots: int32 `[choices, k]`, and how many of them there are: counts int32 `[choices]`.
       interpret: copy by other means, which the interpreter knows.
     Returns:
-      out `[rows, H]` in the dtype of `query`, lse float32 `[rows]`.
+      out `[choices, H]` in the dtype of `query`, lse float32 `[choices]`.
     """
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:1], jnp.float32)
     query = query.astype(jnp.float32) * (shape.scale * LOG2_E)
     return launch(
         functools.partial(_attend, shape, interpret),
         out_type=results,
-        grid=(_num_ctas(shape, STAGES * 2 * TILE * (shape.head_dim + PADDING) * 2, at_most=2),),
+        grid=(_num_ctas(shape, shape.choices, STAGES * 2 * TILE * (shape.head_dim + PADDING) * 2, at_most=2),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
@@ -353,20 +390,25 @@ def _attend_scoped(
 ):  # fmt: skip
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     tile_shape, tiles = (TILE, shape.head_dim), pl.cdiv(shape.num_keys, TILE)
-    own_rows = lax.div(shape.rows - cta + num_ctas - 1, num_ctas)
+    own_rows = lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
     layout, copy = plgpu.Layout.WGMMA, _interpreted_copy if interpret else _copy_rows
 
     def move(step):
-        """The tile of a step, across rows: two groups of copies, keys and values; past the end they are empty."""
+        """The tile of a step, across rows, as two groups of copies: keys, and values. Past the end they are empty."""
         row, tile, stage = cta + lax.div(step, tiles) * num_ctas, lax.rem(step, tiles), lax.rem(step, STAGES)
         sequence, head = shape.sequence_and_head(row)
-        for ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+        is_there = step < own_rows * tiles
 
-            @pl.when(step < own_rows * tiles)
-            def _(ref=ref, smem=smem):
-                copy(ref.at[sequence, :, head], smem.at[stage], slots_ref.at[row], tile * TILE, counts_ref[row])
+        @pl.when(is_there)
+        def _():
+            rows = [
+                (ref.at[sequence, :, head], smem.at[stage])
+                for ref, smem in ((key_ref, key_smem), (value_ref, value_smem))
+            ]
+            copy(*rows[0], *rows[1], slots_ref.at[row], tile * TILE, counts_ref[row])
 
-            _end_group(interpret)
+        if not interpret:
+            pl.when(~is_there)(lambda: _asm("cp.async.commit_group; cp.async.commit_group;"))
 
     by_row, by_dim = layout.reduce(1), layout.reduce(0)
     spread = lambda x, axis: lax.broadcast_in_dim(x, tile_shape, [axis])
@@ -412,64 +454,70 @@ def _attend_scoped(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_rows(source_ref, smem, slots_ref, first, count) -> None:
-    """Begins to copy the rows `slots[first + i]` of `source [S, H]` to `smem [64, H + 8]`, as a group of copies.
+def _copy_rows(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
+    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[64, H + 8]`, keys and values as a group each.
 
-    Rows are a few hundred bytes each, which threads copy by 16 bytes: one TMA copy each takes longer to begin. The last
-    of `count` slots stands for those past the end.
+    Rows are a few hundred bytes, which threads copy by 16 bytes: a TMA copy for each would take longer to begin. The
+    last of `count` slots stands for those past the end.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT,) * 2)
-    def emit(_, source_ref, smem, slots_ref, first, count):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5 + (plgpu.Layout.WG_SPLAT,) * 2)
+    def emit(_, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count):
         i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
-        head_dim, padded = ir.MemRefType(source_ref.type).shape[1], ir.MemRefType(smem.type).shape[1]
-        (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
         constant, wide = lambda x: arith.constant(i32, x), lambda x: arith.extsi(i64, x)
-        source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
-        target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
+        head_dim, padded = ir.MemRefType(key_ref.type).shape[1], ir.MemRefType(key_smem.type).shape[1]
         thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
         first, count = (x.registers.item() for x in (first, count))
         last = arith.maxsi(arith.subi(count, constant(1)), constant(0))
-        per_row = head_dim // 8
-        for start in range(0, TILE * per_row, 32 * WARPS):
+        pieces = []
+        for start in range(0, TILE * head_dim // 8, 32 * WARPS):
             piece = arith.addi(thread, constant(start))
-            place, part = arith.divui(piece, constant(per_row)), arith.remui(piece, constant(per_row))
-            listed = arith.minsi(arith.addi(first, place), last)
-            slot = memref.load(slots_ref, [arith.index_cast(index, listed)])
+            place, part = arith.divui(piece, constant(head_dim // 8)), arith.remui(piece, constant(head_dim // 8))
+            # All slots are read before the first copy begins, which no read would pass.
+            slot = memref.load(slots_ref, [arith.index_cast(index, arith.minsi(arith.addi(first, place), last))])
             # With none kept the list says nothing.
             slot = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot)
-            element = arith.addi(
-                arith.muli(wide(slot), arith.constant(i64, stride)), wide(arith.muli(part, constant(8)))
-            )
-            to = arith.addi(arith.muli(place, constant(padded)), arith.muli(part, constant(8)))
-            asm(
-                "cp.async.cg.shared.global [$0], [$1], 16;",
-                None,
-                arith.addi(target, arith.muli(to, constant(2))),
-                arith.addi(source, arith.muli(element, arith.constant(i64, 2))),
-            )
+            pieces.append((place, arith.muli(part, constant(8)), slot))
+        for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+            (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
+            source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
+            target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
+            for place, part, slot in pieces:
+                element = arith.addi(arith.muli(wide(slot), arith.constant(i64, stride)), wide(part))
+                to = arith.addi(arith.muli(place, constant(padded)), part)
+                asm(
+                    "cp.async.cg.shared.global [$0], [$1], 16;",
+                    None,
+                    arith.addi(target, arith.muli(to, constant(2))),
+                    arith.addi(source, arith.muli(element, arith.constant(i64, 2))),
+                )
+            asm("cp.async.commit_group;", None)
 
-    emit(source_ref, smem, slots_ref, first, count)
+    emit(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
 
 
-def _end_group(interpret: bool) -> None:
-    if not interpret:
-        plgpu.inline_mgpu()(lambda _: asm("cp.async.commit_group;", None) and None)()
+def _asm(text: str) -> None:
+    @plgpu.inline_mgpu()
+    def emit(_):
+        asm(text, None)
+
+    emit()
 
 
 def _await_copies(groups: int, interpret: bool) -> None:
-    """Waits until no more than `groups` groups of copies are on their way; the values of all threads are then there."""
+    """Waits until no more than `groups` groups of copies are on their way; what all threads copied is then there."""
     if not interpret:
-        plgpu.inline_mgpu()(lambda _: asm(f"cp.async.wait_group {groups};", None) and None)()
+        _asm(f"cp.async.wait_group {groups};")
     plgpu.commit_smem()
 
 
-def _interpreted_copy(source_ref, smem, slots_ref, first, count) -> None:
+def _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
     """`_copy_rows` in words that the interpreter knows."""
-    head_dim = source_ref.shape[-1]
+    own = pl.ds(0, key_ref.shape[-1])
 
     def copy(i, _):
         slot = jnp.where(count == 0, 0, slots_ref[jnp.clip(first + i, 0, jnp.maximum(count - 1, 0))])
-        smem[i, pl.ds(0, head_dim)] = source_ref[slot]
+        key_smem[i, own] = key_ref[slot]
+        value_smem[i, own] = value_ref[slot]
 
     lax.fori_loop(0, TILE, copy, None)

@@ -1,0 +1,94 @@
+"""What the benchmarks of one GPU share: where rows come from, steps that depend on one another, and their device time."""
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+READ_GB_PER_S = 4300  # the best read rate seen on an H200; its datasheet says 4800
+ROTATE_BYTES = 200e6  # three times the L2 cache
+TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
+
+
+class Rows:
+    """A JSONL file that is appended to; rows that are in it are not made again."""
+
+    def __init__(self, path: pathlib.Path, keys: Sequence[str]):
+        import jax
+
+        from tree_attn import measure
+
+        self._path, self._keys = path, keys
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self._done = {self._key(row) for row in rows}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hardware = measure.hardware(jax.local_devices()[:1])
+        self._origin = {"hardware": hardware, "git_commit": measure.git_commit(), "n_devices": 1}
+        self._origin |= {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv])}
+
+    def add(self, labels: dict, measured: Callable[[], dict]) -> None:
+        """Makes the row of `labels`, unless it is there, writes it and prints a line."""
+        if self._key(labels) in self._done:
+            return
+        row = labels | measured() | self._origin
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        us = row.get("device_us_median")
+        result = f"{us:8.1f} us, {us / row['limit_us']:5.2f} x limit" if us else row["error"][:200]
+        print(*(f"{labels[key]!s:>8s}" for key in self._keys), result, flush=True)
+
+    def _key(self, row: dict) -> tuple:
+        return tuple(row[key] for key in self._keys)
+
+
+def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
+    """The device time of `query = step(query, *cache)`, which runs on one cache after another."""
+    import jax
+
+    from tree_attn.device_time import device_time
+
+    calls = len(caches) * max(1, 8 // len(caches))
+    step = jax.jit(step)  # traced once for all steps
+
+    def chain(query, caches):
+        for i in range(calls):
+            query = step(query, *caches[i % len(caches)])
+        return query
+
+    timed = device_time(jax.jit(chain), query, caches, calls=calls, n_iters=n_iters)
+    return {
+        "device_us_median": timed.median_us,
+        "device_us_p10": timed.p10_us,
+        "device_us_p90": timed.p90_us,
+        "n_iters": n_iters,
+        "calls": calls,
+        "caches": len(caches),
+        "timing": TIMING,
+        "kernels": timed.kernels,
+    }
+
+
+def normals(dtype="bfloat16"):
+    """Returns `draw(*shape)`: normal numbers, made on the device."""
+    import functools
+
+    import jax
+
+    normal = jax.jit(functools.partial(jax.random.normal, dtype=dtype), static_argnums=1)
+    keys = (jax.random.fold_in(jax.random.key(0), i) for i in iter(int, 1))
+    counter = iter(range(1_000_000))
+    del keys
+    return lambda *shape: normal(jax.random.fold_in(jax.random.key(0), next(counter)), shape)
+
+
+def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str]) -> int:
+    """Prints device times, one line per case, in microseconds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    print(f"| step | {' | '.join(ways)} | limit |")
+    print("|---|" + "---|" * (len(ways) + 1))
+    for case in dict.fromkeys(map(label, rows)):
+        own = [row for row in rows if label(row) == case]
+        times = {row["way"]: row.get("device_us_median") for row in own}
+        cells = " | ".join(f"{times[way]:,.1f}" if times.get(way) else "" for way in ways)
+        print(f"| {case} | {cells} | {own[0]['limit_us']:,.1f} |")
+    return 0

@@ -1,0 +1,62 @@
+"""Calls for SparQ's kernels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tree_attn import sparq_decode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call; `lengths` one per sequence."""
+
+    lengths: tuple[int, ...]
+    slots: int = 512
+    heads: int = 2
+    head_dim: int = 64
+    queries: int = 1
+    dtype: str = "bfloat16"
+    num_components: int = 8
+    num_keys: int = 20
+    local_window: int = 5
+    is_causal: bool = False
+    reallocate: bool = True
+    equal_keys: bool = False
+
+    def __str__(self):
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return " ".join(f"{name}={x}" for name, x in values.items() if x != getattr(Call, name, "")).replace(", ", "_")
+
+    def arrays(self):
+        """Query, key, value, keys by component, and the lengths."""
+        rng = np.random.default_rng(0)
+        shape = (len(self.lengths), self.slots, self.heads, self.head_dim)
+        key, value = (jnp.asarray(rng.normal(size=shape), self.dtype) for _ in range(2))
+        key = jnp.broadcast_to(key[:, :1], shape) if self.equal_keys else key
+        query = 2 * rng.normal(size=(shape[0], self.queries, self.heads, self.head_dim))
+        lengths = jnp.asarray(self.lengths, jnp.int32)
+        return jnp.asarray(query, self.dtype), key, value, key.transpose(0, 2, 3, 1), lengths
+
+    def shapes(self, sharding=None):
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in jax.eval_shape(self.arrays)]
+
+    def run(self, query, key, value, key_by_component, lengths, **how):
+        names = ("num_components", "num_keys", "local_window", "is_causal", "reallocate")
+        options = {name: getattr(self, name) for name in names} | how
+        return sparq_decode(
+            query, key, value, key_by_component=key_by_component, key_value_seq_lengths=lengths, return_lse=True,
+            **options,
+        )  # fmt: skip
+
+
+CALLS = [
+    Call(lengths=(1024, 700, 5), slots=1024, heads=3),
+    Call(lengths=(3, 0), head_dim=128, num_keys=130, dtype="float16"),  # three tiles, of which little is visible
+    Call(lengths=(500,), queries=3, is_causal=True, head_dim=80, reallocate=False),
+    Call(lengths=(8200, 4000), slots=8704, heads=1, num_keys=70),  # three chunks, which compete
+    Call(lengths=(400,), equal_keys=True, local_window=2),  # of equals the earliest
+]
+LARGE = [Call(lengths=(8192,), slots=8192, head_dim=128, num_components=32, num_keys=128)]  # for compilers

@@ -1,0 +1,92 @@
+"""SparQ's kernels in Mosaic GPU's interpreter, against the same in XLA, and lowered for CUDA."""
+
+import functools
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401
+from sparq_cases import CALLS, Call
+
+from tree_attn import make_mesh, sparse
+from tree_attn.local import mosaic_gpu, sparq_kernel
+
+ATOL = {"bfloat16": 1e-2, "float16": 2e-3}  # one rounding of results near 1, more or less
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+
+
+@pytest.fixture
+def interpreted(anywhere, time_limit, monkeypatch):  # noqa: F811
+    """On one SM, so that CTAs have several rows."""
+    monkeypatch.setattr(sparse, "INTERPRETED", True)
+    monkeypatch.setattr(sparse, "num_sms", lambda: 1)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_it_is_what_xla_computes_and_no_thread_races(call):
+    given = call.arrays()
+    expected = jax.jit(functools.partial(call.run, implementation="xla"))(*given)
+    with interpreter() as found:
+        out, lse = jax.block_until_ready(jax.jit(call.run)(*given))
+    assert [races.races_found for races in found] == [False, False]
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected[0])), atol=ATOL[call.dtype], rtol=0)
+    np.testing.assert_allclose(lse, expected[1], atol=1e-4, rtol=1e-5)
+
+
+def lowered(call: Call, **how) -> str:
+    return (
+        jax.jit(functools.partial(call.run, **how)).trace(*call.shapes()).lower(lowering_platforms=("cuda",)).as_text()
+    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="written for JAX 0.11 and newer")
+@pytest.mark.skipif("TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="there they are compiled, in test_lean_compiled")
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_it_lowers_to_two_kernels(call):
+    assert len(re.findall("custom_call @mosaic_gpu", lowered(call))) == 2
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="written for JAX 0.11 and newer")
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("selection", ["global", "per_shard"])
+def test_it_lowers_within_a_sharded_program(selection):
+    where = dict(axis_name="seq", mesh=make_mesh({"seq": 2}), selection=selection)
+    assert len(re.findall("custom_call @mosaic_gpu", lowered(Call(lengths=(900,), slots=1024), **where))) == 2
+
+
+def refusal(*, group=1, value_dim=None, dtypes=("bfloat16",) * 3, components=8, by_component=True, **sizes):
+    call = Call(**{"lengths": (9,)} | sizes)
+    query, key, value, of_component, _ = jax.eval_shape(call.arrays)
+    shape = lambda x, dtype, last=None: jax.ShapeDtypeStruct((*x.shape[:-1], last or x.shape[-1]), dtype)
+    query = jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] * group, query.shape[3]), dtypes[0])
+    key, value = shape(key, dtypes[1]), shape(value, dtypes[2], value_dim)
+    options = sparse.SparqOptions(num_components=components, num_keys=4)
+    return sparq_kernel.unsupported(query, key, value, of_component if by_component else None, options)
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        (dict(group=2), "one query head per key head, not 4 and 2"),
+        (dict(dtypes=("float32",) * 3), "one dtype, .*float32"),
+        (dict(dtypes=("bfloat16", "float8_e4m3fn", "float8_e4m3fn")), "one dtype, .*float8"),
+        (dict(head_dim=256), "head dim of .* not 256"),
+        (dict(value_dim=128), "head dim of .* not 64 for keys and 128 for values"),
+        (dict(by_component=False), "key_by_component"),
+        (dict(slots=1000), "multiple of 512 .* not 1000 and 8"),
+        (dict(components=6), "num_components of 4, not 512 and 6"),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_cannot_do_is_named(given, named):
+    assert re.search(named, refusal(**given))
+    assert refusal() is None
