@@ -14,12 +14,12 @@ import json
 import pathlib
 import subprocess
 import sys
-import time
 
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from bench_lean import READ_GB_PER_S, ROTATE_BYTES, _torch_device_us
+from bench_lean import _torch_device_us
+from benching import READ_GB_PER_S, ROTATE_BYTES, Rows, markdown, normals, time_steps
 
 PRODUCTS_TFLOPS = 700  # bf16, what large matrix products reach on an H200
 # What is timed: (does it share the prefix, implementation).
@@ -67,39 +67,19 @@ def main() -> int:
     if args.part == "flashinfer":
         print(json.dumps([_time_flashinfer(case) for case in CASES]))
         return 0
-    return markdown(args.out) if args.part == "markdown" else table(args)
-
-
-def table(args) -> int:
-    """Times every way on every case; prints a line and writes a row for each."""
-    import jax
-
-    from tree_attn import measure
-
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {(row["batch"], row["prefix"], row["way"]) for row in rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    origin = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit(), "n_devices": 1}
-    origin |= {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv])}
-    ways = [way for way in WAYS if (args.ways or "") in way]
+    if args.part == "markdown":
+        label = lambda row: f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}"
+        return markdown(args.out, label, [*WAYS, "flashinfer"])
+    rows = Rows(args.out, ("batch", "prefix", "way"))
     peers = [] if args.ways else _flashinfer_rows()
     for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
         case = CASES[i]
-        timed = {way: functools.partial(_time, case, *WAYS[way], args.iters) for way in ways}
-        timed |= {"flashinfer": functools.partial(peers.__getitem__, i)} if peers else {}
-        for way, measured in timed.items():
-            if (case.batch, case.prefix, way) in done:
-                continue
-            start = time.monotonic()
-            row = dataclasses.asdict(case) | {"way": way, "dtype": "bfloat16", "limit_us": case.limit_us}
-            row |= measured() | origin
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            us = row.get("device_us_median")
-            result = f"{us:8.1f} us" if us else row["error"][:200]
-            print(
-                f"{case.batch:5d} x {case.prefix:6d} {way:24s} {result}  ({time.monotonic() - start:.0f} s)", flush=True
-            )
+        labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
+        for way, how in WAYS.items():
+            if (args.ways or "") in way:
+                rows.add(labels | {"way": way}, functools.partial(_time, case, *how, args.iters))
+        if peers:
+            rows.add(labels | {"way": "flashinfer"}, functools.partial(peers.__getitem__, i))
     return 0
 
 
@@ -108,61 +88,38 @@ def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dic
     import jax.numpy as jnp
 
     from tree_attn import attend, bifurcated_decode
-    from tree_attn.device_time import device_time
 
     heads = (case.num_kv_heads, case.head_dim)
     own_keys = case.suffix if is_shared else case.prefix + case.suffix
-    set_bytes = case.key_value_bytes(case.batch * own_keys)
-    sets = max(1, int(np.ceil(ROTATE_BYTES / set_bytes)))
-    keys = iter(jax.random.split(jax.random.key(0), 1 + 4 * sets))
-    normal = jax.jit(functools.partial(jax.random.normal, dtype=jnp.bfloat16), static_argnums=1)
-    draw = lambda *shape: normal(next(keys), shape)
+    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes(case.batch * own_keys))))
+    draw = normals()
     query = draw(case.batch, 1, case.num_heads, case.head_dim)
 
-    @functools.partial(jax.jit, static_argnames="implementation")  # traced once for all steps of a chain
-    def step(query, prefix, own, implementation):
+    def step(query, prefix, own, implementation=implementation):
         if is_shared:
             return bifurcated_decode(query, *prefix, *own, implementation=implementation, return_lse=True)
         return attend(query, *own, implementation=implementation)
 
-    caches = [
-        (
-            (draw(case.prefix, *heads), draw(case.prefix, *heads)) if is_shared else (),
-            (draw(case.batch, own_keys, *heads), draw(case.batch, own_keys, *heads)),
-        )
-        for _ in range(sets)
-    ]
-    calls = sets * max(1, 8 // sets)
-
-    def chain(query, caches):
-        for i in range(calls):
-            query = step(query, *caches[i % sets], implementation)[0]
-        return query
-
+    caches = []
+    for _ in range(sets):
+        prefix = tuple(draw(case.prefix, *heads) for _ in range(2 * is_shared))
+        caches.append((prefix, tuple(draw(case.batch, own_keys, *heads) for _ in range(2))))
     try:
         # The queries that are compared are few, for what the reference takes.
         few = slice(0, 16)
-        part = lambda cache: (cache[0], tuple(x[few] for x in cache[1]))
-        expected = jax.jit(functools.partial(step, implementation="xla"))(query[few], *part(caches[0]))
-        found = jax.jit(functools.partial(step, implementation=implementation))(query, *caches[0])
+        prefix, own = caches[0]
+        expected = jax.jit(functools.partial(step, implementation="xla"))(
+            query[few], prefix, tuple(x[few] for x in own)
+        )
+        found = jax.jit(step)(query, prefix, own)
         wrong_by = [
             float(jnp.abs(a[few].astype(jnp.float32) - b.astype(jnp.float32)).max()) for a, b in zip(found, expected)
         ]
         assert wrong_by[0] < 0.02 and wrong_by[1] < 0.01, f"out and lse are off by {wrong_by}"
-        timed = device_time(jax.jit(chain), query, caches, calls=calls, n_iters=n_iters)
+        timed = time_steps(lambda *args: step(*args)[0], query, caches, n_iters)
     except (NotImplementedError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {
-        "device_us_median": timed.median_us,
-        "device_us_p10": timed.p10_us,
-        "device_us_p90": timed.p90_us,
-        "n_iters": n_iters,
-        "calls": calls,
-        "caches": sets,
-        "timing": "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls",
-        "kernels": timed.kernels,
-        "max_errors": wrong_by,
-    }
+    return timed | {"max_errors": wrong_by}
 
 
 def _flashinfer_rows() -> list[dict]:
@@ -210,20 +167,6 @@ def _time_flashinfer(case: Case) -> dict:
         "flashinfer": flashinfer.__version__,
         "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
     }
-
-
-def markdown(path: pathlib.Path) -> int:
-    """Prints device times, one line per case, in microseconds."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    names = [*WAYS, "flashinfer"]
-    print(f"| batch, prefix, suffix | {' | '.join(names)} | limit |")
-    print("|---|" + "---|" * (len(names) + 1))
-    for case in CASES:
-        ours = [row for row in rows if (row["batch"], row["prefix"]) == (case.batch, case.prefix)]
-        times = {row["way"]: row.get("device_us_median") for row in ours}
-        cells = " | ".join(f"{times[name]:,.0f}" if times.get(name) else "" for name in names)
-        print(f"| {case.batch:,}, {case.prefix:,}, {case.suffix} | {cells} | {case.limit_us:,.0f} |")
-    return 0
 
 
 if __name__ == "__main__":

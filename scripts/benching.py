@@ -1,5 +1,7 @@
-"""What the benchmarks of one GPU share: where rows come from, steps that depend on one another, and their device time."""
+"""What benchmarks of one GPU share: where rows come from, steps that depend on one another, and their device time."""
 
+import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -70,15 +72,11 @@ def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
 
 def normals(dtype="bfloat16"):
     """Returns `draw(*shape)`: normal numbers, made on the device."""
-    import functools
-
     import jax
 
     normal = jax.jit(functools.partial(jax.random.normal, dtype=dtype), static_argnums=1)
-    keys = (jax.random.fold_in(jax.random.key(0), i) for i in iter(int, 1))
-    counter = iter(range(1_000_000))
-    del keys
-    return lambda *shape: normal(jax.random.fold_in(jax.random.key(0), next(counter)), shape)
+    number = itertools.count()
+    return lambda *shape: normal(jax.random.fold_in(jax.random.key(0), next(number)), shape)
 
 
 def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str]) -> int:

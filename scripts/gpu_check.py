@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--devices", default="1", help="device counts to check, e.g. 1,2,8")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument(
-        "--how", help="only ways of tree_decode with this in their name, e.g. fused (default: all checks)"
+        "--how", help="only ways of tree_decode with this in their name, e.g. fused, or sparq (default: all checks)"
     )
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
@@ -62,7 +62,11 @@ def run_checks(num_devices: int, out: pathlib.Path, how: str | None) -> int:
     rows = []
     if how is None:
         local = local_checks() if num_devices == 1 else ()
-        checks = itertools.chain(local, decode_checks(num_devices), prefill_checks(num_devices))
+        checks = itertools.chain(
+            local, decode_checks(num_devices), prefill_checks(num_devices), sparq_checks(num_devices)
+        )
+    elif how == "sparq":
+        checks = sparq_checks(num_devices)
     else:
         checks = decode_checks(num_devices, how)
     for row in checks:
@@ -133,6 +137,45 @@ def prefill_checks(num_devices: int):
         yield case.check(call, what="ring_attention", implementation="xla", options_name=name, prefill=True)
 
 
+def sparq_checks(num_devices: int):
+    """SparQ by its kernels against the same in XLA, which tests hold against Algorithm 1: in chunks, in shards."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import make_mesh, sparq_decode
+
+    where = {} if num_devices == 1 else dict(mesh=make_mesh({"seq": num_devices}), axis_name="seq")
+    sizes = [
+        dict(num_keys=4096, head_dim=128, lengths=(4096, 1000, 50, 0), k=128),
+        dict(num_keys=8192, head_dim=64, lengths=(8000, 8192), k=200),
+        dict(num_keys=36864, head_dim=80, lengths=(36000, 5000), k=70),
+    ]
+    for size, selection, dtype in itertools.product(sizes, ("global", "per_shard"), ("bfloat16", "float16")):
+        heads, lengths = 8, np.array(size["lengths"], np.int32)
+        query, key, value = _inputs(
+            dtype, (len(lengths), 1, heads, size["head_dim"]), (len(lengths), size["num_keys"], heads, size["head_dim"])
+        )
+        call = functools.partial(
+            sparq_decode, num_components=32, num_keys=size["k"], local_window=16, selection=selection,
+            key_value_seq_lengths=lengths, return_lse=True, **where,
+        )  # fmt: skip
+
+        def run(implementation, call=call, given=(query, key, value)):
+            by_component = np.ascontiguousarray(np.moveaxis(given[1], 1, 3))
+            step = lambda q, k, v, c: call(q, k, v, key_by_component=c, implementation=implementation)
+            return jax.jit(step)(*given, by_component)
+
+        found, again, expected = run("mosaic_gpu"), run("mosaic_gpu"), run("xla")
+        as_float = lambda x: np.asarray(x.addressable_data(0), np.float32)  # all devices have it
+        pairs = [(as_float(a), as_float(b)) for a, b in zip(found, expected)]
+        errors = [float(np.max(np.where(a == b, 0, np.abs(a - b)))) for a, b in pairs]
+        same = all(np.array_equal(as_float(a), as_float(b)) for a, b in zip(found, again))
+        tolerances = [float(4 * jnp.finfo(dtype).eps * np.abs(pairs[0][1]).max()), 1e-4]
+        passed = same and all(error <= tolerance for error, tolerance in zip(errors, tolerances))
+        labels = dict(what="sparq", selection=selection, dtype=dtype, implementation="mosaic_gpu", num_heads=heads)
+        yield labels | size | dict(errors=errors, tolerances=tolerances, same_bits_again=same, passed=passed)
+
+
 # Lengths end in the first shard, nowhere in particular, and at 0; sizes divide nothing but the placement needs.
 OPTIONS = {
     "plain": {},
@@ -148,12 +191,15 @@ SHAPES = (
     dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=1920),
     dict(num_queries=5, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=1920),
 )
-# What only the Hopper kernel treats apart: padded head dims, several blocks of query columns.
+# What only the Hopper kernels treat apart: padded head dims, several blocks of query columns, columns that are rows.
 LEAN_SHAPES = (
     dict(num_queries=1, num_heads=6, num_kv_heads=2, head_dim=80, num_keys=1920),
     dict(num_queries=2, num_heads=4, num_kv_heads=4, head_dim=96, num_keys=1920),
     dict(num_queries=1, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=1920),
     dict(num_queries=8, num_heads=16, num_kv_heads=1, head_dim=128, num_keys=1920),
+    dict(num_queries=40, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=1920),
+    dict(num_queries=200, num_heads=6, num_kv_heads=3, head_dim=128, num_keys=1920),
+    dict(num_queries=9, num_heads=2, num_kv_heads=2, head_dim=256, num_keys=1920),
 )
 
 

@@ -75,6 +75,11 @@ class SparqShape:
         """Whether what a row keeps is what its choice keeps; else the best of all rows' lists are."""
         return self.num_chunks == 1 and not self.is_shard
 
+    @property
+    def select_ctas_per_sm(self) -> int:
+        """What registers hold."""
+        return 3 if self.is_final and self.chunk < MOST_SLOTS else 2
+
     def sequence_and_head(self, choice):
         return lax.div(choice, self.num_queries * self.num_kv_heads), lax.rem(choice, self.num_kv_heads)
 
@@ -118,7 +123,7 @@ def select_keys(key_by_component, components, weights, ends, *, shape: SparqShap
     return launch(
         functools.partial(_select, shape, interpret),
         out_type=(listed(jnp.int32), listed(jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.float32)),
-        grid=(_num_ctas(shape, rows, shape.num_stages * shape.chunk * 2, at_most=3),),
+        grid=(_num_ctas(shape, rows, shape.num_stages * shape.chunk * 2, shape.select_ctas_per_sm),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",

@@ -1,0 +1,108 @@
+"""SparQ on one GPU: beside dense attention, itself in XLA, and the time to read what equation 11 counts.
+
+    python3 scripts/bench_sparq.py table --out docs/results/sparq_h200/table.jsonl
+    python3 scripts/bench_sparq.py markdown --out docs/results/sparq_h200/table.jsonl     # the README's table
+
+One new token per sequence; the cache holds keys twice, and the mean of the values, as `KVCache` does on request. Device
+time as in `bench_lean.py`. `way` "no mean" leaves the mean value out. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+"""
+
+import argparse
+import dataclasses
+import functools
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from benching import READ_GB_PER_S, Rows, markdown, normals, time_steps
+
+WAYS = ("sparq", "sparq, no mean", "sparq, xla", "dense, mosaic_gpu", "dense, cudnn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step of `batch` sequences of `keys` tokens."""
+
+    batch: int
+    keys: int
+    num_components: int = 32
+    num_keys: int = 128
+    local_window: int = 32
+    num_heads: int = 32
+    head_dim: int = 128
+
+    @property
+    def limit_us(self) -> float:
+        """r components of all keys, and k keys and values, read once."""
+        elements = self.keys * self.num_components + 2 * self.num_keys * self.head_dim
+        return 2 * self.batch * self.num_heads * elements / READ_GB_PER_S / 1e3
+
+
+CASES = [
+    Case(batch=64, keys=4096),
+    Case(batch=1, keys=131072),
+    Case(batch=16, keys=16384),
+    Case(batch=64, keys=4096, num_components=16, num_keys=256),
+]
+
+
+def main() -> int:
+    """Times every way on every case; prints a line and writes a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("table", "markdown"))
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    parser.add_argument("--cases", help="which of CASES, e.g. 0,3 (default: all)")
+    parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
+    args = parser.parse_args()
+    if args.part == "markdown":
+        label = lambda row: f"{row['batch']} x {row['keys']:,}, r {row['num_components']}, k {row['num_keys']}"
+        return markdown(args.out, label, WAYS)
+    rows = Rows(args.out, ("batch", "keys", "num_components", "num_keys", "way"))
+    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
+        case = CASES[i]
+        labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
+        for way in WAYS:
+            rows.add(labels | {"way": way}, functools.partial(_time, case, way, args.iters))
+    return 0
+
+
+def _time(case: Case, way: str, n_iters: int) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import attend, sparq_decode
+
+    draw = normals()
+    query = draw(case.batch, 1, case.num_heads, case.head_dim)
+    key, value = (draw(case.batch, case.keys, case.num_heads, case.head_dim) for _ in range(2))
+    if way.startswith("dense"):
+        dense = functools.partial(attend, implementation=way.split(", ")[1])
+        return time_steps(lambda *args: dense(*args).out, query, [(key, value)], n_iters)
+    by_component = jax.jit(lambda key: key.transpose(0, 2, 3, 1))(key)
+    mean = jax.jit(lambda value: value.astype(jnp.float32).mean(axis=1))(value)
+    how = {name: getattr(case, name) for name in ("num_components", "num_keys", "local_window")}
+
+    def step(query, key, value, by_component, mean, implementation=None):
+        return sparq_decode(
+            query, key, value, key_by_component=by_component, value_mean=mean, implementation=implementation,
+            reallocate=way != "sparq, no mean", return_lse=True, **how,
+        )  # fmt: skip
+
+    timed = functools.partial(step, implementation="xla" if way == "sparq, xla" else None)
+    cache = (key, value, by_component, mean)
+    try:
+        few = slice(0, 2)
+        part = tuple(x[few] for x in cache)
+        expected = jax.jit(functools.partial(step, implementation="xla"))(query[few], *part)
+        found = jax.jit(timed)(query, *cache)
+        wrong_by = [
+            float(jnp.abs(a[few].astype(jnp.float32) - b.astype(jnp.float32)).max()) for a, b in zip(found, expected)
+        ]
+        assert wrong_by[0] < 0.02 and wrong_by[1] < 0.01, f"out and lse are off by {wrong_by}"
+        return time_steps(lambda *args: timed(*args)[0], query, [cache], n_iters) | {"max_errors": wrong_by}
+    except RuntimeError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
