@@ -187,8 +187,7 @@ def test_an_int8_cache_gives_what_attention_to_the_multiples_of_its_scales_gives
             patch.setattr(KVCache, write, rounded(getattr(KVCache, write)))
         expected = logits("single", 1)
     int8 = dict(cache_dtype="int8", cache_scales=scales)
-    for where in (("tree", 3), ("ring", 3)):
-        np.testing.assert_allclose(logits(*where, **int8), expected, atol=1e-5, err_msg=str(where))
+    np.testing.assert_allclose(logits("tree", 3, **int8), expected, atol=1e-5)
     shared = logits("single", 1, share_prefixes=True, **int8)  # the remainders are read over int8 too
     assert 1e-5 < np.abs(np.array(shared) - expected).max() < 0.05 * np.abs(expected).max()
 
@@ -358,22 +357,21 @@ QUEUE = [[5], [9, 8, 7, 60, 2, 33], [1, 2, 3, 4], [40, 2, 7, 7, 7], [9, 8, 7, 60
     [
         ("single", 1, Sampling(), {}),
         ("tree", 3, Sampling(temperature=1.0, top_p=0.95, seed=3), {"tokens_per_dispatch": 3, "prefill_chunk": 3}),
-        ("ring", 3, Sampling(temperature=1.0, seed=5), {}),
     ],
 )
 def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_hand(
     tiny_model, name, num_devices, sampling, options
 ):
     model = tiny_model(num_devices)
-    generator = Generator(model, by_name(name, model.sharding), sampling, **options)
-    apart = generate(generator, QUEUE, 8)
+    attention = by_name(name, model.sharding)
+    generator, other = (Generator(model, attention, sampling, **how) for how in (options, {}))
+    apart = generate(other, QUEUE, 8)
     assert (apart[1].new_ids == apart[4].new_ids) == (sampling.temperature == 0), "draws of one prompt are apart"
     # Stops a sequence at its first token, one in the middle and leaves some to their limit.
     stop_ids = {apart[0].new_ids[0], apart[1].new_ids[3]}
-    whole = generate(generator, QUEUE, 8, stop_ids=stop_ids)
+    whole = generate(other, QUEUE, 8, stop_ids=stop_ids)
     assert {one.stopped for one in whole} == {True, False} and whole[0].new_ids == []
     heard: list[tuple[int, int]] = []
-    num_programs = len(generator._programs)
     queued = generate(generator, QUEUE, 8, stop_ids=stop_ids, max_batch=2, on_token=lambda *one: heard.append(one))
     for a, b in zip(whole, queued, strict=True):
         assert (a.prompt_ids, a.new_ids, a.stopped) == (b.prompt_ids, b.new_ids, b.stopped)
@@ -383,7 +381,7 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
         assert [token for heard_of, token in heard if heard_of == sequence] == one.new_ids
     # One program for the steps, and one for each padded length of a prompt.
     lengths = {num_devices * 2 ** math.ceil(math.log2(math.ceil(len(prompt) / num_devices))) for prompt in QUEUE}
-    assert len(generator._programs) - num_programs <= 1 + len(lengths)
+    assert len(generator._programs) <= 1 + len(lengths)
     num_programs = len(generator._programs)
     steps = [step.sequences for step in generator.stream_queue(QUEUE, 8, max_batch=2, stop_ids=stop_ids)]
     assert len(generator._programs) == num_programs

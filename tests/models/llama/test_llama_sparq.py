@@ -13,9 +13,10 @@ from tree_attn import SoftmaxState, SparqOptions, merge_states, sparq_decode
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
 COUNT = 6
-ALL = SparqOptions(num_components=8, num_keys=64)
+ALL = SparqOptions(num_components=8, num_keys=64, reallocate=True)
 FEW = SparqOptions(num_components=3, num_keys=6, local_window=2)
 WITH_MEAN = dataclasses.replace(FEW, reallocate=True)
+IN_CHUNKS, FLOAT8 = {"prefill_chunk": 6}, {"cache_dtype": "float8_e4m3fn"}
 
 
 @functools.cache
@@ -40,14 +41,8 @@ def dense(tiny_model):
     return steps_of(Generator(model, by_name("single", model.sharding)))
 
 
-@pytest.mark.parametrize(
-    "num_devices, sparq, options",
-    [(1, ALL, {}), (3, dataclasses.replace(ALL, reallocate=True), {"prefill_chunk": 6})],
-)
-def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(
-    tiny_model, dense, num_devices, sparq, options
-):
-    found = steps_of(make_generator(tiny_model, num_devices, sparq, **options))
+def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(tiny_model, dense):
+    found = steps_of(make_generator(tiny_model, 1, ALL))
     for (tokens, logits), (expected, of_dense) in zip(found, dense, strict=True):
         assert tokens == expected
         np.testing.assert_allclose(logits, of_dense, atol=2e-5)
@@ -59,11 +54,11 @@ def on_one_device(query, cache, layer, lengths, prefixes=()):
     return sparq_decode(query, cache.key[layer], cache.value[layer], key_value_seq_lengths=lengths, **how)
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_dtype": "float8_e4m3fn"}])
+@pytest.mark.parametrize("options", [IN_CHUNKS, FLOAT8])
 def test_new_tokens_attend_to_what_sparq_decode_chooses_on_one_device(tiny_model, dense, options):
     model = tiny_model(1)
     attention = dataclasses.replace(by_name("single", model.sharding), decode=on_one_device)
-    expected = steps_of(Generator(model, attention, **options))
+    expected = steps_of(Generator(model, attention, **{} if options == IN_CHUNKS else options))
     found = steps_of(make_generator(tiny_model, 3, WITH_MEAN, **options))
     for (tokens, logits), (expected_tokens, expected_logits) in zip(found, expected, strict=True):
         assert tokens == expected_tokens
@@ -107,14 +102,13 @@ def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model):
 
 
 def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model):
-    generator = make_generator(tiny_model, 3, WITH_MEAN)
+    generator = make_generator(tiny_model, 3, WITH_MEAN, **IN_CHUNKS)
     whole = [result.new_ids for result in generate(generator, PROMPTS, COUNT)]
+    heard = []
     done = [ids[:4] for ids in whole]
-    for options in ({}, {"max_batch": 2}):
-        heard = []
-        how = dict(done=done, on_token=lambda *token, heard=heard: heard.append(token), **options)
-        assert [result.new_ids for result in generate(generator, PROMPTS, COUNT, **how)] == whole
-        assert sorted(heard) == sorted((row, whole[row][step]) for step in (4, 5) for row in range(3))
+    again = generate(generator, PROMPTS, COUNT, done=done, on_token=lambda *token: heard.append(token))
+    assert [result.new_ids for result in again] == whole
+    assert heard == [(row, whole[row][step]) for step in (4, 5) for row in range(3)]
     other = [*done[:2], [*done[2][:3], (done[2][3] + 1) % 64]]
     with pytest.raises(ValueError, match=r"done: holds token \d+ as number 3 of sequence 2, and this generation makes"):
         generate(generator, PROMPTS, COUNT, done=other)
@@ -122,13 +116,20 @@ def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model):
 
 def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_hand(tiny_model):
     """With the mean value: what is kept beside keys and values changes hands with the row."""
-    generator = make_generator(tiny_model, 3, WITH_MEAN)
-    stop_ids = {generate(generator, PROMPTS, COUNT)[0].new_ids[2]}
-    whole = generate(generator, PROMPTS, COUNT, stop_ids=stop_ids)
-    queued = generate(generator, PROMPTS, COUNT, stop_ids=stop_ids, max_batch=2)
+    generator = make_generator(tiny_model, 3, WITH_MEAN, **IN_CHUNKS)
+    # Programs are compiled by length: as many rows as of `PROMPTS`, as long, and all are admitted by one program.
+    queue = [list(range(first, first + count)) for first, count in ((3, 17), (40, 14), (20, 15))]
+    whole = [result.new_ids for result in generate(generator, queue, COUNT)]
+    stop = whole[1][2]
+    whole = generate(generator, queue, COUNT, stop_ids=[stop])
+    assert {one.stopped for one in whole} == {True, False}
+    queued = generate(generator, queue, COUNT, stop_ids=[stop], max_batch=2)
     for a, b in zip(whole, queued, strict=True):
         assert (a.new_ids, a.stopped) == (b.new_ids, b.stopped)
         assert a.log_probability == pytest.approx(b.log_probability, abs=1e-4)
+    done = [one.new_ids[:1] for one in whole]
+    again = generate(generator, queue, COUNT, stop_ids=[stop], max_batch=2, done=done)
+    assert [one.new_ids for one in again] == [one.new_ids for one in whole]
 
 
 @pytest.mark.parametrize(
