@@ -127,7 +127,9 @@ def sparq_decode(
         for the paper found grouped models to be better without (section 4).
       key_by_component: `[B, K, H, S]`, the keys once more, so that a component is contiguous; sharded on S. None: they
         are taken from `key`, where reading a component touches whole rows.
-      key_value_seq_lengths, is_causal, scale, implementation: as in `tree_attn.local.attend`.
+      key_value_seq_lengths, is_causal, scale, implementation: as in `tree_attn.local.attend`. With None or "mosaic_gpu" both
+        gathers are kernels on a Hopper GPU, where all are bfloat16 or float16, G = 1, `key_by_component` is given, S (of a
+        shard) is a multiple of 512 and r of 4; they have no gradient. The logger `tree_attn` says why not, at DEBUG.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
       selection: "global" or "per_shard".
       score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
@@ -208,14 +210,15 @@ def _sparq(
     view = visibility(options, batch=batch, num_queries=num_queries, num_slots=num_slots, shard=shard)
     grouped = query.reshape(batch, num_queries, num_kv_heads, -1, head_dim)
     is_global = how.sparq.selection == "global" and shard.num_shards > 1
-    why_not = _why_no_kernel(query, key, value, key_by_component, how.sparq, options)
+    most = how.sparq.num_keys if is_global else -(-how.sparq.num_keys // shard.num_shards)
+    why_not = _why_no_kernel(query, key, value, key_by_component, how.sparq, most, options)
     _log.debug("kernels of SparQ's gathers: %s", why_not or "used")
     if why_not is None:
-        shape = _kernel_shape(grouped, key, how.sparq, options, shard, is_global)
-        choice = _choose_by_kernel(grouped, key_by_component, view, options, shard, how, shape)
+        shape = _kernel_shape(grouped, key, how.sparq, most, options, is_global)
+        choice = _choose_by_kernel(grouped, key_by_component, view, options, shard, how, most, shape)
         state = _attend_by_kernel(grouped, key, value, choice, shape)
     else:
-        choice = _choose(grouped, key, key_by_component, view, options, shard, how, is_global)
+        choice = _choose(grouped, key, key_by_component, view, options, shard, how, most, is_global)
         state = _attend_rows(grouped, key, value, choice.slots, choice.counts, options)
     if is_global:
         state = reduce_state(state, how.axes, how.reduction, how.mesh)
@@ -241,7 +244,9 @@ class _Choice:
     kept: Float[Array, "B T K G"] | None
 
 
-def _choose(grouped, key, key_by_component, view: Visibility, options, shard: Shard, how: _How, is_global) -> _Choice:
+def _choose(
+    grouped, key, key_by_component, view: Visibility, options, shard: Shard, how: _How, most: int, is_global: bool
+) -> _Choice:
     """Step 1 and the choice, in XLA."""
     batch, num_queries, _, _, head_dim = grouped.shape
     visible = view.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
@@ -254,12 +259,11 @@ def _choose(grouped, key, key_by_component, view: Visibility, options, shard: Sh
     is_recent = _ends(options, batch, num_queries, view.num_slots, shard) - how.sparq.local_window
     is_recent = shard.positions(view.num_slots)[None, None, None, :] >= is_recent[:, :, None, None]
     scores = jnp.where(is_recent & visible, jnp.inf, scores)
-    return _best(scores, None, logits, total, view.num_slots, shard, how, is_global)
+    return _best(scores, None, logits, total, view.num_slots, shard, how, most, is_global)
 
 
-def _best(scores, slots, logits, total, num_slots: int, shard: Shard, how: _How, is_global: bool) -> _Choice:
+def _best(scores, slots, logits, total, num_slots: int, shard: Shard, how: _How, most: int, is_global) -> _Choice:
     """The best of candidates: `scores [B, T, K, n]`, their `slots` (None: in order) and `logits [B, T, K, G, n]`."""
-    most = how.sparq.num_keys if is_global else -(-how.sparq.num_keys // shard.num_shards)
     scores, places = jax.lax.top_k(scores, min(most, scores.shape[-1]))  # [B, T, K, k]; of equals the earliest
     slots = places if slots is None else jnp.take_along_axis(slots, places, axis=-1)
     is_kept = scores > -jnp.inf
@@ -274,16 +278,17 @@ def _best(scores, slots, logits, total, num_slots: int, shard: Shard, how: _How,
     return _Choice(slots=slots, counts=is_kept.sum(axis=-1, dtype=jnp.int32), total=total, kept=lse)
 
 
-def _why_no_kernel(query, key, value, key_by_component, sparq: SparqOptions, options: AttentionOptions) -> str | None:
+def _why_no_kernel(query, key, value, key_by_component, sparq: SparqOptions, most: int, options) -> str | None:
     """Returns what the two gathers as kernels need and this call lacks, or None where they run."""
     if options.implementation not in (None, "mosaic_gpu"):
         return f"implementation 'mosaic_gpu', not {options.implementation!r}"
+    if sparq.local_window > most:
+        return f"a local_window of at most the {most} keys that a shard keeps, not {sparq.local_window}"
     return mosaic_gpu.unavailable() or sparq_kernel.unsupported(query, key, value, key_by_component, sparq)
 
 
-def _kernel_shape(grouped, key, sparq: SparqOptions, options, shard: Shard, is_global) -> sparq_kernel.SparqShape:
+def _kernel_shape(grouped, key, sparq: SparqOptions, most: int, options, is_global) -> sparq_kernel.SparqShape:
     batch, num_queries, num_kv_heads, _, head_dim = grouped.shape
-    most = sparq.num_keys if is_global else -(-sparq.num_keys // shard.num_shards)
     return sparq_kernel.SparqShape(
         batch=batch,
         num_queries=num_queries,
@@ -299,7 +304,9 @@ def _kernel_shape(grouped, key, sparq: SparqOptions, options, shard: Shard, is_g
     )
 
 
-def _choose_by_kernel(grouped, key_by_component, view: Visibility, options, shard: Shard, how: _How, shape) -> _Choice:
+def _choose_by_kernel(
+    grouped, key_by_component, view: Visibility, options, shard: Shard, how: _How, most: int, shape
+) -> _Choice:
     """Step 1 and the choice in one kernel; where a choice is cut into chunks, or over shards, their best compete."""
     batch, num_queries, num_kv_heads = grouped.shape[:3]
     by_choice = lambda x: jnp.broadcast_to(x, (batch, num_queries, num_kv_heads, *x.shape[3:]))
@@ -331,9 +338,9 @@ def _choose_by_kernel(grouped, key_by_component, view: Visibility, options, shar
     flat = lambda x, missing: jnp.where(is_there, x.reshape(candidates), missing).reshape(*end.shape, -1)
     slots, logits = flat(slots, 0), flat(logits, -jnp.inf)
     total = _over_shards(jax.nn.logsumexp(lse[..., 0], axis=-1)[..., None], how, shape.is_shard)
-    most = sparq_kernel.candidate_slots(shape)
-    if not shape.is_shard and most is not None:
-        padding = [(0, 0), (0, most - slots.shape[-1])]
+    candidate_slots = sparq_kernel.candidate_slots(shape)
+    if not shape.is_shard and candidate_slots is not None:
+        padding = [(0, 0), (0, candidate_slots - slots.shape[-1])]
         by_row = lambda x, missing: jnp.pad(x.reshape(shape.choices, -1), padding, constant_values=missing)
         slots, kept = sparq_kernel.best_of(
             by_row(slots, 0), by_row(logits, -jnp.inf), recent.reshape(-1), shape=shape, interpret=INTERPRETED
@@ -346,7 +353,7 @@ def _choose_by_kernel(grouped, key_by_component, view: Visibility, options, shar
     # Of equal scores the earliest are wanted, and the lists are in no order.
     order = jnp.argsort(slots, axis=-1)
     slots, scores, logits = (jnp.take_along_axis(x, order, axis=-1) for x in (slots, scores, logits))
-    return _best(scores, slots, logits[:, :, :, None], total, view.num_slots, shard, how, shape.is_shard)
+    return _best(scores, slots, logits[:, :, :, None], total, view.num_slots, shard, how, most, shape.is_shard)
 
 
 def _attend_by_kernel(grouped, key, value, choice: _Choice, shape) -> SoftmaxState:
