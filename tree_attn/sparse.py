@@ -127,9 +127,10 @@ def sparq_decode(
         for the paper found grouped models to be better without (section 4).
       key_by_component: `[B, K, H, S]`, the keys once more, so that a component is contiguous; sharded on S. None: they
         are taken from `key`, where reading a component touches whole rows.
-      key_value_seq_lengths, is_causal, scale, implementation: as in `tree_attn.local.attend`. With None or "mosaic_gpu" both
-        gathers are kernels on a Hopper GPU, where all are bfloat16 or float16, G = 1, `key_by_component` is given, S (of a
-        shard) is a multiple of 512 and r of 4; they have no gradient. The logger `tree_attn` says why not, at DEBUG.
+      key_value_seq_lengths, is_causal, scale: as in `tree_attn.local.attend`.
+      implementation: as there. With None and "mosaic_gpu" both gathers are kernels on a Hopper GPU, where all are
+        bfloat16 or float16, G = 1, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4. They
+        have no gradient. The logger `tree_attn` says at DEBUG why they are not used.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
       selection: "global" or "per_shard".
       score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
