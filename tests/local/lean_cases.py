@@ -98,7 +98,10 @@ def variants() -> list[Call]:
             for kind in ({"group": 16}, causal, float8 | scaled)
         ),
         *(Call(head_dim=head_dim, slots=WHOLE, **kind) for head_dim in HEAD_DIMS for kind in ({}, float8 | wide)),
-        *(Call(**MANY, head_dim=head_dim, **kind) for head_dim in (64, 128, 256) for kind in ({}, lengths)),
+        *(
+            Call(**MANY, head_dim=head_dim, **kind)
+            for head_dim, kind in ((64, {}), (128, {}), (128, lengths), (256, lengths))
+        ),
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),

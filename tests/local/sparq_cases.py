@@ -64,4 +64,9 @@ CALLS = [
     Call(lengths=(8200, 4000), slots=8704, heads=1, num_keys=70),  # three chunks, which compete
     Call(lengths=(400,), equal_keys=True, local_window=2),  # of equals the earliest
 ]
-LARGE = [Call(lengths=(8192,), slots=8192, head_dim=128, num_components=32, num_keys=128)]  # for compilers
+COMPILED = [  # what differs most in registers
+    CALLS[2],
+    CALLS[3],
+    Call(lengths=(4096,), slots=4096, head_dim=128, num_components=32, num_keys=128),
+    Call(lengths=(8192,), slots=8192, head_dim=128, num_components=32, num_keys=128),
+]

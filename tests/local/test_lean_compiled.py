@@ -71,7 +71,7 @@ def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
     assert_fits(name, kernels[name], ctas_per_sm)
 
 
-@pytest.mark.parametrize("call", sparq_cases.CALLS + sparq_cases.LARGE, ids=str)
+@pytest.mark.parametrize("call", sparq_cases.COMPILED, ids=str)
 def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
     _, kernels = compiled[f"sparq {call}"]
     for name, ctas_per_sm in {"sparq_select": 3 if call.slots <= 4096 else 2, "sparq_attend": 2}.items():

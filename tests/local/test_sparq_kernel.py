@@ -1,7 +1,6 @@
 """SparQ's kernels in Mosaic GPU's interpreter, against the same in XLA, and lowered for CUDA."""
 
 import functools
-import os
 import re
 
 import jax
@@ -48,7 +47,6 @@ def lowered(call: Call, **how) -> str:
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="written for JAX 0.11 and newer")
-@pytest.mark.skipif("TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="there they are compiled, in test_lean_compiled")
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_it_lowers_to_two_kernels_or_three(call):

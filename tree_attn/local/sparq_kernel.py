@@ -568,11 +568,7 @@ def _await_copies(groups: int, interpret: bool) -> None:
 
 def _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
     """`_copy_rows` in words that the interpreter knows."""
-    own = pl.ds(0, key_ref.shape[-1])
-
-    def copy(i, _):
-        slot = jnp.where(count == 0, 0, slots_ref[jnp.clip(first + i, 0, jnp.maximum(count - 1, 0))])
-        key_smem[i, own] = key_ref[slot]
-        value_smem[i, own] = value_ref[slot]
-
-    lax.fori_loop(0, TILE, copy, None)
+    places = jnp.clip(first + jnp.arange(TILE), 0, jnp.maximum(count - 1, 0))
+    slots = jnp.where(count == 0, 0, slots_ref[...][places])
+    for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
+        smem[:, pl.ds(0, source_ref.shape[-1])] = source_ref[...][slots]
