@@ -310,14 +310,14 @@ def _choose_by_kernel(
 ) -> _Choice:
     """Step 1 and the choice in one kernel; where a choice is cut into chunks, or over shards, their best compete."""
     batch, num_queries, num_kv_heads = grouped.shape[:3]
-    by_choice = lambda x: jnp.broadcast_to(x, (batch, num_queries, num_kv_heads, *x.shape[3:]))
+    for_heads = lambda x: jnp.broadcast_to(x, (batch, num_queries, num_kv_heads))
     components, weights = _components(grouped, how.sparq, shape.scale)
-    end = by_choice(view.slot_ranges()[1][:, :, None])
+    end = for_heads(view.slot_ranges()[1][:, :, None])
     first_recent = _ends(options, batch, num_queries, view.num_slots, shard) - how.sparq.local_window
     recent = jnp.clip(first_recent, 0, view.num_slots * shard.num_shards)
-    recent = by_choice(shard.local_lengths(recent, view.num_slots)[:, :, None])
-    starts = shape.chunk * jnp.arange(shape.num_chunks, dtype=jnp.int32)[None, None, None, :]
-    within = lambda slot: jnp.clip(slot[..., None] - starts, 0, shape.chunk)  # [B, T, K, chunks]
+    recent = for_heads(shard.local_lengths(recent, view.num_slots)[:, :, None])
+    starts = sparq_kernel.CHUNK * jnp.arange(shape.num_chunks, dtype=jnp.int32)[None, None, None, :]
+    within = lambda slot: jnp.clip(slot[..., None] - starts, 0, sparq_kernel.CHUNK)  # [B, T, K, chunks]
     ends = jnp.stack(
         [within(end), within(recent), *[jnp.zeros((*end.shape, shape.num_chunks), jnp.int32)] * 2], axis=-1
     )
@@ -339,12 +339,10 @@ def _choose_by_kernel(
     flat = lambda x, missing: jnp.where(is_there, x.reshape(candidates), missing).reshape(*end.shape, -1)
     slots, logits = flat(slots, 0), flat(logits, -jnp.inf)
     total = _over_shards(jax.nn.logsumexp(lse[..., 0], axis=-1)[..., None], how, shape.is_shard)
-    candidate_slots = sparq_kernel.candidate_slots(shape)
-    if not shape.is_shard and candidate_slots is not None:
-        padding = [(0, 0), (0, candidate_slots - slots.shape[-1])]
-        by_row = lambda x, missing: jnp.pad(x.reshape(shape.choices, -1), padding, constant_values=missing)
+    if not shape.is_shard and slots.shape[-1] <= sparq_kernel.CHUNK:
+        by_choice = lambda x: x.reshape(shape.choices, -1)
         slots, kept = sparq_kernel.best_of(
-            by_row(slots, 0), by_row(logits, -jnp.inf), recent.reshape(-1), shape=shape, interpret=INTERPRETED
+            by_choice(slots), by_choice(logits), recent.reshape(-1), shape=shape, interpret=INTERPRETED
         )
         counts = jnp.minimum(end, shape.num_keys)
         return _Choice(

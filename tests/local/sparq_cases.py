@@ -33,7 +33,7 @@ class Call:
     @property
     def num_kernels(self) -> int:
         """One more where chunks compete."""
-        return 3 if self.slots > 8192 else 2
+        return 3 if self.slots > 4096 else 2
 
     def arrays(self):
         """Query, key, value, keys by component, and the lengths."""
@@ -68,5 +68,4 @@ COMPILED = [  # what differs most in registers
     CALLS[2],
     CALLS[3],
     Call(lengths=(4096,), slots=4096, head_dim=128, num_components=32, num_keys=128),
-    Call(lengths=(8192,), slots=8192, head_dim=128, num_components=32, num_keys=128),
 ]

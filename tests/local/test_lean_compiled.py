@@ -14,7 +14,13 @@ from lean_cases import variants
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8  # per thread, as the hardware hands them out
-THREADS = {"lean_attention": 2 * 128, "tall_attention": 3 * 128, "sparq_select": 128, "sparq_attend": 128}  # of a CTA
+THREADS = {
+    "lean_attention": 2 * 128,
+    "tall_attention": 3 * 128,
+    "sparq_select": 128,
+    "sparq_best": 128,
+    "sparq_attend": 128,
+}  # of a CTA
 MOST_OF_MERGE = 168  # registers; its CTAs are small, and come and go
 
 pytestmark = pytest.mark.skipif(
@@ -74,7 +80,11 @@ def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
 @pytest.mark.parametrize("call", sparq_cases.COMPILED, ids=str)
 def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
     _, kernels = compiled[f"sparq {call}"]
-    for name, ctas_per_sm in {"sparq_select": 3 if call.slots <= 4096 else 2, "sparq_attend": 2}.items():
+    for name, ctas_per_sm in {
+        "sparq_select": 3 if call.slots <= 4096 else 2,
+        "sparq_best": 3,
+        "sparq_attend": 2,
+    }.items():
         if name in kernels:  # of equal ones JAX compiles one
             assert_fits(name, kernels[name], ctas_per_sm)
 

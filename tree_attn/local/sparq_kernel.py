@@ -28,7 +28,7 @@ from tree_attn.ptx import asm
 
 HEAD_DIMS = (64, 80, 96, 128)
 SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
-MOST_SLOTS = 8192  # whose scores fit in the registers of a warpgroup
+CHUNK = 4096  # slots whose scores fit in the registers of a warpgroup, three times per SM
 COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
 TILE = 64  # kept keys that are attended to at a time
 PADDING = 8  # elements between rows in shared memory, so that rows begin in different banks
@@ -62,13 +62,8 @@ class SparqShape:
         return self.batch * self.num_queries * self.num_kv_heads
 
     @property
-    def chunk(self) -> int:
-        """Slots whose scores a CTA holds; more than one chunk are cut small, for CTAs to have equally many."""
-        return MOST_SLOTS if MOST_SLOTS // 2 < self.num_slots <= MOST_SLOTS else MOST_SLOTS // 2
-
-    @property
     def num_chunks(self) -> int:
-        return pl.cdiv(self.num_slots, self.chunk)
+        return pl.cdiv(self.num_slots, CHUNK)
 
     @property
     def is_final(self) -> bool:
@@ -78,7 +73,7 @@ class SparqShape:
     @property
     def select_ctas_per_sm(self) -> int:
         """What registers hold."""
-        return 3 if self.is_final and self.chunk < MOST_SLOTS else 2
+        return 3 if self.is_final else 2
 
     def sequence_and_head(self, choice):
         return lax.div(choice, self.num_queries * self.num_kv_heads), lax.rem(choice, self.num_kv_heads)
@@ -123,7 +118,7 @@ def select_keys(key_by_component, components, weights, ends, *, shape: SparqShap
     return launch(
         functools.partial(_select, shape, interpret),
         out_type=(listed(jnp.int32), listed(jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.float32)),
-        grid=(_num_ctas(shape, rows, shape.num_stages * shape.chunk * 2, shape.select_ctas_per_sm),),
+        grid=(_num_ctas(shape, rows, shape.num_stages * CHUNK * 2, shape.select_ctas_per_sm),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
@@ -141,9 +136,7 @@ def _select(shape: SparqShape, interpret: bool, *refs):
     stages, count = shape.num_stages, shape.num_components
     pl.run_scoped(
         functools.partial(_select_scoped, shape, interpret, *refs),
-        keys_smem=plgpu.SMEM(
-            (stages, shape.chunk // COLUMNS, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)
-        ),
+        keys_smem=plgpu.SMEM((stages, CHUNK // COLUMNS, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)),
         # A TMA copy begins at a multiple of 128 bytes.
         components_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.int32),
         weights_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.float32),
@@ -163,7 +156,7 @@ def _select_scoped(
 ):  # fmt: skip
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     count, stages, layout = shape.num_components, shape.num_stages, plgpu.Layout.WGMMA
-    tile = (shape.chunk // COLUMNS, COLUMNS)
+    tile = (CHUNK // COLUMNS, COLUMNS)
     own_rows = lax.div(shape.choices * shape.num_chunks - cta + num_ctas - 1, num_ctas)
 
     def ask(i):
@@ -212,7 +205,7 @@ def _select_scoped(
             move_first(i + 1)
 
         outputs = slots_ref.at[row], logits_ref.at[row], stats_ref.at[row]
-        first_slot = lax.rem(row, shape.num_chunks) * shape.chunk
+        first_slot = lax.rem(row, shape.num_chunks) * CHUNK
         _choose(shape, interpret, logits, first_slot, ends_smem.at[parity], *outputs, count_smem, weight_smem)
 
     lax.fori_loop(0, own_rows, row_step, None)
@@ -236,7 +229,7 @@ def _choose(
     # The order of logits is that of their shares. One array for all: registers are what limits CTAs here.
     scores = jnp.where(is_visible, jnp.where(is_recent, jnp.inf, logits), -jnp.inf)
     count_of = lambda chosen: scalar(jnp.where(chosen, 1, 0), "add", count_smem)
-    is_kept = _first_largest(scores, slots, shape.chunk, shape.num_keys, count_of)
+    is_kept = _first_largest(scores, slots, CHUNK, shape.num_keys, count_of)
     kept = kept + weight_of(is_kept & (scores < jnp.inf), scores)
     for i, weight in enumerate((total, kept)):
         stats_ref[i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
@@ -355,14 +348,15 @@ def best_of(slots, logits, recent, *, shape: SparqShape, interpret: bool = False
     """The best of each choice's candidates, where several rows of `select_keys` made lists.
 
     Args:
-      slots: int32 `[choices, n]`; logits: float32 `[choices, n]`, -inf where there is no candidate; n of
-        `candidate_slots`.
+      slots: int32 `[choices, n]`; logits: float32 `[choices, n]`, -inf where there is no candidate; n up to `CHUNK`.
       recent: int32 `[choices]`, first of the slots that are kept whatever they score.
     Returns:
       As `select_keys` for each choice: slots `[choices, k]`, and lse of what is kept, float32 `[choices]`.
     """
     choices, n = slots.shape
-    grid_shape = (choices, n // COLUMNS, COLUMNS)
+    padding = [(0, 0), (0, CHUNK - n)]
+    slots, logits = jnp.pad(slots, padding), jnp.pad(logits, padding, constant_values=-jnp.inf)
+    tiles = (choices, CHUNK // COLUMNS, COLUMNS)
     return launch(
         functools.partial(_best, shape, interpret),
         out_type=(
@@ -375,13 +369,7 @@ def best_of(slots, logits, recent, *, shape: SparqShape, interpret: bool = False
         thread_name="warpgroup",
         scratch_bytes=4096,
         name="sparq_best",
-    )(slots.reshape(grid_shape), logits.reshape(grid_shape), recent)
-
-
-def candidate_slots(shape: SparqShape) -> int | None:
-    """How many candidates a choice's lists are padded to for `best_of`; None: more than it takes."""
-    padded = pl.cdiv(shape.num_chunks * shape.num_keys, 64 * COLUMNS) * 64 * COLUMNS
-    return padded if padded <= MOST_SLOTS else None
+    )(slots.reshape(tiles), logits.reshape(tiles), recent)
 
 
 def _best(shape: SparqShape, interpret: bool, slots_ref, logits_ref, recent_ref, out_ref, lse_ref):
