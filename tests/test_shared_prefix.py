@@ -94,6 +94,11 @@ def test_several_tokens_see_the_suffix_up_to_their_own():
     tree.check({"is_causal": True})
 
 
+def test_a_node_that_serves_nobody_gives_its_keys_to_nobody():
+    """Its place among the queries is where the first sequence's would be if all were in order."""
+    Tree([[(5, ()), (4, (1,)), (3, (2,))]], [2, 0, 1]).check()
+
+
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_random_trees(data):

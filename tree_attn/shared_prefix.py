@@ -210,7 +210,8 @@ def _level_state(query, level: PrefixLevel, options: AttentionOptions, shard: Sh
     for node, served in enumerate(level.sequences):
         rows[node, : len(served)] = served
         places[list(served)] = node * most + np.arange(len(served))
-    is_in_order = np.array_equal(rows.ravel(), np.arange(batch))
+    # A node that serves nobody is given row 0 too, so it is where rows are that tells.
+    is_in_order = nodes * most == batch and np.array_equal(places, np.arange(batch))
     together = query if is_in_order else query[rows.ravel()]
     options = dataclasses.replace(
         options,
