@@ -24,8 +24,8 @@ import time
 
 import numpy as np
 
-READ_GB_PER_S = 4300  # the best read rate seen on an H200; its datasheet says 4800
-ROTATE_BYTES = 200e6  # three times the L2 cache
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from benching import READ_GB_PER_S, ROTATE_BYTES, TIMING, torch_device_us
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _time_jax(case: Case, implementation: str, n_iters: int, with_energy: bool) 
         "n_iters": n_iters,
         "calls": calls,
         "caches": sets,
-        "timing": "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls",
+        "timing": TIMING,
         "kernels": timed.kernels,
         "max_lse_error": wrong_by,
     }
@@ -263,7 +263,7 @@ def _time_flashinfer(case: Case) -> dict:
         decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
         try:
             decode.plan(indptr, indices, last, *heads, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-            times[use_tensor_cores] = _torch_device_us(functools.partial(run, decode), sets)
+            times[use_tensor_cores] = torch_device_us(functools.partial(run, decode), sets)
         except (RuntimeError, ValueError) as error:
             errors.append(str(error))
     if not times:
@@ -277,23 +277,6 @@ def _time_flashinfer(case: Case) -> dict:
         "flashinfer": flashinfer.__version__,
         "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
     }
-
-
-def _torch_device_us(call, calls: int, n_iters: int = 15) -> float:
-    import torch
-
-    for _ in range(5):
-        call()
-    torch.cuda.synchronize()
-    samples = []
-    for _ in range(3):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(n_iters):
-                call()
-            torch.cuda.synchronize()
-        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        samples.append(sum(event.time_range.elapsed_us() for event in events) / n_iters / calls)
-    return float(np.median(samples))
 
 
 def markdown(path: pathlib.Path) -> int:

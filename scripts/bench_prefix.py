@@ -18,8 +18,7 @@ import sys
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from bench_lean import _torch_device_us
-from benching import READ_GB_PER_S, ROTATE_BYTES, Rows, markdown, normals, time_steps
+from benching import READ_GB_PER_S, ROTATE_BYTES, Rows, markdown, normals, time_steps, torch_device_us
 
 PRODUCTS_TFLOPS = 700  # bf16, what large matrix products reach on an H200
 # What is timed: (does it share the prefix, implementation).
@@ -158,7 +157,7 @@ def _time_flashinfer(case: Case) -> dict:
             for cache in caches:
                 cascade.run(query, cache)
 
-        median = _torch_device_us(run, sets)
+        median = torch_device_us(run, sets)
     except (RuntimeError, ValueError, TypeError) as error:
         return {"error": f"flashinfer: {error}"}
     return {

@@ -7,6 +7,8 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 READ_GB_PER_S = 4300  # the best read rate seen on an H200; its datasheet says 4800
 ROTATE_BYTES = 200e6  # three times the L2 cache
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
@@ -68,6 +70,24 @@ def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
         "timing": TIMING,
         "kernels": timed.kernels,
     }
+
+
+def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
+    """Microseconds of kernels, copies and memsets for each of `calls` calls that `call()` makes; a median of three."""
+    import torch
+
+    for _ in range(5):
+        call()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(n_iters):
+                call()
+            torch.cuda.synchronize()
+        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        samples.append(sum(event.time_range.elapsed_us() for event in events) / n_iters / calls)
+    return float(np.median(samples))
 
 
 def normals(dtype="bfloat16"):

@@ -80,6 +80,7 @@ def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
 @pytest.mark.parametrize("call", sparq_cases.COMPILED, ids=str)
 def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
     _, kernels = compiled[f"sparq {call}"]
+    assert "sparq_select" in kernels
     for name, ctas_per_sm in {
         "sparq_select": 3 if call.slots <= 4096 else 2,
         "sparq_best": 3,

@@ -39,6 +39,7 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=70, group=2, slots=200, lengths=(150, 0)),
     Call(queries=20, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
     Call(queries=9, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
+    *(Call(layout=layout, queries=20, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
     Call(queries=9, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
 ]
 WHOLE = [  # rows that five CTAs share evenly
