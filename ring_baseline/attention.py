@@ -74,13 +74,12 @@ def ring_attention(
     _check_self_attention(query, key)
 
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
-        mine = dataclasses.replace(options, query_positions=shard.positions(query.shape[1]))
         key_value, state = (key, value), None
         for hop in range(shard.num_shards):
             arriving = to_next(key_value, axes) if hop < shard.num_shards - 1 else None
             visiting = dataclasses.replace(shard, index=source(axes, hop))
             with jax.named_scope(f"ring_attention_hop_{hop}"):
-                part = attend_shard(query, *key_value, mine, visiting, beside_transfers=True)
+                part = attend_shard(query, *key_value, options, visiting, query_shard=shard, beside_transfers=True)
             # Merged in float32: a bf16 running output would round once per hop.
             part = SoftmaxState(part.out.astype(part.lse.dtype), part.lse)
             state = part if state is None else merge_state(state, part)

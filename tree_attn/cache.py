@@ -1,6 +1,7 @@
 """The KV cache: sharded along the sequence, block-cyclic so that growth stays balanced, updated in place."""
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -20,6 +21,9 @@ from tree_attn.arguments import (
 )
 from tree_attn.mesh import AxisName, axis_tuple, check_axes
 from tree_attn.placement import check_block_size, storage_order
+
+
+_PER_LAYER = ("key", "value", "value_sum", "key_by_component", "key_scale", "value_scale")
 
 
 class CacheFullError(ValueError):
@@ -43,7 +47,9 @@ class KVCache:
       >>> cache.check_room(1)          # raises CacheFullError on the host, before anything runs
       >>> cache = step(cache, key, value)
 
-    key, value: `[B, S, K, H]`, or `[L, B, S, K, H]` for L layers; S slots in storage order (`tree_attn.placement`)
+    key, value: `[B, S, K, H]`, or `[L, B, S, K, H]` for L layers; S slots in storage order (`tree_attn.placement`).
+                With `create(stacks_layers=False)` they, and what else has an `L` below, are tuples of one array per
+                layer: a kernel then reads a layer where it lies, and of one array XLA would copy it out first
     lengths:    int32 `[B]`, tokens held by each sequence
     overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
                 left the sequence as it was; `check_room` raises from then on.
@@ -53,8 +59,8 @@ class KVCache:
     key_by_component: key once more, as `[B, K, H, S]` or `[L, B, K, H, S]`, for what reads single components; or None
     """
 
-    key: Float[Array, "*L B S K H"]
-    value: Float[Array, "*L B S K H"]
+    key: Float[Array, "*L B S K H"] | tuple[Float[Array, "B S K H"], ...]
+    value: Float[Array, "*L B S K H"] | tuple[Float[Array, "B S K H"], ...]
     lengths: Int[Array, " B"]
     overflowed: Bool[Array, " B"]
     mesh: Mesh
@@ -78,6 +84,7 @@ class KVCache:
         axis_name: AxisName,
         block_size: int = 1,
         num_layers: int | None = None,
+        stacks_layers: bool = True,
         keeps_value_sum: bool = False,
         keeps_key_by_component: bool = False,
         key_scale: Float[Array, "*L K"] | None = None,
@@ -92,6 +99,7 @@ class KVCache:
             divided by its scale: float8_e4m3fn rounded to 4 bits of significance and clipped to +-448, int8 rounded to
             the nearest integer (ties to even) and clipped to +-127. Attention reads them as they are.
           num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
+          stacks_layers: False for tuples of layers instead, which are then named by Python integers.
           keeps_value_sum, keeps_key_by_component: what `tree_attn.sparq_decode` profits from; the second takes half as
             much memory again.
           key_scale, value_scale: float32 `[K]`, or `[L, K]` of a layered cache, positive: for narrow dtypes; int8 needs
@@ -116,35 +124,55 @@ class KVCache:
         unit = block_size * int(np.prod([mesh.shape[axis] for axis in axes]))
         num_slots = -(-capacity // unit) * unit
         layers = () if num_layers is None else (num_layers,)
-        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
+        for name, scale in scales.items():
             _check_scale(name, scale, jnp.dtype(dtype).name, (*layers, num_kv_heads))
-        sharding = NamedSharding(mesh, P(*([None] * (len(layers) + 1)), axes))
-        zeros = partial(jnp.zeros, (*layers, batch, num_slots, num_kv_heads, head_dim), dtype, device=sharding)
         whole = NamedSharding(mesh, P())
-        by_component = NamedSharding(mesh, P(*([None] * (len(layers) + 3)), axes))
-        heads = (*layers, batch, num_kv_heads, head_dim)
         # Copies: a cache is donated, and its scales are other caches' too. (JAX 0.10's device_put aliases in any case.)
         own = lambda scale: jax.device_put(jnp.copy(scale) if isinstance(scale, jax.Array) else scale, whole)
+
+        def arrays(layers: tuple[int, ...], scales) -> dict[str, Array | None]:
+            sharding = NamedSharding(mesh, P(*([None] * (len(layers) + 1)), axes))
+            by_component = NamedSharding(mesh, P(*([None] * (len(layers) + 3)), axes))
+            zeros = partial(jnp.zeros, (*layers, batch, num_slots, num_kv_heads, head_dim), dtype, device=sharding)
+            heads = (*layers, batch, num_kv_heads, head_dim)
+            return {
+                "key": zeros(),
+                "value": zeros(),
+                "value_sum": jnp.zeros(heads, jnp.float32, device=whole) if keeps_value_sum else None,
+                "key_by_component": (
+                    jnp.zeros((*heads, num_slots), dtype, device=by_component) if keeps_key_by_component else None
+                ),
+            } | {name: None if scale is None else own(scale) for name, scale in scales.items()}
+
+        if stacks_layers or num_layers is None:
+            held = arrays(layers, scales)
+        else:
+            of_layer = lambda i: {name: None if scale is None else scale[i] for name, scale in scales.items()}
+            held = _by_name([arrays((), of_layer(i)) for i in range(num_layers)])
         return cls(
-            key=zeros(),
-            value=zeros(),
             lengths=jnp.zeros((batch,), jnp.int32, device=whole),
             overflowed=jnp.zeros((batch,), bool, device=whole),
             mesh=mesh,
             axis_name=axis_name,
             block_size=block_size,
-            value_sum=jnp.zeros(heads, jnp.float32, device=whole) if keeps_value_sum else None,
-            key_by_component=(
-                jnp.zeros((*heads, num_slots), dtype, device=by_component) if keeps_key_by_component else None
-            ),
-            key_scale=None if key_scale is None else own(key_scale),
-            value_scale=None if value_scale is None else own(value_scale),
+            **held,
         )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of all keys, `[*L, B, S, K, H]`."""
+        return self.key.shape if self._is_stacked else (len(self.key), *self.key[0].shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of keys and values as they are kept."""
+        return (self.key if self._is_stacked else self.key[0]).dtype
 
     @property
     def capacity(self) -> int:
         """Tokens that each sequence has room for."""
-        return self.key.shape[-3]
+        return self.shape[-3]
 
     @property
     def num_shards(self) -> int:
@@ -158,7 +186,9 @@ class KVCache:
           >>> out = tree_decode(query, cache.key, cache.value, block_size=1, **where, **cache.scales())
         """
         given = {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        return {name: scale if scale is None or layer is None else scale[layer] for name, scale in given.items()}
+        if layer is None:
+            return {name: jnp.stack(scale) if isinstance(scale, tuple) else scale for name, scale in given.items()}
+        return {name: None if scale is None else scale[layer] for name, scale in given.items()}
 
     def value_mean(self, lengths: Int[Array, " B"], layer: int | Array | None = None) -> Float[Array, "B K H"]:
         """Returns the mean of each sequence's values, float32 `[B, K, H]`; 0 of none. It reads no values.
@@ -205,6 +235,8 @@ class KVCache:
         A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache.
         """
         _check_new(key, value, self, layer)
+        if not self._is_stacked:
+            return self._with_layer(layer, self._of_layer(layer).write(key, value))
         scales = self.scales(layer)
         positions = self.lengths[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)[None, :]  # [B, T]
         has_room = self.lengths + key.shape[1] <= self.capacity
@@ -248,6 +280,8 @@ class KVCache:
             raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
         if end % unit:
             raise ValueError(f"start must be a multiple of shards * block_size = {unit}, got {start}")
+        if not self._is_stacked:
+            return self._with_layer(layer, self._of_layer(layer).write_prefix(key, value, start=start))
         slot = jnp.asarray(start, jnp.int32) // self.num_shards
 
         def put(stored, new, slot, layer, is_by_component):
@@ -273,15 +307,18 @@ class KVCache:
         Example:
           >>> cache = cache.with_sequence(2, cache_of_the_prompt)
         """
-        like = lambda cache: (jax.tree.structure(cache), cache.key.dtype, cache.key.shape[:-4], cache.key.shape[-2:])
+        like = lambda cache: (jax.tree.structure(cache), cache.dtype, cache.shape[:-4], cache.shape[-2:])
         if like(other) != like(self) or other.lengths.shape != (1,) or other.capacity > self.capacity:
             raise ValueError(
                 f"other must be like this cache, of one sequence and at most {self.capacity} tokens; got key "
-                f"{other.key.dtype}{other.key.shape} beside {self.key.dtype}{self.key.shape}"
+                f"{other.dtype}{other.shape} beside {self.dtype}{self.shape}"
             )
-        batch, rank = len(self.lengths), self.key.ndim
+        batch = len(self.lengths)
         if isinstance(row, int | np.integer) and not 0 <= row < batch:
             raise ValueError(f"row must lie in [0, {batch}), got {row}")
+        if not self._is_stacked:
+            return self._by_layer(lambda own, i: own.with_sequence(row, other._of_layer(i)))
+        rank = self.key.ndim
         _, specs = self._stored()
         # The axis of the batch; what has no slots is on every device.
         axes = {name: rank - 4 for name in specs} | {"lengths": 0, "overflowed": 0}
@@ -320,6 +357,8 @@ class KVCache:
         """
         check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
         lengths = jnp.asarray(lengths, jnp.int32)
+        if not self._is_stacked:
+            return self._by_layer(lambda own, _: own.with_lengths(lengths))
         value_sum = self.value_sum
         if value_sum is not None:
             positions = storage_order(self.capacity, self.num_shards, self.block_size)
@@ -327,6 +366,25 @@ class KVCache:
             is_held = is_held if self.value.ndim == 4 else is_held[None]
             value_sum = jnp.where(is_held, _widened(self.value, self.value_scale), 0.0).sum(axis=-3)
         return dataclasses.replace(self, lengths=lengths, value_sum=value_sum)
+
+    @property
+    def _is_stacked(self) -> bool:
+        return not isinstance(self.key, tuple)
+
+    def _of_layer(self, layer: int) -> "KVCache":
+        """One layer of a tuple of them, as a cache of one layer."""
+        arrays = {name: getattr(self, name) for name in _PER_LAYER}
+        return dataclasses.replace(self, **{name: x if x is None else x[layer] for name, x in arrays.items()})
+
+    def _with_layer(self, layer: int, cache: "KVCache") -> "KVCache":
+        """The inverse: a tuple of layers with one replaced."""
+        return self._by_layer(lambda own, i: cache if i == layer else own)
+
+    def _by_layer(self, method: Callable[["KVCache", int], "KVCache"]) -> "KVCache":
+        """What comes of `method(cache of one layer, its number)`, joined again."""
+        layers = [method(self._of_layer(i), i) for i in range(len(self.key))]
+        arrays = _by_name([{name: getattr(layer, name) for name in _PER_LAYER} for layer in layers])
+        return dataclasses.replace(self, lengths=layers[0].lengths, overflowed=layers[0].overflowed, **arrays)
 
     def _stored(self) -> tuple[dict[str, Array], dict[str, P]]:
         """What is sharded along the sequence, by name, and how."""
@@ -358,6 +416,11 @@ class KVCache:
         return dataclasses.replace(self, **mapped(stored, new, positions, layer))
 
 
+def _by_name(layers: Sequence[Mapping[str, Array | None]]) -> dict[str, tuple[Array, ...] | None]:
+    """Per name the arrays of all layers; None of what no layer has."""
+    return {name: None if layers[0][name] is None else tuple(x[name] for x in layers) for name in layers[0]}
+
+
 def _as_stored(x, dtype: jnp.dtype, scale):
     """`[B, T, K, H]` in the cache's dtype; what has it already is taken as it is.
 
@@ -386,18 +449,20 @@ def _locate(positions, num_shards: int, block_size: int):
 
 
 def _check_new(key, value, cache: KVCache, layer) -> None:
-    *layers, batch, _, num_kv_heads, head_dim = cache.key.shape
+    *layers, batch, _, num_kv_heads, head_dim = cache.shape
     if bool(layers) != (layer is not None):
-        raise ValueError(f"layer must be given for a layered cache, and only then: cache {cache.key.shape}, {layer=}")
+        raise ValueError(f"layer must be given for a layered cache, and only then: cache {cache.shape}, {layer=}")
+    if not cache._is_stacked and not isinstance(layer, int | np.integer):
+        raise ValueError(f"layer must be a Python integer for a cache that does not stack layers, got {layer!r}")
     if isinstance(layer, int | np.integer) and not 0 <= layer < layers[0]:
         raise ValueError(f"layer must lie in [0, {layers[0]}), got {layer}")
     for name, new in (("key", key), ("value", value)):
         shape = jnp.shape(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
             raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
-        narrows = cache.key.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
-        if new.dtype != cache.key.dtype and not narrows:
-            raise ValueError(f"{name} must have the cache's dtype {cache.key.dtype}, got {new.dtype}")
+        narrows = cache.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
+        if new.dtype != cache.dtype and not narrows:
+            raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {new.dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 

@@ -14,8 +14,8 @@ from tree_attn.state import SoftmaxState
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["lengths", "query_positions", "shard"],
-    meta_fields=["num_slots", "is_causal", "window"],
+    data_fields=["lengths", "query_positions", "shard", "is_strict"],
+    meta_fields=["num_slots", "is_causal", "window", "is_diagonal"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visibility:
@@ -27,6 +27,9 @@ class Visibility:
     lengths:          int32 `[B]`, valid keys counted over all shards; None when every slot of every shard is valid
     query_positions:  int32 `[B, T]`; None when no rule depends on them (plain decoding)
     shard:            which positions the `num_slots` keys at hand have
+    is_diagonal:      queries are causal and stored as the keys are, so that query t sees the slots up to t, or, if
+                      `is_strict`, up to t - 1: what a kernel's own causal mask can do
+    is_strict:        bool; None where it is False when compiling
     """
 
     lengths: Int[Array, " B"] | None
@@ -35,6 +38,8 @@ class Visibility:
     num_slots: int
     is_causal: bool
     window: Window | None
+    is_diagonal: bool = False
+    is_strict: Bool[Array, ""] | None = None
 
     @property
     def by_length_only(self) -> bool:
@@ -88,12 +93,23 @@ class Visibility:
         return visible
 
 
-def visibility(options: AttentionOptions, *, batch: int, num_queries: int, num_slots: int, shard: Shard) -> Visibility:
+def visibility(
+    options: AttentionOptions,
+    *,
+    batch: int,
+    num_queries: int,
+    num_slots: int,
+    shard: Shard,
+    query_shard: Shard | None = None,
+) -> Visibility:
     """Normalises the masking options of the vocabulary into one `Visibility` (they are checked already).
 
     Without `query_positions` the T queries are the last T positions of each sequence; then a single query sees every
-    valid key whether causal or not, and the causal rule is dropped so that the plainest kernel can run.
+    valid key whether causal or not, and the causal rule is dropped so that the plainest kernel can run. Or the queries
+    are those of `query_shard`, which is to `shard` what a prompt's own part is to another.
     """
+    if query_shard is not None:
+        options = dataclasses.replace(options, query_positions=query_shard.positions(num_queries))
     num_keys = num_slots * shard.num_shards
     lengths, is_causal = options.key_value_seq_lengths, options.is_causal
     if lengths is not None:
@@ -105,6 +121,9 @@ def visibility(options: AttentionOptions, *, batch: int, num_queries: int, num_s
     positions = None
     if is_causal or window is not None:
         positions = _positions(batch, num_queries, num_keys, lengths, options.query_positions)
+    # Striped, position t of one shard comes before position t of the next.
+    is_alike = query_shard is not None and num_queries == num_slots and (shard.num_shards == 1 or shard.block_size == 1)
+    is_diagonal = is_causal and window is None and is_alike
     return Visibility(
         lengths=lengths,
         query_positions=positions,
@@ -112,6 +131,8 @@ def visibility(options: AttentionOptions, *, batch: int, num_queries: int, num_s
         num_slots=num_slots,
         is_causal=is_causal,
         window=window,
+        is_diagonal=is_diagonal,
+        is_strict=jnp.asarray(query_shard.index < shard.index) if is_diagonal and shard.num_shards > 1 else None,
     )
 
 

@@ -14,10 +14,10 @@ import ring_baseline
 import tree_attn
 from models.llama.config import LlamaConfig
 from models.llama.sharding import LlamaSharding, as_tuple
-from tree_attn.arguments import one_of
+from tree_attn.arguments import AttentionOptions, one_of
 from tree_attn.cache import KVCache
-from tree_attn.local import attend, check_implementation
-from tree_attn.placement import storage_order
+from tree_attn.local import attend, attend_shard, check_implementation, mosaic_gpu, sparq_kernel
+from tree_attn.placement import Shard, storage_order
 from tree_attn.reduce import check_reduction
 from tree_attn.shared_prefix import PrefixLevel, hydragen_decode
 from tree_attn.sparse import SparqOptions, sparq_decode
@@ -127,6 +127,11 @@ class Attention:
     def cache_keeps(self) -> dict[str, bool]:
         """What `KVCache.create` is told to keep beside keys and values."""
         return {} if self.sparq is None else {"keeps_value_sum": True, "keeps_key_by_component": True}
+
+    def slot_multiple(self, num_tokens: int) -> int:
+        """Slots of a shard come in multiples of this, for so many tokens at most: what kernels take."""
+        large = self.sparq is not None and num_tokens >= sparq_kernel.SLOT_MULTIPLE * self.num_shards
+        return sparq_kernel.SLOT_MULTIPLE if large else mosaic_gpu.SLOT_MULTIPLE
 
     def storage_order(self, num_tokens: int) -> StorageOrder:
         """The order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""
@@ -273,17 +278,9 @@ def _sharded(
 
 def _single(implementation: str | None) -> tuple[Callable, Callable]:
     def prefill(query, key, value, lengths, prefixes=()):
+        options = AttentionOptions(key_value_seq_lengths=lengths, is_causal=True, implementation=implementation)
         # Padding lies to the right, so position t is index t whatever the length.
-        positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32)[None, :], query.shape[:2])
-        state = attend(
-            query,
-            key,
-            value,
-            key_value_seq_lengths=lengths,
-            is_causal=True,
-            query_positions=positions,
-            implementation=implementation,
-        )
+        state = attend_shard(query, key, value, options, Shard(), query_shard=Shard())
         return _after_prefixes(
             state, query, key, prefixes, with_prefixes=hydragen_decode, implementation=implementation
         )
@@ -304,7 +301,7 @@ def _sparq(sparq: SparqOptions, reduction: str | None, options: dict[str, Any]) 
         if prefixes:
             raise NotImplementedError(f"attention='sparq' {_CANNOT_SHARE}")
         if any(scale is not None for scale in cache.scales().values()):
-            raise NotImplementedError(f"cache: keeps {cache.key.dtype.name} with scales; {_NO_SCALES}")
+            raise NotImplementedError(f"cache: keeps {cache.dtype.name} with scales; {_NO_SCALES}")
         is_causal = query.shape[1] > 1
         # Of causal queries each sees fewer values than the next: the cache's mean is that of the last alone.
         has_mean = cache.value_sum is not None and not is_causal

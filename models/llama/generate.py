@@ -204,6 +204,7 @@ class Generator:
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
         self.sampling = Sampling() if sampling is None else sampling
         self._structure, self._parameters = nnx.split(model)
+        self._unrolls_layers = model.unroll_layers
         own = model.embedding[...].dtype
         self._dtype = jnp.dtype(own if cache_dtype is None else cache_dtype)
         one_of("cache_dtype", self._dtype.name, (own.name, *NARROW_DTYPES))
@@ -355,7 +356,8 @@ class Generator:
         return slots * self.bytes_per_token
 
     def _capacity(self, texts: Sequence[Sequence[int]], room: int = 0) -> int:
-        unit, longest = self.attention.num_shards * BLOCK_SIZE, max(map(len, texts))
+        longest = max(map(len, texts))
+        unit = self.attention.num_shards * self.attention.slot_multiple(longest + room)
         return max(-(-(longest + room) // unit) * unit, self._padded(longest))
 
     def _padded(self, num_tokens: int) -> int:
@@ -385,7 +387,8 @@ class Generator:
 
     def _empty_cache(self, batch: int, capacity: int, scales: Mapping[str, jax.Array | None]) -> KVCache:
         sizes = dict(batch=batch, capacity=capacity, dtype=self._dtype)
-        return empty_cache(self.config, self.sharding, **sizes, **scales, **self.attention.cache_keeps)
+        how = dict(stacks_layers=not self._unrolls_layers, **scales, **self.attention.cache_keeps)
+        return empty_cache(self.config, self.sharding, **sizes, **how)
 
     @functools.cached_property
     def _scales(self) -> Mapping[str, jax.Array]:
@@ -422,7 +425,7 @@ class Generator:
         return decode.lower(self._parameters, rows, prefixes, cache=cache).compile()
 
     def _compile_admission(self, tokens: jax.Array, *inputs, cache: KVCache) -> jax.stages.Compiled:
-        shape = ("admission", tokens.shape, cache.key.shape)
+        shape = ("admission", tokens.shape, cache.shape)
         if shape not in self._programs:
             of_row, of_logits = self.sharding.named("batch"), self.sharding.named("batch", "vocab")
             admit = jax.jit(
@@ -515,7 +518,7 @@ class Generator:
     def _queue_steps(self, prompts, max_new_tokens: int, max_batch: int, stop_ids, first_step: int) -> Iterator[Step]:
         capacity = self._capacity(prompts, max_new_tokens)
         rows, cache = self._new_rows(max_batch), self._empty_cache(max_batch, capacity, self._scales)
-        shape = ("queue", cache.key.shape)
+        shape = ("queue", cache.shape)
         if shape not in self._programs:
             self._programs[shape] = self._compile_decode(rows, (), cache)
         decode, waiting, counts = self._programs[shape], deque(range(len(prompts))), [0] * len(prompts)

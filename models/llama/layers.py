@@ -1,7 +1,7 @@
 """The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs: loading only reshapes.
 
-Every layer's parameters are stacked along a leading `layers` axis; `Llama` scans over it, and the code below then sees
-one layer's slice.
+Every layer's parameters are declared stacked along a leading `layers` axis. `Llama` scans over it or has each layer's
+made by itself; either way the code below sees those of one layer.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Attend(Protocol):
     """Attention and its cache, for one layer: `(query, key, value, cache, layer) -> (out, cache)`."""
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: KVCache, layer: jax.Array
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: KVCache, layer: jax.Array | int
     ) -> tuple[jax.Array, KVCache]: ...
 
 
@@ -85,7 +85,7 @@ class SelfAttention(nnx.Module):
             )
         )
 
-    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array, shared: Pass) -> tuple[jax.Array, KVCache]:
+    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array | int, shared: Pass) -> tuple[jax.Array, KVCache]:
         """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
         with jax.named_scope("project"):
             query = _to_heads(x, self.query[...], "heads", shared)
@@ -156,7 +156,7 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedMLP(config, create)
 
-    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array, shared: Pass) -> tuple[jax.Array, KVCache]:
+    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array | int, shared: Pass) -> tuple[jax.Array, KVCache]:
         """`x` is `[B, T, D]`; `layer` is the index of this layer in the cache."""
         with jax.named_scope("attention"):
             update, cache = self.attention(self.attention_norm(x), cache, layer, shared)

@@ -77,5 +77,5 @@ def num_parameters(config: LlamaConfig) -> int:
         total += shape.size
         return shape
 
-    Llama(config, None, count)
+    Llama(config, None, count, unroll_layers=False)
     return total

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from models.llama.attention import Attention, Prefix, num_tokens_before
 from models.llama.config import LlamaConfig
 from models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
-from models.llama.parameters import Create, Parameter
+from models.llama.parameters import Create, Parameter, of_layer
 from models.llama.rope import rotation
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.cache import KVCache
@@ -21,19 +21,23 @@ class Llama(nnx.Module):
     """A Llama whose keys and values are sharded along the sequence.
 
     The layers are one module with its parameters stacked, run by `lax.scan`: the program, and so the time to compile
-    it, does not grow with the depth.
+    it, does not grow with the depth. Or they are as many modules, written out one after another: more to compile, but
+    in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of the stack before it reads them
+    (half of a token's time, see docs/log.md).
 
     Args:
       config: the model's shape.
       sharding: where parameters and intermediate arrays go.
       create: makes each declared parameter; see `parameters.py`.
-      unroll_layers: whether to write the layers out instead: more to compile, and no loop to run.
+      unroll_layers: whether the layers are written out; default: on GPUs.
 
     Example:
       >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
     """
 
-    def __init__(self, config: LlamaConfig, sharding: LlamaSharding, create: Create, *, unroll_layers: bool = False):
+    def __init__(
+        self, config: LlamaConfig, sharding: LlamaSharding, create: Create, *, unroll_layers: bool | None = None
+    ):
         def table(name: str) -> nnx.Param:
             shape = (config.vocab_size, config.hidden_size)
             return nnx.Param(
@@ -42,9 +46,12 @@ class Llama(nnx.Module):
 
         self.config = config
         self.sharding = sharding
-        self.unroll_layers = unroll_layers
+        self.unroll_layers = _is_on_gpu(sharding) if unroll_layers is None else unroll_layers
         self.embedding = table("embedding")
-        self.layers = LlamaLayer(config, create)
+        if self.unroll_layers:
+            self.layers = nnx.List(LlamaLayer(config, of_layer(create, i)) for i in range(config.num_layers))
+        else:
+            self.layers = LlamaLayer(config, create)
         norm = Parameter(name="final_norm.scale", shape=(config.hidden_size,), axes=("embed",))
         self.final_norm = RMSNorm(norm, config.rms_norm_eps, create)
         if not config.tie_embeddings:
@@ -185,6 +192,11 @@ class Llama(nnx.Module):
         shared = Pass(
             cosine_sine=rotation(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
         )
+        if self.unroll_layers:
+            for i, layer in enumerate(self.layers):
+                with jax.named_scope(f"layer_{i}"):
+                    x, cache = layer(x, cache, i, shared)
+            return x, cache
         structure, stacked = nnx.split(self.layers)
 
         def step(carry, index_and_parameters):
@@ -194,7 +206,7 @@ class Llama(nnx.Module):
 
         with jax.named_scope("layers"):
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-            (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked), unroll=self.unroll_layers)
+            (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
         return x, cache
 
     def _look_up(self, tokens: jax.Array, token_axis: str | None) -> jax.Array:
@@ -228,3 +240,7 @@ class Llama(nnx.Module):
             table = self.embedding if self.config.tie_embeddings else self.head
             x = self.final_norm(x)
             return jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
+
+
+def _is_on_gpu(sharding: LlamaSharding) -> bool:
+    return sharding.mesh.devices.flat[0].platform == "gpu"

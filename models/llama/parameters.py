@@ -29,12 +29,14 @@ class Parameter:
       shape: the whole shape; parameters of layers have the layers stacked along dimension 0.
       axes: one logical axis per dimension; `layers` is dimension 0 of the stacked ones.
       fan_in: inputs summed into one output, which scales a random start; None for a norm's scale, which starts at 1.
+      layer: the only layer that it is of; None: of all layers stacked, or of none.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     fan_in: int | None = None
+    layer: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -47,6 +49,13 @@ class Parameter:
 
 
 Create = Callable[[Parameter], Any]
+
+
+def of_layer(create: Create, layer: int) -> Create:
+    """Makes one layer's part of each parameter that is declared for all layers."""
+    return lambda parameter: create(
+        dataclasses.replace(parameter, shape=parameter.shape[1:], axes=parameter.axes[1:], layer=layer)
+    )
 
 
 def abstract(sharding: LlamaSharding, dtype: DTypeLike) -> Create:
@@ -72,7 +81,7 @@ def from_slices(
       sharding: where the parameters go.
       dtype: what they are stored as.
       read: `(parameter, layer, index) -> array` gives a slice of one tensor of the file, in any float dtype, shaped
-        like the parameter without its `layers` dimension; `layer` is None where the parameter is not stacked.
+        like the parameter without its `layers` dimension; `layer` is None where the parameter is of no layer.
       on_bytes: told how many bytes each read placed, for a progress bar.
 
     The host holds one slice of one parameter at a time.
@@ -81,7 +90,7 @@ def from_slices(
 
     def read_layers(parameter: Parameter, index: Index) -> np.ndarray:
         if not parameter.is_stacked:
-            return np.asarray(read(parameter, None, index), dtype)
+            return np.asarray(read(parameter, parameter.layer, index), dtype)
         layers, *rest = index
         layers = range(*layers.indices(parameter.shape[0]))
         pieces = None
@@ -107,7 +116,8 @@ def from_slices(
 
 
 def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
-    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices.
+    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices, and whether
+    layers are stacked or not.
 
     They are made where they go, so that billions take seconds on GPUs.
     """
@@ -116,29 +126,43 @@ def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
         sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
         # The name keys the stream, so that a parameter does not change when another one is added.
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(parameter.name.encode()))
-        return _draw(key, parameter, jnp.dtype(dtype), sharding.named(*parameter.axes))
+        if parameter.layer is not None:
+            key = jax.random.fold_in(key, parameter.layer)
+        where = sharding.named(*parameter.axes)
+        return _draw(key, parameter.shape, parameter.fan_in, parameter.is_stacked, jnp.dtype(dtype), where)
 
     return create
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key: jax.Array, parameter: Parameter, dtype: jnp.dtype, sharding: NamedSharding) -> jax.Array:
-    if parameter.fan_in is None:
-        drawn = jnp.ones(parameter.shape, dtype)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _draw(key: jax.Array, shape, fan_in: int | None, is_stacked: bool, dtype: jnp.dtype, where: NamedSharding):
+    normal = lambda key, shape: (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    if fan_in is None:
+        drawn = jnp.ones(shape, dtype)
+    elif is_stacked:
+        drawn = jax.vmap(lambda layer: normal(jax.random.fold_in(key, layer), shape[1:]))(jnp.arange(shape[0]))
     else:
-        drawn = (jax.random.normal(key, parameter.shape, jnp.float32) * parameter.fan_in**-0.5).astype(dtype)
-    return jax.lax.with_sharding_constraint(drawn, sharding)
+        drawn = normal(key, shape)
+    return jax.lax.with_sharding_constraint(drawn, where)
 
 
 def moved(model: nnx.Module, sharding: LlamaSharding) -> Create:
-    """The parameters of a model that exists, put elsewhere."""
+    """The parameters of a model that exists, put elsewhere, with layers stacked or not."""
 
     def create(parameter: Parameter) -> jax.Array:
         sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
-        variable = functools.reduce(getattr, parameter.name.split("."), model)
-        return jax.device_put(variable[...], sharding.named(*parameter.axes))
+        return jax.device_put(_array_of(model, parameter), sharding.named(*parameter.axes))
 
     return create
+
+
+def _array_of(model: nnx.Module, parameter: Parameter) -> jax.Array:
+    first, *rest = parameter.name.split(".")
+    array = lambda module: functools.reduce(getattr, rest, module)[...]
+    owner = getattr(model, first)
+    if isinstance(owner, nnx.List):
+        return jnp.stack([array(x) for x in owner]) if parameter.layer is None else array(owner[parameter.layer])
+    return array(owner) if parameter.layer is None else array(owner)[parameter.layer]
 
 
 def checkpoint_shape(parameter: Parameter) -> tuple[int, ...]:

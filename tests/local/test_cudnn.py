@@ -14,7 +14,8 @@ from assertions import assert_attention, assert_gradients, assert_same_bits
 from attention_cases import KEYS, OPTIONS, Case
 from dense import dense_attention
 
-from tree_attn import Shard, attend
+from ring_baseline import ring_attention
+from tree_attn import Shard, attend, make_mesh, storage_order
 from tree_attn.arguments import AttentionOptions
 from tree_attn.local import cudnn
 from tree_attn.masking import visibility
@@ -38,7 +39,7 @@ def view_of(query, key, **options):
 
 
 class MaskType(enum.Enum):
-    NO_MASK, PADDING = range(2)
+    NO_MASK, PADDING, CAUSAL, PADDING_CAUSAL = range(4)
 
 
 def stand_in_attention(
@@ -48,9 +49,11 @@ def stand_in_attention(
     residual `[B, N, T]` in float32 that passes no gradient on."""
     assert return_residual
     visible = jnp.ones((1, 1, 1, key.shape[1]), bool) if mask is None else mask
-    if mask_type == MaskType.PADDING:
+    if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
         assert q_seqlen.dtype == kv_seqlen.dtype == jnp.int32
-        visible = (jnp.arange(key.shape[1])[None] < kv_seqlen[:, None])[:, None, None]
+        visible = visible & (jnp.arange(key.shape[1])[None] < kv_seqlen[:, None])[:, None, None]
+    if mask_type in (MaskType.CAUSAL, MaskType.PADDING_CAUSAL):
+        visible = visible & jnp.tri(query.shape[1], key.shape[1], dtype=bool)[None, None]
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * scale
     logits = jnp.where(visible, logits, -1e30)
@@ -77,6 +80,35 @@ def test_adapter_does_every_supported_option(options):
     call = jax.jit(lambda lengths: attend(*arrays, implementation="cudnn", key_value_seq_lengths=lengths, **options))
     for lengths in LENGTHS:
         assert_attention(call(lengths), *arrays, key_value_seq_lengths=lengths, **options)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("num_shards, block_size", [(1, None), (1, 1), (3, 1)])
+def test_a_prompt_is_causal_by_the_mask_of_cudnn(num_shards, block_size, monkeypatch):
+    monkeypatch.setattr(cudnn, "MAX_BIAS_ELEMENTS", 0)
+    arrays = Case(queries=24, keys=24, dtype="bfloat16").arrays()
+    order = storage_order(24, num_shards, block_size)
+    stored = [x[:, order] for x in arrays]
+    ring = jax.jit(
+        partial(
+            ring_attention, axis_name="seq", mesh=make_mesh({"seq": num_shards}), block_size=block_size,
+            implementation="cudnn", return_lse=True,
+        )
+    )  # fmt: skip
+    for lengths in (None, *np.array([[24, 13], [0, 5]], np.int32)):
+        got = jax.tree.map(lambda x: x[:, np.argsort(order)], ring(*stored, key_value_seq_lengths=lengths))
+        how = {"is_causal": True, "query_positions": np.arange(24), "key_value_seq_lengths": lengths}
+        assert_attention(got, *arrays, **how)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("options, block_size", [({}, 2), ({}, None), ({"local_window_size": 3}, 1)])
+def test_what_the_mask_of_cudnn_cannot_say_needs_a_bias(options, block_size, monkeypatch):
+    monkeypatch.setattr(cudnn, "MAX_BIAS_ELEMENTS", 0)
+    arrays = Case(queries=24, keys=24, dtype="bfloat16").arrays()
+    how = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=block_size, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="as a bias of B x T x S"):
+        ring_attention(*arrays, **how, **options)
 
 
 @pytest.mark.usefixtures("stand_in")

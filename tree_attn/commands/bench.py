@@ -18,7 +18,7 @@ keys and values once, or as much of them as SparQ reads.
 
 examples:
   tree-attn bench llama --context 32768,131072 --out results/llama
-  tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8 --unroll-layers
+  tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8
   tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
 
 Memory is that of one device: predicted before the run from what is held (weights, keys and values, to the byte) and
@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-dispatch", type=int, default=1, metavar="K", help="steps per program call; default 1"
     )
-    parser.add_argument("--unroll-layers", action="store_true", help="write the layers out: no loop, longer to compile")
+    parser.add_argument(
+        "--unroll-layers",
+        action=argparse.BooleanOptionalAction,
+        help="write the layers out, or loop over them: less to compile; default: write them out on GPUs",
+    )
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="rows go there; default: they are only printed")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON document instead of a table")
     processes.add_arguments(parser)
@@ -225,7 +229,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
-        "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": args.unroll_layers,
+        "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,
         "per_token_ms_p10": float(np.percentile(later, 10)) * 1e3,
         "per_token_ms_p90": float(np.percentile(later, 90)) * 1e3,

@@ -94,13 +94,22 @@ def attend(
 
 
 def attend_shard(
-    query, key, value, options: AttentionOptions, shard: Shard, *, beside_transfers: bool = False
+    query,
+    key,
+    value,
+    options: AttentionOptions,
+    shard: Shard,
+    *,
+    query_shard: Shard | None = None,
+    beside_transfers: bool = False,
 ) -> SoftmaxState:
     """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already.
 
+    `query_shard`: the queries are a prompt's own, stored as its keys are: of which shard; instead of `query_positions`.
     `beside_transfers`: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
     """
-    visible = visibility(options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard)
+    sizes = dict(batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1])
+    visible = visibility(options, shard=shard, query_shard=query_shard, **sizes)
     how = dict(logits_soft_cap=options.logits_soft_cap, visible=visible, scales=options.head_scales(key.shape[2]))
     name = choose(query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **how)
     return IMPLEMENTATIONS[name].attend(query, key, value, scale=default_scale(options.scale, query.shape[-1]), **how)

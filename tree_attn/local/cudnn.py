@@ -48,7 +48,8 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
     if key.shape[1] == 0:
         return "cudnn does not support key and value with no slots (S = 0)"
     bias_elements = query.shape[0] * query.shape[1] * key.shape[1]
-    if not visible.by_length_only and bias_elements > MAX_BIAS_ELEMENTS:
+    needs_bias = not visible.by_length_only and not visible.is_diagonal
+    if needs_bias and bias_elements > MAX_BIAS_ELEMENTS:
         return (
             f"cudnn is given causal offsets and windows as a bias of B x T x S = {bias_elements} elements, "
             f"more than the {MAX_BIAS_ELEMENTS} allowed"
@@ -61,8 +62,9 @@ def attend(
 ) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
 
-    Lengths alone become cuDNN's padding mask, which reads no more than the valid keys; causal offsets and windows
-    become an additive bias `[B, 1, T, S]`, read once beside K and V.
+    Lengths alone become cuDNN's padding mask, which reads no more than the valid keys, and a prompt's own causal
+    diagonal its causal mask; other causal offsets and windows become an additive bias `[B, 1, T, S]`, read once beside
+    K and V.
     """
     return _attend(query, key, value, visible, scale)
 
@@ -70,26 +72,42 @@ def attend(
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxState:
     fused = _fused_attention()
-    options = {}
-    lengths = visible.local_lengths()
-    if visible.by_length_only and lengths is not None:
+    lengths, is_diagonal = visible.local_lengths(), visible.is_diagonal
+    options = {"mask_type": fused.MaskType.CAUSAL if is_diagonal else fused.MaskType.NO_MASK}
+    if not visible.by_length_only and not is_diagonal:
+        shape = (query.shape[0], query.shape[1], key.shape[1])
+        options = {"mask": jnp.broadcast_to(visible.mask(), shape)[:, None]}
+    elif lengths is not None:
         # cuDNN's row statistics are undefined for a sequence of no keys, so it is given one and masked below.
         options = {
-            "mask_type": fused.MaskType.PADDING,
+            "mask_type": fused.MaskType.PADDING_CAUSAL if is_diagonal else fused.MaskType.PADDING,
             "q_seqlen": jnp.full(lengths.shape, query.shape[1], jnp.int32),
             "kv_seqlen": jnp.maximum(lengths, 1),
         }
-    elif not visible.by_length_only:
-        shape = (query.shape[0], query.shape[1], key.shape[1])
-        options = {"mask": jnp.broadcast_to(visible.mask(), shape)[:, None]}
-    out, lse = fused.dot_product_attention(query, key, value, scale=scale, return_residual=True, **options)
-    lse = jnp.swapaxes(lse, 1, 2)  # [B, N, T] -> [B, T, N]
+    # The mask is that of query t and slots up to t. Query t + 1 in t's place sees one slot less.
+    shift = 0 if visible.is_strict is None else visible.is_strict.astype(jnp.int32)
+    out, lse = fused.dot_product_attention(
+        _shifted(query, shift), key, value, scale=scale, return_residual=True, **options
+    )
+    out, lse = _shifted(out, -shift), _shifted(jnp.swapaxes(lse, 1, 2), -shift)  # lse was [B, N, T]
     if visible.is_total:
         return SoftmaxState(out, lse)
-    sees_any = (lengths > 0)[:, None, None] if visible.by_length_only else jnp.any(visible.mask(), -1)[:, :, None]
+    sees_any = jnp.bool_(True) if lengths is None else (lengths > 0)[:, None, None]
+    if is_diagonal:
+        sees_any &= (jnp.arange(query.shape[1]) >= shift)[None, :, None]
+    elif not visible.by_length_only:
+        sees_any = jnp.any(visible.mask(), -1)[:, :, None]
     return SoftmaxState(
         jnp.where(sees_any[..., None], out, jnp.zeros_like(out)), jnp.where(sees_any, lse, jnp.full_like(lse, -jnp.inf))
     )
+
+
+def _shifted(x, by):
+    """`[B, T, ...]` with row `t + by` at t, where `by` is -1, 0 or 1. What moves in at an end is some row."""
+    if isinstance(by, int):
+        return x
+    padded = jnp.concatenate([x[:, :1], x, x[:, -1:]], axis=1)
+    return jax.lax.dynamic_slice_in_dim(padded, 1 + by, x.shape[1], axis=1)
 
 
 def _forward(query, key, value, visible, scale):
