@@ -100,6 +100,49 @@ def test_a_step_happens_in_place(num_layers):
     assert cache.key.is_deleted() and cache.value.is_deleted()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_layers_that_are_not_stacked_hold_what_stacked_ones_hold(dtype):
+    kept = dict(num_layers=2, dtype=dtype, keeps_value_sum=True, keeps_key_by_component=True)
+    if dtype == jnp.int8:
+        kept |= {name: jnp.asarray([[0.02, 0.1], [0.05, 0.01]]) for name in ("key_scale", "value_scale")}
+
+    def filled(stacks_layers, batch):
+        cache = empty_cache(capacity=12, stacks_layers=stacks_layers, batch=batch, **kept)
+        for layer in range(2):
+            cache = cache.write_prefix(*(x[:batch] for x in tokens(6, seed=layer)), layer=layer)
+        cache = cache.with_lengths(np.full(batch, 5, np.int32))
+        for layer in range(2):
+            cache = cache.write(*(x[:batch] for x in tokens(2, seed=5 + layer)), layer=layer)
+        return cache.advance(2)
+
+    caches = []
+    for stacks_layers in (True, False):
+        cache = jax.jit(lambda stacks=stacks_layers: filled(stacks, B).with_sequence(1, filled(stacks, 1)))()
+        assert (cache.shape, cache.dtype, cache.capacity) == ((2, B, 12, K, H), dtype, 12)
+        caches.append(cache)
+    stacked, layered = caches
+    for name in ("key", "value", "value_sum", "key_by_component", "lengths", "overflowed"):
+        one = getattr(layered, name)
+        assert isinstance(one, tuple) == (name not in ("lengths", "overflowed"))
+        np.testing.assert_array_equal(np.stack(one) if isinstance(one, tuple) else one, getattr(stacked, name))
+    for layer in (None, 1):
+        for one, other in zip(layered.scales(layer).values(), stacked.scales(layer).values(), strict=True):
+            np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(layered.value_mean(layered.lengths, 1), stacked.value_mean(stacked.lengths, 1))
+
+
+def test_layers_that_are_not_stacked_are_named_by_integers_and_written_in_place():
+    cache, new = empty_cache(capacity=3 * 1024, num_layers=3, stacks_layers=False), tokens(1)
+    for layer, message in ((jnp.int32(1), "must be a Python integer"), (3, r"must lie in \[0, 3\)"), (None, "must be given")):
+        with pytest.raises(ValueError, match=f"layer {message}"):
+            cache.write(*new, layer=layer)
+    step = lambda cache, *new: cache.write(*new, layer=0).write(*new, layer=2).advance(1)
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, *new).compile()
+    memory, bytes_of_layer = compiled.memory_analysis(), 2 * cache.key[0].nbytes // cache.num_shards
+    assert memory.alias_size_in_bytes >= 3 * bytes_of_layer
+    assert memory.temp_size_in_bytes < bytes_of_layer / 50
+
+
 def test_layers_are_written_apart_and_counted_once():
     stacked = of_three_layers(2)
     cache = jax.jit(write_every_layer, donate_argnums=0)(empty_cache(num_layers=3), stacked)

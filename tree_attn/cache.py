@@ -22,7 +22,6 @@ from tree_attn.arguments import (
 from tree_attn.mesh import AxisName, axis_tuple, check_axes
 from tree_attn.placement import check_block_size, storage_order
 
-
 _PER_LAYER = ("key", "value", "value_sum", "key_by_component", "key_scale", "value_scale")
 
 

@@ -57,6 +57,6 @@ def _pass_on(source: socket.socket, target: socket.socket, is_far: bool, selecto
     selector.unregister(source)
     source.close()
     if not is_far:
-        with contextlib.suppress(KeyError):
+        with contextlib.suppress(KeyError, ValueError):  # closed and unregistered before, when its own side closed
             selector.unregister(target)
         target.close()

@@ -2,7 +2,10 @@
 
 from models.llama.attention import ATTENTIONS, Attention, by_name
 from models.llama.config import Llama3RopeScaling, LlamaConfig, from_huggingface
-from models.llama.generate import Generation, Generator, Memory, generate, rank_samples
+from models.llama.continuous_batching import stream_queue
+from models.llama.generate import Generation, generate, rank_samples
+from models.llama.generator import Generator
+from models.llama.memory import Memory
 from models.llama.model import Llama
 from models.llama.presets import PRESETS, preset
 from models.llama.sampling import Sampling
@@ -26,4 +29,5 @@ __all__ = [
     "preset",
     "rank_samples",
     "spread_over",
+    "stream_queue",
 ]

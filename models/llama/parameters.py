@@ -116,10 +116,9 @@ def from_slices(
 
 
 def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
-    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices, and whether
-    layers are stacked or not.
+    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices.
 
-    They are made where they go, so that billions take seconds on GPUs.
+    They are the same whether layers are stacked or not, and made where they go, so that billions take seconds on GPUs.
     """
 
     def create(parameter: Parameter) -> jax.Array:

@@ -198,7 +198,7 @@ def _sharding(args: argparse.Namespace, config, place):
 def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
-    from models.llama import Generator, by_name
+    from models.llama import Generator, by_name, memory
     from tree_attn import cost_model, measure
 
     attention = by_name(name, model.sharding, **_options_of(name, args, sparq))
@@ -212,14 +212,14 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq
     )
     prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
     programs = generator.programs(prompts, args.new_tokens)
-    predicted, devices = generator.memory(prompts, args.new_tokens), list(place.devices)
+    predicted, devices = memory.predict(generator, prompts, args.new_tokens), list(place.devices)
     earlier_peak = measure.runtime_peak_memory_bytes(devices)
     for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
         pass  # first use
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
     weights, cache = _bytes_per_device(model, generator, context)
-    memory = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
+    compiled = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = measure.runtime_peak_memory_bytes(devices)
     limit_us = cost_model.memory_limit_us(weights + cache, place.devices[0].device_kind)
     return {
@@ -237,7 +237,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq
         "prefill_plus_10_tokens_s": seconds[0] + COUNTED_TOKENS * statistics.fmean(seconds[1 : 1 + COUNTED_TOKENS]),
         "roofline_ms": None if limit_us is None else limit_us / 1e3,
         "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
-        "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in memory.items()},
+        "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in compiled.items()},
         "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
         "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
     }  # fmt: skip
@@ -250,12 +250,13 @@ def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
     """
     from flax import nnx
 
+    from models.llama import memory
     from tree_attn import measure
 
     weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
         weights -= measure.bytes_per_device(model.embedding[...])
-    return weights, generator.bytes_read(context) // model.sharding.num_shards("sequence")
+    return weights, memory.bytes_read(generator, context) // model.sharding.num_shards("sequence")
 
 
 def _is_first() -> bool:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     import jax.numpy as jnp
 
     from models.llama import load, session
-    from models.llama.generate import check_request
+    from models.llama.generator import check_request
 
     devices = session.choose_devices(args.devices)
     many, one = session.Place(devices=devices), session.Place(devices=devices[:1])

@@ -126,7 +126,7 @@ def open_request(args: argparse.Namespace) -> Request:
     """Joins the other processes, if any, and opens the model. Wrong options raise before a model is fetched."""
     from models.llama import Sampling, session
     from models.llama.attention import check_cache_dtype, check_choice, check_prefill_chunk
-    from models.llama.generate import check_request
+    from models.llama.generator import check_request
     from tree_attn.arguments import NARROW_DTYPES, one_of
 
     if args.cache_dtype is not None:

@@ -86,8 +86,10 @@ def _print(args: argparse.Namespace, request: prompting.Request, generator, rank
 
 def _held(args: argparse.Namespace, request: prompting.Request, generator) -> dict[str, int | bool]:
     """What the tokens that samples have in common take: all of the prompt but its last token, which each one keeps."""
+    from models.llama import memory
+
     num_tokens = len(request.prompt_ids) - 1
-    once = num_tokens * generator.bytes_per_token
+    once = num_tokens * memory.bytes_per_token(generator)
     rows = [request.prompt_ids] * args.num_samples
     return {
         "shares_prefix": generator.prefix_tree(rows, args.share_prefix).num_shared > 0,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.llama import Generator, Llama, Sampling, by_name, generate, parameters
+from models.llama import Generator, Llama, Sampling, by_name, generate, memory, parameters, stream_queue
 from models.llama.calibration import cache_scales
 from tree_attn import measure
 from tree_attn.cache import KVCache
@@ -149,7 +149,7 @@ def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(t
     for dtype in (None, jnp.float8_e4m3fn):
         generator = Generator(model, by_name("tree", model.sharding), cache_dtype=dtype)
         steps[dtype] = [np.asarray(step.logits) for step in generator.stream(PROMPTS, 2)]
-        held[dtype] = generator.cache_bytes(PROMPTS, 2)
+        held[dtype] = memory.cache_bytes(generator, PROMPTS, 2)
     assert held[None] == 4 * held[jnp.float8_e4m3fn]
     whole, narrow = steps.values()
     np.testing.assert_array_equal(whole[0], narrow[0])  # prompts are read in full precision
@@ -270,16 +270,16 @@ def test_a_profile_reads_like_the_source(tiny_model):
 def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
     model = tiny_model(8)
     generator = Generator(model, by_name("tree", model.sharding))
-    memory = generator.programs([[1, 2, 3]], 61).decode.memory_analysis()
+    analysis = generator.programs([[1, 2, 3]], 61).decode.memory_analysis()
     keys_and_values = 2 * tiny_config.num_layers * 64 // 8 * tiny_config.num_kv_heads * tiny_config.head_dim * 4
-    assert memory.alias_size_in_bytes >= keys_and_values
+    assert analysis.alias_size_in_bytes >= keys_and_values
 
 
 def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     model, how = tiny_model(3), dict(share_prefixes=True)
     generator = Generator(model, by_name("tree", model.sharding))
     prompts = [[*range(3, 20), *rest] for rest in ([5], [9, 8, 7])]
-    memory, programs = generator.memory(prompts, 7, **how), generator.programs(prompts, 7, **how)
+    predicted, programs = memory.predict(generator, prompts, 7, **how), generator.programs(prompts, 7, **how)
 
     def alive() -> int:
         gc.collect()
@@ -291,14 +291,14 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     stream = generator.stream(prompts, 7, **how)
     logits = next(stream).logits
     results = measure.bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
-    assert alive() - before == memory.cache + memory.inputs + results
+    assert alive() - before == predicted.cache + predicted.inputs + results
     parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
-    assert memory.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
+    assert predicted.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
     # XLA drops arguments that are not read: a few integers of each row, as the token before the first one.
-    assert 0 <= memory.held - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
+    assert 0 <= predicted.held - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
     needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
     temporaries = [need.temp_size_in_bytes for need in needs]
-    assert memory.held + max(temporaries) < memory.peak < memory.held + max(temporaries) + 2 * results + 1024
+    assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
 
 
 def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
@@ -383,7 +383,7 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
     lengths = {num_devices * 2 ** math.ceil(math.log2(math.ceil(len(prompt) / num_devices))) for prompt in QUEUE}
     assert len(generator._programs) <= 1 + len(lengths)
     num_programs = len(generator._programs)
-    steps = [step.sequences for step in generator.stream_queue(QUEUE, 8, max_batch=2, stop_ids=stop_ids)]
+    steps = [step.sequences for step in stream_queue(generator, QUEUE, 8, max_batch=2, stop_ids=stop_ids)]
     assert len(generator._programs) == num_programs
     assert {len(step) for step in steps} == {1, 2}
     for sequence, one in enumerate(queued):

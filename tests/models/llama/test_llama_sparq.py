@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import Generator, by_name, generate
+from models.llama import Generator, by_name, generate, memory
 from tree_attn import SoftmaxState, SparqOptions, merge_states, sparq_decode
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
@@ -32,7 +32,7 @@ def steps_of(generator, prompts=PROMPTS):
 
 def empty_cache_of(generator, room):
     """The one that a generation from the prompts begins with."""
-    return generator._lay_out(generator.prefix_tree(PROMPTS), room)[-1].cache
+    return generator.lay_out(generator.prefix_tree(PROMPTS), room)[-1].cache
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model):
     generator = make_generator(tiny_model, 3)
     cache = empty_cache_of(generator, COUNT)
     assert cache.key_by_component.shape == (2, 3, 2, 8, cache.capacity)
-    held = generator.cache_bytes(PROMPTS, COUNT)
+    held = memory.cache_bytes(generator, PROMPTS, COUNT)
     assert held == sum(x.nbytes for x in (cache.key, cache.value, cache.key_by_component))
 
 

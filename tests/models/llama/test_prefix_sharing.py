@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import Generation, Generator, LlamaSharding, Sampling, by_name, generate, rank_samples
+from models.llama import Generation, Generator, LlamaSharding, Sampling, by_name, generate, memory, rank_samples
 from models.llama.prefix_tree import MIN_SHARED_KEYS, unshared
 
 # A root for three rows, below it a node for two of them, and a row that shares nothing.
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_rows_by_themselves(tiny_model, alone, name, num_dev
     tree = generator.prefix_tree(PROMPTS, True)
     assert [[node.rows for node in level] for level in tree.levels] == [[(0, 1, 2)], [(0, 1)]]
     tokens, log_probabilities, logits, held_bytes = steps(generator, True)
-    assert held_bytes == generator.cache_bytes(PROMPTS, COUNT, share_prefixes=True) < alone[sampling][3]
+    assert held_bytes == memory.cache_bytes(generator, PROMPTS, COUNT, share_prefixes=True) < alone[sampling][3]
     np.testing.assert_array_equal(tokens, alone[sampling][0])
     np.testing.assert_allclose(logits, alone[sampling][2], rtol=0, atol=1e-5)
 
@@ -88,7 +88,7 @@ def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model):
     assert bytes_held == {True: (2 * 60 + 32 * (1 + COUNT)) * slot_bytes, False: 32 * (61 + COUNT) * slot_bytes}
     rows = [prompt for prompt in prompts for _ in range(num_samples)]
     for share_prefixes, measured in bytes_held.items():
-        assert generator.cache_bytes(rows, COUNT, share_prefixes=share_prefixes) == measured
+        assert memory.cache_bytes(generator, rows, COUNT, share_prefixes=share_prefixes) == measured
 
     best = rank_samples(shared[:num_samples], top=3)
     means = [sample.mean_log_probability for sample in shared[:num_samples]]
@@ -145,7 +145,7 @@ def test_ring_generates_without_sharing_and_refuses_to_share(tiny_model):
     with pytest.raises(NotImplementedError, match="share_prefixes=True: attention='ring' has no form for shared"):
         generator.stream(PROMPTS, COUNT, share_prefixes=True)
     with pytest.raises(NotImplementedError, match="attention='ring' has no form for shared prefixes"):
-        cache = generator._lay_out(generator.prefix_tree(PROMPTS), 0)[-1].cache
+        cache = generator.lay_out(generator.prefix_tree(PROMPTS), 0)[-1].cache
         generator.attention.decode(jnp.zeros((2, 1, 4, 8)), cache, 0, None, [object()])
     assert not generator._programs
 
