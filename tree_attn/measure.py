@@ -103,7 +103,7 @@ def latency_us(
         with it:                 (us(long_chain) - us(chain)) / (long_chain - chain)
 
     The first counts a `chain`-th of a program's launch and of waking up after it as latency. The second, of pairs of
-    programs run in turn, does not, but means nothing where noise exceeds what the further calls take, as it does on
+    programs run in turn, does not, but means nothing where noise exceeds what the further calls take, as it may on
     emulated devices. Both numbers of calls are given, and follow from no clock: processes that run a program together
     must agree on them.
 

@@ -167,7 +167,7 @@ def _start(args: argparse.Namespace, steps) -> _Session:
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     emulated = devices[0].platform == "cpu"
     chain = args.chain or (1 if emulated else 32)
-    long_chain = None if emulated or chain == 1 else 4 * chain  # of emulated devices noise would hide the difference
+    long_chain = None if emulated or chain == 1 else 4 * chain  # noise of emulated devices may hide the difference
     mesh = make_mesh({"device": args.devices}, devices)
     is_first = jax.process_index() == 0
     if is_first and emulated:
