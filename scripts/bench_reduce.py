@@ -3,10 +3,11 @@
     python3 scripts/bench_reduce.py --devices 4 --out docs/results/reduce_4xh200.jsonl --process-per-device
     python3 scripts/bench_reduce.py --devices 4 --out ...                                               # one process
 
-Rows of "exchange": one reduction of a state of `elements`, 64 of them one after another, unrolled. Rows of "step": one
-step of tree_decode, 32 of them; `reduction` "none" leaves the local results unmerged, which is what the others add to.
-`us_median` is by the host's clock over the chain; `device_us` is the time in which this process's GPUs ran anything,
-and `kernels` what they ran, by the profiler, in runs of their own. Up to 100 chains come first, for clocks to rise.
+Rows of "exchange": one reduction of a state of `elements`. Rows of "step": one step of tree_decode; `reduction` "none"
+leaves the local results unmerged, which is what the others add to. `us_median` is by the host's clock: how much longer
+a program of `long_calls` of them one after another takes than one of `calls`, over their difference; `program_us` is
+the rest of a program. `device_us` is the time in which this process's GPUs ran anything, and `kernels` what they ran,
+by the profiler, in other runs of the shorter program. Up to 25 of both come first, for clocks to rise.
 """
 
 import argparse
@@ -15,14 +16,12 @@ import itertools
 import json
 import pathlib
 import sys
-import time
-
-import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import gpu_check
 
 HEAD_DIM = 128
+UNROLLED = 8  # exchanges in a turn of the loop: its counter's kernel is then a small part, and compiling takes seconds
 ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024))
 KEYS_PER_DEVICE = (10_240, 80_000, 640_000)
 REDUCTIONS = ("allreduce", "gather", "fused", None)
@@ -49,8 +48,8 @@ def main() -> int:
     mesh = make_mesh({"seq": args.devices})
     parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads)}
     for part in args.parts.split(","):
-        for labels, program, arrays, calls, warmup in parts[part](mesh):
-            write({"what": part} | labels | timed(program, arrays, calls, warmup, args.iters), args)
+        for labels, turn, arrays, counts in parts[part](mesh):
+            write({"what": part} | labels | timed(turn, arrays, n_iters=args.iters, **counts), args)
     return 0
 
 
@@ -66,22 +65,21 @@ def exchanges(mesh):
     for elements, reduction in itertools.product(ELEMENTS, REDUCTIONS):
         rows = elements // (HEAD_DIM + 1)
 
-        def on_device(out, lse, reduction=reduction):
-            own = SoftmaxState(out[0], lse[0])
-            mixed = own
-            for _ in range(64):
+        def on_device(mixed, own, reduction=reduction):
+            for _ in range(UNROLLED):
                 merged = reduce_state(mixed, ("seq",), reduction, mesh)
                 mixed = jax.tree.map(lambda a, b: (0.5 * a + 0.5 * b).astype(a.dtype), own, merged)
-            return mixed.out[None], mixed.lse[None]
+            return mixed
 
         spec = P("seq")
-        program = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False)
+        turn = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
         ranks = mesh.devices.size
-        arrays = [
-            sharded(mesh, spec, (ranks, 1, 1, rows, HEAD_DIM), jnp.bfloat16),
-            sharded(mesh, spec, (ranks, 1, 1, rows), jnp.float32),
-        ]
-        yield {"reduction": reduction, "elements": elements}, program, arrays, 64, 100
+        own = SoftmaxState(
+            sharded(mesh, spec, (ranks, 1, rows, HEAD_DIM), jnp.bfloat16),
+            sharded(mesh, spec, (ranks, 1, rows), jnp.float32),
+        )
+        counts = {"chain": 8, "calls_per_turn": UNROLLED, "warmup": 25}
+        yield {"reduction": reduction, "elements": elements}, turn, (own, own), counts
 
 
 def steps(mesh, heads: int):
@@ -90,7 +88,7 @@ def steps(mesh, heads: int):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
-    from tree_attn import attend, measure, tree_decode
+    from tree_attn import attend, tree_decode
 
     along_keys = P(None, "seq")
     for keys in KEYS_PER_DEVICE:
@@ -109,7 +107,9 @@ def steps(mesh, heads: int):
             ways[reduction] = functools.partial(tree_decode, axis_name="seq", mesh=mesh, reduction=reduction)
         for reduction, step in ways.items():
             labels = {"reduction": reduction, "keys_per_device": keys, "heads": heads}
-            yield labels, measure.chain_calls(step, 32), arrays, 32, max(5, 1_000_000 // keys)
+            # Long steps need no long chains.
+            counts = {"chain": min(32, 5_120_000 // keys), "calls_per_turn": 1, "warmup": max(2, 250_000 // keys)}
+            yield labels, step, arrays, counts
 
 
 def sharded(mesh, spec, shape, dtype):
@@ -122,30 +122,36 @@ def sharded(mesh, spec, shape, dtype):
     )()
 
 
-def timed(program, arrays, calls: int, warmup: int, iters: int) -> dict:
-    """Medians per call; where the program cannot run, why."""
-    import jax
-
+def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters: int) -> dict:
+    """Medians per call, of `turn` that makes `calls_per_turn`; where it cannot run, why."""
+    from tree_attn import measure
     from tree_attn.device_time import device_time
 
-    program = jax.jit(program)
+    programs = {}
     try:
-        jax.block_until_ready(program(*arrays))
+        timing = measure.latency_us(
+            turn,
+            *arrays,
+            n_iters=n_iters,
+            warmup=warmup,
+            chain=chain,
+            long_chain=4 * chain,
+            on_compiled=lambda compiled, length: programs.update({length: compiled}),
+        )
     except NotImplementedError as error:
         return {"error": str(error)}
-    # Every process makes the same number of calls, or the others would wait: the number follows from no clock.
-    for _ in range(warmup):
-        jax.block_until_ready(program(*arrays))
-    samples = []
-    for _ in range(iters):
-        start = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        samples.append((time.perf_counter() - start) / calls * 1e6)
-    p10, median, p90 = np.percentile(samples, [10, 50, 90])
-    row = {"us_median": median, "us_p10": p10, "us_p90": p90, "n_iters": iters, "calls": calls}
-    on_device = device_time(program, *arrays, calls=calls, n_iters=5, warmup=1)
-    kernels = dict(itertools.islice(on_device.kernels.items(), 8))
-    return row | {"device_us": on_device.median_us, "kernels": kernels}
+    on_device = device_time(programs[chain], *arrays, calls=chain * calls_per_turn, n_iters=5, warmup=1)
+    return {
+        "us_median": timing.median_us / calls_per_turn,
+        "us_p10": timing.p10_us / calls_per_turn,
+        "us_p90": timing.p90_us / calls_per_turn,
+        "program_us": timing.program_us,
+        "n_iters": n_iters,
+        "calls": chain * calls_per_turn,
+        "long_calls": timing.long_chain * calls_per_turn,
+        "device_us": on_device.median_us,
+        "kernels": dict(itertools.islice(on_device.kernels.items(), 8)),
+    }
 
 
 def write(row: dict, args) -> None:

@@ -37,8 +37,8 @@ class Point:
 def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     """Measures the machine that `devices` are all of; every process calls it. Takes a minute or two.
 
-    Exchanges are timed as the library does them (`reduce_state`), in a chain of dependent ones in one program, among
-    all devices of a node (and all nodes) and among pairs, so that launch and latency can be told apart.
+    Exchanges are timed as the library does them (`reduce_state`), in chains of dependent ones (`measure.latency_us`),
+    among all devices of a node (and all nodes) and among pairs, so that launch and latency can be told apart.
 
     Raises:
         ValueError: there is one device, and nothing to exchange.
@@ -205,8 +205,9 @@ def _step_us(mesh: Mesh, axes: tuple[str, ...], heads: int, keys: int, *, is_alo
 
 
 def _median_us(mesh: Mesh, fn, *args: jax.Array) -> float:
-    is_emulated = mesh.devices.flat[0].platform == "cpu"  # which measures nothing, and may be done with soon
-    return latency_us(fn, *args, chain=4 if is_emulated else 16, n_iters=3 if is_emulated else 20).median_us
+    if mesh.devices.flat[0].platform == "cpu":  # which measures nothing, and may be done with soon
+        return latency_us(fn, *args, chain=4, n_iters=3).median_us
+    return latency_us(fn, *args, chain=32, long_chain=128).median_us
 
 
 def _random(shape: tuple[int, ...], dtype: str, mesh: Mesh, spec: P) -> jax.Array:

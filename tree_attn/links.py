@@ -2,17 +2,13 @@
 
 import dataclasses
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.measure import latency_us
-
-_WARMUP = 3  # a GPU takes a while to raise its clocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +52,16 @@ def measure_levels(mesh: Mesh, num_bytes: int | None = None) -> list[Level]:
 
 
 def _collective_us(mesh: Mesh, collective) -> float:
-    """The median time of `collective`, [1, 1024] -> [1, 1024] float32 on each device, from a chain in one program."""
+    """The median time of `collective`, [1, 1024] -> [1, 1024] float32 on each device, from chains of them."""
     axes = tuple(mesh.axis_names)
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(lambda: jnp.ones((1, 1024), jnp.float32), in_specs=()))()
-    return latency_us(shard_map(collective, in_specs=P(axes)), whole, chain=16).median_us
+    long_chain = None if _is_emulated(mesh) else 64
+    return latency_us(shard_map(collective, in_specs=P(axes)), whole, chain=16, long_chain=long_chain).median_us
+
+
+def _is_emulated(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def neighbour_gb_per_s(
@@ -68,7 +69,7 @@ def neighbour_gb_per_s(
 ) -> float | None:
     """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
 
-    A chain of `ppermute`s, each sending what the one before received, in one program.
+    From chains of `ppermute`s, each sending what the one before received, as `measure.latency_us` times them.
 
     Args:
         axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
@@ -86,7 +87,7 @@ def neighbour_gb_per_s(
     ring_size = mesh.devices.size if axis_name is None else mesh.shape[axis_name]
     if ring_size == 1:
         return None
-    is_emulated = mesh.devices.flat[0].platform == "cpu"
+    is_emulated = _is_emulated(mesh)
     if num_bytes is None:
         num_bytes = 4_000_000 if is_emulated else 256_000_000
     num_hops = 2 if is_emulated else 16
@@ -94,7 +95,7 @@ def neighbour_gb_per_s(
     num_elements = max(1, num_bytes // 4)
 
     def send(x):
-        for _ in range(num_hops):  # unrolled: a loop would copy each arrival into its carry
+        for _ in range(num_hops):  # unrolled: a loop of single hops would copy each arrival into its carry
             x = jax.lax.ppermute(x, ring, permutation)
         return x
 
@@ -103,12 +104,6 @@ def neighbour_gb_per_s(
 
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(fill, in_specs=()))()
-    program = jax.jit(shard_map(send, in_specs=P(axes))).lower(whole).compile()
-    for _ in range(_WARMUP):
-        jax.block_until_ready(program(whole))
-    seconds = []
-    for _ in range(n_iters):
-        start = time.perf_counter()
-        jax.block_until_ready(program(whole))
-        seconds.append(time.perf_counter() - start)
-    return num_hops * num_elements * 4 / float(np.median(seconds)) / 1e9
+    long_chain = None if is_emulated else 4
+    timing = latency_us(shard_map(send, in_specs=P(axes)), whole, n_iters=n_iters, long_chain=long_chain)
+    return num_hops * num_elements * 4 / timing.median_us / 1e3

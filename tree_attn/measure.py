@@ -1,8 +1,9 @@
 """Timers, memory, where a number was measured, and the file it is written to.
 
-Timing: host launch must not count as attention. `latency_us` therefore puts a chain of calls into one compiled
-program, each waiting for the one before, and divides; the launch is paid once for the whole chain. Kernels are still
-enqueued one by one within the program, so work shorter than its own enqueueing (a few microseconds) is bounded by it.
+Timing: what it costs to call a program must not count as attention. `latency_us` therefore puts a chain of calls, each
+waiting for the one before, into one compiled program, and the same of more calls into another; by how much the longer
+takes longer is due to its further calls alone. Kernels are still enqueued one by one within the program, so work
+shorter than its own enqueueing (a few microseconds) is bounded by it.
 """
 
 import dataclasses
@@ -25,15 +26,19 @@ import numpy as np
 class Timing:
     """Latency of one call in microseconds: median, 10th and 90th percentile over `n_iters` samples.
 
-    `chain` calls ran in each sample; `method` says in words what was divided by what; `compile_s` is the time to
-    compile the measured program, in seconds, and is part of no sample.
+    A sample is one program of `chain` calls, or a pair with another of `long_chain`, and then without what a program
+    costs beside its calls: `program_us`, a median too (None: not told apart, and so in the latency, a `chain`-th of
+    it). Noise may make it negative, and the 10th percentile. `method` says in words what was divided by what;
+    `compile_s` is the time to compile what was measured, in seconds, and is part of no sample.
     """
 
     median_us: float
     p10_us: float
     p90_us: float
+    program_us: float | None
     n_iters: int
     chain: int
+    long_chain: int | None
     compile_s: float
     method: str
 
@@ -61,10 +66,10 @@ def chain_calls(fn: Callable, length: int) -> Callable:
 
         query_0 = query,    query_{i+1} = fn(query_i, *rest),    chained = query_length
 
-    As a decoder calls its layers: a call cannot start before the last has ended. `fn` must return an array of the
-    shape of its first argument. The rest goes through a barrier with the query in every turn; without it XLA finds
-    that a ring's transfers do not depend on the query and runs them once for the whole chain. A loop, since JAX 0.10's
-    CPU compiler drops the barriers of unrolled turns.
+    As a decoder calls its layers: a call cannot start before the last has ended. `fn` must return an array, or a
+    pytree of them, of the shapes of its first argument. The rest goes through a barrier with the query in every turn;
+    without it XLA finds that a ring's transfers do not depend on the query and runs them once for the whole chain. A
+    loop, since JAX 0.10's CPU compiler drops the barriers of unrolled turns.
 
     Raises:
         ValueError: `length` is not a positive integer.
@@ -75,7 +80,7 @@ def chain_calls(fn: Callable, length: int) -> Callable:
     def chained(query, *rest):
         def body(_, carried):
             barred_query, barred_rest = jax.lax.optimization_barrier((carried, rest))
-            return fn(barred_query, *barred_rest).astype(carried.dtype)
+            return jax.tree.map(lambda new, old: new.astype(old.dtype), fn(barred_query, *barred_rest), carried)
 
         return jax.lax.fori_loop(0, length, body, query)
 
@@ -88,52 +93,70 @@ def latency_us(
     n_iters: int = 20,
     warmup: int = 3,
     chain: int = 1,
+    long_chain: int | None = None,
     on_sample: Callable[[], None] | None = None,
-    on_compiled: Callable[[jax.stages.Compiled], None] | None = None,
+    on_compiled: Callable[[jax.stages.Compiled, int], None] | None = None,
 ) -> Timing:
     """Times `fn(*args)` after compiling it and warming up; see `Timing`.
 
+        without `long_chain`:    us(chain) / chain
+        with it:                 (us(long_chain) - us(chain)) / (long_chain - chain)
+
+    The first counts a `chain`-th of a program's launch and of waking up after it as latency. The second, of pairs of
+    programs run in turn, does not, but means nothing where noise exceeds what the further calls take, as it may on
+    emulated devices. Both numbers of calls are given, and follow from no clock: processes that run a program together
+    must agree on them.
+
     Args:
-        fn: not yet jitted, or jitted; traceable. For `chain` > 1 see `chain_calls`.
+        fn: not yet jitted, or jitted; traceable. For chains of more than 1 see `chain_calls`.
         args: its arguments, on their devices already.
         n_iters: samples; the median of fewer than ten says little.
         warmup: samples run first and thrown away.
-        chain: calls per sample, in one compiled program; 1 times single calls, host launch included.
+        chain: calls in one compiled program; 1 without `long_chain` times single calls, host launch included.
+        long_chain: calls in the other program; 4 times `chain`, say.
         on_sample: called after every sample, for a progress bar.
-        on_compiled: called with the program before it is timed, to check what will be timed.
+        on_compiled: called with each program and its number of calls before anything is timed, to check what will be.
 
     Raises:
-        ValueError: `n_iters`, `warmup` or `chain` out of range.
+        ValueError: `n_iters`, `warmup`, `chain` or `long_chain` out of range.
+        RuntimeError: the longer chain did not take longer, by the median.
 
     Example:
-        >>> latency_us(lambda q, k, v: tree_decode(q, k, v, axis_name="seq", mesh=mesh), q, k, v, chain=32).median_us
+        >>> step = lambda q, k, v: tree_decode(q, k, v, axis_name="seq", mesh=mesh)
+        >>> latency_us(step, q, k, v, chain=32, long_chain=128).median_us
     """
     if n_iters < 1 or warmup < 0:
         raise ValueError(f"n_iters must be at least 1 and warmup at least 0, got n_iters={n_iters}, warmup={warmup}")
-    program = fn if chain == 1 else chain_calls(fn, chain)
-    lowered = jax.jit(program).lower(*args)
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    compile_s = time.perf_counter() - start
-    if on_compiled is not None:
-        on_compiled(compiled)
-    samples = []
-    for i in range(warmup + n_iters):
+    if long_chain is not None and long_chain <= chain:
+        raise ValueError(f"long_chain must be at least {chain + 1}, for chain={chain}, got {long_chain}")
+    lengths = (chain,) if long_chain is None else (chain, long_chain)
+    programs, compile_s = [], 0.0
+    for length in lengths:
+        lowered = jax.jit(fn if length == 1 else chain_calls(fn, length)).lower(*args)
         start = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
-        if i >= warmup:
-            samples.append((time.perf_counter() - start) * 1e6 / chain)
+        programs.append(lowered.compile())
+        compile_s += time.perf_counter() - start
+        if on_compiled is not None:
+            on_compiled(programs[-1], length)
+    host_us = []
+    for _ in range(warmup + n_iters):
+        host_us.append([_host_us(program, args) for program in programs])
         if on_sample is not None:
             on_sample()
-    p10, median, p90 = np.percentile(samples, [10, 50, 90])
+    call_us, program_us = _split(np.array(host_us[warmup:]), lengths)
+    p10, median, p90 = np.percentile(call_us, [10, 50, 90])
+    if median <= 0:
+        raise RuntimeError(f"{long_chain} calls took no longer than {chain}: noise hides what a call takes")
     return Timing(
         median_us=float(median),
         p10_us=float(p10),
         p90_us=float(p90),
+        program_us=program_us,
         n_iters=n_iters,
         chain=chain,
+        long_chain=long_chain,
         compile_s=compile_s,
-        method=_method(chain),
+        method=_method(chain, long_chain),
     )
 
 
@@ -357,7 +380,30 @@ def _sync_folder(folder: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def _method(chain: int) -> str:
+def _host_us(program: Callable, args: tuple) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(program(*args))
+    return (time.perf_counter() - start) * 1e6
+
+
+def _split(host_us: np.ndarray, lengths: tuple[int, ...]) -> tuple[np.ndarray, float | None]:
+    """Of `[samples, programs]` of so many calls: what a call takes by each sample, and the rest of a program (median).
+
+    Pair by pair, for clocks drift; between the two of a pair they hardly do.
+    """
+    short_us = host_us[:, 0]
+    if len(lengths) == 1:
+        return short_us / lengths[0], None
+    call_us = (host_us[:, 1] - short_us) / (lengths[1] - lengths[0])
+    return call_us, float(np.median(short_us - lengths[0] * call_us))
+
+
+def _method(chain: int, long_chain: int | None) -> str:
+    if long_chain is not None:
+        return (
+            f"in-graph chains of {chain} and of {long_chain} dependent calls, one program each, timed on the host in "
+            f"turn; their difference divided by {long_chain - chain}"
+        )
     if chain == 1:
         return "single calls timed on the host, launch included"
     return f"in-graph chain of {chain} dependent calls in one program, timed on the host and divided by {chain}"

@@ -85,6 +85,7 @@ def test_rows_have_all_fields_and_sensible_values(finished):
         assert 0 < row["latency_us_p10"] <= row["latency_us_median"] <= row["latency_us_p90"]
         assert row["max_abs_error"] <= row["tolerance"] < 1e-4
         assert (row["n_devices"], row["n_processes"], row["n_iters"], row["chain"]) == (4, 1, 2, 2)
+        assert (row["long_chain"], row["program_us"]) == (None, None)  # emulated devices keep one chain
         assert row["peak_memory_bytes_runtime"] is None  # unknown on CPU
         assert row["oracle_num_keys"] == row["num_keys"]
         assert row["command"].startswith("tree-attn compare --out ")

@@ -42,6 +42,7 @@ class _Session:
     seed: int
     n_iters: int
     chain: int
+    long_chain: int | None
     neighbour_gb_per_s: dict[Any, float | None]  # by step: the bare link, with transfers of the ring's own size
     is_first: bool  # process 0 prints and writes
     writer: Any
@@ -67,7 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--implementation", type=_words, nargs="+", help="local kernels (default: the best that can run)")
     how = parser.add_argument_group("how it is measured")
     how.add_argument("--iters", type=int, default=20, help="timed samples per row (default 20)")
-    how.add_argument("--chain", type=int, help="dependent steps per sample (default 32, and 1 on emulated devices)")
+    how.add_argument(
+        "--chain",
+        type=int,
+        help="dependent steps in a program (default 32, and 1 on emulated devices). On GPUs each sample also runs a "
+        "program of 4 times as many, and the difference tells what a step takes; 4 are enough where it takes "
+        "milliseconds. 1: single steps, their launch included",
+    )
     how.add_argument("--seed", type=int, default=0, help="of the random data (default 0)")
     how.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results and plots go")
     how.add_argument("--no-plots", action="store_true", help="do not draw (drawing needs the extra 'plot')")
@@ -159,6 +166,8 @@ def _start(args: argparse.Namespace, steps) -> _Session:
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     emulated = devices[0].platform == "cpu"
+    chain = args.chain or (1 if emulated else 32)
+    long_chain = None if emulated or chain == 1 else 4 * chain  # noise of emulated devices may hide the difference
     mesh = make_mesh({"device": args.devices}, devices)
     is_first = jax.process_index() == 0
     if is_first and emulated:
@@ -167,18 +176,19 @@ def _start(args: argparse.Namespace, steps) -> _Session:
         devices=devices,
         seed=args.seed,
         n_iters=args.iters,
-        chain=args.chain or (1 if emulated else 32),
+        chain=chain,
+        long_chain=long_chain,
         neighbour_gb_per_s={
             step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps
         },
         is_first=is_first,
-        writer=JsonlWriter(args.out / "results.jsonl", _sweep(args, devices))
+        writer=JsonlWriter(args.out / "results.jsonl", _sweep(args, devices, long_chain))
         if is_first
         else _NoWriter(args.out / "results.jsonl"),
     )
 
 
-def _sweep(args: argparse.Namespace, devices: Sequence[Any]) -> dict[str, Any]:
+def _sweep(args: argparse.Namespace, devices: Sequence[Any], long_chain: int | None) -> dict[str, Any]:
     """What rows must have in common to lie in one file: what decides which rows there are, and their values."""
     import jax
 
@@ -187,7 +197,8 @@ def _sweep(args: argparse.Namespace, devices: Sequence[Any]) -> dict[str, Any]:
     options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
     lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
     where = {"n_processes": jax.process_count(), "hardware": measure.hardware(devices)}
-    return {name: getattr(args, name) for name in options} | lists | where | {"jax_version": jax.__version__}
+    how = {"jax_version": jax.__version__, "long_chain": long_chain}
+    return {name: getattr(args, name) for name in options} | lists | where | how
 
 
 class _NoWriter:
@@ -240,6 +251,7 @@ def _time_all(todo, session: _Session) -> None:
                     session.seed,
                     n_iters=session.n_iters,
                     chain=session.chain,
+                    long_chain=session.long_chain,
                     step_collectives=row["collectives_compiled"],
                     on_sample=advance,
                 )

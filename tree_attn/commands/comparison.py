@@ -31,7 +31,8 @@ KEY_FIELDS = (
 )  # fmt: skip
 AXES = ("device", "node")  # fastest link first
 _RESULT_FIELDS = (
-    "latency_us_median", "latency_us_p10", "latency_us_p90", "n_iters", "chain", "timing", "compile_s",
+    "latency_us_median", "latency_us_p10", "latency_us_p90", "program_us", "n_iters", "chain", "long_chain", "timing",
+    "compile_s",
     "peak_memory_bytes_compiled", "peak_memory_bytes_runtime", "peak_memory_bytes_runtime_at_most",
     "collectives_lowered", "collectives_compiled", "bytes_sent_per_device_compiled", "max_abs_error", "tolerance",
     "oracle_num_keys", "oracle_batch", "oracle_num_kv_heads", "sent_gb_per_s", "neighbour_gb_per_s", "error",
@@ -176,26 +177,31 @@ def time_case(
     *,
     n_iters: int,
     chain: int,
+    long_chain: int | None,
     step_collectives: dict[str, int] | None,
     on_sample: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Times a case; returns the row's fields that this settles.
+    """Times a case; returns the row's fields that this settles: those of `measure.Timing`.
 
     Raises:
-        RuntimeError: the timed program does not run `chain` times the `step_collectives` of one step (None: unknown).
+        RuntimeError: a timed program does not run the `step_collectives` of one step (None: unknown) for each of its
+            steps; or the clock's noise hides the step.
     """
     mesh = case.mesh(devices)
 
-    def check(compiled: jax.stages.Compiled) -> None:
+    def check(compiled: jax.stages.Compiled, num_steps: int) -> None:
         counts = step_collectives and hlo.counts(compiled.as_text())
-        if counts != (step_collectives and {kind: chain * count for kind, count in step_collectives.items()}):
-            raise RuntimeError(f"a chain of {chain} steps runs {counts}, and one step {step_collectives}: not timed")
+        if counts != (step_collectives and {kind: num_steps * count for kind, count in step_collectives.items()}):
+            raise RuntimeError(
+                f"a chain of {num_steps} steps runs {counts}, and one step {step_collectives}: not timed"
+            )
 
     timing = measure.latency_us(
         case.decode(mesh),
         *_data(case, mesh, seed),
         n_iters=n_iters,
         chain=chain,
+        long_chain=long_chain,
         on_sample=on_sample,
         on_compiled=check,
     )
@@ -203,8 +209,10 @@ def time_case(
         "latency_us_median": timing.median_us,
         "latency_us_p10": timing.p10_us,
         "latency_us_p90": timing.p90_us,
+        "program_us": timing.program_us,
         "n_iters": timing.n_iters,
         "chain": timing.chain,
+        "long_chain": timing.long_chain,
         "timing": timing.method,
     }
 
