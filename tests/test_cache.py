@@ -133,7 +133,11 @@ def test_layers_that_are_not_stacked_hold_what_stacked_ones_hold(dtype):
 
 def test_layers_that_are_not_stacked_are_named_by_integers_and_written_in_place():
     cache, new = empty_cache(capacity=3 * 1024, num_layers=3, stacks_layers=False), tokens(1)
-    for layer, message in ((jnp.int32(1), "must be a Python integer"), (3, r"must lie in \[0, 3\)"), (None, "must be given")):
+    for layer, message in (
+        (jnp.int32(1), "must be a Python integer"),
+        (3, r"must lie in \[0, 3\)"),
+        (None, "must be given"),
+    ):
         with pytest.raises(ValueError, match=f"layer {message}"):
             cache.write(*new, layer=layer)
     step = lambda cache, *new: cache.write(*new, layer=0).write(*new, layer=2).advance(1)

@@ -129,9 +129,11 @@ class Attention:
         return {} if self.sparq is None else {"keeps_value_sum": True, "keeps_key_by_component": True}
 
     def slot_multiple(self, num_tokens: int) -> int:
-        """Slots of a shard come in multiples of this, for so many tokens at most: what kernels take."""
-        large = self.sparq is not None and num_tokens >= sparq_kernel.SLOT_MULTIPLE * self.num_shards
-        return sparq_kernel.SLOT_MULTIPLE if large else mosaic_gpu.SLOT_MULTIPLE
+        """Slots of a shard come in multiples of this, for so many tokens: what kernels take, where it pads little."""
+        per_shard = num_tokens // self.num_shards
+        if self.sparq is not None and per_shard >= 8 * sparq_kernel.SLOT_MULTIPLE:
+            return sparq_kernel.SLOT_MULTIPLE
+        return mosaic_gpu.SLOT_MULTIPLE if per_shard >= 8 * mosaic_gpu.SLOT_MULTIPLE else 1
 
     def storage_order(self, num_tokens: int) -> StorageOrder:
         """The order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""

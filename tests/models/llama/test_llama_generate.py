@@ -291,7 +291,8 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     stream = generator.stream(prompts, 7, **how)
     logits = next(stream).logits
     results = measure.bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
-    assert alive() - before == predicted.cache + predicted.inputs + results
+    # Of two steps, for the next one is on its way, with a few integers of each row.
+    assert 0 <= alive() - before - (predicted.cache + predicted.inputs + 2 * results) <= 16 * len(prompts)
     parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert predicted.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
     # XLA drops arguments that are not read: a few integers of each row, as the token before the first one.
@@ -299,6 +300,25 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
     temporaries = [need.temp_size_in_bytes for need in needs]
     assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
+
+
+def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monkeypatch):
+    model = tiny_model(1)
+    generator, calls = Generator(model, by_name("single", model.sharding)), []
+    programs = generator.programs([[1, 2, 3]], 6)
+
+    def decode(*args, **how):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return programs.decode(*args, **how)
+
+    monkeypatch.setattr(generator, "compile_programs", lambda *_: programs._replace(decode=decode))
+    made = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for step in generator.stream([[1, 2, 3]], 6):
+            made.append(step.tokens)
+    assert len(made) == 2 and len(calls) == 2
 
 
 def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
