@@ -11,6 +11,8 @@ import pytest
 import sparq_cases
 from lean_cases import variants
 
+from tree_attn.local.sparq_kernel import ATTEND_CTAS_PER_SM
+
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8  # per thread, as the hardware hands them out
@@ -84,7 +86,7 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
     for name, ctas_per_sm in {
         "sparq_select": 3 if call.slots <= 4096 else 2,
         "sparq_best": 3,
-        "sparq_attend": 2,
+        "sparq_attend": ATTEND_CTAS_PER_SM,
     }.items():
         if name in kernels:  # of equal ones JAX compiles one
             assert_fits(name, kernels[name], ctas_per_sm)

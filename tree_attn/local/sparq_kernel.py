@@ -3,7 +3,7 @@
 `select_keys` is step 1 of Algorithm 1. A CTA serves one choice of keys: it streams the r components of all keys that
 its query is largest in, one TMA copy each, into logits that stay in registers; then it finds the k-th largest by
 bisection over the order of floats, and lists the keys that are kept and what they weigh. No score reaches memory.
-`attend_kept` is step 2: it copies the listed keys and values, row by row, and attends.
+`attend_kept` is step 2: it copies the listed keys and values, row by row, to where tensor cores multiply them.
 
 Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim.
 
@@ -12,6 +12,7 @@ Source: SparQ Attention, Algorithm 1 and section 5.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,7 +24,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
-from tree_attn.local.lean_kernel import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
+from tree_attn.local.lean_kernel import (
+    LOG2_E,
+    LOWEST,
+    SMEM_BYTES_PER_SM,
+    finish,
+    full,
+    launch,
+    load,
+    store_transposed,
+    tiling,
+)
 from tree_attn.ptx import asm
 
 HEAD_DIMS = (64, 80, 96, 128)
@@ -31,8 +42,10 @@ SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
 CHUNK = 4096  # slots whose scores fit in the registers of a warpgroup, three times per SM
 COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
 TILE = 64  # kept keys that are attended to at a time
-PADDING = 8  # elements between rows in shared memory, so that rows begin in different banks
-STAGES = 3  # tiles of keys and of values on their way per CTA
+STAGES = 2  # tiles of keys and of values on their way per CTA
+ATTEND_CTAS_PER_SM = 5  # at most, by what registers hold
+COLS = 8  # the fewest columns that a tensor core takes
+REDUCTION_BYTES = 1024
 WARPS = 4
 LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, and of infinity
 
@@ -74,6 +87,11 @@ class SparqShape:
     def select_ctas_per_sm(self) -> int:
         """What registers hold."""
         return 3 if self.is_final else 2
+
+    @property
+    def padded_head_dim(self) -> int:
+        """V's columns are rows of O^T, which a tensor core takes 64 at a time."""
+        return -(-self.head_dim // 64) * 64
 
     def sequence_and_head(self, choice):
         return lax.div(choice, self.num_queries * self.num_kv_heads), lax.rem(choice, self.num_kv_heads)
@@ -401,40 +419,60 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
     Returns:
       out `[choices, H]` in the dtype of `query`, lse float32 `[choices]`.
     """
-    results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:1], jnp.float32)
-    query = query.astype(jnp.float32) * (shape.scale * LOG2_E)
-    return launch(
+    out, lse = launch(
         functools.partial(_attend, shape, interpret),
-        out_type=results,
-        grid=(_num_ctas(shape, shape.choices, STAGES * 2 * TILE * (shape.head_dim + PADDING) * 2, at_most=2),),
+        out_type=(
+            jax.ShapeDtypeStruct((shape.choices, 1, shape.head_dim), query.dtype),
+            jax.ShapeDtypeStruct((shape.choices, COLS), jnp.float32),
+        ),
+        grid=(_num_ctas(shape, shape.choices, _attend_smem_bytes(shape), at_most=ATTEND_CTAS_PER_SM),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
-        scratch_bytes=4096,
+        scratch_bytes=REDUCTION_BYTES,
         name="sparq_attend",
-    )(query, key, value, slots, counts)
+    )(query[:, None], key, value, slots, counts)
+    return out[:, 0], lse[:, 0]
+
+
+def _attend_smem_bytes(shape: SparqShape) -> int:
+    """What `_num_ctas` does not count of the arrays in `_attend`."""
+    tiles = STAGES * TILE * (shape.head_dim + shape.padded_head_dim)
+    return 2 * (tiles + COLS * (2 * shape.head_dim + TILE + shape.padded_head_dim))
 
 
 def _attend(shape: SparqShape, interpret: bool, *refs):
-    rows = plgpu.SMEM((STAGES, TILE, shape.head_dim + PADDING), shape.dtype)
+    # As in `lean_kernel.py`, K, V and the weights meet in the tensor core with one swizzle.
+    swizzled = tiling(shape.dtype, math.gcd(shape.head_dim, TILE))
+    smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=swizzled)
     pl.run_scoped(
-        functools.partial(_attend_scoped, shape, interpret, *refs),
-        key_smem=rows,
-        value_smem=rows,
-        out_smem=plgpu.SMEM((shape.head_dim,), shape.dtype),
-        scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
+        functools.partial(_attend_scoped, shape, functools.partial(_copy_rows, swizzled, interpret), interpret, *refs),
+        query_smem=smem((2, COLS, shape.head_dim)),
+        key_smem=smem((STAGES, TILE, shape.head_dim)),
+        value_smem=smem((STAGES, TILE, shape.padded_head_dim)),
+        weights_smem=smem((COLS, TILE)),
+        out_smem=smem((COLS, shape.padded_head_dim), transforms=tiling(shape.dtype, math.gcd(shape.head_dim, 64))),
+        lse_smem=plgpu.SMEM((COLS,), jnp.float32),
+        query_full=plgpu.Barrier(num_barriers=2),
         collective_axes="warpgroup",
     )
 
 
 def _attend_scoped(
-    shape: SparqShape, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
-    key_smem, value_smem, out_smem, scalar_smem,
+    shape: SparqShape, copy, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
+    query_smem, key_smem, value_smem, weights_smem, out_smem, lse_smem, query_full,
 ):  # fmt: skip
+    """With the operands of `lean_kernel.py`, of whose columns one is a query: it costs no more than fewer would."""
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-    tile_shape, tiles = (TILE, shape.head_dim), pl.cdiv(shape.num_keys, TILE)
-    own_rows = lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
-    layout, copy = plgpu.Layout.WGMMA, _interpreted_copy if interpret else _copy_rows
+    tiles, own_rows = pl.cdiv(shape.num_keys, TILE), lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
+    layout, padded = plgpu.Layout.WGMMA, shape.padded_head_dim
+    columns = pl.ds(cta * 0, COLS)  # of which all but one are out of bounds: read as zeros, and not written
+
+    def ask(i):
+        """The query of this CTA's i-th row, into one of two places."""
+        parity = lax.rem(i, 2)
+        source = query_ref.at[cta + i * num_ctas, columns]
+        plgpu.copy_gmem_to_smem(source, query_smem.at[parity], query_full.at[parity])
 
     def move(step):
         """The tile of a step, across rows, as two groups of copies: keys, and values. Past the end they are empty."""
@@ -453,90 +491,122 @@ def _attend_scoped(
         if not interpret:
             pl.when(~is_there)(lambda: _asm("cp.async.commit_group; cp.async.commit_group;"))
 
-    by_row, by_dim = layout.reduce(1), layout.reduce(0)
-    spread = lambda x, axis: lax.broadcast_in_dim(x, tile_shape, [axis])
-    place = plgpu.broadcasted_iota(jnp.int32, tile_shape, 0, layout=layout).max(axis=1)
-    rows_of = lambda smem: load(smem, layout)[:, : shape.head_dim].astype(jnp.float32)
-    scalar = lambda x, operation: _scalar(x, operation, by_row, scalar_smem, interpret)
+    spread = lambda x, rows: lax.broadcast_in_dim(x, (rows, COLS), [1])
+    place = plgpu.broadcasted_iota(jnp.int32, (TILE, COLS), 0, layout=layout)
+    ask(jnp.int32(0))
     for step in range(STAGES):
         move(jnp.int32(step))
 
     def row_step(i, _):
-        row = cta + i * num_ctas
-        count, query = counts_ref[row], spread(load(query_ref.at[row], by_dim), 1)
+        row, parity = cta + i * num_ctas, lax.rem(i, 2)
+        count = counts_ref[row]
+        pl.when(i + 1 < own_rows)(lambda: ask(i + 1))
+        plgpu.barrier_wait(query_full.at[parity])
 
         def tile_step(tile, state):
-            """Each place of a tile has a softmax of its own, `top [64]`, and they meet at the end only."""
             acc, top, total = state
             step = i * tiles + tile
             stage = lax.rem(step, STAGES)
             _await_copies(2 * STAGES - 1, interpret)
-            logits = (rows_of(key_smem.at[stage]) * query).sum(axis=1)
-            logits = jnp.where(place + tile * TILE < count, logits, -jnp.inf)
-            new_top = jnp.maximum(top, logits)
-            decay, weight = jnp.exp2(top - new_top), jnp.exp2(logits - new_top)
+            logits = _product(key_smem.at[stage], query_smem.at[parity].transpose((1, 0)), TILE)  # [k, columns]
+            logits = jnp.where(place + tile * TILE < count, logits * (shape.scale * LOG2_E), -jnp.inf)
+            new_top = jnp.maximum(top, logits.max(axis=0))
+            decay, weights = jnp.exp2(top - new_top), jnp.exp2(logits - spread(new_top, TILE))
+            store_transposed(weights_smem, weights.astype(shape.dtype))
             _await_copies(2 * STAGES - 2, interpret)
-            values = rows_of(value_smem.at[stage])
+            update = _product(value_smem.at[stage].transpose((1, 0)), weights_smem.transpose((1, 0)), padded)
             plgpu.commit_smem()  # all have read them
             move(step + STAGES)
-            return acc * spread(decay, 0) + values * spread(weight, 0), new_top, total * decay + weight
+            return acc * spread(decay, padded) + update, new_top, total * spread(decay, TILE) + weights
 
-        empty = full(0.0, tile_shape, layout), full(LOWEST, (TILE,), by_row), full(0.0, (TILE,), by_row)
+        empty = (
+            full(0.0, (padded, COLS), layout),
+            full(LOWEST, (COLS,), layout.reduce(0)),
+            full(0.0, (TILE, COLS), layout),
+        )
         acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
-        over_all = scalar(top, "max")
-        decay = jnp.exp2(top - over_all)
-        total = scalar(total * decay, "add")
-        out = (acc * spread(decay, 0)).sum(axis=0) * jnp.where(total > 0, 1.0 / total, 0.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last row's has left
-        out_smem[...] = out.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row])
-        lse_ref[row] = jnp.where(total > 0, (over_all + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        finish(acc, top, total.sum(axis=0), out_smem, lse_smem)
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, columns, pl.ds(cta * 0, padded)])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row])
 
     lax.fori_loop(0, own_rows, row_step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_rows(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
-    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[64, H + 8]`, keys and values as a group each.
+def _product(left, right, rows: int):
+    """`left right`, `[rows, columns]`."""
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, left, right)
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((rows, COLS), jnp.float32))
+
+
+def _copy_rows(transforms, interpret: bool, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
+    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[TILE, H]`, keys and values as a group each.
 
     Rows are a few hundred bytes, which threads copy by 16 bytes: a TMA copy for each would take longer to begin. The
-    last of `count` slots stands for those past the end.
+    first of `count` slots stands for those past the end.
     """
+    if interpret:
+        _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
+        return
+    gmem, smem, scalar = plgpu.RefType(), plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5 + (plgpu.Layout.WG_SPLAT,) * 2)
+    @plgpu.inline_mgpu(arg_types=(gmem, smem, gmem, smem, gmem, scalar, scalar))
     def emit(_, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count):
         i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
         constant, wide = lambda x: arith.constant(i32, x), lambda x: arith.extsi(i64, x)
-        head_dim, padded = ir.MemRefType(key_ref.type).shape[1], ir.MemRefType(key_smem.type).shape[1]
+        slot_at = lambda place: memref.load(slots_ref, [arith.index_cast(index, place)])
+        chunks = ir.MemRefType(key_ref.type).shape[1] // 8  # of 16 bytes, in a row
         thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
         first, count = (x.registers.item() for x in (first, count))
-        last = arith.maxsi(arith.subi(count, constant(1)), constant(0))
+        last = constant(ir.MemRefType(slots_ref.type).shape[0] - 1)
+        # With none kept the list says nothing.
+        other = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot_at(constant(0)))
         pieces = []
-        for start in range(0, TILE * head_dim // 8, 32 * WARPS):
+        for start in range(0, TILE * chunks, 32 * WARPS):
             piece = arith.addi(thread, constant(start))
-            place, part = arith.divui(piece, constant(head_dim // 8)), arith.remui(piece, constant(head_dim // 8))
+            place, chunk = arith.divui(piece, constant(chunks)), arith.remui(piece, constant(chunks))
+            listed = arith.addi(first, place)
             # All slots are read before the first copy begins, which no read would pass.
-            slot = memref.load(slots_ref, [arith.index_cast(index, arith.minsi(arith.addi(first, place), last))])
-            # With none kept the list says nothing.
-            slot = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot)
-            pieces.append((place, arith.muli(part, constant(8)), slot))
+            slot = slot_at(arith.minsi(listed, last))
+            slot = arith.select(arith.cmpi(arith.CmpIPredicate.slt, listed, count), slot, other)
+            pieces.append((place, chunk, slot))
         for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
             (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
             source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
             target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
-            for place, part, slot in pieces:
-                element = arith.addi(arith.muli(wide(slot), arith.constant(i64, stride)), wide(part))
-                to = arith.addi(arith.muli(place, constant(padded)), part)
+            for place, chunk, slot in pieces:
+                element = arith.muli(wide(slot), arith.constant(i64, 2 * stride))
                 asm(
                     "cp.async.cg.shared.global [$0], [$1], 16;",
                     None,
-                    arith.addi(target, arith.muli(to, constant(2))),
-                    arith.addi(source, arith.muli(element, arith.constant(i64, 2))),
+                    arith.addi(target, _swizzled_offset(ir.MemRefType(smem.type), place, chunk)),
+                    arith.addi(source, arith.addi(element, wide(arith.muli(chunk, constant(16))))),
                 )
             asm("cp.async.commit_group;", None)
 
     emit(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
+
+
+def _swizzled_offset(tiled: ir.MemRefType, row: ir.Value, chunk: ir.Value) -> ir.Value:
+    """Where 16 bytes of a row lie in an array of 2-byte elements `[rows / 8, tiles, 8, width]`, in bytes.
+
+    Within a tile of 8 rows a row's chunks change places by the bits of an address above those of 128 bytes.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    constant = lambda x: arith.constant(i32, x)
+    (by_tile_row, by_tile, _, _), _ = tiled.get_strides_and_offset()
+    width = 2 * tiled.shape[-1]
+    tile, chunk = (f(chunk, constant(width // 16)) for f in (arith.divui, arith.remui))
+    tile_row, row = (f(row, constant(8)) for f in (arith.divui, arith.remui))
+    within = arith.addi(arith.muli(row, constant(width)), arith.muli(chunk, constant(16)))
+    within = arith.xori(within, arith.andi(arith.shrui(within, constant(3)), constant(width - 16)))
+    before = arith.addi(arith.muli(tile_row, constant(2 * by_tile_row)), arith.muli(tile, constant(2 * by_tile)))
+    return arith.addi(before, within)
 
 
 def _asm(text: str) -> None:
@@ -556,7 +626,8 @@ def _await_copies(groups: int, interpret: bool) -> None:
 
 def _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
     """`_copy_rows` in words that the interpreter knows."""
-    places = jnp.clip(first + jnp.arange(TILE), 0, jnp.maximum(count - 1, 0))
-    slots = jnp.where(count == 0, 0, slots_ref[...][places])
+    listed, places = slots_ref[...], first + jnp.arange(TILE)
+    other = jnp.where(count == 0, 0, listed[0])
+    slots = jnp.where(places < count, listed[jnp.minimum(places, listed.shape[0] - 1)], other)
     for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
         smem[:, pl.ds(0, source_ref.shape[-1])] = source_ref[...][slots]
