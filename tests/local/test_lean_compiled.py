@@ -19,6 +19,7 @@ REGISTER_UNIT = 8  # per thread, as the hardware hands them out
 THREADS = {
     "lean_attention": 2 * 128,
     "tall_attention": 3 * 128,
+    "sparq_components": 128,
     "sparq_select": 128,
     "sparq_best": 128,
     "sparq_attend": 128,
@@ -85,6 +86,7 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
     assert "sparq_select" in kernels
     for name, ctas_per_sm in {
         "sparq_select": 3 if call.slots <= 4096 else 2,
+        "sparq_components": 6,
         "sparq_best": 3,
         "sparq_attend": ATTEND_CTAS_PER_SM,
     }.items():

@@ -1,11 +1,12 @@
 """SparQ's two gathers on Hopper: a few components of every key, then a few keys and values whole.
 
-`select_keys` is step 1 of Algorithm 1. A CTA serves one choice of keys: it streams the r components of all keys that
-its query is largest in, one TMA copy each, into logits that stay in registers; then it finds the k-th largest by
-bisection over the order of floats, and lists the keys that are kept and what they weigh. No score reaches memory.
+`choose_components` and `select_keys` are step 1 of Algorithm 1. A CTA of the second serves one choice of keys: it
+streams the r components of all keys that its query is largest in, one TMA copy each, into logits that stay in
+registers; then it finds the k-th largest by bisection over the order of floats, and lists the keys that are kept and
+what they weigh. No score reaches memory.
 `attend_kept` is step 2: it copies the listed keys and values, row by row, to where tensor cores multiply them.
 
-Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim.
+Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim, R components read, rounded up.
 
 Source: SparQ Attention, Algorithm 1 and section 5.
 """
@@ -116,13 +117,74 @@ def unsupported(query, key, value, key_by_component, sparq) -> str | None:
     return None
 
 
+def choose_components(query, *, share: float | None, shape: SparqShape, interpret: bool = False):
+    """The components that each query is largest in, and what they are multiplied by.
+
+    Args:
+      query: `[choices, H]`.
+      share: the part of the query's size that these components are taken to have, for the temperature; None: what they
+        have.
+    Returns:
+      components int32 `[choices, R]`, the largest first, of equals the earlier; weights float32 `[choices, R]`: query,
+      scale, temperature, and log2(e). R is r, rounded up to a multiple of 8.
+    """
+    columns = pl.cdiv(shape.num_components, 8) * 8
+    padded = jnp.pad(query, [(0, 0), (0, shape.padded_head_dim - shape.head_dim)])
+    return launch(
+        functools.partial(_choose_components, share, shape, interpret),
+        out_type=tuple(jax.ShapeDtypeStruct((shape.choices, columns), dtype) for dtype in (jnp.int32, jnp.float32)),
+        grid=(shape.choices,),
+        grid_names=("choice",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_bytes=4096,
+        name="sparq_components",
+    )(padded)
+
+
+def _choose_components(share: float | None, shape: SparqShape, interpret: bool, query_ref, components_ref, weights_ref):
+    """Ranks each component by comparing it with all."""
+    layout, padded, columns = plgpu.Layout.WGMMA, shape.padded_head_dim, components_ref.shape[1]
+    spread = lambda x, axis, last: lax.broadcast_in_dim(x, (padded, last), [axis])
+    iota = lambda axis, last: plgpu.broadcasted_iota(jnp.int32, (padded, last), axis, layout=layout)
+    choice, width = lax.axis_index("choice"), 16  # components at a time, for registers limit CTAs
+
+    def sizes(query, axis, place):
+        # Of what was 16 bits wide the last bits are 0: there is room for the place, which makes each one of a kind.
+        return spread(lax.bitcast_convert_type(jnp.abs(query), jnp.int32), axis, width) + (padded - 1 - place)
+
+    def count_larger(block, larger):
+        first = block * width
+        others = load(query_ref.at[choice, pl.ds(first, width)], layout.reduce(0)).astype(jnp.float32)
+        return larger + jnp.where(sizes(others, 1, first + iota(1, width)) > size, 1, 0)
+
+    query = load(query_ref.at[choice], layout.reduce(1)).astype(jnp.float32)
+    size = sizes(query, 0, iota(0, width))
+    none = plgpu.layout_cast(jnp.zeros((padded, width), jnp.int32), layout)
+    rank = lax.fori_loop(0, padded // width, count_larger, none).sum(axis=1)  # [H]
+    is_it = spread(rank, 0, columns) == iota(1, columns)  # [H, R]
+    components_ref[choice] = jnp.where(is_it, iota(0, columns), 0).sum(axis=0)
+    kept = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
+    factor = shape.scale * LOG2_E
+    if share is not None:
+        weights_ref[choice] = kept * (factor * share**-0.5)
+        return
+
+    def scoped(smem):
+        total = lambda x: _scalar(x, "add", layout.reduce(1), smem, interpret)
+        whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
+        weights_ref[choice] = kept * (factor * jnp.where(part > 0, lax.rsqrt(part / whole), 1.0))
+
+    pl.run_scoped(scoped, plgpu.SMEM((COLUMNS,), jnp.float32), collective_axes="warpgroup")
+
+
 def select_keys(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
     """The best keys of each row, and what they weigh in the approximate scores.
 
     Args:
       key_by_component: `[B, K, H, S]`.
-      components: int32 `[choices, r]`, which components of the keys are read.
-      weights: float32 `[choices, r]`, what they are multiplied by: query, scale, temperature, and log2(e).
+      components, weights: `[choices, R]` from `choose_components`, which components of the keys are read, and what
+        they are multiplied by.
       ends: int32 `[rows, 4]`, slots within the row's chunk: the end of the visible ones, and the first of those that
         are kept whatever they score; two unused.
       interpret: list by other means, which the interpreter knows.
