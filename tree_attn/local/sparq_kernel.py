@@ -42,6 +42,7 @@ HEAD_DIMS = (64, 80, 96, 128)
 SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
 CHUNK = 4096  # slots whose scores fit in the registers of a warpgroup, three times per SM
 COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
+COMPARED = 16  # components that all are compared with at a time: registers limit CTAs
 TILE = 64  # kept keys that are attended to at a time
 STAGES = 2  # tiles of keys and of values on their way per CTA
 ATTEND_CTAS_PER_SM = 5  # at most, by what registers hold
@@ -147,7 +148,7 @@ def _choose_components(share: float | None, shape: SparqShape, interpret: bool, 
     layout, padded, columns = plgpu.Layout.WGMMA, shape.padded_head_dim, components_ref.shape[1]
     spread = lambda x, axis, last: lax.broadcast_in_dim(x, (padded, last), [axis])
     iota = lambda axis, last: plgpu.broadcasted_iota(jnp.int32, (padded, last), axis, layout=layout)
-    choice, width = lax.axis_index("choice"), 16  # components at a time, for registers limit CTAs
+    choice, width = lax.axis_index("choice"), COMPARED
 
     def sizes(query, axis, place):
         # Of what was 16 bits wide the last bits are 0: there is room for the place, which makes each one of a kind.
