@@ -1,17 +1,10 @@
 """The lean kernel in Mosaic GPU's interpreter, against the oracle."""
 
-import dataclasses
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_same_bits
-from lean_cases import HEAD_SCALES, Call
+from lean_cases import HEAD_SCALES, Call, Onto
 from lean_interpreter import check, interpreted, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
-
-from tree_attn import Shard, attend
-from tree_attn.arguments import AttentionOptions
-from tree_attn.local import attend_shard
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
@@ -66,22 +59,6 @@ def test_it_is_exact_and_has_no_race(call):
 @pytest.mark.parametrize("call", WHOLE, ids=str)
 def test_rows_that_no_run_cuts_need_no_merge(call):
     check(call, num_kernels=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Onto(Call):
-    """A call for the first 192 keys, the result merged with the state over the others."""
-
-    first: int = 192
-
-    def run(self, query, key, value, *lengths):
-        count = lambda of: {"key_value_seq_lengths": of(lengths[0])} if lengths else {}
-        others = count(lambda x: jnp.maximum(x - self.first, 0))
-        onto = attend(query, key[:, self.first :], value[:, self.first :], implementation="xla", **others)
-        options = AttentionOptions(
-            implementation="mosaic_gpu", **count(lambda x: jnp.minimum(x, self.first)), **self.options
-        )
-        return attend_shard(query, key[:, : self.first], value[:, : self.first], options, Shard(), onto=onto)
 
 
 @pytest.mark.parametrize(
