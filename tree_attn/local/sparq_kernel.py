@@ -143,40 +143,54 @@ def choose_components(query, *, share: float | None, shape: SparqShape, interpre
     )(padded)
 
 
-def _choose_components(share: float | None, shape: SparqShape, interpret: bool, query_ref, components_ref, weights_ref):
+def _choose_components(share: float | None, shape: SparqShape, interpret: bool, query_ref, *outputs):
+    listed = functools.partial(plgpu.SMEM, outputs[0].shape[1:])
+    pl.run_scoped(
+        functools.partial(_choose_components_scoped, share, shape, interpret, query_ref, *outputs),
+        components_smem=listed(jnp.int32),
+        weights_smem=listed(jnp.float32),
+        scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
+        collective_axes="warpgroup",
+    )
+
+
+def _choose_components_scoped(
+    share: float | None, shape: SparqShape, interpret: bool, query_ref, components_ref, weights_ref, *,
+    components_smem, weights_smem, scalar_smem,
+):  # fmt: skip
     """Ranks each component by comparing it with all."""
     layout, padded, columns = plgpu.Layout.WGMMA, shape.padded_head_dim, components_ref.shape[1]
     spread = lambda x, axis, last: lax.broadcast_in_dim(x, (padded, last), [axis])
     iota = lambda axis, last: plgpu.broadcasted_iota(jnp.int32, (padded, last), axis, layout=layout)
-    choice, width = lax.axis_index("choice"), COMPARED
+    choice = lax.axis_index("choice")
 
     def sizes(query, axis, place):
         # Of what was 16 bits wide the last bits are 0: there is room for the place, which makes each one of a kind.
-        return spread(lax.bitcast_convert_type(jnp.abs(query), jnp.int32), axis, width) + (padded - 1 - place)
+        return spread(lax.bitcast_convert_type(jnp.abs(query), jnp.int32), axis, COMPARED) + (padded - 1 - place)
 
     def count_larger(block, larger):
-        first = block * width
-        others = load(query_ref.at[choice, pl.ds(first, width)], layout.reduce(0)).astype(jnp.float32)
-        return larger + jnp.where(sizes(others, 1, first + iota(1, width)) > size, 1, 0)
+        first = block * COMPARED
+        others = load(query_ref.at[choice, pl.ds(first, COMPARED)], layout.reduce(0)).astype(jnp.float32)
+        return larger + jnp.where(sizes(others, 1, first + iota(1, COMPARED)) > size, 1, 0)
 
     query = load(query_ref.at[choice], layout.reduce(1)).astype(jnp.float32)
-    size = sizes(query, 0, iota(0, width))
-    none = plgpu.layout_cast(jnp.zeros((padded, width), jnp.int32), layout)
-    rank = lax.fori_loop(0, padded // width, count_larger, none).sum(axis=1)  # [H]
+    size = sizes(query, 0, iota(0, COMPARED))
+    none = plgpu.layout_cast(jnp.zeros((padded, COMPARED), jnp.int32), layout)
+    rank = lax.fori_loop(0, padded // COMPARED, count_larger, none).sum(axis=1)  # [H]
     is_it = spread(rank, 0, columns) == iota(1, columns)  # [H, R]
-    components_ref[choice] = jnp.where(is_it, iota(0, columns), 0).sum(axis=0)
+    components_smem[...] = jnp.where(is_it, iota(0, columns), 0).sum(axis=0)
     kept = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
-    factor = shape.scale * LOG2_E
     if share is not None:
-        weights_ref[choice] = kept * (factor * share**-0.5)
-        return
-
-    def scoped(smem):
-        total = lambda x: _scalar(x, "add", layout.reduce(1), smem, interpret)
+        temperature = share**-0.5
+    else:
+        total = lambda x: _scalar(x, "add", layout.reduce(1), scalar_smem, interpret)
         whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
-        weights_ref[choice] = kept * (factor * jnp.where(part > 0, lax.rsqrt(part / whole), 1.0))
-
-    pl.run_scoped(scoped, plgpu.SMEM((COLUMNS,), jnp.float32), collective_axes="warpgroup")
+        temperature = jnp.where(part > 0, lax.rsqrt(part / whole), 1.0)
+    weights_smem[...] = kept * (shape.scale * LOG2_E * temperature)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(components_smem, components_ref.at[choice])
+    plgpu.copy_smem_to_gmem(weights_smem, weights_ref.at[choice])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def select_keys(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
