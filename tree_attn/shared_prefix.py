@@ -27,7 +27,7 @@ from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
 from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.sharded import check_one_device, over_shards
-from tree_attn.state import SoftmaxState, empty_like, merge_states
+from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 
 @functools.partial(
@@ -143,14 +143,12 @@ def hydragen_decode(
     by_batch = shard_suffix == "batch"
 
     def body(query, key, value, options: AttentionOptions, shard: Shard, levels) -> SoftmaxState:
-        states = [
-            _level_state(query, level, options, dataclasses.replace(shard, block_size=level.block_size))
-            for level in levels
-        ]
         suffix = _own_suffixes if by_batch and axes else attend_shard
-        states.append(suffix(query, key, value, options, shard))
-        merged = merge_states(jax.tree.map(lambda *x: jnp.stack(x), *states), axis=0)
-        return reduce_state(merged, axes, reduction, mesh) if axes else merged
+        state = suffix(query, key, value, options, shard)
+        for level in reversed(levels):
+            placed = dataclasses.replace(shard, block_size=level.block_size)
+            state = _with_level(state, query, level, options, placed)
+        return reduce_state(state, axes, reduction, mesh) if axes else state
 
     state = over_shards(
         body, query, key, value, options, axis_name=axes or None, mesh=mesh, block_size=block_size,
@@ -198,13 +196,14 @@ def bifurcated_decode(
     return hydragen_decode(query, [level], key, value, **how)
 
 
-def _level_state(query, level: PrefixLevel, options: AttentionOptions, shard: Shard) -> SoftmaxState:
-    """What each sequence gets from its node of this level, `[B, T, N]`; empty for those without one."""
+def _with_level(
+    state: SoftmaxState, query, level: PrefixLevel, options: AttentionOptions, shard: Shard
+) -> SoftmaxState:
+    """`state` `[B, T, N]`, with what each sequence gets from its node of this level, if it has one."""
     batch, num_queries, *heads = query.shape
     nodes, most = len(level.sequences), max(map(len, level.sequences), default=0)
     if most == 0:
-        lse = jnp.full(query.shape[:3], -jnp.inf, jnp.float32)
-        return SoftmaxState(jnp.zeros((*lse.shape, level.value.shape[-1]), query.dtype), lse)
+        return state
     # A node with fewer sequences than another is given row 0 besides, whose result nobody takes.
     rows, places = np.zeros((nodes, most), np.int32), np.full(batch, nodes * most, np.int32)
     for node, served in enumerate(level.sequences):
@@ -220,12 +219,15 @@ def _level_state(query, level: PrefixLevel, options: AttentionOptions, shard: Sh
         key_scale=options.key_scale if level.key_scale is None else level.key_scale,
         value_scale=options.value_scale if level.value_scale is None else level.value_scale,
     )
-    state = attend_shard(together.reshape(nodes, most * num_queries, *heads), level.key, level.value, options, shard)
-    state = jax.tree.map(lambda x: x.reshape(nodes * most, num_queries, *x.shape[2:]), state)
+    attend_nodes = functools.partial(
+        attend_shard, together.reshape(nodes, most * num_queries, *heads), level.key, level.value, options, shard
+    )
+    by_sequence = functools.partial(jax.tree.map, lambda x: x.reshape(nodes * most, num_queries, *x.shape[2:]))
     if is_in_order:
-        return state
+        return by_sequence(attend_nodes(onto=jax.tree.map(lambda x: x.reshape(nodes, -1, *x.shape[2:]), state)))
+    own = by_sequence(attend_nodes())
     take = functools.partial(jnp.take, indices=places, axis=0, mode="fill")
-    return SoftmaxState(take(state.out, fill_value=0), take(state.lse, fill_value=-jnp.inf))
+    return merge_state(state, SoftmaxState(take(own.out, fill_value=0), take(own.lse, fill_value=-jnp.inf)))
 
 
 def _own_suffixes(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:

@@ -311,7 +311,12 @@ def _choose_by_kernel(
     """Step 1 and the choice in one kernel; where a choice is cut into chunks, or over shards, their best compete."""
     batch, num_queries, num_kv_heads = grouped.shape[:3]
     for_heads = lambda x: jnp.broadcast_to(x, (batch, num_queries, num_kv_heads))
-    components, weights = _components(grouped, how.sparq, shape.scale)
+    components, weights = sparq_kernel.choose_components(
+        grouped.reshape(shape.choices, -1),
+        share=_share(how.sparq, shape.head_dim),
+        shape=shape,
+        interpret=INTERPRETED,
+    )
     end = for_heads(view.slot_ranges()[1][:, :, None])
     first_recent = _ends(options, batch, num_queries, view.num_slots, shard) - how.sparq.local_window
     recent = jnp.clip(first_recent, 0, view.num_slots * shard.num_shards)
@@ -323,8 +328,8 @@ def _choose_by_kernel(
     )
     slots, logits, lse = sparq_kernel.select_keys(
         key_by_component,
-        components.reshape(shape.choices, -1),
-        weights.reshape(shape.choices, -1) * sparq_kernel.LOG2_E,
+        components,
+        weights,
         ends.reshape(-1, 4),
         shape=shape,
         interpret=INTERPRETED,
@@ -377,12 +382,19 @@ def _components(grouped, sparq: SparqOptions, scale: float):
     components = jax.lax.top_k(size.sum(axis=3), sparq.num_components)[1]
     kept = jnp.take_along_axis(grouped, components[:, :, :, None, :], axis=-1).astype(jnp.float32)
     whole, part = size.sum(axis=-1), jnp.abs(kept).sum(axis=-1)
-    if sparq.score_temperature == "coverage":
+    share = _share(sparq, grouped.shape[-1])
+    if share is None:
         coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
     else:
-        share = 1.0 if sparq.score_temperature == "head_dim" else sparq.num_components / grouped.shape[-1]
         coverage = jnp.full_like(whole, share)
     return components, kept * (scale * jax.lax.rsqrt(coverage))[..., None]
+
+
+def _share(sparq: SparqOptions, head_dim: int) -> float | None:
+    """What part of the query's size its kept components are taken to have, for tau; None: what they have."""
+    return {"coverage": None, "head_dim": 1.0, "num_components": sparq.num_components / head_dim}[
+        sparq.score_temperature
+    ]
 
 
 def _approximate_logits(components, weights, key, key_by_component):

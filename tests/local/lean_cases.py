@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tree_attn import attend, lean_decode, paged_decode
+from tree_attn import Shard, attend, lean_decode, paged_decode
+from tree_attn.arguments import AttentionOptions
+from tree_attn.local import attend_shard
 
 PAGE = 64
 WHOLE = 128  # slots of which no row is cut in two, for a run has two tiles at least
@@ -78,6 +80,22 @@ class Call:
         return attend(query, key, value, **lengths, **options)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Onto(Call):
+    """A call for the first 192 keys, the result merged with the state over the others."""
+
+    first: int = 192
+
+    def run(self, query, key, value, *lengths):
+        count = lambda of: {"key_value_seq_lengths": of(lengths[0])} if lengths else {}
+        others = count(lambda x: jnp.maximum(x - self.first, 0))
+        onto = attend(query, key[:, self.first :], value[:, self.first :], implementation="xla", **others)
+        options = AttentionOptions(
+            implementation="mosaic_gpu", **count(lambda x: jnp.minimum(x, self.first)), **self.options
+        )
+        return attend_shard(query, key[:, : self.first], value[:, : self.first], options, Shard(), onto=onto)
+
+
 def variants() -> list[Call]:
     """What differs in the compiled kernel: head dims, dtypes, masks, layouts and numbers of query columns."""
     lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
@@ -102,6 +120,7 @@ def variants() -> list[Call]:
             Call(**MANY, head_dim=head_dim, **kind)
             for head_dim, kind in ((64, {}), (128, {}), (128, lengths), (256, lengths))
         ),
+        Onto(**MANY, kv_heads=1, head_dim=128, **lengths),
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),

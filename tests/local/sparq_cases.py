@@ -25,6 +25,7 @@ class Call:
     is_causal: bool = False
     reallocate: bool = True
     equal_keys: bool = False
+    score_temperature: str = "coverage"
 
     def __str__(self):
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -33,7 +34,7 @@ class Call:
     @property
     def num_kernels(self) -> int:
         """One more where chunks compete."""
-        return 3 if self.slots > 4096 else 2
+        return 4 if self.slots > 4096 else 3
 
     def arrays(self):
         """Query, key, value, keys by component, and the lengths."""
@@ -49,7 +50,7 @@ class Call:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in jax.eval_shape(self.arrays)]
 
     def run(self, query, key, value, key_by_component, lengths, **how):
-        names = ("num_components", "num_keys", "local_window", "is_causal", "reallocate")
+        names = ("num_components", "num_keys", "local_window", "is_causal", "reallocate", "score_temperature")
         options = {name: getattr(self, name) for name in names} | how
         return sparq_decode(
             query, key, value, key_by_component=key_by_component, key_value_seq_lengths=lengths, return_lse=True,
@@ -61,7 +62,8 @@ CALLS = [
     Call(lengths=(1024, 700, 5), slots=1024, heads=3),
     Call(lengths=(3, 0), head_dim=128, num_keys=130, dtype="float16"),  # three tiles, of which little is visible
     Call(lengths=(500,), queries=3, is_causal=True, head_dim=80, reallocate=False),
-    Call(lengths=(8200, 4000), slots=8704, heads=1, num_keys=70),  # three chunks, which compete
+    # Three chunks, which compete.
+    Call(lengths=(8200, 4000), slots=8704, heads=1, num_keys=70, score_temperature="num_components"),
     Call(lengths=(400,), equal_keys=True, local_window=2),  # of equals the earliest
 ]
 COMPILED = [  # what differs most in registers

@@ -10,8 +10,9 @@ import pytest
 from assertions import assert_attention
 from attention_cases import HEAD_SCALES, Case
 
-from tree_attn import SoftmaxState, attend, make_mesh, tree_decode
-from tree_attn.local import IMPLEMENTATIONS, choose, cudnn, flash_attn, mosaic_gpu, xla
+from tree_attn import Shard, SoftmaxState, attend, make_mesh, merge_state, tree_decode
+from tree_attn.arguments import AttentionOptions
+from tree_attn.local import IMPLEMENTATIONS, attend_shard, choose, cudnn, flash_attn, mosaic_gpu, xla
 
 needs_cpu = pytest.mark.skipif(cudnn.unavailable() is None, reason="runs only where cuDNN cannot")
 
@@ -64,7 +65,7 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
     """Its kernels are stood in for by XLA: what is under test is what reaches them, and the rule for gradients."""
     given = []
 
-    def kernels(query, key, value, *, visible, scale, soft_cap, scales):
+    def kernels(query, key, value, *, visible, scale, soft_cap, scales, onto):
         given.append((key.dtype, scales))
         return xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
 
@@ -79,6 +80,25 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
     np.testing.assert_array_equal(passed, np.stack(list(scales.values())) if scales else None)
     loss = lambda name, query, scales: attend(query, key, key, implementation=name, **scales).lse.sum()
     ours, xlas = (jax.grad(partial(loss, name), argnums=(0, 1))(query, scales) for name in ("mosaic_gpu", "xla"))
+    jax.tree.map(np.testing.assert_array_equal, ours, xlas)
+
+
+def test_mosaic_gpu_differentiates_a_state_that_it_merges_onto(monkeypatch):
+    def kernels(query, key, value, *, visible, scale, soft_cap, scales, onto):
+        state = xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
+        return merge_state(state, onto)
+
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(mosaic_gpu, "lean_padded", kernels)
+    rng = np.random.default_rng(0)
+    query, key, out = (jnp.asarray(rng.normal(size=(2, size, 4, 64)), jnp.bfloat16) for size in (3, 40, 3))
+    onto = SoftmaxState(out, jnp.asarray(rng.normal(size=out.shape[:3]), jnp.float32))
+
+    def loss(name, query, onto):
+        state = attend_shard(query, key, key, AttentionOptions(implementation=name), Shard(), onto=onto)
+        return state.out.astype(jnp.float32).sum() + state.lse.sum()
+
+    ours, xlas = (jax.grad(partial(loss, name), argnums=(0, 1))(query, onto) for name in ("mosaic_gpu", "xla"))
     jax.tree.map(np.testing.assert_array_equal, ours, xlas)
 
 

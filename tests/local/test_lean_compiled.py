@@ -11,12 +11,15 @@ import pytest
 import sparq_cases
 from lean_cases import variants
 
+from tree_attn.local.sparq_kernel import ATTEND_CTAS_PER_SM
+
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8  # per thread, as the hardware hands them out
 THREADS = {
     "lean_attention": 2 * 128,
     "tall_attention": 3 * 128,
+    "sparq_components": 128,
     "sparq_select": 128,
     "sparq_best": 128,
     "sparq_attend": 128,
@@ -83,8 +86,9 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
     assert "sparq_select" in kernels
     for name, ctas_per_sm in {
         "sparq_select": 3 if call.slots <= 4096 else 2,
+        "sparq_components": 6,
         "sparq_best": 3,
-        "sparq_attend": 2,
+        "sparq_attend": ATTEND_CTAS_PER_SM,
     }.items():
         if name in kernels:  # of equal ones JAX compiles one
             assert_fits(name, kernels[name], ctas_per_sm)

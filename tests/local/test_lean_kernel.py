@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from assertions import assert_same_bits
-from lean_cases import HEAD_SCALES, Call
+from lean_cases import HEAD_SCALES, Call, Onto
 from lean_interpreter import check, interpreted, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
@@ -59,6 +59,20 @@ def test_it_is_exact_and_has_no_race(call):
 @pytest.mark.parametrize("call", WHOLE, ids=str)
 def test_rows_that_no_run_cuts_need_no_merge(call):
     check(call, num_kernels=1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Onto(queries=40, group=4, kv_heads=1),
+        Onto(queries=9, group=3, kv_heads=1, lengths=(250, 100, 0), head_dim=128),  # of two the other state is empty
+        Onto(queries=70, group=2, lengths=(250, 100)),  # two KV heads, which XLA merges
+        Onto(group=2),
+    ],
+    ids=str,
+)
+def test_it_merges_onto_a_state_over_other_keys(call):
+    check(call)
 
 
 @pytest.mark.parametrize(

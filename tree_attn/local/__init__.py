@@ -5,6 +5,7 @@ A backend is a module with
   unsupported(query, key, value, *, logits_soft_cap, visible, scales) -> str | None   which option it cannot do
   attend(query, key, value, *, scale, logits_soft_cap, visible, scales) -> SoftmaxState
 where key and value may be float8_e4m3fn or int8, and `scales` is None or float32 [2, K], of each head's K and V.
+That of mosaic_gpu takes `onto` besides, a state over other keys to merge with, for its kernels merge anyway.
 """
 
 import logging
@@ -102,17 +103,24 @@ def attend_shard(
     *,
     query_shard: Shard | None = None,
     beside_transfers: bool = False,
+    onto: SoftmaxState | None = None,
 ) -> SoftmaxState:
     """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already.
 
-    `query_shard`: the queries are a prompt's own, stored as its keys are: of which shard; instead of `query_positions`.
-    `beside_transfers`: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
+    Args:
+      query_shard: the queries are a prompt's own, stored as its keys are: of which shard; instead of `query_positions`.
+      beside_transfers: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
+      onto: a state over other keys, with which the result is merged, or None.
     """
     sizes = dict(batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1])
     visible = visibility(options, shard=shard, query_shard=query_shard, **sizes)
     how = dict(logits_soft_cap=options.logits_soft_cap, visible=visible, scales=options.head_scales(key.shape[2]))
     name = choose(query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **how)
-    return IMPLEMENTATIONS[name].attend(query, key, value, scale=default_scale(options.scale, query.shape[-1]), **how)
+    how["scale"] = default_scale(options.scale, query.shape[-1])
+    if name == "mosaic_gpu":
+        return mosaic_gpu.attend(query, key, value, onto=onto, **how)
+    state = IMPLEMENTATIONS[name].attend(query, key, value, **how)
+    return state if onto is None else merge_state(state, onto)
 
 
 def choose(query, key, value, *, implementation: str | None, beside_transfers: bool = False, **how) -> str:

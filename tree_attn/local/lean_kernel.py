@@ -358,7 +358,7 @@ def _attend_runs_scoped(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
             acc = acc if value_scale is None else acc * value_scale
             if has_whole_rows(shape, config):
-                _finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
+                finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
                 # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
                 columns, head_dims = pl.ds(dynamic_zero, cols), pl.ds(dynamic_zero, padded)
                 acc_gmem, stats_gmem = accs_ref.at[row.index, columns, head_dims], stats_ref.at[row.index]
@@ -608,7 +608,7 @@ def _merge_scoped(
             return _fold(state, [(acc_smem.at[i], stats_smem.at[i])], [1.0])
 
         acc_all, top_all, total_all = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
-        _finish(acc_all, top_all, total_all, out_smem, lse_smem)
+        finish(acc_all, top_all, total_all, out_smem, lse_smem)
         # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, pl.ds(row * 0, cols), head_dims])
 
@@ -619,7 +619,7 @@ def _merge_scoped(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _finish(acc, top, total, out_smem, lse_smem) -> None:
+def finish(acc, top, total, out_smem, lse_smem) -> None:
     """Leaves `acc / total` and `ln(total 2^top)` in shared memory, for a copy."""
     inverse = jnp.where(total > 0, 1.0 / total, 0.0)
     store_transposed(out_smem, (acc * _spread(inverse, acc.shape)).astype(out_smem.dtype))

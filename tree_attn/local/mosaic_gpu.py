@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
-from tree_attn.local.lean_kernel import TALL_ROWS, LeanConfig, LeanShape, lean_attention
+from tree_attn.local.lean_kernel import TALL_ROWS, LeanConfig, LeanShape, has_whole_rows, lean_attention
 from tree_attn.local.tall_kernel import tall_attention
 from tree_attn.local.tuning import lean_config
 from tree_attn.masking import Visibility
 from tree_attn.schedule import run_table, sequence_offsets
-from tree_attn.state import SoftmaxState
+from tree_attn.state import SoftmaxState, merge_state
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 TALL_HEAD_DIMS = (64, 128, 256)
@@ -71,27 +71,35 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
 
 
 def attend(
-    query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None
-) -> SoftmaxState:
-    """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
-    return _attend(query, key, value, scales, visible, scale, logits_soft_cap)
+    query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None,
+    onto: SoftmaxState | None = None,
+) -> SoftmaxState:  # fmt: skip
+    """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
+
+    Args:
+      onto: a state over other keys, with which the result is merged, or None.
+    """
+    return _attend(query, key, value, scales, onto, visible, scale, logits_soft_cap)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(query, key, value, scales, visible: Visibility, scale, soft_cap) -> SoftmaxState:
-    return lean_padded(query, key, value, visible=visible, scale=scale, soft_cap=soft_cap, scales=scales)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(query, key, value, scales, onto, visible: Visibility, scale, soft_cap) -> SoftmaxState:
+    return lean_padded(query, key, value, visible=visible, scale=scale, soft_cap=soft_cap, scales=scales, onto=onto)
 
 
-def _forward(query, key, value, scales, visible, scale, soft_cap):
-    return _attend(query, key, value, scales, visible, scale, soft_cap), (query, key, value, scales, visible)
+def _forward(query, key, value, scales, onto, visible, scale, soft_cap):
+    state = _attend(query, key, value, scales, onto, visible, scale, soft_cap)
+    return state, (query, key, value, scales, onto, visible)
 
 
 def _backward(scale, soft_cap, residuals, cotangents):
     """Decoding is not trained through, so XLA recomputes."""
     *arrays, visible = residuals
 
-    def recompute(query, key, value, scales):
-        return xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
+    def recompute(query, key, value, scales, onto):
+        how = dict(scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
+        state = xla.attend(query, key, value, **how)
+        return state if onto is None else merge_state(state, onto)
 
     _, pull = jax.vjp(recompute, *arrays)
     return (*pull(cotangents), None)
@@ -108,7 +116,7 @@ def lean_padded(query, key, value, *, visible: Visibility, config: LeanConfig | 
 
 def lean_state(
     query, key, value, spans, *, num_slots: int, scale: float, soft_cap: float | None, scales=None, pages=None,
-    is_packed: bool = False, config: LeanConfig | None = None,
+    is_packed: bool = False, onto: SoftmaxState | None = None, config: LeanConfig | None = None,
 ) -> SoftmaxState:  # fmt: skip
     """Makes the schedule and runs the kernels; arguments are checked already.
 
@@ -119,6 +127,7 @@ def lean_state(
       num_slots: slots that a sequence can have.
       scales: float32 `[2, K]`, what stored K and V are multiplied by, or None.
       pages: int32 `[B, pages]` where K and V are pages, else None.
+      onto: a state over other keys, with which the result is merged, or None.
     """
     batch, num_queries, num_heads, _ = query.shape
     placement = dict(page_size=None if pages is None else key.shape[1], is_packed=is_packed)
@@ -138,9 +147,14 @@ def lean_state(
         tables["sequences"], tables["runs"] = _schedule(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans), shape, config
         )
+    # With several KV heads to fold a state is to transpose it, which costs more than a merge by XLA.
+    is_joined = onto is not None and shape.is_tall and shape.num_kv_heads == 1 and not has_whole_rows(shape, config)
+    if is_joined:
+        tables["onto"] = _fold(onto.out, shape), _fold(onto.lse[..., None], shape)[..., 0]
     attention = tall_attention if shape.is_tall else lean_attention
     out, lse = attention(_fold(query, shape), key, value, shape=shape, config=config, **tables)
-    return SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
+    state = SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
+    return state if onto is None or is_joined else merge_state(state, onto)
 
 
 def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | None, **placement) -> LeanShape:

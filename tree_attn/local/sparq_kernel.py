@@ -1,17 +1,19 @@
 """SparQ's two gathers on Hopper: a few components of every key, then a few keys and values whole.
 
-`select_keys` is step 1 of Algorithm 1. A CTA serves one choice of keys: it streams the r components of all keys that
-its query is largest in, one TMA copy each, into logits that stay in registers; then it finds the k-th largest by
-bisection over the order of floats, and lists the keys that are kept and what they weigh. No score reaches memory.
-`attend_kept` is step 2: it copies the listed keys and values, row by row, and attends.
+`choose_components` and `select_keys` are step 1 of Algorithm 1. A CTA of the second serves one choice of keys: it
+streams the r components of all keys that its query is largest in, one TMA copy each, into logits that stay in
+registers; then it finds the k-th largest by bisection over the order of floats, and lists the keys that are kept and
+what they weigh. No score reaches memory.
+`attend_kept` is step 2: it copies the listed keys and values, row by row, to where tensor cores multiply them.
 
-Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim.
+Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim, R components read, rounded up.
 
 Source: SparQ Attention, Algorithm 1 and section 5.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -23,16 +25,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf
 
-from tree_attn.local.lean_kernel import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
+from tree_attn.local.lean_kernel import (
+    LOG2_E,
+    LOWEST,
+    SMEM_BYTES_PER_SM,
+    finish,
+    full,
+    launch,
+    load,
+    store_transposed,
+    tiling,
+)
 from tree_attn.ptx import asm
 
 HEAD_DIMS = (64, 80, 96, 128)
 SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
 CHUNK = 4096  # slots whose scores fit in the registers of a warpgroup, three times per SM
 COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
+COMPARED = 16  # components that all are compared with at a time: registers limit CTAs
 TILE = 64  # kept keys that are attended to at a time
-PADDING = 8  # elements between rows in shared memory, so that rows begin in different banks
-STAGES = 3  # tiles of keys and of values on their way per CTA
+STAGES = 2  # tiles of keys and of values on their way per CTA
+ATTEND_CTAS_PER_SM = 5  # at most, by what registers hold
+COLS = 8  # the fewest columns that a tensor core takes
+REDUCTION_BYTES = 1024
 WARPS = 4
 LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, and of infinity
 
@@ -75,6 +90,11 @@ class SparqShape:
         """What registers hold."""
         return 3 if self.is_final else 2
 
+    @property
+    def padded_head_dim(self) -> int:
+        """V's columns are rows of O^T, which a tensor core takes 64 at a time."""
+        return -(-self.head_dim // 64) * 64
+
     def sequence_and_head(self, choice):
         return lax.div(choice, self.num_queries * self.num_kv_heads), lax.rem(choice, self.num_kv_heads)
 
@@ -98,13 +118,88 @@ def unsupported(query, key, value, key_by_component, sparq) -> str | None:
     return None
 
 
+def choose_components(query, *, share: float | None, shape: SparqShape, interpret: bool = False):
+    """The components that each query is largest in, and what they are multiplied by.
+
+    Args:
+      query: `[choices, H]`.
+      share: the part of the query's size that these components are taken to have, for the temperature; None: what they
+        have.
+    Returns:
+      components int32 `[choices, R]`, the largest first, of equals the earlier; weights float32 `[choices, R]`: query,
+      scale, temperature, and log2(e). R is r, rounded up to a multiple of 8.
+    """
+    columns = pl.cdiv(shape.num_components, 8) * 8
+    padded = jnp.pad(query, [(0, 0), (0, shape.padded_head_dim - shape.head_dim)])
+    return launch(
+        functools.partial(_choose_components, share, shape, interpret),
+        out_type=tuple(jax.ShapeDtypeStruct((shape.choices, columns), dtype) for dtype in (jnp.int32, jnp.float32)),
+        grid=(shape.choices,),
+        grid_names=("choice",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_bytes=4096,
+        name="sparq_components",
+    )(padded)
+
+
+def _choose_components(share: float | None, shape: SparqShape, interpret: bool, query_ref, *outputs):
+    listed = functools.partial(plgpu.SMEM, outputs[0].shape[1:])
+    pl.run_scoped(
+        functools.partial(_choose_components_scoped, share, shape, interpret, query_ref, *outputs),
+        components_smem=listed(jnp.int32),
+        weights_smem=listed(jnp.float32),
+        scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
+        collective_axes="warpgroup",
+    )
+
+
+def _choose_components_scoped(
+    share: float | None, shape: SparqShape, interpret: bool, query_ref, components_ref, weights_ref, *,
+    components_smem, weights_smem, scalar_smem,
+):  # fmt: skip
+    """Ranks each component by comparing it with all."""
+    layout, padded, columns = plgpu.Layout.WGMMA, shape.padded_head_dim, components_ref.shape[1]
+    spread = lambda x, axis, last: lax.broadcast_in_dim(x, (padded, last), [axis])
+    iota = lambda axis, last: plgpu.broadcasted_iota(jnp.int32, (padded, last), axis, layout=layout)
+    choice = lax.axis_index("choice")
+
+    def sizes(query, axis, place):
+        # Of what was 16 bits wide the last bits are 0: there is room for the place, which makes each one of a kind.
+        return spread(lax.bitcast_convert_type(jnp.abs(query), jnp.int32), axis, COMPARED) + (padded - 1 - place)
+
+    def count_larger(block, larger):
+        first = block * COMPARED
+        others = load(query_ref.at[choice, pl.ds(first, COMPARED)], layout.reduce(0)).astype(jnp.float32)
+        return larger + jnp.where(sizes(others, 1, first + iota(1, COMPARED)) > size, 1, 0)
+
+    query = load(query_ref.at[choice], layout.reduce(1)).astype(jnp.float32)
+    size = sizes(query, 0, iota(0, COMPARED))
+    none = plgpu.layout_cast(jnp.zeros((padded, COMPARED), jnp.int32), layout)
+    rank = lax.fori_loop(0, padded // COMPARED, count_larger, none).sum(axis=1)  # [H]
+    is_it = spread(rank, 0, columns) == iota(1, columns)  # [H, R]
+    components_smem[...] = jnp.where(is_it, iota(0, columns), 0).sum(axis=0)
+    kept = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
+    if share is not None:
+        temperature = share**-0.5
+    else:
+        total = lambda x: _scalar(x, "add", layout.reduce(1), scalar_smem, interpret)
+        whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
+        temperature = jnp.where(part > 0, lax.rsqrt(part / whole), 1.0)
+    weights_smem[...] = kept * (shape.scale * LOG2_E * temperature)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(components_smem, components_ref.at[choice])
+    plgpu.copy_smem_to_gmem(weights_smem, weights_ref.at[choice])
+    plgpu.wait_smem_to_gmem(0)
+
+
 def select_keys(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
     """The best keys of each row, and what they weigh in the approximate scores.
 
     Args:
       key_by_component: `[B, K, H, S]`.
-      components: int32 `[choices, r]`, which components of the keys are read.
-      weights: float32 `[choices, r]`, what they are multiplied by: query, scale, temperature, and log2(e).
+      components, weights: `[choices, R]` from `choose_components`, which components of the keys are read, and what
+        they are multiplied by.
       ends: int32 `[rows, 4]`, slots within the row's chunk: the end of the visible ones, and the first of those that
         are kept whatever they score; two unused.
       interpret: list by other means, which the interpreter knows.
@@ -401,40 +496,60 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
     Returns:
       out `[choices, H]` in the dtype of `query`, lse float32 `[choices]`.
     """
-    results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:1], jnp.float32)
-    query = query.astype(jnp.float32) * (shape.scale * LOG2_E)
-    return launch(
+    out, lse = launch(
         functools.partial(_attend, shape, interpret),
-        out_type=results,
-        grid=(_num_ctas(shape, shape.choices, STAGES * 2 * TILE * (shape.head_dim + PADDING) * 2, at_most=2),),
+        out_type=(
+            jax.ShapeDtypeStruct((shape.choices, 1, shape.head_dim), query.dtype),
+            jax.ShapeDtypeStruct((shape.choices, COLS), jnp.float32),
+        ),
+        grid=(_num_ctas(shape, shape.choices, _attend_smem_bytes(shape), at_most=ATTEND_CTAS_PER_SM),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
-        scratch_bytes=4096,
+        scratch_bytes=REDUCTION_BYTES,
         name="sparq_attend",
-    )(query, key, value, slots, counts)
+    )(query[:, None], key, value, slots, counts)
+    return out[:, 0], lse[:, 0]
+
+
+def _attend_smem_bytes(shape: SparqShape) -> int:
+    """What `_num_ctas` does not count of the arrays in `_attend`."""
+    tiles = STAGES * TILE * (shape.head_dim + shape.padded_head_dim)
+    return 2 * (tiles + COLS * (2 * shape.head_dim + TILE + shape.padded_head_dim))
 
 
 def _attend(shape: SparqShape, interpret: bool, *refs):
-    rows = plgpu.SMEM((STAGES, TILE, shape.head_dim + PADDING), shape.dtype)
+    # As in `lean_kernel.py`, K, V and the weights meet in the tensor core with one swizzle.
+    swizzled = tiling(shape.dtype, math.gcd(shape.head_dim, TILE))
+    smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=swizzled)
     pl.run_scoped(
-        functools.partial(_attend_scoped, shape, interpret, *refs),
-        key_smem=rows,
-        value_smem=rows,
-        out_smem=plgpu.SMEM((shape.head_dim,), shape.dtype),
-        scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
+        functools.partial(_attend_scoped, shape, functools.partial(_copy_rows, swizzled, interpret), interpret, *refs),
+        query_smem=smem((2, COLS, shape.head_dim)),
+        key_smem=smem((STAGES, TILE, shape.head_dim)),
+        value_smem=smem((STAGES, TILE, shape.padded_head_dim)),
+        weights_smem=smem((COLS, TILE)),
+        out_smem=smem((COLS, shape.padded_head_dim), transforms=tiling(shape.dtype, math.gcd(shape.head_dim, 64))),
+        lse_smem=plgpu.SMEM((COLS,), jnp.float32),
+        query_full=plgpu.Barrier(num_barriers=2),
         collective_axes="warpgroup",
     )
 
 
 def _attend_scoped(
-    shape: SparqShape, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
-    key_smem, value_smem, out_smem, scalar_smem,
+    shape: SparqShape, copy, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
+    query_smem, key_smem, value_smem, weights_smem, out_smem, lse_smem, query_full,
 ):  # fmt: skip
+    """With the operands of `lean_kernel.py`, of whose columns one is a query: it costs no more than fewer would."""
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-    tile_shape, tiles = (TILE, shape.head_dim), pl.cdiv(shape.num_keys, TILE)
-    own_rows = lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
-    layout, copy = plgpu.Layout.WGMMA, _interpreted_copy if interpret else _copy_rows
+    tiles, own_rows = pl.cdiv(shape.num_keys, TILE), lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
+    layout, padded = plgpu.Layout.WGMMA, shape.padded_head_dim
+    columns = pl.ds(cta * 0, COLS)  # of which all but one are out of bounds: read as zeros, and not written
+
+    def ask(i):
+        """The query of this CTA's i-th row, into one of two places."""
+        parity = lax.rem(i, 2)
+        source = query_ref.at[cta + i * num_ctas, columns]
+        plgpu.copy_gmem_to_smem(source, query_smem.at[parity], query_full.at[parity])
 
     def move(step):
         """The tile of a step, across rows, as two groups of copies: keys, and values. Past the end they are empty."""
@@ -453,90 +568,122 @@ def _attend_scoped(
         if not interpret:
             pl.when(~is_there)(lambda: _asm("cp.async.commit_group; cp.async.commit_group;"))
 
-    by_row, by_dim = layout.reduce(1), layout.reduce(0)
-    spread = lambda x, axis: lax.broadcast_in_dim(x, tile_shape, [axis])
-    place = plgpu.broadcasted_iota(jnp.int32, tile_shape, 0, layout=layout).max(axis=1)
-    rows_of = lambda smem: load(smem, layout)[:, : shape.head_dim].astype(jnp.float32)
-    scalar = lambda x, operation: _scalar(x, operation, by_row, scalar_smem, interpret)
+    spread = lambda x, rows: lax.broadcast_in_dim(x, (rows, COLS), [1])
+    place = plgpu.broadcasted_iota(jnp.int32, (TILE, COLS), 0, layout=layout)
+    ask(jnp.int32(0))
     for step in range(STAGES):
         move(jnp.int32(step))
 
     def row_step(i, _):
-        row = cta + i * num_ctas
-        count, query = counts_ref[row], spread(load(query_ref.at[row], by_dim), 1)
+        row, parity = cta + i * num_ctas, lax.rem(i, 2)
+        count = counts_ref[row]
+        pl.when(i + 1 < own_rows)(lambda: ask(i + 1))
+        plgpu.barrier_wait(query_full.at[parity])
 
         def tile_step(tile, state):
-            """Each place of a tile has a softmax of its own, `top [64]`, and they meet at the end only."""
             acc, top, total = state
             step = i * tiles + tile
             stage = lax.rem(step, STAGES)
             _await_copies(2 * STAGES - 1, interpret)
-            logits = (rows_of(key_smem.at[stage]) * query).sum(axis=1)
-            logits = jnp.where(place + tile * TILE < count, logits, -jnp.inf)
-            new_top = jnp.maximum(top, logits)
-            decay, weight = jnp.exp2(top - new_top), jnp.exp2(logits - new_top)
+            logits = _product(key_smem.at[stage], query_smem.at[parity].transpose((1, 0)), TILE)  # [k, columns]
+            logits = jnp.where(place + tile * TILE < count, logits * (shape.scale * LOG2_E), -jnp.inf)
+            new_top = jnp.maximum(top, logits.max(axis=0))
+            decay, weights = jnp.exp2(top - new_top), jnp.exp2(logits - spread(new_top, TILE))
+            store_transposed(weights_smem, weights.astype(shape.dtype))
             _await_copies(2 * STAGES - 2, interpret)
-            values = rows_of(value_smem.at[stage])
+            update = _product(value_smem.at[stage].transpose((1, 0)), weights_smem.transpose((1, 0)), padded)
             plgpu.commit_smem()  # all have read them
             move(step + STAGES)
-            return acc * spread(decay, 0) + values * spread(weight, 0), new_top, total * decay + weight
+            return acc * spread(decay, padded) + update, new_top, total * spread(decay, TILE) + weights
 
-        empty = full(0.0, tile_shape, layout), full(LOWEST, (TILE,), by_row), full(0.0, (TILE,), by_row)
+        empty = (
+            full(0.0, (padded, COLS), layout),
+            full(LOWEST, (COLS,), layout.reduce(0)),
+            full(0.0, (TILE, COLS), layout),
+        )
         acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
-        over_all = scalar(top, "max")
-        decay = jnp.exp2(top - over_all)
-        total = scalar(total * decay, "add")
-        out = (acc * spread(decay, 0)).sum(axis=0) * jnp.where(total > 0, 1.0 / total, 0.0)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last row's has left
-        out_smem[...] = out.astype(out_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row])
-        lse_ref[row] = jnp.where(total > 0, (over_all + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        finish(acc, top, total.sum(axis=0), out_smem, lse_smem)
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, columns, pl.ds(cta * 0, padded)])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row])
 
     lax.fori_loop(0, own_rows, row_step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_rows(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
-    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[64, H + 8]`, keys and values as a group each.
+def _product(left, right, rows: int):
+    """`left right`, `[rows, columns]`."""
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, left, right)
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((rows, COLS), jnp.float32))
+
+
+def _copy_rows(transforms, interpret: bool, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
+    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[TILE, H]`, keys and values as a group each.
 
     Rows are a few hundred bytes, which threads copy by 16 bytes: a TMA copy for each would take longer to begin. The
-    last of `count` slots stands for those past the end.
+    first of `count` slots stands for those past the end.
     """
+    if interpret:
+        _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
+        return
+    gmem, smem, scalar = plgpu.RefType(), plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5 + (plgpu.Layout.WG_SPLAT,) * 2)
+    @plgpu.inline_mgpu(arg_types=(gmem, smem, gmem, smem, gmem, scalar, scalar))
     def emit(_, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count):
         i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
         constant, wide = lambda x: arith.constant(i32, x), lambda x: arith.extsi(i64, x)
-        head_dim, padded = ir.MemRefType(key_ref.type).shape[1], ir.MemRefType(key_smem.type).shape[1]
+        slot_at = lambda place: memref.load(slots_ref, [arith.index_cast(index, place)])
+        chunks = ir.MemRefType(key_ref.type).shape[1] // 8  # of 16 bytes, in a row
         thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
         first, count = (x.registers.item() for x in (first, count))
-        last = arith.maxsi(arith.subi(count, constant(1)), constant(0))
+        last = constant(ir.MemRefType(slots_ref.type).shape[0] - 1)
+        # With none kept the list says nothing.
+        other = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot_at(constant(0)))
         pieces = []
-        for start in range(0, TILE * head_dim // 8, 32 * WARPS):
+        for start in range(0, TILE * chunks, 32 * WARPS):
             piece = arith.addi(thread, constant(start))
-            place, part = arith.divui(piece, constant(head_dim // 8)), arith.remui(piece, constant(head_dim // 8))
+            place, chunk = arith.divui(piece, constant(chunks)), arith.remui(piece, constant(chunks))
+            listed = arith.addi(first, place)
             # All slots are read before the first copy begins, which no read would pass.
-            slot = memref.load(slots_ref, [arith.index_cast(index, arith.minsi(arith.addi(first, place), last))])
-            # With none kept the list says nothing.
-            slot = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot)
-            pieces.append((place, arith.muli(part, constant(8)), slot))
+            slot = slot_at(arith.minsi(listed, last))
+            slot = arith.select(arith.cmpi(arith.CmpIPredicate.slt, listed, count), slot, other)
+            pieces.append((place, chunk, slot))
         for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
             (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
             source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
             target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
-            for place, part, slot in pieces:
-                element = arith.addi(arith.muli(wide(slot), arith.constant(i64, stride)), wide(part))
-                to = arith.addi(arith.muli(place, constant(padded)), part)
+            for place, chunk, slot in pieces:
+                element = arith.muli(wide(slot), arith.constant(i64, 2 * stride))
                 asm(
                     "cp.async.cg.shared.global [$0], [$1], 16;",
                     None,
-                    arith.addi(target, arith.muli(to, constant(2))),
-                    arith.addi(source, arith.muli(element, arith.constant(i64, 2))),
+                    arith.addi(target, _swizzled_offset(ir.MemRefType(smem.type), place, chunk)),
+                    arith.addi(source, arith.addi(element, wide(arith.muli(chunk, constant(16))))),
                 )
             asm("cp.async.commit_group;", None)
 
     emit(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
+
+
+def _swizzled_offset(tiled: ir.MemRefType, row: ir.Value, chunk: ir.Value) -> ir.Value:
+    """Where 16 bytes of a row lie in an array of 2-byte elements `[rows / 8, tiles, 8, width]`, in bytes.
+
+    Within a tile of 8 rows a row's chunks change places by the bits of an address above those of 128 bytes.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    constant = lambda x: arith.constant(i32, x)
+    (by_tile_row, by_tile, _, _), _ = tiled.get_strides_and_offset()
+    width = 2 * tiled.shape[-1]
+    tile, chunk = (f(chunk, constant(width // 16)) for f in (arith.divui, arith.remui))
+    tile_row, row = (f(row, constant(8)) for f in (arith.divui, arith.remui))
+    within = arith.addi(arith.muli(row, constant(width)), arith.muli(chunk, constant(16)))
+    within = arith.xori(within, arith.andi(arith.shrui(within, constant(3)), constant(width - 16)))
+    before = arith.addi(arith.muli(tile_row, constant(2 * by_tile_row)), arith.muli(tile, constant(2 * by_tile)))
+    return arith.addi(before, within)
 
 
 def _asm(text: str) -> None:
@@ -556,7 +703,8 @@ def _await_copies(groups: int, interpret: bool) -> None:
 
 def _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
     """`_copy_rows` in words that the interpreter knows."""
-    places = jnp.clip(first + jnp.arange(TILE), 0, jnp.maximum(count - 1, 0))
-    slots = jnp.where(count == 0, 0, slots_ref[...][places])
+    listed, places = slots_ref[...], first + jnp.arange(TILE)
+    other = jnp.where(count == 0, 0, listed[0])
+    slots = jnp.where(places < count, listed[jnp.minimum(places, listed.shape[0] - 1)], other)
     for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
         smem[:, pl.ds(0, source_ref.shape[-1])] = source_ref[...][slots]

@@ -52,12 +52,14 @@ COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
 
 
 def tall_attention(
-    query, key, value, *, sequences=None, runs=None, pages=None, scales=None, shape: LeanShape,
+    query, key, value, *, sequences=None, runs=None, pages=None, scales=None, onto=None, shape: LeanShape,
     config: LeanConfig, weights_in_smem: bool = False,
 ):  # fmt: skip
     """As `lean_kernel.lean_attention`, for `shape.cols == TALL_ROWS`, a head dim that 64 divides, and one dtype.
 
     Args:
+      onto: a state over other keys to merge with, as it is returned, or None; not if `has_whole_rows`, for then nothing
+        is merged.
       weights_in_smem: the weights take the way through shared memory, which the interpreter knows.
     """
     tables = {"sequences": sequences, "runs": runs, "pages": pages, "scales": scales}
@@ -84,8 +86,11 @@ def tall_attention(
     )(query, key, value, *tables.values())
     if is_whole:
         return attended
+    onto_out, onto_lse = onto or (None, None)
+    optional = {"sequences": sequences, "onto_out": onto_out, "onto_lse": onto_lse}
+    optional = {name: x for name, x in optional.items() if x is not None}
     return launch(
-        functools.partial(_merge_partials, shape, config),
+        functools.partial(_merge_partials, tuple(optional), shape, config),
         out_type=results,
         grid=(shape.num_rows, COMPUTING, shape.head_dim // MERGE_DIMS),
         grid_names=("row", "half", "head_dims"),
@@ -93,7 +98,7 @@ def tall_attention(
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="tall_merge",
-    )(*attended, *([] if sequences is None else [sequences]))
+    )(*attended, *optional.values())
 
 
 def _attend_runs(
@@ -268,34 +273,43 @@ def _finish(acc, top, total, out_smem, lse_smem) -> None:
     plgpu.commit_smem()
 
 
-def _merge_partials(shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
-    """Folds the partials of 64 rows, 64 head dims of them, in the order of their keys."""
-    sequences_ref, (out_ref, lse_ref) = (refs[0] if len(refs) == 3 else None), refs[-2:]
+def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+    """Folds the partials of 64 rows, `MERGE_DIMS` head dims of them, in the order of their keys."""
+    optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     out_smem = plgpu.SMEM((ROWS, MERGE_DIMS), out_ref.dtype, transforms=tiling(out_ref.dtype, MERGE_DIMS))
 
     def scoped(out_smem, lse_smem):
         row, half, block = (lax.axis_index(name) for name in ("row", "half", "head_dims"))
-        first, count = partials_of(shape, config, sequences_ref, row)
+        first, count = partials_of(shape, config, optional.get("sequences"), row)
         head_dims = pl.ds(pl.multiple_of(block * MERGE_DIMS, MERGE_DIMS), MERGE_DIMS)
+        rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
         per_row = plgpu.Layout.WGMMA.reduce(1)
 
-        def fold(i, state):
-            acc, top, total = state
-            partial = first + i
-            part_acc = load(accs_ref.at[partial, half, :, head_dims], plgpu.Layout.WGMMA)
-            part_top, part_total = (load(stats_ref.at[partial, half, j], per_row) for j in range(2))
-            new_top = jnp.maximum(top, part_top)
-            decay, part_decay = jnp.exp2(top - new_top), jnp.exp2(part_top - new_top)
-            acc = acc * _spread(decay, acc.shape) + part_acc * _spread(part_decay, acc.shape)
-            return acc, new_top, total * decay + part_total * part_decay
+        def partial(i):
+            acc = load(accs_ref.at[first + i, half, :, head_dims], plgpu.Layout.WGMMA)
+            return acc, *(load(stats_ref.at[first + i, half, j], per_row) for j in range(2))
 
-        empty = (
+        def pair(i, state):
+            # Two are read at once, for a dependent read takes longer than all arithmetic here. Past the end the last
+            # partial is read again and weighs nothing.
+            parts = [partial(jnp.minimum(2 * i + j, count - 1)) for j in range(2)]
+            return _fold(_fold(state, *parts[0]), *parts[1], jnp.where(2 * i + 1 < count, 1.0, 0.0))
+
+        onto = None
+        if "onto_out" in optional:  # on its way while partials are folded
+            onto = load(optional["onto_out"].at[row, rows, head_dims], plgpu.Layout.WGMMA)
+            onto = onto, load(optional["onto_lse"].at[row, rows], per_row)
+        state = (
             full(0.0, (ROWS, MERGE_DIMS), plgpu.Layout.WGMMA),
             full(LOWEST, (ROWS,), per_row),
             full(0.0, (ROWS,), per_row),
         )
-        _finish(*lax.fori_loop(0, count, fold, empty), out_smem, lse_smem)
-        rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
+        state = lax.fori_loop(0, lax.div(count + 1, 2), pair, state)
+        if onto is not None:
+            out, lse = onto
+            top = jnp.maximum(lse * LOG2_E, LOWEST)
+            state = _fold(state, out.astype(jnp.float32), top, jnp.where(lse > -jnp.inf, 1.0, 0.0))
+        _finish(*state, out_smem, lse_smem)
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, rows, head_dims])
 
         @pl.when(block == 0)
@@ -305,6 +319,15 @@ def _merge_partials(shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *
         plgpu.wait_smem_to_gmem(0)
 
     pl.run_scoped(scoped, out_smem, plgpu.SMEM((ROWS,), jnp.float32), collective_axes="warpgroup")
+
+
+def _fold(state, part_acc, part_top, part_total, weight=1.0):
+    """Folds an unnormalised partial into another; it counts `weight` times, 0 or 1."""
+    acc, top, total = state
+    new_top = jnp.maximum(top, part_top)
+    decay, part_decay = jnp.exp2(top - new_top), jnp.exp2(part_top - new_top) * weight
+    acc = acc * _spread(decay, acc.shape) + part_acc * _spread(part_decay, acc.shape)
+    return acc, new_top, total * decay + part_total * part_decay
 
 
 def _spread(x, shape: tuple[Any, ...]):
