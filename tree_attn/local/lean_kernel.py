@@ -126,6 +126,8 @@ def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     return stages + queries + results + scratch_bytes(shape) + 1024
 
 
+# Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
 def lean_attention(
     query,
     key,

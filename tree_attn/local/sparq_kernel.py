@@ -42,10 +42,10 @@ HEAD_DIMS = (64, 80, 96, 128)
 SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
 CHUNK = 4096  # slots whose scores fit in the registers of a warpgroup, three times per SM
 COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
-COMPARED = 16  # components that all are compared with at a time: registers limit CTAs
+COMPARED = 8  # components that all are compared with at a time: registers limit CTAs
 TILE = 64  # kept keys that are attended to at a time
-STAGES = 2  # tiles of keys and of values on their way per CTA
-ATTEND_CTAS_PER_SM = 5  # at most, by what registers hold
+STAGES = 1  # tiles of keys and of values on their way per CTA
+ATTEND_CTAS_PER_SM = 4  # at most, by what registers hold
 COLS = 8  # the fewest columns that a tensor core takes
 REDUCTION_BYTES = 1024
 WARPS = 4
@@ -118,6 +118,7 @@ def unsupported(query, key, value, key_by_component, sparq) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("share", "shape", "interpret"))
 def choose_components(query, *, share: float | None, shape: SparqShape, interpret: bool = False):
     """The components that each query is largest in, and what they are multiplied by.
 
@@ -193,6 +194,7 @@ def _choose_components_scoped(
     plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def select_keys(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
     """The best keys of each row, and what they weigh in the approximate scores.
 
@@ -439,6 +441,7 @@ def _elements(array) -> list[ir.Value]:
     return elements
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def best_of(slots, logits, recent, *, shape: SparqShape, interpret: bool = False):
     """The best of each choice's candidates, where several rows of `select_keys` made lists.
 
@@ -486,6 +489,7 @@ def _best(shape: SparqShape, interpret: bool, slots_ref, logits_ref, recent_ref,
     pl.run_scoped(scoped, smem(jnp.int32), smem(jnp.float32), collective_axes="warpgroup")
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpret: bool = False):
     """Attention of each row's query over the keys that it keeps.
 

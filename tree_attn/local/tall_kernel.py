@@ -51,6 +51,7 @@ MERGE_DIMS = 64
 COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "config", "weights_in_smem"))
 def tall_attention(
     query, key, value, *, sequences=None, runs=None, pages=None, scales=None, onto=None, shape: LeanShape,
     config: LeanConfig, weights_in_smem: bool = False,

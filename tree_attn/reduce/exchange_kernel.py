@@ -56,6 +56,7 @@ class Buffers:
         return self.steps_offset + NUM_CTAS * 4
 
 
+@functools.partial(jax.jit, static_argnames="buffers")
 def exchange(out, lse, rank, buffers: Buffers):
     """Merges `out [rows, H]` and float32 `lse [rows]` over all ranks.
 
