@@ -23,6 +23,8 @@ from tree_attn.machine import KINDS, Machine
 # Bytes per second that one device reads from its own memory: the best rate measured from any kernel (not the
 # datasheet's), by a part of `jax.Device.device_kind`.
 MEMORY_BYTES_PER_S = {"H200": 4.3e12}
+# Floating-point operations per second of large bfloat16 matrix products of random numbers, measured.
+PRODUCT_FLOPS_PER_S = {"H200": 790e12}
 # Bytes per second that one device sends to one neighbour, measured with a `ppermute` of 256 MB.
 LINK_BYTES_PER_S = {"H200": 215e9}
 
@@ -421,6 +423,11 @@ def read_limit_us(step: DecodeStep, device_kind: str) -> float | None:
 def memory_limit_us(num_bytes: float, device_kind: str) -> float | None:
     """The least time to read `num_bytes` from a device's own memory; None for a kind nobody measured."""
     return _time_us(num_bytes, _lookup(MEMORY_BYTES_PER_S, device_kind))
+
+
+def products_limit_us(num_flops: float, device_kind: str) -> float | None:
+    """The least time for that many operations of bfloat16 matrix products; None for a kind nobody measured."""
+    return _time_us(num_flops, _lookup(PRODUCT_FLOPS_PER_S, device_kind))
 
 
 def link_limit_us(num_bytes: float, device_kind: str) -> float | None:

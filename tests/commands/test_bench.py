@@ -41,6 +41,16 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
         assert compiled <= row["predicted_bytes_per_device"] <= compiled + 16  # arguments that XLA finds not to be read
 
 
+def test_samples_share_their_prompt(tmp_path, capsys):
+    arguments = bench("--out", str(tmp_path), "--attention", "single", "--samples", "1,70", "--json")
+    assert cli.main(arguments) == 0
+    one, many = json.loads(capsys.readouterr().out)["rows"]
+    assert (one["batch"], many["batch"]) == (1, 70)
+    bytes_per_token = one["cache_bytes_per_device"] / 40
+    assert many["cache_bytes_per_device"] == (39 + 70) * bytes_per_token  # the prompt once, a token of its own for each
+    assert many["predicted"]["cache"] < 70 * one["predicted"]["cache"] / 2
+
+
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "sparq", "--json"]
     options += ["--prefill-chunk", "16", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "float8_e4m3fn"]
@@ -58,6 +68,8 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     [
         (["--config", "llama-9"], "must be one of llama-2-7b"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
+        (["--samples", "0"], "--samples must be integers of at least 1, separated by commas, got '0'"),
+        (["--samples", "2", "--attention", "ring"], "attention='ring' has no form for shared prefixes"),
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
         (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk=9: must be a multiple of 2 shards"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),

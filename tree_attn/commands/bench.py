@@ -14,11 +14,13 @@ Time a Llama of a published shape over long contexts: prefill, each new token, m
 The prompt is random, and so are weights unless --model names some: times do not depend on them. Keys and values are
 spread by sequence and weights by heads and columns over the same devices; --replicate-weights gives every device all
 weights, as in the paper's Table 1. The roofline of a token is the time to read a device's weights and its part of the
-keys and values once, or as much of them as SparQ reads.
+keys and values once, or as much of them as SparQ reads; with --samples, of the prompt's once for all, or the time of
+the products with the weights, if that is more.
 
 examples:
   tree-attn bench llama --context 32768,131072 --out results/llama
   tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8
+  tree-attn bench llama --config llama-2-7b --devices 1 --attention single --context 8192 --samples 1,64,1024
   tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
 
 Memory is that of one device: predicted before the run from what is held (weights, keys and values, to the byte) and
@@ -44,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", default="32768,131072", metavar="N,M", help="tokens; default 32768,131072")
     parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens made; default 33")
     parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single, sparq")
+    parser.add_argument(
+        "--samples", default="1", metavar="N,M", help="sequences that go on from the one prompt, which they share"
+    )
     parser.add_argument("--reduction", metavar="NAME", help="of tree and sparq; default: its own choice")
     prompting.add_sparq_arguments(parser)
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
@@ -76,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from tree_attn import measure
     from tree_attn.commands import comparison, processes
 
-    config, contexts, attentions, sparq = _checked(args)
+    config, contexts, samples, attentions, sparq = _checked(args)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
@@ -86,15 +91,15 @@ def run(args: argparse.Namespace) -> int:
         options = _options_of(name, args, sparq)
         check_choice(name, options["reduction"], place.axes, len(devices), options["sparq"])
     rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices), sparq))
-    done = {(row["context"], row["attention"]) for row in rows}
-    cases = [(context, name) for context in contexts for name in attentions]
+    done = {(row["context"], row["batch"], row["attention"]) for row in rows}
+    cases = [(context, count, name) for context in contexts for count in samples for name in attentions]
     is_done = comparison.broadcast_flags([case in done for case in cases])  # the first process alone has the file
     todo = [case for case, done in zip(cases, is_done, strict=True) if not done]
     if todo:
         model = _random_model(args, config, place, max(contexts)) if args.model is None else _own_model(args, place)
-        for context, name in todo:
-            with session.phase(f"{name}, {context:,} tokens ..."):
-                row = _time(args, model, place, context, name, sparq)
+        for context, count, name in todo:
+            with session.phase(f"{name}, {context:,} tokens" + (f" x {count:,}" if count > 1 else "") + " ..."):
+                row = _time(args, model, place, context, count, name, sparq)
             row |= {
                 "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
                 "git_commit": measure.git_commit(), "command": args.command_line,
@@ -121,7 +126,7 @@ class _Rows(list):
 
 
 def _checked(args: argparse.Namespace):
-    from models.llama.attention import ATTENTIONS
+    from models.llama.attention import ATTENTIONS, check_sharing
     from models.llama.presets import preset
     from tree_attn.arguments import NARROW_DTYPES, one_of
     from tree_attn.commands import prompting
@@ -129,22 +134,28 @@ def _checked(args: argparse.Namespace):
     config = preset(args.config)
     if args.cache_dtype is not None:
         one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
-    try:
-        contexts = [int(part) for part in args.context.split(",")]
-    except ValueError:
-        contexts = [0]
-    if min(contexts) < 1:
-        raise ValueError(f"--context must be integers of at least 1, separated by commas, got {args.context!r}")
+    contexts, samples = (_integers(name, getattr(args, name)) for name in ("context", "samples"))
     attentions = [part.strip() for part in args.attention.split(",")]
     for name in attentions:
         one_of("--attention", name, ATTENTIONS)
+        check_sharing(name, True if max(samples) > 1 else None)
     for name, least in (("new_tokens", 2), ("tokens_per_dispatch", 1)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     sparq = prompting.sparq_options(args, attentions)
     if sparq is not None:
         sparq.check_head_dim(config.head_dim)
-    return config, contexts, attentions, sparq
+    return config, contexts, samples, attentions, sparq
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ValueError(f"--{name} must be integers of at least 1, separated by commas, got {text!r}")
+    return numbers
 
 
 def _options_of(name: str, args: argparse.Namespace, sparq) -> dict[str, Any]:
@@ -195,7 +206,7 @@ def _sharding(args: argparse.Namespace, config, place):
     return LlamaSharding(mesh=spread.mesh, sequence=spread.sequence) if args.replicate_weights else spread
 
 
-def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq) -> dict[str, Any]:
+def _time(args: argparse.Namespace, model, place, context: int, count: int, name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
     from models.llama import Generator, by_name, memory
@@ -210,7 +221,7 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq
         cache_dtype=args.cache_dtype,
         prefill_chunk=chunk,
     )
-    prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()]
+    prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()] * count
     programs = generator.programs(prompts, args.new_tokens)
     predicted, devices = memory.predict(generator, prompts, args.new_tokens), list(place.devices)
     earlier_peak = measure.runtime_peak_memory_bytes(devices)
@@ -218,22 +229,27 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq
         pass  # first use
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
-    weights, cache = _bytes_per_device(model, generator, context)
+    weights, cache = _bytes_per_device(model, generator, prompts)
     compiled = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = measure.runtime_peak_memory_bytes(devices)
-    limit_us = cost_model.memory_limit_us(weights + cache, place.devices[0].device_kind)
+    kind = place.devices[0].device_kind
+    limits_us = (
+        cost_model.memory_limit_us(weights + cache, kind),
+        cost_model.products_limit_us(2 * count * weights / np.dtype(place.dtype).itemsize, kind),
+    )
+    limit_us = None if None in limits_us else max(limits_us)
     return {
         "config": args.config if args.model is None else args.model,
         "context": context, "attention": name, "reduction": attention.reduction,
         "sparq": None if attention.sparq is None else dataclasses.asdict(attention.sparq),
-        "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": 1,
+        "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": count,
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,
         "per_token_ms_p10": float(np.percentile(later, 10)) * 1e3,
         "per_token_ms_p90": float(np.percentile(later, 90)) * 1e3,
-        "tokens_per_s": 1 / statistics.median(seconds[1:]),
+        "tokens_per_s": count / statistics.median(seconds[1:]),
         "prefill_plus_10_tokens_s": seconds[0] + COUNTED_TOKENS * statistics.fmean(seconds[1 : 1 + COUNTED_TOKENS]),
         "roofline_ms": None if limit_us is None else limit_us / 1e3,
         "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
@@ -243,10 +259,10 @@ def _time(args: argparse.Namespace, model, place, context: int, name: str, sparq
     }  # fmt: skip
 
 
-def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
+def _bytes_per_device(model, generator, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
     """What one device reads for a token: its weights, less an embedding of which it reads one row, and its K and V.
 
-    Of those SparQ reads the components and the keys that it chooses.
+    Of those SparQ reads the components and the keys that it chooses; what prompts share is read once.
     """
     from flax import nnx
 
@@ -256,7 +272,10 @@ def _bytes_per_device(model, generator, context: int) -> tuple[int, int]:
     weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
         weights -= measure.bytes_per_device(model.embedding[...])
-    return weights, memory.bytes_read(generator, context) // model.sharding.num_shards("sequence")
+    tree = generator.prefix_tree(prompts)
+    texts = [*(node.tokens for level in tree.levels for node in level), *tree.remainders]
+    cache = sum(memory.bytes_read(generator, len(text)) for text in texts)
+    return weights, cache // model.sharding.num_shards("sequence")
 
 
 def _is_first() -> bool:
@@ -273,10 +292,11 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
     from rich.table import Table
 
     console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = console if console.is_terminal else Console(width=132)
     table = Table()
-    for column in ("context", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
-                   "prefill + 10 s", "GB (measured)"):  # fmt: skip
+    columns = ("context", "samples", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
+               "prefill + 10 s", "GB (measured)")  # fmt: skip
+    for column in columns:
         table.add_column(column, justify="left" if column == "attention" else "right")
     for row in rows:
         # Older rows have neither.
@@ -284,6 +304,7 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
         memory = "unknown" if predicted is None else f"{predicted / 1e9:.3g}"
         table.add_row(
             f"{row['context']:,}",
+            f"{row['batch']:,}",
             row["attention"] + (f" {row['reduction']}" if row["reduction"] else ""),
             f"{row['prefill_s']:.3g}",
             f"{row['per_token_ms_median']:.3g} ({row['per_token_ms_p10']:.3g} to {row['per_token_ms_p90']:.3g})",
