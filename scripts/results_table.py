@@ -1,6 +1,7 @@
-"""Prints the README's table from raw rows of `tree-attn compare`.
+"""Prints the README's tables from raw rows of `tree-attn compare`, and of `tree-attn bench llama`.
 
 python3 scripts/results_table.py docs/results/compare_4xh200_4processes_fused/results.jsonl
+python3 scripts/results_table.py docs/results/llama_h200/one_gpu.jsonl docs/results/llama_h200/two_gpus.jsonl
 """
 
 import json
@@ -31,6 +32,37 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+# Tree Attention, Table 1: prefill and 10 tokens of Llama 3.1 8B by tree on 8 H100s, in seconds, by context.
+PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
+
+
+def llama_table(rows: list[dict]) -> str:
+    """A Markdown table: prefill, a token's time and its roofline, the paper's time on other hardware, memory."""
+    lines = [
+        "| GPUs | context | attention | prefill, s | ms per token (p10 to p90) | roofline, ms | over it | prefill + 10, s "
+        "| the paper's, 8 H100 | GB predicted (measured) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        median, roofline = row["per_token_ms_median"], row["roofline_ms"]
+        papers = PAPERS_S.get(row["context"] // 1024 * 1000)
+        measured = row["measured_bytes_per_device"]
+        cells = (
+            row["n_devices"],
+            f"{row['context']:,}",
+            row["attention"],
+            f"{row['prefill_s']:.2f}",
+            f"{median:.2f} ({row['per_token_ms_p10']:.2f} to {row['per_token_ms_p90']:.2f})",
+            f"{roofline:.2f}",
+            f"{median / roofline:.2f}",
+            f"{row['prefill_plus_10_tokens_s']:.2f}",
+            "" if papers is None else f"{papers:.2f}",
+            f"{row['predicted_bytes_per_device'] / 1e9:.1f}" + (f" ({measured / 1e9:.1f})" if measured else ""),
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def _sent(row: dict) -> str:
     """Counted in the compiled program, or by the formula where a kernel sends, which the program does not show."""
     is_counted = row["reduction"] != "fused"
@@ -39,4 +71,5 @@ def _sent(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    print(table([json.loads(line) for line in pathlib.Path(sys.argv[1]).read_text().splitlines()]))
+    given = [json.loads(line) for path in sys.argv[1:] for line in pathlib.Path(path).read_text().splitlines()]
+    print((llama_table if "per_token_ms_median" in given[0] else table)(given))
