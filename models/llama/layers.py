@@ -134,12 +134,19 @@ class GatedMLP(nnx.Module):
         self.down = kernel("down", narrow, wide, ("embed", "mlp"))
 
     def __call__(self, x: jax.Array, shared: Pass) -> jax.Array:
-        # An axis holds one dimension at a time: where the MLP's is the tokens', they gather here and scatter after.
-        token_axis = None if shared.clashes("mlp") else shared.token_axis
-        gate = jnp.einsum("btd,fd->btf", x, self.gate[...])
-        up = jnp.einsum("btd,fd->btf", x, self.up[...])
-        hidden = shared.sharding.constrain(jax.nn.silu(gate) * up, "batch", token_axis, "mlp")
-        return jnp.einsum("btf,df->btd", hidden, self.down[...])
+        gate, up, down = self.gate[...], self.up[...], self.down[...]
+        token_axis, axis = shared.token_axis, "mlp"
+        if token_axis is not None and shared.clashes("mlp"):
+            # An axis holds one dimension at a time. Either the tokens gather for both products and scatter after the
+            # third, or the kernels gather: long prompts are more than these.
+            if x.size > gate.size:
+                gate, up, down = (shared.sharding.constrain(kernel, None, None) for kernel in (gate, up, down))
+                axis = None
+            else:
+                token_axis = None
+        hidden = jax.nn.silu(jnp.einsum("btd,fd->btf", x, gate)) * jnp.einsum("btd,fd->btf", x, up)
+        hidden = shared.sharding.constrain(hidden, "batch", token_axis, axis)
+        return jnp.einsum("btf,df->btd", hidden, down)
 
 
 class LlamaLayer(nnx.Module):

@@ -105,9 +105,7 @@ class Llama(nnx.Module):
         cache = cache.with_lengths(lengths)
         if all_logits:
             return self._logits(x), cache
-        last = jnp.asarray(order.indices)[lengths - 1]
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-        return self._logits(x)[:, 0], cache
+        return self._logits(_rows(x, jnp.asarray(order.indices)[lengths - 1]))[:, 0], cache
 
     def _prefill_in_chunks(self, tokens, lengths, cache, attention, prefixes, chunk: int):
         batch, num_shards = tokens.shape[0], attention.num_shards
@@ -133,9 +131,8 @@ class Llama(nnx.Module):
 
             x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
             where = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]
-            found = jnp.take_along_axis(x, where[:, None, None], axis=1)
             is_here = (lengths > start) & (lengths <= start + chunk)
-            return (cache, jnp.where(is_here[:, None, None], found, last)), None
+            return (cache, jnp.where(is_here[:, None, None], _rows(x, where), last)), None
 
         last = jnp.zeros((batch, 1, self.config.hidden_size), self.embedding[...].dtype)
         indices = jnp.arange(len(chunks), dtype=jnp.int32)
@@ -240,6 +237,12 @@ class Llama(nnx.Module):
             table = self.embedding if self.config.tie_embeddings else self.head
             x = self.final_norm(x)
             return jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Row `index[b]` of each `[T, D]`, as `[B, 1, D]`. To look it up, XLA would gather the tokens of all devices."""
+    is_it = jnp.arange(x.shape[1])[None, :] == index[:, None]
+    return jnp.where(is_it[:, :, None], x, 0).sum(axis=1, keepdims=True)
 
 
 def _is_on_gpu(sharding: LlamaSharding) -> bool:

@@ -108,6 +108,24 @@ def test_heads_on_the_sequence_devices_cost_gathers_of_a_tokens_heads_and_a_seco
     assert {one.kind for one in in_layers} == set(KINDS)
 
 
+def test_of_tokens_and_kernels_the_fewer_gather_in_prefill(wide_config):
+    """A prompt of 56 tokens is more than a kernel of the MLP, one of 8 is less."""
+    kernel, logits, gathered = 4 * 48 * 32, {}, {}
+    for num_devices in (1, 8):
+        sharding = spread_over(wide_config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+        model = Llama(wide_config, sharding, parameters.random(sharding, jnp.float32))
+        generator = Generator(model, by_name("tree", sharding))
+        for count in (8, 56):
+            prompts = [[i % 48 for i in range(count)]]
+            logits[num_devices, count] = np.asarray(next(generator.stream(prompts, 2)).logits)
+            payloads = [one.bytes_payload for one in hlo.collectives(generator.programs(prompts, 2).prefill.as_text())]
+            gathered[num_devices, count] = 4 * count * 32 in payloads, payloads.count(kernel)
+    for count in (8, 56):
+        np.testing.assert_allclose(logits[8, count], logits[1, count], atol=1e-5)
+    (are_tokens, few), (are_long_tokens, more) = gathered[8, 8], gathered[8, 56]
+    assert are_tokens and not are_long_tokens and more >= few + 3
+
+
 def test_abstract_parameters_allocate_nothing_and_say_where_they_go(mesh):
     config = preset("llama-3.1-405b")
     sharding = LlamaSharding(mesh=mesh, sequence="far", mlp="near", heads="near")
