@@ -149,10 +149,17 @@ def test_the_cheapest_reduction_depends_on_size_and_links():
     )
     levels = ["allreduce", "gather", "fused"]
     assert choose(levels, 2064, (4,)) == "fused"
-    assert choose(levels, 200_000, (4,)) == "gather"  # 8 bytes for 4 cost more than a launch
+    assert choose(levels, 100_000, (4,)) == "gather"  # 8 bytes for 4 cost more than a launch
     assert choose(levels, 10**9, (4,)) == "allreduce"  # which sends least
     across = [*levels, "hierarchical", ("fused", "gather")]
     assert choose(across, 2064, (8, 16)) == ("fused", "gather")  # fused alone cannot leave the node: passed over
+
+
+@pytest.mark.parametrize("elements, best", [(2064, "fused"), (8256, "fused"), (33_024, "fused"), (132_096, "gather")])
+def test_two_h200s_take_what_was_measured_to_be_fastest(elements, best):
+    """docs/results/reduce_2xh200, rows of "exchange"."""
+    options = dict(elements=elements, axis_sizes=(2,), machine=machine.load("NVIDIA H200"))
+    assert cheapest_reduction(["allreduce", "gather", "fused"], **options) == best
 
 
 def test_of_equals_the_first_is_taken_and_one_device_costs_nothing():

@@ -167,7 +167,7 @@ class Machine:
 
         Example:
             >>> round(load("NVIDIA H200").exchange_us("gather", 8256, size=4), 1)
-            6.7
+            6.9
         """
         _check(kind in KINDS, f"kind must be one of {tuple(KINDS)}, got {kind!r}")
         if size == 1:

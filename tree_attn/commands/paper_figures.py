@@ -205,7 +205,7 @@ def _predicted_memory(steps: Iterable[DecodeStep]) -> Values:
 
 def _compared_times(measured: Iterable[dict], machine: Machine) -> list[dict[str, Any]]:
     return [
-        _compared(row, "us", "the cost model", rows.predict(row, machine).latency_us, row["latency_us_median"])
+        _compared(row, "us", "the cost model", rows.predicted_us(row, machine), row["latency_us_median"])
         for row in measured
     ]
 
