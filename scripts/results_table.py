@@ -39,8 +39,8 @@ PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
 def llama_table(rows: list[dict]) -> str:
     """A Markdown table: prefill, a token's time and its roofline, the paper's time on other hardware, memory."""
     lines = [
-        "| GPUs | context | attention | prefill, s | ms per token (p10 to p90) | roofline, ms | over it | prefill + 10, s "
-        "| the paper's, 8 H100 | GB predicted (measured) |",
+        "| GPUs | context | attention | prefill, s | ms per token (p10 to p90) | roofline, ms | over it "
+        "| prefill + 10, s | the paper's, 8 H100 | GB predicted (measured) |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

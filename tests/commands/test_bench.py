@@ -51,6 +51,18 @@ def test_samples_share_their_prompt(tmp_path, capsys):
     assert many["predicted"]["cache"] < 70 * one["predicted"]["cache"] / 2
 
 
+def test_two_levels_of_sharing_beside_one(capsys):
+    options = ["--problems", "2", "--problem-tokens", "35", "--samples", "64", "--levels", "2,1", "--json"]
+    assert cli.main(bench(*options, "--attention", "single")) == 0
+    two, one = json.loads(capsys.readouterr().out)["rows"]
+    assert (two["levels"], one["levels"], two["batch"], one["batch"]) == (2, 1, 128, 128)
+    bytes_per_token = 2 * 2 * 2 * 8 * 4
+    assert (
+        two["cache_bytes_per_device"] == (40 + 2 * 34 + 128) * bytes_per_token
+    )  # a problem's last token is each's own
+    assert one["cache_bytes_per_device"] == (40 + 128 * 35) * bytes_per_token
+
+
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "sparq", "--json"]
     options += ["--prefill-chunk", "16", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "float8_e4m3fn"]
@@ -69,6 +81,8 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
         (["--config", "llama-9"], "must be one of llama-2-7b"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
         (["--samples", "0"], "--samples must be integers of at least 1, separated by commas, got '0'"),
+        (["--problems", "2", "--attention", "tree"], "--problem-tokens must be at least 1, got 0"),
+        (["--levels", "3"], "--levels must be one of 1, 2, got 3"),
         (["--samples", "2", "--attention", "ring"], "attention='ring' has no form for shared prefixes"),
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
         (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk=9: must be a multiple of 2 shards"),

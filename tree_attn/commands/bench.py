@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -21,6 +22,8 @@ examples:
   tree-attn bench llama --context 32768,131072 --out results/llama
   tree-attn bench llama --config llama-3.2-1b --devices 4 --context 131072 --tokens-per-dispatch 8
   tree-attn bench llama --config llama-2-7b --devices 1 --attention single --context 8192 --samples 1,64,1024
+  tree-attn bench llama --config llama-2-7b --devices 1 --attention single --context 2400 --problems 8 \\
+    --problem-tokens 500 --samples 128 --levels 2,1
   tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
 
 Memory is that of one device: predicted before the run from what is held (weights, keys and values, to the byte) and
@@ -48,6 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single, sparq")
     parser.add_argument(
         "--samples", default="1", metavar="N,M", help="sequences that go on from the one prompt, which they share"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=1, metavar="N", help="texts after the prompt, each with --samples sequences"
+    )
+    parser.add_argument("--problem-tokens", type=int, default=0, metavar="N", help="length of each; default 0")
+    parser.add_argument(
+        "--levels",
+        default="2",
+        metavar="A,B",
+        help="2: a problem's sequences share it; 1: each has as many tokens by itself, and only the prompt is shared",
     )
     parser.add_argument("--reduction", metavar="NAME", help="of tree and sparq; default: its own choice")
     prompting.add_sparq_arguments(parser)
@@ -81,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     from tree_attn import measure
     from tree_attn.commands import comparison, processes
 
-    config, contexts, samples, attentions, sparq = _checked(args)
+    config, contexts, samples, levels, attentions, sparq = _checked(args)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if attentions == ["single"] and args.devices is None else args.devices)
     place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
@@ -91,15 +104,18 @@ def run(args: argparse.Namespace) -> int:
         options = _options_of(name, args, sparq)
         check_choice(name, options["reduction"], place.axes, len(devices), options["sparq"])
     rows = [] if args.out is None else _Rows(args.out, _sweep(args, len(devices), sparq))
-    done = {(row["context"], row["batch"], row["attention"]) for row in rows}
-    cases = [(context, count, name) for context in contexts for count in samples for name in attentions]
+    done = {(row["context"], row["batch"], row["levels"], row["attention"]) for row in rows}
+    batches = [count * args.problems for count in samples]
+    cases = list(itertools.product(contexts, batches, levels, attentions))
     is_done = comparison.broadcast_flags([case in done for case in cases])  # the first process alone has the file
     todo = [case for case, done in zip(cases, is_done, strict=True) if not done]
     if todo:
-        model = _random_model(args, config, place, max(contexts)) if args.model is None else _own_model(args, place)
-        for context, count, name in todo:
-            with session.phase(f"{name}, {context:,} tokens" + (f" x {count:,}" if count > 1 else "") + " ..."):
-                row = _time(args, model, place, context, count, name, sparq)
+        longest = max(contexts) + args.problem_tokens
+        model = _random_model(args, config, place, longest) if args.model is None else _own_model(args, place)
+        for context, batch, level, name in todo:
+            with session.phase(f"{name}, {context:,} tokens" + (f" x {batch:,}" if batch > 1 else "") + " ..."):
+                prompts = _prompts(model.config.vocab_size, context, batch, level, args)
+                row = {"context": context, "levels": level} | _time(args, model, place, prompts, name, sparq)
             row |= {
                 "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
                 "git_commit": measure.git_commit(), "command": args.command_line,
@@ -134,18 +150,21 @@ def _checked(args: argparse.Namespace):
     config = preset(args.config)
     if args.cache_dtype is not None:
         one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
-    contexts, samples = (_integers(name, getattr(args, name)) for name in ("context", "samples"))
+    contexts, samples, levels = (_integers(name, getattr(args, name)) for name in ("context", "samples", "levels"))
     attentions = [part.strip() for part in args.attention.split(",")]
     for name in attentions:
         one_of("--attention", name, ATTENTIONS)
-        check_sharing(name, True if max(samples) > 1 else None)
-    for name, least in (("new_tokens", 2), ("tokens_per_dispatch", 1)):
+        check_sharing(name, True if max(samples) * args.problems > 1 else None)
+    at_least = {"new_tokens": 2, "tokens_per_dispatch": 1, "problems": 1, "problem_tokens": min(args.problems - 1, 1)}
+    for name, least in at_least.items():
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    for level in levels:
+        one_of("--levels", level, (1, 2))
     sparq = prompting.sparq_options(args, attentions)
     if sparq is not None:
         sparq.check_head_dim(config.head_dim)
-    return config, contexts, samples, attentions, sparq
+    return config, contexts, samples, levels, attentions, sparq
 
 
 def _integers(name: str, text: str) -> list[int]:
@@ -172,6 +191,8 @@ def _sweep(args: argparse.Namespace, num_devices: int, sparq) -> dict[str, Any]:
         "cache_dtype",
         "prefill_chunk",
         "new_tokens",
+        "problems",
+        "problem_tokens",
         "reduction",
         "replicate_weights",
         "tokens_per_dispatch",
@@ -206,7 +227,18 @@ def _sharding(args: argparse.Namespace, config, place):
     return LlamaSharding(mesh=spread.mesh, sequence=spread.sequence) if args.replicate_weights else spread
 
 
-def _time(args: argparse.Namespace, model, place, context: int, count: int, name: str, sparq) -> dict[str, Any]:
+def _prompts(vocab_size: int, context: int, batch: int, levels: int, args: argparse.Namespace) -> list[list[int]]:
+    """Random ones: of `context` tokens that all share, then a problem's, which its sequences share if `levels` is 2."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    draw = lambda count: rng.integers(0, vocab_size, size=count).tolist()
+    prompt, each = draw(context), batch // args.problems
+    texts = [draw(args.problem_tokens) for _ in range(args.problems)]
+    return [prompt + (text if levels == 2 else draw(args.problem_tokens)) for text in texts for _ in range(each)]
+
+
+def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
     from models.llama import Generator, by_name, memory
@@ -221,7 +253,6 @@ def _time(args: argparse.Namespace, model, place, context: int, count: int, name
         cache_dtype=args.cache_dtype,
         prefill_chunk=chunk,
     )
-    prompts = [np.random.default_rng(0).integers(0, model.config.vocab_size, size=context).tolist()] * count
     programs = generator.programs(prompts, args.new_tokens)
     predicted, devices = memory.predict(generator, prompts, args.new_tokens), list(place.devices)
     earlier_peak = measure.runtime_peak_memory_bytes(devices)
@@ -235,21 +266,22 @@ def _time(args: argparse.Namespace, model, place, context: int, count: int, name
     kind = place.devices[0].device_kind
     limits_us = (
         cost_model.memory_limit_us(weights + cache, kind),
-        cost_model.products_limit_us(2 * count * weights / np.dtype(place.dtype).itemsize, kind),
+        cost_model.products_limit_us(2 * len(prompts) * weights / np.dtype(place.dtype).itemsize, kind),
     )
     limit_us = None if None in limits_us else max(limits_us)
     return {
         "config": args.config if args.model is None else args.model,
-        "context": context, "attention": name, "reduction": attention.reduction,
+        "problems": args.problems, "problem_tokens": args.problem_tokens,
+        "attention": name, "reduction": attention.reduction,
         "sparq": None if attention.sparq is None else dataclasses.asdict(attention.sparq),
-        "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": count,
+        "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": len(prompts),
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,
         "per_token_ms_p10": float(np.percentile(later, 10)) * 1e3,
         "per_token_ms_p90": float(np.percentile(later, 90)) * 1e3,
-        "tokens_per_s": count / statistics.median(seconds[1:]),
+        "tokens_per_s": len(prompts) / statistics.median(seconds[1:]),
         "prefill_plus_10_tokens_s": seconds[0] + COUNTED_TOKENS * statistics.fmean(seconds[1 : 1 + COUNTED_TOKENS]),
         "roofline_ms": None if limit_us is None else limit_us / 1e3,
         "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
@@ -294,7 +326,7 @@ def _print(args: argparse.Namespace, rows: Sequence[dict]) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=132)
     table = Table()
-    columns = ("context", "samples", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
+    columns = ("context", "batch", "attention", "prefill s", "ms per token (p10 to p90)", "roofline ms", "tokens / s",
                "prefill + 10 s", "GB (measured)")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == "attention" else "right")
