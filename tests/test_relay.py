@@ -7,6 +7,7 @@ from tree_attn import relay
 
 def carried(server: socket.socket, port: int):
     """A connection through the relay: its near end, and the far end that the server has."""
+    server.settimeout(10)
     near = socket.create_connection(("127.0.0.1", port), timeout=10)
     far, _ = server.accept()
     far.settimeout(10)

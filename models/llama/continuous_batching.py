@@ -82,9 +82,12 @@ def _steps(
                 held[row] = sequence if goes_on(sequence, int(tokens[0])) else None
         if all(sequence is None for sequence in held):
             return
-        rows, cache, steps = generator.dispatch(decode, rows, (), cache)
-        for made, *results in steps:
-            yield Step(made, *results, tuple(held))
+        start = time.perf_counter()
+        rows, tokens, log_p, logits, cache = decode(generator.parameters, rows, (), cache=cache)
+        tokens, log_p = jax.device_get((tokens, log_p))
+        each_s = (time.perf_counter() - start) / len(tokens)
+        for made, *results in zip(tokens, log_p, logits, strict=True):
+            yield Step(made, *results, each_s, tuple(held))
             held = [
                 sequence if sequence is not None and goes_on(sequence, token) else None
                 for sequence, token in zip(held, made.tolist(), strict=True)

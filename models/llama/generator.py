@@ -296,7 +296,7 @@ class Generator:
         )
 
     def compile_decode(self, rows: Rows, prefixes: tuple[Prefix, ...], cache: KVCache) -> jax.stages.Compiled:
-        """What `dispatch` calls; compiled anew."""
+        """The program of `tokens_per_dispatch` steps; compiled anew."""
         of_row, of_steps = self.sharding.named("batch"), self.sharding.named(None, "batch")
         of_logits = self.sharding.named("batch", "vocab")
         decode = jax.jit(
@@ -392,14 +392,6 @@ class Generator:
         for _ in range(max_new_tokens - 1, 0, -self.tokens_per_dispatch):
             rows, *made, cache = programs.decode(self.parameters, rows, prefixes, cache=cache)
             yield made
-
-    def dispatch(self, decode: jax.stages.Compiled, rows: Rows, prefixes, cache: KVCache):
-        """One call of the decoding program: rows and cache, and of each of its steps what a `Step` says."""
-        start = time.perf_counter()
-        rows, made, log_p, logits, cache = decode(self.parameters, rows, prefixes, cache=cache)
-        made, log_p = jax.device_get((made, log_p))
-        seconds = [(time.perf_counter() - start) / len(made)] * len(made)
-        return rows, cache, list(zip(made, log_p, logits, seconds, strict=True))
 
 
 def rooms(tree: PrefixTree, max_new_tokens: int) -> list[tuple[Sequence[Sequence[int]], int]]:

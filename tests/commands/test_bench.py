@@ -82,6 +82,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
         (["--samples", "0"], "--samples must be integers of at least 1, separated by commas, got '0'"),
         (["--problems", "2", "--attention", "tree"], "--problem-tokens must be at least 1, got 0"),
+        (["--levels", "1", "--attention", "tree"], "--levels 1 needs --problem-tokens"),
         (["--levels", "3"], "--levels must be one of 1, 2, got 3"),
         (["--samples", "2", "--attention", "ring"], "attention='ring' has no form for shared prefixes"),
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),

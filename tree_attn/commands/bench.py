@@ -161,6 +161,8 @@ def _checked(args: argparse.Namespace):
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     for level in levels:
         one_of("--levels", level, (1, 2))
+    if 1 in levels and not args.problem_tokens:
+        raise ValueError("--levels 1 needs --problem-tokens: without a problem there is one level in any case")
     sparq = prompting.sparq_options(args, attentions)
     if sparq is not None:
         sparq.check_head_dim(config.head_dim)

@@ -14,6 +14,7 @@ from models.llama import Generator, Llama, Sampling, by_name, generate, memory, 
 from models.llama.calibration import cache_scales
 from tree_attn import measure
 from tree_attn.cache import KVCache
+from tree_attn.sparse import SparqOptions
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
 
@@ -300,6 +301,16 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
     temporaries = [need.temp_size_in_bytes for need in needs]
     assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
+
+
+def test_slots_come_in_the_multiples_of_kernels_where_that_pads_little(tiny_model):
+    sharding = tiny_model(3).sharding
+    tree, sparq = (
+        by_name("tree", sharding),
+        by_name("sparq", sharding, sparq=SparqOptions(num_components=4, num_keys=8)),
+    )
+    assert [tree.slot_multiple(3 * count) for count in (63, 64, 4096)] == [1, 8, 8]
+    assert [sparq.slot_multiple(3 * count) for count in (63, 64, 4095, 4096)] == [1, 8, 8, 512]
 
 
 def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monkeypatch):

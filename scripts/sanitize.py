@@ -1,0 +1,48 @@
+"""The Hopper kernels on shapes of a few tiles, for NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool racecheck --kernel-name kernel_substring=lean python3 scripts/sanitize.py whole
+    compute-sanitizer --tool memcheck python3 scripts/sanitize.py tall
+
+One of: whole (rows that no run cuts), cut, tall, sparq, mutant: SparQ without the barriers of its reductions, in which
+racecheck must find hazards. Without the kernel's name (lean, tall, sparq) every kernel of the program is watched, and
+racecheck may take longer than anybody waits.
+"""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def main(what: str) -> None:
+    """Runs one of the calls and prints the sum of its lse."""
+    if what == "mutant":
+        from jax.experimental.mosaic.gpu import utils
+
+        utils.warpgroup_barrier = lambda: None
+    from tree_attn import attend, sparq_decode
+
+    rng = np.random.default_rng(0)
+    # Made on the host: what JAX draws on the GPU would be watched too.
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
+    shapes = {
+        "whole": ((1, 1, 8, 128), (1, 128, 2, 128)),
+        "cut": ((1, 1, 4, 128), (1, 512, 1, 128)),
+        "tall": ((1, 40, 4, 128), (1, 256, 1, 128)),
+    }
+    if what in shapes:
+        query, key, value = normal(*shapes[what][0]), normal(*shapes[what][1]), normal(*shapes[what][1])
+        lengths = jnp.array([500]) if what == "cut" else None
+        lse = attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
+    else:
+        query, key, value = normal(1, 1, 2, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
+        by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
+        how = dict(num_components=8, num_keys=70, local_window=3, implementation="mosaic_gpu", return_lse=True)
+        lse = sparq_decode(query, key, value, key_by_component=by_component, **how)[1]
+    print(float(lse.sum()))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in ("whole", "cut", "tall", "sparq", "mutant"):
+        sys.exit(f"one of whole, cut, tall, sparq, mutant must be given, got {sys.argv[1:]}")
+    main(sys.argv[1])
