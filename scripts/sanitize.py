@@ -3,9 +3,9 @@
     compute-sanitizer --tool racecheck --kernel-name kernel_substring=lean python3 scripts/sanitize.py whole
     compute-sanitizer --tool memcheck python3 scripts/sanitize.py tall
 
-One of: whole (rows that no run cuts), cut, tall, sparq, mutant: SparQ without the barriers of its reductions, in which
-racecheck must find hazards. Without the kernel's name (lean, tall, sparq) every kernel of the program is watched, and
-racecheck may take longer than anybody waits.
+One of: whole (rows that no run cuts), cut, tall, shared (tall, whose merge takes the suffixes' state along), sparq,
+mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards. Without the kernel's name
+(lean, tall, sparq) every kernel of the program is watched, and racecheck may take longer than anybody waits.
 """
 
 import sys
@@ -20,7 +20,7 @@ def main(what: str) -> None:
         from jax.experimental.mosaic.gpu import utils
 
         utils.warpgroup_barrier = lambda: None
-    from tree_attn import attend, sparq_decode
+    from tree_attn import attend, bifurcated_decode, sparq_decode
 
     rng = np.random.default_rng(0)
     # Made on the host: what JAX draws on the GPU would be watched too.
@@ -34,6 +34,11 @@ def main(what: str) -> None:
         query, key, value = normal(*shapes[what][0]), normal(*shapes[what][1]), normal(*shapes[what][1])
         lengths = jnp.array([500]) if what == "cut" else None
         lse = attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
+    elif what == "shared":
+        query, prefix_key, prefix_value = normal(40, 1, 4, 128), normal(256, 1, 128), normal(256, 1, 128)
+        key, value = normal(40, 8, 1, 128), normal(40, 8, 1, 128)
+        how = dict(implementation="mosaic_gpu", return_lse=True)
+        lse = bifurcated_decode(query, prefix_key, prefix_value, key, value, **how)[1]
     else:
         query, key, value = normal(1, 1, 2, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
         by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
@@ -43,6 +48,6 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in ("whole", "cut", "tall", "sparq", "mutant"):
-        sys.exit(f"one of whole, cut, tall, sparq, mutant must be given, got {sys.argv[1:]}")
+    if len(sys.argv) != 2 or sys.argv[1] not in ("whole", "cut", "tall", "shared", "sparq", "mutant"):
+        sys.exit(f"one of whole, cut, tall, shared, sparq, mutant must be given, got {sys.argv[1:]}")
     main(sys.argv[1])
