@@ -2,6 +2,7 @@
 
     python3 scripts/bench_prefix.py table --out docs/results/prefix_h200/table.jsonl
     python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/table.jsonl     # the README's table
+    python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # from where on sharing pays
 
 Hydragen's microbenchmark: a batch of sequences of one new token each, a prefix that all share, a suffix of their own.
 Device time as in `bench_lean.py`, which this goes with. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
@@ -52,15 +53,30 @@ class Case:
 
 
 CASES = [Case(batch=b, prefix=p) for b, p in ((64, 2048), (256, 16384), (1024, 2048), (1024, 16384))]
+# Of Llama 3's 8B: what sharing saves grows with prefix x (batch - 1).
+SMALL = [
+    (2, 512),
+    (2, 2048),
+    (2, 8192),
+    (4, 512),
+    (4, 2048),
+    (8, 256),
+    (8, 1024),
+    (16, 128),
+    (16, 512),
+    (64, 64),
+    (64, 256),
+]
+SWITCH_CASES = [Case(batch=b, prefix=p, suffix=64, num_heads=32, num_kv_heads=8) for b, p in SMALL]
 
 
 def main() -> int:
     """Runs one of the parts; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("table", "markdown", "flashinfer"))
+    parser.add_argument("part", choices=("table", "switch", "markdown", "flashinfer"))
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; rows in it are not made again")
     parser.add_argument("--ways", help="only those with this in their name")
-    parser.add_argument("--cases", help="which of CASES, e.g. 0,3 (default: all)")
+    parser.add_argument("--cases", help="which of the part's cases, e.g. 0,3 (default: all)")
     parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
     args = parser.parse_args()
     if args.part == "flashinfer":
@@ -70,11 +86,13 @@ def main() -> int:
         label = lambda row: f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}"
         return markdown(args.out, label, [*WAYS, "flashinfer"])
     rows = Rows(args.out, ("batch", "prefix", "way"))
-    peers = [] if args.ways else _flashinfer_rows()
-    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
-        case = CASES[i]
+    cases = SWITCH_CASES if args.part == "switch" else CASES
+    ways = {name: how for name, how in WAYS.items() if args.part == "table" or name.startswith("mosaic_gpu")}
+    peers = [] if args.ways or args.part == "switch" else _flashinfer_rows()
+    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(cases)):
+        case = cases[i]
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
-        for way, how in WAYS.items():
+        for way, how in ways.items():
             if (args.ways or "") in way:
                 rows.add(labels | {"way": way}, functools.partial(_time, case, *how, args.iters))
         if peers:

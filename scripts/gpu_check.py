@@ -29,7 +29,8 @@ def main() -> int:
     parser.add_argument("--devices", default="1", help="device counts to check, e.g. 1,2,8")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument(
-        "--how", help="only ways of tree_decode with this in their name, e.g. fused, or sparq (default: all checks)"
+        "--how",
+        help="only ways of tree_decode with this in their name, e.g. fused; or sparq or activations (default: all)",
     )
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
@@ -63,10 +64,14 @@ def run_checks(num_devices: int, out: pathlib.Path, how: str | None) -> int:
     if how is None:
         local = local_checks() if num_devices == 1 else ()
         checks = itertools.chain(
-            local, decode_checks(num_devices), prefill_checks(num_devices), sparq_checks(num_devices)
+            local,
+            decode_checks(num_devices),
+            prefill_checks(num_devices),
+            activation_checks(num_devices),
+            sparq_checks(num_devices),
         )
-    elif how == "sparq":
-        checks = sparq_checks(num_devices)
+    elif how in ("sparq", "activations"):
+        checks = {"sparq": sparq_checks, "activations": activation_checks}[how](num_devices)
     else:
         checks = decode_checks(num_devices, how)
     for row in checks:
@@ -94,7 +99,9 @@ def local_checks():
     for implementation, (name, options), dtype in itertools.product(
         sorted(IMPLEMENTATIONS), OPTIONS.items(), ("bfloat16", "float16", "float32")
     ):
-        for shape in SHAPES + (LEAN_SHAPES if implementation == "mosaic_gpu" and dtype != "float32" else ()):
+        for shape in (
+            SHAPES + SHORT_SHAPES + (LEAN_SHAPES if implementation == "mosaic_gpu" and dtype != "float32" else ())
+        ):
             case = Case(dtype=dtype, options=options, **shape)
             call = functools.partial(attend, implementation=implementation)
             yield case.check(call, what="local", implementation=implementation, options_name=name)
@@ -135,6 +142,40 @@ def prefill_checks(num_devices: int):
         case = Case(dtype="bfloat16", options=options, num_shards=num_devices, block_size=block_size, **shape)
         call = functools.partial(ring_attention, mesh=mesh, axis_name="seq", implementation="xla")
         yield case.check(call, what="ring_attention", implementation="xla", options_name=name, prefill=True)
+
+
+def activation_checks(num_devices: int):
+    """Sums and gathers of a decoding step's few numbers, thirty in a row, each of other numbers than the one before."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from tree_attn import make_mesh
+    from tree_attn.reduce.activations import gather_activations, sum_activations
+
+    mesh, steps = make_mesh({"seq": num_devices}), 30
+    ways = {"sum": sum_activations, "gather": gather_activations}
+    for (name, way), dtype, size in itertools.product(ways.items(), ("float32", "bfloat16"), (1, 100, 4096, 8192)):
+        given = np.random.default_rng(0).normal(size=(num_devices, size)).astype(np.float32).astype(jnp.dtype(dtype))
+
+        def of_shard(x, way=way):
+            step = lambda _, i: (None, way(x[0] * 2.0 ** -i.astype(x.dtype), ("seq",), mesh))
+            return jax.lax.scan(step, None, jnp.arange(steps))[1]
+
+        program = jax.jit(jax.shard_map(of_shard, mesh=mesh, in_specs=P("seq"), out_specs=P(), check_vma=False))
+        x = jax.make_array_from_callback(
+            given.shape, jax.NamedSharding(mesh, P("seq")), lambda index, given=given: given[index]
+        )
+        result = program(x)
+        found = np.asarray(result.addressable_data(0), np.float64)
+        scaled = given.astype(np.float64) * 2.0 ** -np.arange(steps)[:, None, None]
+        exact = scaled if name == "gather" else scaled.sum(axis=1)
+        eps = float(jnp.finfo(dtype).eps) if name == "sum" else 0.0
+        size_of = scaled if name == "gather" else np.abs(scaled).sum(axis=1)
+        error = np.abs(found - exact) / np.maximum(np.abs(size_of), 1e-30)
+        row = dict(what="activations", how=name, dtype=dtype, elements=size, max_relative_error=float(error.max()))
+        row |= dict(by_kernel="fused_" in program.lower(x).as_text(), same_bits_everywhere=is_same_everywhere(result))
+        yield row | dict(tolerance=eps, passed=bool(error.max() <= eps and row["same_bits_everywhere"]))
 
 
 def sparq_checks(num_devices: int):
@@ -192,6 +233,10 @@ SHAPES = (
     dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=1920),
     dict(num_queries=5, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=1920),
 )
+SHORT_SHAPES = (  # sequences of a tile
+    dict(num_queries=1, num_heads=8, num_kv_heads=8, head_dim=128, num_keys=40),
+    dict(num_queries=3, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=64),
+)
 # What only the Hopper kernels treat apart: padded head dims, several blocks of query columns, columns that are rows.
 LEAN_SHAPES = (
     dict(num_queries=1, num_heads=6, num_kv_heads=2, head_dim=80, num_keys=1920),
@@ -215,6 +260,8 @@ class Case:
         self.query, self.key, self.value = _inputs(
             dtype, (self.batch, num_queries, num_heads, head_dim), (self.batch, num_keys, num_kv_heads, head_dim)
         )
+        if "key_value_seq_lengths" in options:
+            options = options | {"key_value_seq_lengths": np.minimum(options["key_value_seq_lengths"], num_keys)}
         sinks = {"sinks": np.linspace(-2, 2, num_heads, dtype=np.float32)} if "sinks" in options else {}
         self.options, self.dtype = options | sinks, dtype
         self.num_shards, self.block_size = num_shards, block_size

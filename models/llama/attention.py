@@ -133,7 +133,7 @@ class Attention:
         per_shard = num_tokens // self.num_shards
         if self.sparq is not None and per_shard >= 8 * sparq_kernel.SLOT_MULTIPLE:
             return sparq_kernel.SLOT_MULTIPLE
-        return mosaic_gpu.SLOT_MULTIPLE if per_shard >= 8 * mosaic_gpu.SLOT_MULTIPLE else 1
+        return mosaic_gpu.SLOT_MULTIPLE if per_shard >= mosaic_gpu.SLOT_MULTIPLE else 1
 
     def storage_order(self, num_tokens: int) -> StorageOrder:
         """The order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""

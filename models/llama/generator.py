@@ -28,6 +28,9 @@ from models.llama.sampling import Sampling, choose, log_probability
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.cache import KVCache
 
+MOST_ROWS_OF_MERGED_PRODUCTS = 64  # as measured on an H200: docs/log.md
+ANY_SIZE_MB = 1 << 20
+
 
 class Programs(NamedTuple):
     """The two compiled programs of a generation; `as_text()` and `memory_analysis()` tell what they do and need."""
@@ -304,7 +307,19 @@ class Generator:
             donate_argnames="cache",
             out_shardings=(of_row, of_steps, of_steps, of_logits, shardings_of(cache)),
         )
-        return decode.lower(self.parameters, rows, prefixes, cache=cache).compile()
+        lowered = decode.lower(self.parameters, rows, prefixes, cache=cache)
+        return lowered.compile(compiler_options=self._decode_options(len(rows.tokens)))
+
+    def _decode_options(self, num_rows: int) -> dict[str, int]:
+        """What XLA is told of a decoding program.
+
+        Products with the same operand (query, key and value; gate and up) can be one that reads several kernels, and
+        reads them faster. XLA's limit is a size; it is rows that matter: with more of them it copies the kernels
+        together first, at every step.
+        """
+        if self.sharding.mesh.devices.flat[0].platform != "gpu":
+            return {}
+        return {"xla_gpu_dot_merger_threshold_mb": ANY_SIZE_MB if num_rows <= MOST_ROWS_OF_MERGED_PRODUCTS else 0}
 
     def _prefill(self, served, parameters, tokens, lengths, rows, *, caches):
         """Level by level, each over those before it: a node's keys depend on all that come before it."""

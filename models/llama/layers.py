@@ -5,17 +5,21 @@ made by itself; either way the code below sees those of one layer.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from models.llama.config import LlamaConfig
 from models.llama.parameters import Create, Parameter
 from models.llama.rope import apply_rotation
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.cache import KVCache
+from tree_attn.reduce.activations import gather_activations, sum_activations
 
 
 class Attend(Protocol):
@@ -45,6 +49,15 @@ class Pass:
     def clashes(self, axis: str) -> bool:
         """Whether a logical axis is cut over devices of the sequence: an array can have one of the two."""
         return bool(set(as_tuple(getattr(self.sharding, axis))) & set(as_tuple(self.sharding.sequence)))
+
+    def joins(self, *axes: str) -> bool:
+        """Whether, in decoding, what is cut over these logical axes, as the sequence is, is joined within a layer.
+
+        That is written out rather than left to XLA, for it is few numbers (`tree_attn.reduce.activations`).
+        """
+        cut = {as_tuple(getattr(self.sharding, axis)) for axis in axes}
+        is_over_sequence = cut == {as_tuple(self.sharding.sequence)} and not self.clashes("embed")
+        return self.token_axis is None and is_over_sequence and self.sharding.num_shards("sequence") > 1
 
 
 class RMSNorm(nnx.Module):
@@ -87,15 +100,19 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array | int, shared: Pass) -> tuple[jax.Array, KVCache]:
         """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
+        kernels = self.query[...], self.key[...], self.value[...]
         with jax.named_scope("project"):
-            query = _to_heads(x, self.query[...], "heads", shared)
-            key, value = (_to_heads(x, kernel[...], "kv_heads", shared) for kernel in (self.key, self.value))
+            if shared.joins("heads", "kv_heads"):
+                query, key, value = _to_all_heads(x, kernels, shared)
+            else:
+                axes = "heads", "kv_heads", "kv_heads"
+                query, key, value = (_to_heads(x, kernel, axis, shared) for kernel, axis in zip(kernels, axes))
         with jax.named_scope("rope"):
             query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
         with jax.named_scope("attend"):
             out, cache = shared.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):
-            return _from_heads(out, self.output[...]), cache
+            return _from_heads(out, self.output[...], shared), cache
 
 
 # Heads and head dim are one axis in the products: XLA on CPU would transpose kernels of three axes at every step, which
@@ -113,9 +130,55 @@ def _to_heads(x: jax.Array, kernel: jax.Array, axis: str, shared: Pass) -> jax.A
     return shared.sharding.constrain(out, "batch", shared.token_axis, heads, None if heads is None else "head_dim")
 
 
-def _from_heads(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _to_all_heads(x: jax.Array, kernels: Sequence[jax.Array], shared: Pass) -> list[jax.Array]:
+    """In decoding, of several kernels that are cut over heads alike: each device makes its heads, and is given all."""
+    axes, mesh = as_tuple(shared.sharding.heads), shared.sharding.mesh
+    counts = [kernel.shape[0] // shared.sharding.num_shards("heads") for kernel in kernels]
+
+    def of_shard(x, *kernels):
+        own = [jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1])) for kernel in kernels]
+        own = [part.reshape(*part.shape[:2], *kernel.shape[:2]) for part, kernel in zip(own, kernels)]
+        gathered = gather_activations(jnp.concatenate(own, axis=2), axes, mesh)  # [devices, B, T, heads of one, H]
+        parts = jnp.split(gathered, np.cumsum(counts)[:-1], axis=3)
+        return [jnp.moveaxis(part, 0, 2).reshape(*x.shape[:2], -1, part.shape[-1]) for part in parts]
+
+    return jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        axis_names=set(axes),
+        in_specs=(P(), *(P(axes) for _ in kernels)),
+        out_specs=[P() for _ in kernels],
+        check_vma=False,
+    )(x, *kernels)
+
+
+def _from_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
     """`[B, T, N, H]` times `[D, N, H]` to `[B, T, D]`."""
-    return jnp.einsum("btf,df->btd", x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
+
+    def product(x, kernel, **how):
+        return jnp.einsum("btf,df->btd", x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1), **how)
+
+    if not shared.joins("heads"):
+        return product(x, kernel)
+    return _added(product, "heads", shared, (x, kernel), (P(None, None, "heads"), P(None, "heads")))
+
+
+def _added(product, axis: str, shared: Pass, arrays, specs) -> jax.Array:
+    """In decoding: the sum over the devices of `axis` of `product` of what each has; `specs` name the logical axis."""
+    axes, mesh = as_tuple(getattr(shared.sharding, axis)), shared.sharding.mesh
+
+    def of_shard(*arrays):
+        return sum_activations(product(*arrays, preferred_element_type=jnp.float32), axes, mesh)
+
+    total = jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        axis_names=set(axes),
+        in_specs=tuple(P(*(axes if name == axis else None for name in spec)) for spec in specs),
+        out_specs=P(),
+        check_vma=False,
+    )(*arrays)
+    return total.astype(arrays[0].dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -144,9 +207,15 @@ class GatedMLP(nnx.Module):
                 axis = None
             else:
                 token_axis = None
-        hidden = jax.nn.silu(jnp.einsum("btd,fd->btf", x, gate)) * jnp.einsum("btd,fd->btf", x, up)
-        hidden = shared.sharding.constrain(hidden, "batch", token_axis, axis)
-        return jnp.einsum("btf,df->btd", hidden, down)
+        if shared.joins("mlp"):
+            return _added(_gated, "mlp", shared, (x, gate, up, down), (P(), P("mlp"), P("mlp"), P(None, "mlp")))
+        constrain = lambda hidden: shared.sharding.constrain(hidden, "batch", token_axis, axis)
+        return _gated(x, gate, up, down, constrain=constrain)
+
+
+def _gated(x, gate, up, down, constrain=lambda hidden: hidden, **how):
+    hidden = jax.nn.silu(jnp.einsum("btd,fd->btf", x, gate)) * jnp.einsum("btd,fd->btf", x, up)
+    return jnp.einsum("btf,df->btd", constrain(hidden), down, **how)
 
 
 class LlamaLayer(nnx.Module):

@@ -15,6 +15,7 @@ from models.llama.parameters import Create, Parameter, of_layer
 from models.llama.rope import rotation
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.cache import KVCache
+from tree_attn.reduce.activations import sum_activations
 
 
 class Llama(nnx.Module):
@@ -220,7 +221,8 @@ class Llama(nnx.Module):
             row = tokens - jax.lax.axis_index(axes) * table.shape[0]
             is_here = (row >= 0) & (row < table.shape[0])
             rows = table.at[jnp.where(is_here, row, 0)].get(mode="clip")
-            return jax.lax.psum(jnp.where(is_here[..., None], rows, jnp.zeros_like(rows)), axes)
+            rows = jnp.where(is_here[..., None], rows, jnp.zeros_like(rows))
+            return sum_activations(rows, axes, self.sharding.mesh)
 
         return jax.shard_map(
             of_shard,

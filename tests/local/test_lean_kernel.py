@@ -33,14 +33,15 @@ CALLS = [
         for layout in ("packed", "paged")
     ),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
+    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
 ]
 MANY = [  # queries, which are then rows of the tensor core
     Call(queries=40, group=4, kv_heads=1),
     Call(queries=70, group=2, slots=200, lengths=(150, 0)),
-    Call(queries=20, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
-    Call(queries=9, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
-    *(Call(layout=layout, queries=20, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
-    Call(queries=9, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
+    Call(queries=40, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
+    Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
+    *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
+    Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
 ]
 WHOLE = [  # rows that five CTAs share evenly
     Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
@@ -48,6 +49,11 @@ WHOLE = [  # rows that five CTAs share evenly
     Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
     Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
     Call(batch=5, slots=128, kv_heads=1, queries=30, group=2),
+    # One tile holds a sequence whatever its length.
+    Call(lengths=(40, 0, 9, 33, 1), slots=40, head_dim=128, group=2, logit_size=1e4),
+    Call(lengths=(64, 3), slots=64, queries=3, options=CAUSAL | {"local_window_size": (20, 0)} | FLOAT8["options"]),
+    Call(layout="paged", lengths=(64, 0, 31), slots=64, group=3, stored_dtype="float8_e4m3fn"),
+    Call(lengths=(56, 0), slots=56, queries=40, kv_heads=1),
 ]
 
 
@@ -65,7 +71,7 @@ def test_rows_that_no_run_cuts_need_no_merge(call):
     "call",
     [
         Onto(queries=40, group=4, kv_heads=1),
-        Onto(queries=9, group=3, kv_heads=1, lengths=(250, 100, 0), head_dim=128),  # of two the other state is empty
+        Onto(queries=9, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128),  # of two the other state is empty
         Onto(queries=70, group=2, lengths=(250, 100)),  # two KV heads, which XLA merges
         Onto(group=2),
     ],

@@ -40,8 +40,8 @@ def table(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_static", [False, True])
 def test_by_formula_all_ctas_fit_in_shared_memory_at_once(head_dim, stored, is_static):
     most = mosaic_gpu._column_blocks(128, head_dim, stored != "bfloat16")[1]
-    for cols, batch, sms in itertools.product((8, most), (1, 8, 300), (78, 132)):
-        shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), cols=cols, batch=batch)
+    for cols, batch, sms, slots in itertools.product((8, most), (1, 8, 300), (78, 132), (64, 4096)):
+        shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), cols=cols, batch=batch, num_slots=slots)
         config = formula(shape, sms, is_static)
         ctas_per_sm = -(-config.num_ctas // sms)
         assert ctas_per_sm * (smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM

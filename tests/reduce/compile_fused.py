@@ -3,6 +3,7 @@
 A program of its own, since JAX's backends are chosen once per process, and ptxas reports on the process's output.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState
 from tree_attn.reduce import reduce_state
+from tree_attn.reduce.activations import gather_activations, sum_activations
 
 H200 = (pathlib.Path(__file__).parents[1] / "local" / "h200.txtpb").read_text()
 
@@ -29,14 +31,44 @@ def main():
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x4")
     mesh = Mesh(np.array(topology.devices), "seq")
     shape = lambda *sizes, dtype: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
-    for dtype in (jnp.bfloat16, jnp.float32):
+    for dtype, way in itertools.product((jnp.bfloat16, jnp.float32), ("merge", "sum", "gather")):
         state = SoftmaxState(shape(2, 3, 16, 128, dtype=dtype), shape(2, 3, 16, dtype=jnp.float32))
-        on_device = lambda state: reduce_state(state, ("seq",), "fused", mesh)
+        on_device = {
+            "merge": lambda state: reduce_state(state, ("seq",), "fused", mesh),
+            "sum": lambda state: sum_activations(state.out, ("seq",), mesh),
+            "gather": lambda state: gather_activations(state.out, ("seq",), mesh),
+        }[way]
         program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        text = jax.jit(program).trace(state).lower().compile().as_text()
-        collectives = re.findall(r"= .*(?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)\(", text)
-        kernels = re.findall(r"custom_call_target=\"mosaic_gpu", text)
-        print(json.dumps({"collectives": len(collectives), "kernels": len(kernels)}), flush=True)
+        tell(jax.jit(program).trace(state).lower().compile().as_text())
+    tell(decoding_program(mesh))
+
+
+def decoding_program(mesh: Mesh) -> str:
+    """A step of a Llama of two layers, whose weights and keys the devices share."""
+    from flax import nnx
+
+    from models.llama import Llama, LlamaConfig, by_name, parameters, spread_over
+    from tree_attn.cache import KVCache
+
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=64,
+        max_position=4096,
+    )  # fmt: skip
+    sharding = spread_over(config, mesh, "seq")
+    structure, state = nnx.split(Llama(config, sharding, parameters.abstract(sharding, jnp.bfloat16)))
+    attention = by_name("tree", sharding, implementation="xla", reduction="fused")
+    shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+    stored = shape(jnp.bfloat16, P(None, None, "seq"), 2, 1, 512, 4, 64)
+    counts = {"lengths": shape(jnp.int32, P(), 1), "overflowed": shape(bool, P(), 1)}
+    cache = KVCache(key=stored, value=stored, **counts, mesh=mesh, axis_name="seq", block_size=1)
+    decode = lambda state, tokens, cache: nnx.merge(structure, state).decode(tokens, cache, attention)
+    return jax.jit(decode).trace(state, shape(jnp.int32, P(), 1, 1), cache).lower().compile().as_text()
+
+
+def tell(text: str) -> None:
+    collectives = re.findall(r"= .*(?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(", text)
+    kernels = re.findall(r"custom_call_target=\"mosaic_gpu", text)
+    print(json.dumps({"collectives": len(collectives), "kernels": len(kernels)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ LOWEST = float(np.finfo(np.float32).min)
 SMEM_BYTES_PER_SM = 227 * 1024
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 MERGE_HEAD_DIMS = 64  # of one merging CTA
+MIN_BLOCK_KV = 64  # rows that a tensor core takes
 TALL_ROWS = 128  # query columns of a block where they are the rows of the tensor core; else there are at most 64
 
 
@@ -51,8 +52,8 @@ class LeanConfig:
     num_ctas: int = 264
 
     def __post_init__(self):
-        if self.block_kv < 64 or self.block_kv % 64:
-            raise ValueError(f"block_kv must be a multiple of 64, got {self.block_kv}")
+        if self.block_kv < MIN_BLOCK_KV or self.block_kv % MIN_BLOCK_KV:
+            raise ValueError(f"block_kv must be a multiple of {MIN_BLOCK_KV}, got {self.block_kv}")
         if self.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
         if self.num_ctas < 1:
@@ -65,7 +66,8 @@ class LeanShape:
 
     rows_per_sequence: KV heads times blocks of query columns; block_cols of the latter per head
     cols:              query columns of a block, padded to a multiple of 8
-    static_tiles:      tiles of every row if that is known when compiling (no lengths), else None
+    static_tiles:      tiles of every row if that is known when compiling (no lengths, or no slots beyond the first
+                       tile), else None
     mask:              "none"; "span": one range of slots per sequence; "columns": one per query column
     num_slots:         slots per sequence, what ends the span of a static schedule
     page_size:         keys per page where K and V are paged, else None
@@ -93,6 +95,11 @@ class LeanShape:
     def is_tall(self) -> bool:
         """Of the kernel that takes query columns for rows (`tall_kernel.py`)."""
         return self.cols == TALL_ROWS
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the smallest tile holds all of a sequence's slots, so that a row is a tile."""
+        return self.num_slots <= MIN_BLOCK_KV and not self.is_packed
 
     @property
     def is_widened(self) -> bool:
@@ -147,8 +154,8 @@ def lean_attention(
       query: `[rows, G', H]` with `G' <= cols`: the query columns of each row.
       key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
       sequences: int32 `[B, 5]` (first slot, tiles per row, tiles before, first and end of the visible slots), or None
-        if `shape.static_tiles`.
-      runs: int32 `[num_ctas, 4]` from `tree_attn.schedule.run_table`, or None likewise.
+        where all slots are visible, so that `shape.static_tiles` is known.
+      runs: int32 `[num_ctas, 4]` from `tree_attn.schedule.run_table`, or None if `shape.static_tiles`.
       columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
       pages: int32 `[B, pages per sequence]`, if paged.
       scales: float32 `[2, K]`, what K and V of each head are to be multiplied by, or None.
@@ -199,7 +206,8 @@ def has_whole_rows(shape: LeanShape, config: LeanConfig) -> bool:
     """Whether no run ends within a row, as far as is known when compiling."""
     if shape.static_tiles is None:
         return False
-    return shape.num_rows % num_runs(shape.num_rows * shape.static_tiles, config.num_ctas) == 0
+    runs = num_runs(shape.num_rows * shape.static_tiles, config.num_ctas)
+    return shape.static_tiles == 1 or shape.num_rows % runs == 0
 
 
 def launch(body, *, scratch_bytes: int, name: str, **options):
@@ -525,7 +533,7 @@ def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_colu
     if shape.mask == "none":
         return None, None
     if shape.mask == "span":
-        if shape.static_tiles is not None:
+        if "sequences" not in tables:
             return 0, shape.num_slots
         return tuple(tables["sequences"][row.sequence, i] for i in (SPAN_START, SPAN_END))
     columns = pl.ds(pl.multiple_of(row.col_block * shape.cols, 8), shape.cols)

@@ -23,6 +23,7 @@ from tree_attn.state import SoftmaxState, merge_state
 HEAD_DIMS = (64, 80, 96, 128, 256)
 TALL_HEAD_DIMS = (64, 128, 256)
 MAX_QUERIES, MAX_GROUP = 8, 16
+MOST_LEAN_COLUMNS = 32  # with more, also of many queries that see the same keys, the tall kernel is as fast or faster
 OLDEST_JAX = (0, 11)
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
 PAGE_MULTIPLE = 64  # a tile lies within one page
@@ -52,12 +53,12 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
             f"{value.shape[-1]} for values"
         )
     group = query.shape[2] // key.shape[2]
-    if query.shape[1] > MAX_QUERIES:
-        if not visible.by_length_only:
-            return (
-                f"mosaic_gpu decodes up to {MAX_QUERIES} queries per sequence, not {query.shape[1]}, "
-                "unless all of a sequence see the same keys"
-            )
+    if query.shape[1] > MAX_QUERIES and not visible.by_length_only:
+        return (
+            f"mosaic_gpu decodes up to {MAX_QUERIES} queries per sequence, not {query.shape[1]}, "
+            "unless all of a sequence see the same keys"
+        )
+    if _is_tall(query.shape[1], group):
         if query.shape[-1] not in TALL_HEAD_DIMS or key.dtype != query.dtype:
             return (
                 f"mosaic_gpu supports more than {MAX_QUERIES} queries per sequence with a head dim of {TALL_HEAD_DIMS} "
@@ -147,6 +148,9 @@ def lean_state(
         tables["sequences"], tables["runs"] = _schedule(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans), shape, config
         )
+        if num_slots <= config.block_kv and not placement["is_packed"]:
+            # A tile is a row: no run cuts one, whatever the lengths.
+            shape, tables["runs"] = shape.replace(static_tiles=1), None
     # With several KV heads to fold a state is to transpose it, which costs more than a merge by XLA.
     is_joined = onto is not None and shape.is_tall and shape.num_kv_heads == 1 and not has_whole_rows(shape, config)
     if is_joined:
@@ -162,7 +166,7 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     columns = num_queries * (num_heads // num_kv_heads)
-    if num_queries > MAX_QUERIES:
+    if _is_tall(num_queries, num_heads // num_kv_heads):
         blocks, cols = pl.cdiv(columns, TALL_ROWS), TALL_ROWS
     else:
         blocks, cols = _column_blocks(columns, head_dim, key.dtype != query.dtype)
@@ -180,6 +184,11 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
         key_dtype=key.dtype,
         **placement,
     )
+
+
+def _is_tall(num_queries: int, group: int) -> bool:
+    """Whether `tall_kernel.py` is faster: it reads keys no faster for rows of its tiles that are empty."""
+    return num_queries > MAX_QUERIES and num_queries * group > MOST_LEAN_COLUMNS
 
 
 def _column_blocks(num_columns: int, head_dim: int, is_widened: bool) -> tuple[int, int]:

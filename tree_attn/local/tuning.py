@@ -31,7 +31,7 @@ def lean_config(shape: LeanShape, is_static: bool) -> LeanConfig:
 def call_kind(shape: LeanShape, sms: int, is_static: bool) -> str:
     """The key of a tuning table: what the best layout was seen to depend on."""
     rows = "many rows" if shape.num_rows > sms else "few rows"
-    kind = "even" if is_static else "ragged"
+    kind = "short" if shape.is_short else "even" if is_static else "ragged"
     return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {kind} {rows}"
 
 
@@ -48,6 +48,8 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
     if shape.cols > (8 if shape.is_widened else MOST_COLS_OF_TWO):
         orders = orders[-1:]
+    elif shape.is_short and shape.cols == 8 and not shape.is_widened:
+        orders = ((3, 64, 2), *orders)
     for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)

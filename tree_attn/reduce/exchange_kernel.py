@@ -1,13 +1,15 @@
 """The exchange of `reduction="fused"` as one Mosaic GPU kernel: all write their state to all, and merge what arrives.
 
+Or they write any few numbers, and add up or keep what arrives: all exchanges of a process share buffers and steps.
+
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. Who
 reads a word with the right number has the payload: no flag that follows the data, no fence, one way over the link.
 
 `_exchange` per thread:
 1. step = 1 + the number of exchanges before, kept in this device's own memory;
-2. each element of this device's `(out, lse)` goes to slot `[step % 2, own rank]` of every device's buffer;
-3. each element of every slot is read until its number is `step`, and merged in the order of ranks, so that all devices
-   get the same bits.
+2. each element that this device has, of `(out, lse)`, say, goes to slot `[step % 2, own rank]` of every buffer;
+3. each element of every slot is read until its number is `step`, and merged (or added) in the order of ranks, so that
+   all devices get the same bits.
 
 Two slots per rank suffice: a device is in step n only if all others had begun step n - 1, and so had ended step n - 2,
 whose slot step n overwrites. The model in `tests/reduce/exchange_model.py` says so for all interleavings.
@@ -64,36 +66,60 @@ def exchange(out, lse, rank, buffers: Buffers):
       rank: this device's, int32 `[1]`; None where a process has one device: then the table knows it, and two small
         kernels are spared.
     """
-    body = functools.partial(_exchange, buffers)
-    body.__name__ = "fused_exchange"
+    results = jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)
+    return _exchanged("fused_exchange", _merging, (out, lse), results, rank, buffers)
+
+
+@functools.partial(jax.jit, static_argnames="buffers")
+def exchange_sum(x, rank, buffers: Buffers):
+    """Adds up `x [elements]` of all ranks, in float32 and in the order of ranks; `rank` as of `exchange`."""
+    (total,) = _exchanged("fused_sum", _adding, (x,), (jax.ShapeDtypeStruct(x.shape, x.dtype),), rank, buffers)
+    return total
+
+
+@functools.partial(jax.jit, static_argnames="buffers")
+def exchange_gather(x, rank, buffers: Buffers):
+    """All ranks' `x [elements]` as `[ranks, elements]`; `rank` as of `exchange`."""
+    gathered = jax.ShapeDtypeStruct((buffers.num_ranks, *x.shape), x.dtype)
+    (gathered,) = _exchanged("fused_gather", _gathering, (x,), (gathered,), rank, buffers)
+    return gathered
+
+
+def _exchanged(name: str, purpose, arrays, results, rank, buffers: Buffers):
+    body = functools.partial(_exchange, purpose, rank is not None, buffers)
+    body.__name__ = name
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     return plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)),
+        out_type=results,
         grid=(NUM_CTAS,),
         grid_names=("cta",),
         compiler_params=params,
-        kernel_name="fused_exchange",
-    )(*([] if rank is None else [rank]), out, lse)
+        kernel_name=name,
+    )(*([] if rank is None else [rank]), *arrays)
 
 
-def _exchange(buffers: Buffers, *refs):
+def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
+    """What all exchanges have in common. `purpose(*refs)` returns `(elements, sent, receive)`:
+
+    how many elements, the float32 that is sent of an element, and what is done with one of which `receive(element,
+    received)` has `received(element)`, the float32 of all ranks, in their order.
+    """
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def emit(_, *refs):
-        (*rank_refs, out_ref, lse_ref, merged_ref, merged_lse_ref) = refs
-        i32, i64, f32, index = ir.IntegerType.get_signless(32), _i64(), ir.F32Type.get(), ir.IndexType.get()
-        rows, head_dim = ir.MemRefType(out_ref.type).shape
-        dtype = ir.MemRefType(out_ref.type).element_type
+        i32, i64, index = ir.IntegerType.get_signless(32), _i64(), ir.IndexType.get()
         ranks = range(buffers.num_ranks)
         at = functools.partial(arith.constant, index)
+        count, sent, receive = purpose(*refs[has_rank:])
 
         thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
         with ir.InsertionPoint(_launch()):  # on the host, at every launch: the kernel gets the addresses as parameters
             pointer = ir.Type.parse("!llvm.ptr")
             entries = (_constant(buffers.table + WORD_BYTES * i) for i in range(buffers.num_ranks + 1))
             *bases, rank = [llvm.load(i64, llvm.inttoptr(pointer, entry)) for entry in entries]
-        if rank_refs:
-            rank = arith.extui(i64, memref.load(rank_refs[0], [at(0)]))
+        if has_rank:
+            rank = arith.extui(i64, memref.load(refs[0], [at(0)]))
         own = bases[0]
         for r in ranks:
             own = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _constant(r)), bases[r], own)
@@ -104,23 +130,15 @@ def _exchange(buffers: Buffers, *refs):
         slots = arith.muli(parity, _constant(buffers.num_ranks * slot_bytes))
         own_slot = _plus(slots, arith.muli(rank, _constant(slot_bytes)))
 
-        first = arith.addi(thread, arith.muli(cta, at(THREADS)))
-        stride, width = at(NUM_CTAS * THREADS), at(head_dim + 1)
-
         def each_element(body):
-            loop = scf.ForOp(first, at(rows * (head_dim + 1)), stride)
+            first = arith.addi(thread, arith.muli(cta, at(THREADS)))
+            loop = scf.ForOp(first, at(count), at(NUM_CTAS * THREADS))
             with ir.InsertionPoint(loop.body):
-                element = loop.induction_variable
-                row, column = arith.divui(element, width), arith.remui(element, width)
-                body(element, row, column, arith.cmpi(arith.CmpIPredicate.eq, column, at(head_dim)))
+                body(loop.induction_variable)
                 scf.YieldOp([])
 
-        def send(element, row, column, is_lse):
-            # Of lse's column the one before is read, and not sent.
-            x = memref.load(out_ref, [row, arith.minui(column, at(head_dim - 1))])
-            x = x if dtype == f32 else arith.extf(f32, x)
-            x = arith.select(is_lse, memref.load(lse_ref, [row]), x)
-            offset = _plus(own_slot, _words(element))
+        def send(element):
+            offset, x = _plus(own_slot, _words(element)), sent(element)
             for base in bases:
                 _send(_plus(base, offset), x, step)
 
@@ -131,36 +149,84 @@ def _exchange(buffers: Buffers, *refs):
         with mgpu.when(is_first):
             _store(counter, step)
 
-        def merge(element, row, column, is_lse):
-            lse_element = arith.addi(arith.muli(row, width), at(head_dim))
-            received = [_plus(own, slots, _constant(r * slot_bytes)) for r in ranks]
-            xs = [_receive(_plus(slot, _words(element)), step) for slot in received]
-            lses = [_receive(_plus(slot, _words(lse_element)), step) for slot in received]
-            top = functools.reduce(arith.maximumf, lses)
-            # A finite stand-in where no rank has a key: exp(-inf - -inf) would be NaN.
-            lowest = arith.constant(f32, float(np.finfo(np.float32).min))
-            top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, arith.constant(f32, -math.inf)), lowest, top)
-            log2_e = arith.constant(f32, math.log2(math.e))
-            weights = [asm("ex2.approx.f32 $0, $1;", f32, arith.mulf(arith.subf(x, top), log2_e)) for x in lses]
-            total = functools.reduce(arith.addf, weights)
-            summed = functools.reduce(arith.addf, [arith.mulf(w, x) for w, x in zip(weights, xs)])
-            zero = arith.constant(f32, 0.0)
-            is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, zero)
-            result = arith.select(is_empty, zero, arith.divf(summed, total))
+        def received(element):
+            return [_receive(_plus(own, slots, _constant(r * slot_bytes), _words(element)), step) for r in ranks]
 
-            branch = scf.IfOp(is_lse, has_else=True)
-            with ir.InsertionPoint(branch.then_block):
-                log = arith.mulf(asm("lg2.approx.f32 $0, $1;", f32, total), arith.constant(f32, math.log(2)))
-                merged = arith.select(is_empty, arith.constant(f32, -math.inf), arith.addf(top, log))
-                memref.store(merged, merged_lse_ref, [row])
-                scf.YieldOp([])
-            with ir.InsertionPoint(branch.else_block):
-                memref.store(result if dtype == f32 else arith.truncf(dtype, result), merged_ref, [row, column])
-                scf.YieldOp([])
-
-        each_element(merge)
+        each_element(functools.partial(receive, received=received))
 
     emit(*refs)
+
+
+def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
+    """States: the elements of `out` and `lse`, row by row."""
+    f32 = ir.F32Type.get()
+    at = functools.partial(arith.constant, ir.IndexType.get())
+    rows, head_dim = ir.MemRefType(out_ref.type).shape
+    width = at(head_dim + 1)
+
+    def place(element):
+        row, column = arith.divui(element, width), arith.remui(element, width)
+        return row, column, arith.cmpi(arith.CmpIPredicate.eq, column, at(head_dim))
+
+    def sent(element):
+        row, column, is_lse = place(element)
+        # Of lse's column the one before is read, and not sent.
+        x = _widened(memref.load(out_ref, [row, arith.minui(column, at(head_dim - 1))]))
+        return arith.select(is_lse, memref.load(lse_ref, [row]), x)
+
+    def receive(element, received):
+        row, column, is_lse = place(element)
+        xs = received(element)
+        lses = received(arith.addi(arith.muli(row, width), at(head_dim)))
+        top = functools.reduce(arith.maximumf, lses)
+        # A finite stand-in where no rank has a key: exp(-inf - -inf) would be NaN.
+        lowest = arith.constant(f32, float(np.finfo(np.float32).min))
+        top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, arith.constant(f32, -math.inf)), lowest, top)
+        log2_e = arith.constant(f32, math.log2(math.e))
+        weights = [asm("ex2.approx.f32 $0, $1;", f32, arith.mulf(arith.subf(x, top), log2_e)) for x in lses]
+        total = functools.reduce(arith.addf, weights)
+        summed = functools.reduce(arith.addf, [arith.mulf(w, x) for w, x in zip(weights, xs)])
+        zero = arith.constant(f32, 0.0)
+        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, zero)
+        result = arith.select(is_empty, zero, arith.divf(summed, total))
+
+        branch = scf.IfOp(is_lse, has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            log = arith.mulf(asm("lg2.approx.f32 $0, $1;", f32, total), arith.constant(f32, math.log(2)))
+            merged = arith.select(is_empty, arith.constant(f32, -math.inf), arith.addf(top, log))
+            memref.store(merged, merged_lse_ref, [row])
+            scf.YieldOp([])
+        with ir.InsertionPoint(branch.else_block):
+            memref.store(_narrowed(result, merged_ref), merged_ref, [row, column])
+            scf.YieldOp([])
+
+    return rows * (head_dim + 1), sent, receive
+
+
+def _adding(x_ref, total_ref):
+    def receive(element, received):
+        total = functools.reduce(arith.addf, received(element))
+        memref.store(_narrowed(total, total_ref), total_ref, [element])
+
+    return *ir.MemRefType(x_ref.type).shape, lambda element: _widened(memref.load(x_ref, [element])), receive
+
+
+def _gathering(x_ref, gathered_ref):
+    def receive(element, received):
+        for r, x in enumerate(received(element)):
+            rank = arith.constant(ir.IndexType.get(), r)
+            memref.store(_narrowed(x, gathered_ref), gathered_ref, [rank, element])
+
+    return *ir.MemRefType(x_ref.type).shape, lambda element: _widened(memref.load(x_ref, [element])), receive
+
+
+def _widened(x):
+    return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
+
+
+def _narrowed(x, ref):
+    dtype = ir.MemRefType(ref.type).element_type
+    return x if x.type == dtype else arith.truncf(dtype, x)
 
 
 def _launch():

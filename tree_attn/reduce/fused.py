@@ -8,10 +8,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.peer_memory import peer_memory
-from tree_attn.reduce.exchange_kernel import Buffers, exchange
+from tree_attn.reduce.exchange_kernel import Buffers, exchange, exchange_gather, exchange_sum
 from tree_attn.state import SoftmaxState
 
-MAX_ELEMENTS = 1 << 18  # of one state; beyond, sending 8 bytes for 4 costs more than is saved
+MAX_ELEMENTS = 1 << 18  # of one device; beyond, sending 8 bytes for 4 costs more than is saved
 OLDEST_JAX = (0, 11)
 
 
@@ -27,18 +27,34 @@ def fused(state: SoftmaxState, axes: tuple[str, ...], mesh: Mesh | None = None) 
       NotImplementedError: what is needed is missing (NVIDIA GPUs of one host, in one process or one each; JAX 0.11), or
         the state is larger than `MAX_ELEMENTS`.
     """
+    rank, buffers = _meeting(axes, mesh, state.out.size + state.lse.size)
+    out, lse = exchange(state.out.reshape(-1, state.out.shape[-1]), state.lse.reshape(-1), rank, buffers)
+    return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
+
+
+def fused_sum(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:
+    """`jax.lax.psum(x, axes)` of few elements by the same kernel, added in float32; arguments and errors as `fused`."""
+    rank, buffers = _meeting(axes, mesh, x.size)
+    return exchange_sum(x.reshape(-1), rank, buffers).reshape(x.shape)
+
+
+def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:
+    """`jax.lax.all_gather(x, axes)` of few elements, floats of at most 4 bytes, by the same kernel; as `fused_sum`."""
+    rank, buffers = _meeting(axes, mesh, x.size)
+    return exchange_gather(x.reshape(-1), rank, buffers).reshape(-1, *x.shape)
+
+
+def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[jax.Array | None, Buffers]:
+    """This device's rank, as the kernel takes it, and the buffers in which the devices along `axes` meet."""
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"fused was run with JAX 0.11 and newer only, this is {jax.__version__}")
-    elements = state.out.size + state.lse.size
     if elements > MAX_ELEMENTS:
         raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
     groups = _groups(axes, mesh)
     buffers = Buffers(table=0, num_ranks=len(groups[0]), capacity=MAX_ELEMENTS)
     buffers = buffers.replace(table=peer_memory(groups, buffers.num_bytes))
     is_alone = all(device.process_index != other.process_index for device, other in itertools.pairwise(groups[0]))
-    rank = None if is_alone else jax.lax.axis_index(axes).astype(jnp.int32)[None]
-    out, lse = exchange(state.out.reshape(-1, state.out.shape[-1]), state.lse.reshape(-1), rank, buffers)
-    return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
+    return None if is_alone else jax.lax.axis_index(axes).astype(jnp.int32)[None], buffers
 
 
 def _groups(axes: tuple[str, ...], mesh: Mesh | None) -> tuple[tuple[jax.Device, ...], ...]:
