@@ -129,8 +129,8 @@ def sparq_decode(
         are taken from `key`, where reading a component touches whole rows.
       key_value_seq_lengths, is_causal, scale: as in `tree_attn.local.attend`.
       implementation: as there. With None and "mosaic_gpu" both gathers are kernels on a Hopper GPU, where all are
-        bfloat16 or float16, G = 1, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4. They
-        have no gradient. The logger `tree_attn` says at DEBUG why they are not used.
+        bfloat16 or float16, G up to 8, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4.
+        They have no gradient. The logger `tree_attn` says at DEBUG why they are not used.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
       selection: "global" or "per_shard".
       score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
@@ -289,11 +289,12 @@ def _why_no_kernel(query, key, value, key_by_component, sparq: SparqOptions, mos
 
 
 def _kernel_shape(grouped, key, sparq: SparqOptions, most: int, options, is_global) -> sparq_kernel.SparqShape:
-    batch, num_queries, num_kv_heads, _, head_dim = grouped.shape
+    batch, num_queries, num_kv_heads, group, head_dim = grouped.shape
     return sparq_kernel.SparqShape(
         batch=batch,
         num_queries=num_queries,
         num_kv_heads=num_kv_heads,
+        group=group,
         head_dim=head_dim,
         num_slots=key.shape[1],
         num_components=sparq.num_components,
@@ -302,68 +303,94 @@ def _kernel_shape(grouped, key, sparq: SparqOptions, most: int, options, is_glob
         dtype=grouped.dtype,
         num_sms=num_sms(),
         is_shard=is_global,
+        reallocate=sparq.reallocate,
     )
 
 
 def _choose_by_kernel(
     grouped, key_by_component, view: Visibility, options, shard: Shard, how: _How, most: int, shape
 ) -> _Choice:
-    """Step 1 and the choice in one kernel; where a choice is cut into chunks, or over shards, their best compete."""
-    batch, num_queries, num_kv_heads = grouped.shape[:3]
-    for_heads = lambda x: jnp.broadcast_to(x, (batch, num_queries, num_kv_heads))
+    """Step 1 and the choice in one kernel; where a choice is cut into chunks, or over shards, their best compete.
+
+    Of a group all logits must be known before any key is chosen, so what is cut passes through memory.
+    """
+    heads = grouped.shape[:3]
+    for_heads = lambda x: jnp.broadcast_to(x, heads)
+    by_choice = lambda x: x.reshape(shape.choices, -1)
+    launched = dict(shape=shape, interpret=INTERPRETED)
     components, weights = sparq_kernel.choose_components(
-        grouped.reshape(shape.choices, -1),
-        share=_share(how.sparq, shape.head_dim),
-        shape=shape,
-        interpret=INTERPRETED,
+        grouped.reshape(shape.choices, shape.group, -1), share=_share(how.sparq, shape.head_dim), **launched
     )
     end = for_heads(view.slot_ranges()[1][:, :, None])
-    first_recent = _ends(options, batch, num_queries, view.num_slots, shard) - how.sparq.local_window
+    counts = jnp.minimum(end, shape.num_keys)
+    first_recent = _ends(options, *heads[:2], view.num_slots, shard) - how.sparq.local_window
     recent = jnp.clip(first_recent, 0, view.num_slots * shard.num_shards)
     recent = for_heads(shard.local_lengths(recent, view.num_slots)[:, :, None])
-    starts = sparq_kernel.CHUNK * jnp.arange(shape.num_chunks, dtype=jnp.int32)[None, None, None, :]
-    within = lambda slot: jnp.clip(slot[..., None] - starts, 0, sparq_kernel.CHUNK)  # [B, T, K, chunks]
-    ends = jnp.stack(
-        [within(end), within(recent), *[jnp.zeros((*end.shape, shape.num_chunks), jnp.int32)] * 2], axis=-1
-    )
-    slots, logits, lse = sparq_kernel.select_keys(
-        key_by_component,
-        components,
-        weights,
-        ends.reshape(-1, 4),
-        shape=shape,
-        interpret=INTERPRETED,
-    )
-    lse = lse.reshape(*end.shape, shape.num_chunks, 2)
-    if shape.is_final:
-        counts = jnp.minimum(end, shape.num_keys)
-        slots = slots.reshape(*end.shape, -1)
-        return _Choice(slots=slots, counts=counts, total=lse[..., 0], kept=lse[..., 1])
-    candidates = (*end.shape, shape.num_chunks, shape.num_keys)
-    is_there = jnp.arange(shape.num_keys)[None, None, None, None, :] < within(end)[..., None]
-    flat = lambda x, missing: jnp.where(is_there, x.reshape(candidates), missing).reshape(*end.shape, -1)
-    slots, logits = flat(slots, 0), flat(logits, -jnp.inf)
-    total = _over_shards(jax.nn.logsumexp(lse[..., 0], axis=-1)[..., None], how, shape.is_shard)
+    streamed = key_by_component, components, weights, _ends_of_rows(end, recent, shape.num_chunks, shape.chunk)
+    if shape.group == 1 or shape.is_final:
+        slots, scores, lse = sparq_kernel.select_keys(*streamed, **launched)  # the order of logits is that of scores
+        lse = lse.reshape(*heads, shape.num_chunks, -1)
+        total, kept = lse[..., : shape.group], lse[..., shape.group :]  # the latter empty for groups: nobody asks
+        if shape.is_final:
+            slots = slots.reshape(*heads, -1)
+            return _Choice(slots=slots, counts=counts, total=total[:, :, :, 0], kept=kept[:, :, :, 0])
+    else:
+        logits, total = sparq_kernel.approximate_logits(*streamed, **launched)
+        total = total.reshape(*heads, shape.num_chunks, shape.group)
+    total = _over_shards(jax.nn.logsumexp(total, axis=3), how, shape.is_shard)  # [B, T, K, G]
+    if shape.group > 1:
+        ends = _ends_of_rows(end, recent, shape.num_lists, sparq_kernel.CHUNK)
+        finite = by_choice(jnp.where(jnp.isneginf(total), 0.0, total))
+        slots, scores = sparq_kernel.select_by_share(logits, finite, ends, **launched)
+
+    def logits_at(slots):
+        """`[B, T, K, G, n]` of `slots [B, T, K, n]`, if anybody asks."""
+        if not how.sparq.reallocate:
+            return None
+        of_all = logits.reshape(*heads, shape.group, -1)
+        return jnp.take_along_axis(of_all, slots[:, :, :, None], axis=-1) / sparq_kernel.LOG2_E
+
+    def chosen(slots, kept=None):
+        slots = slots.reshape(*heads, -1)
+        if shape.group > 1 and how.sparq.reallocate:
+            is_kept = jnp.arange(shape.num_keys)[None, None, None, None, :] < counts[..., None, None]
+            kept = jax.nn.logsumexp(jnp.where(is_kept, logits_at(slots), -jnp.inf), axis=-1)
+        return _Choice(slots=slots, counts=counts, total=total, kept=kept)
+
+    if shape.num_lists == 1 and not shape.is_shard:
+        return chosen(slots)
+    candidates = (*heads, shape.num_lists, shape.num_keys)
+    is_there = jnp.arange(shape.num_keys)[None, None, None, None, :]
+    is_there = is_there < _within(end, shape.num_lists, sparq_kernel.CHUNK)[..., None]
+    flat = lambda x, missing: jnp.where(is_there, x.reshape(candidates), missing).reshape(*heads, -1)
+    slots, scores = flat(slots, 0), flat(scores, -jnp.inf)
     if not shape.is_shard and slots.shape[-1] <= sparq_kernel.CHUNK:
-        by_choice = lambda x: x.reshape(shape.choices, -1)
-        slots, kept = sparq_kernel.best_of(
-            by_choice(slots), by_choice(logits), recent.reshape(-1), shape=shape, interpret=INTERPRETED
-        )
-        counts = jnp.minimum(end, shape.num_keys)
-        return _Choice(
-            slots=slots.reshape(*end.shape, -1), counts=counts, total=total, kept=kept.reshape(*end.shape, 1)
-        )
-    scores = jnp.where((slots >= recent[..., None]) & (logits > -jnp.inf), jnp.inf, logits)
+        slots, kept = sparq_kernel.best_of(by_choice(slots), by_choice(scores), recent.reshape(-1), **launched)
+        return chosen(slots, kept.reshape(*heads, 1))
     # Of equal scores the earliest are wanted, and the lists are in no order.
     order = jnp.argsort(slots, axis=-1)
-    slots, scores, logits = (jnp.take_along_axis(x, order, axis=-1) for x in (slots, scores, logits))
-    return _best(scores, slots, logits[:, :, :, None], total, view.num_slots, shard, how, most, shape.is_shard)
+    slots, scores = (jnp.take_along_axis(x, order, axis=-1) for x in (slots, scores))
+    of_candidates = scores[:, :, :, None] if shape.group == 1 else logits_at(slots)
+    scores = jnp.where((slots >= recent[..., None]) & (scores > -jnp.inf), jnp.inf, scores)
+    return _best(scores, slots, of_candidates, total, view.num_slots, shard, how, most, shape.is_shard)
+
+
+def _within(slot, num_rows: int, width: int):
+    """`slot [B, T, K]` as seen from rows of `width` slots each, `[B, T, K, rows]`."""
+    starts = width * jnp.arange(num_rows, dtype=jnp.int32)[None, None, None, :]
+    return jnp.clip(slot[..., None] - starts, 0, width)
+
+
+def _ends_of_rows(end, recent, num_rows: int, width: int):
+    """What the kernels are told of each row."""
+    ends = [_within(end, num_rows, width), _within(recent, num_rows, width)]
+    return jnp.stack([*ends, *[jnp.zeros_like(ends[0])] * 2], axis=-1).reshape(-1, 4)
 
 
 def _attend_by_kernel(grouped, key, value, choice: _Choice, shape) -> SoftmaxState:
     """Step 2 in one kernel."""
     out, lse = sparq_kernel.attend_kept(
-        grouped.reshape(shape.choices, -1),
+        grouped.reshape(shape.choices, shape.group, -1),
         key,
         value,
         choice.slots.reshape(shape.choices, -1),
@@ -371,8 +398,8 @@ def _attend_by_kernel(grouped, key, value, choice: _Choice, shape) -> SoftmaxSta
         shape=shape,
         interpret=INTERPRETED,
     )
-    heads = grouped.shape[:3]
-    return SoftmaxState(out.reshape(*heads, -1), lse.reshape(heads))
+    batch, num_queries = grouped.shape[:2]
+    return SoftmaxState(out.reshape(batch, num_queries, -1, shape.head_dim), lse.reshape(batch, num_queries, -1))
 
 
 def _components(grouped, sparq: SparqOptions, scale: float):
@@ -384,7 +411,8 @@ def _components(grouped, sparq: SparqOptions, scale: float):
     whole, part = size.sum(axis=-1), jnp.abs(kept).sum(axis=-1)
     share = _share(sparq, grouped.shape[-1])
     if share is None:
-        coverage = jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1.0), 1.0)
+        # A query may have nothing where its group has most; its logits are then 0, whatever the temperature.
+        coverage = jnp.where(part > 0, part / jnp.where(part > 0, whole, 1.0), 1.0)
     else:
         coverage = jnp.full_like(whole, share)
     return components, kept * (scale * jax.lax.rsqrt(coverage))[..., None]

@@ -1,5 +1,7 @@
 """Compiles every variant of the kernels for an H200 that is not there, and prints a line of JSON for each.
 
+With the argument `grouped` only SparQ's for groups of query heads, without it all others.
+
 A program of its own, for ptxas reports registers and spills on the process's output: what it says of a kernel comes
 before that variant's line.
 """
@@ -7,6 +9,7 @@ before that variant's line.
 import json
 import os
 import pathlib
+import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
@@ -30,10 +33,11 @@ def main():
     mosaic_gpu.unavailable = lambda: None
     mosaic_gpu.lean_config = lambda *args, **kwargs: chosen.append(choose(*args, **kwargs)) or chosen[-1]
     tuning.device_kind = lambda: "NVIDIA H200"
-    for call in variants():
+    is_grouped = sys.argv[1:] == ["grouped"]
+    for call in () if is_grouped else variants():
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(call), "ctas_per_sm": -(-chosen[-1].num_ctas // SMS)}), flush=True)
-    for call in sparq_cases.COMPILED:
+    for call in sparq_cases.COMPILED_GROUPED if is_grouped else sparq_cases.COMPILED:
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
         print(json.dumps({"call": f"sparq {call}", "ctas_per_sm": 0}), flush=True)
 

@@ -16,6 +16,7 @@ class Call:
     lengths: tuple[int, ...]
     slots: int = 512
     heads: int = 2
+    group: int = 1
     head_dim: int = 64
     queries: int = 1
     dtype: str = "bfloat16"
@@ -33,8 +34,10 @@ class Call:
 
     @property
     def num_kernels(self) -> int:
-        """One more where chunks compete."""
-        return 4 if self.slots > 4096 else 3
+        """One more where lists of chunks compete, and one more where a group's logits pass through memory."""
+        chunk = 4096 if self.group <= 4 else 2048
+        in_memory = self.group > 1 and (self.slots > chunk or self.reallocate)
+        return 3 + (self.slots > 4096) + in_memory
 
     def arrays(self):
         """Query, key, value, keys by component, and the lengths."""
@@ -42,7 +45,7 @@ class Call:
         shape = (len(self.lengths), self.slots, self.heads, self.head_dim)
         key, value = (jnp.asarray(rng.normal(size=shape), self.dtype) for _ in range(2))
         key = jnp.broadcast_to(key[:, :1], shape) if self.equal_keys else key
-        query = 2 * rng.normal(size=(shape[0], self.queries, self.heads, self.head_dim))
+        query = 2 * rng.normal(size=(shape[0], self.queries, self.heads * self.group, self.head_dim))
         lengths = jnp.asarray(self.lengths, jnp.int32)
         return jnp.asarray(query, self.dtype), key, value, key.transpose(0, 2, 3, 1), lengths
 
@@ -66,8 +69,23 @@ CALLS = [
     Call(lengths=(8200, 4000), slots=8704, heads=1, num_keys=70, score_temperature="num_components"),
     Call(lengths=(400,), equal_keys=True, local_window=2),  # of equals the earliest
 ]
+GROUPED = [
+    Call(lengths=(1024, 700, 5), slots=1024, heads=1, group=4, reallocate=False),  # one kernel chooses
+    Call(lengths=(500, 0), group=2, queries=3, is_causal=True, head_dim=128, reallocate=False),
+    Call(lengths=(400,), group=8, equal_keys=True, local_window=2, dtype="float16", reallocate=False),
+    Call(lengths=(900, 3), slots=1024, heads=1, group=8, head_dim=128, num_keys=70),
+    Call(lengths=(4000,), slots=4096, heads=1, group=8, queries=3, is_causal=True),  # two chunks, one list
+    Call(lengths=(8200,), slots=8704, heads=1, group=4, num_keys=70, score_temperature="num_components"),
+    Call(lengths=(5000,), slots=5120, heads=1, group=2, head_dim=80, reallocate=False),
+]
+_LONG = dict(lengths=(1,), heads=1, head_dim=128, num_components=32, num_keys=128)
 COMPILED = [  # what differs most in registers
     CALLS[2],
     CALLS[3],
-    Call(lengths=(4096,), slots=4096, head_dim=128, num_components=32, num_keys=128),
+    Call(**_LONG | {"lengths": (4096,), "heads": 2}, slots=4096),
+]
+COMPILED_GROUPED = [
+    *(Call(**_LONG, group=group, slots=4096, reallocate=False) for group in (2, 3, 4)),
+    *(Call(**_LONG, group=group, slots=2048, reallocate=False) for group in (7, 8)),
+    *(Call(**_LONG, group=group, slots=16384) for group in (4, 8)),
 ]

@@ -1,17 +1,30 @@
 """SparQ's kernels in Mosaic GPU's interpreter, against the same in XLA, and lowered for CUDA."""
 
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401
-from sparq_cases import CALLS, Call
+from sparq_cases import CALLS, COMPILED_GROUPED, GROUPED, Call
+from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, parsed
 
 from tree_attn import make_mesh, sparse
 from tree_attn.local import mosaic_gpu, sparq_kernel
 
+GROUPED_CTAS_PER_SM = {
+    "sparq_components": 5,
+    "sparq_select": 2,
+    "sparq_logits": 2,
+    "sparq_share": 4,
+    "sparq_best": 3,
+    "sparq_attend": sparq_kernel.ATTEND_CTAS_PER_SM,
+}
 ATOL = {"bfloat16": 1e-2, "float16": 2e-3}  # one rounding of results near 1, more or less
 
 
@@ -29,7 +42,7 @@ def interpreted(anywhere, time_limit, monkeypatch):  # noqa: F811
 
 @needs_interpreter
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", CALLS + GROUPED, ids=str)
 def test_it_is_what_xla_computes_and_no_thread_races(call):
     given = call.arrays()
     expected = jax.jit(functools.partial(call.run, implementation="xla"))(*given)
@@ -48,17 +61,38 @@ def lowered(call: Call, **how) -> str:
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="written for JAX 0.11 and newer")
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("call", CALLS, ids=str)
-def test_it_lowers_to_three_kernels_or_four(call):
+@pytest.mark.parametrize("call", CALLS + GROUPED, ids=str)
+def test_it_lowers_to_three_kernels_or_as_many_as_a_choice_takes(call):
     assert len(re.findall("custom_call @mosaic_gpu", lowered(call))) == call.num_kernels
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="written for JAX 0.11 and newer")
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("selection", ["global", "per_shard"])
-def test_it_lowers_within_a_sharded_program(selection):
+@pytest.mark.parametrize("selection, group, kernels", [("global", 1, 3), ("per_shard", 1, 3), ("global", 4, 4)])
+def test_it_lowers_within_a_sharded_program(selection, group, kernels):
     where = dict(axis_name="seq", mesh=make_mesh({"seq": 2}), selection=selection)
-    assert len(re.findall("custom_call @mosaic_gpu", lowered(Call(lengths=(900,), slots=1024), **where))) == 3
+    call = Call(lengths=(900,), slots=1024, group=group, reallocate=group == 1)
+    assert len(re.findall("custom_call @mosaic_gpu", lowered(call, **where))) == kernels
+
+
+@pytest.mark.skipif(WHEELS is None, reason="runs where test_lean_compiled.py does")
+def test_kernels_of_groups_spill_no_register_and_their_ctas_fit():
+    done = subprocess.run(
+        [sys.executable, str(pathlib.Path(__file__).with_name("compile_lean.py")), "grouped"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([WHEELS, *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    compiled = parsed(done.stdout)
+    assert list(compiled) == [f"sparq {call}" for call in COMPILED_GROUPED]
+    kernels = [kernel for _, of_call in compiled.values() for kernel in of_call.items()]
+    assert {name for name, _ in kernels} == set(GROUPED_CTAS_PER_SM)
+    for name, (registers, spilled) in kernels:
+        per_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+        assert spilled == 0 and 128 * per_thread * GROUPED_CTAS_PER_SM[name] <= REGISTERS_PER_SM, (name, registers)
 
 
 def refusal(*, group=1, value_dim=None, dtypes=("bfloat16",) * 3, components=8, by_component=True, **sizes):
@@ -74,7 +108,7 @@ def refusal(*, group=1, value_dim=None, dtypes=("bfloat16",) * 3, components=8, 
 @pytest.mark.parametrize(
     "given, named",
     [
-        (dict(group=2), "one query head per key head, not 4 and 2"),
+        (dict(group=9), "at most 8 query heads per key head, not 18 and 2"),
         (dict(dtypes=("float32",) * 3), "one dtype, .*float32"),
         (dict(dtypes=("bfloat16", "float8_e4m3fn", "float8_e4m3fn")), "one dtype, .*float8"),
         (dict(head_dim=256), "head dim of .* not 256"),

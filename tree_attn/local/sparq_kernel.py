@@ -1,14 +1,21 @@
 """SparQ's two gathers on Hopper: a few components of every key, then a few keys and values whole.
 
 `choose_components` and `select_keys` are step 1 of Algorithm 1. A CTA of the second serves one choice of keys: it
-streams the r components of all keys that its query is largest in, one TMA copy each, into logits that stay in
+streams the r components of all keys that its queries are largest in, one TMA copy each, into logits that stay in
 registers; then it finds the k-th largest by bisection over the order of floats, and lists the keys that are kept and
 what they weigh. No score reaches memory.
 `attend_kept` is step 2: it copies the listed keys and values, row by row, to where tensor cores multiply them.
 
-Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim, R components read, rounded up.
+The G queries of a group choose together: a component is read once for all of them, and the score of a key is the sum
+of its shares of their softmaxes. So no score is known before all logits are: where registers do not hold those of all
+keys, or a shard has only a part, `approximate_logits` writes them to memory (4 G bytes per key, beside the 2 r that it
+reads) and `select_by_share` reads them. Streaming the components once more would read 2 r instead of writing and
+reading 4 G each: more for G up to 8 and r from 32 on, and not from the L2 cache.
 
-Source: SparQ Attention, Algorithm 1 and section 5.
+Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim, G queries of a group, R components read,
+rounded up.
+
+Source: SparQ Attention, Algorithm 1, sections 4 (groups) and 5.
 """
 
 import dataclasses
@@ -46,7 +53,8 @@ COMPARED = 8  # components that all are compared with at a time: registers limit
 TILE = 64  # kept keys that are attended to at a time
 STAGES = 1  # tiles of keys and of values on their way per CTA
 ATTEND_CTAS_PER_SM = 4  # at most, by what registers hold
-COLS = 8  # the fewest columns that a tensor core takes
+COLS = 8  # queries of a group at most: the fewest columns that a tensor core takes
+GROUP_LOGITS = 4 * CHUNK  # of all queries of a group, which registers hold twice per SM
 REDUCTION_BYTES = 1024
 WARPS = 4
 LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, and of infinity
@@ -54,14 +62,17 @@ LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparqShape:
-    """The static part of a call; each query head has a KV head of its own.
+    """The static part of a call.
 
-    choices: B x T x K, in that order. Each is cut into chunks of slots, of which `select_keys` makes a row each.
+    choices: B x T x K, in that order, each of one group of query heads. Each is cut into chunks of slots, of which
+      `select_keys` or `approximate_logits` makes a row each.
+    reallocate: whether anybody asks what the kept keys weigh; without groups it is told always.
     """
 
     batch: int
     num_queries: int
     num_kv_heads: int
+    group: int
     head_dim: int
     num_slots: int
     num_components: int
@@ -70,25 +81,48 @@ class SparqShape:
     dtype: Any
     num_sms: int
     is_shard: bool  # of slots that are chosen from together
-    num_stages: int = 6
+    reallocate: bool
 
     @property
     def choices(self) -> int:
         return self.batch * self.num_queries * self.num_kv_heads
 
     @property
+    def chunk(self) -> int:
+        """Slots of which registers hold the logits of all queries of a group."""
+        return next(chunk for chunk in (CHUNK, CHUNK // 2) if chunk * self.group <= GROUP_LOGITS)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """A chunk as registers hold it, in 64 rows at least."""
+        columns = min(COLUMNS, self.chunk // 64)
+        return self.chunk // columns, columns
+
+    @property
     def num_chunks(self) -> int:
+        return pl.cdiv(self.num_slots, self.chunk)
+
+    @property
+    def num_lists(self) -> int:
+        """Rows that a choice is cut into where shares are read from memory, and lists that compete."""
         return pl.cdiv(self.num_slots, CHUNK)
 
     @property
     def is_final(self) -> bool:
         """Whether what a row keeps is what its choice keeps; else the best of all rows' lists are."""
-        return self.num_chunks == 1 and not self.is_shard
+        # While a group chooses, registers cannot hold the logits of each query, by which the kept keys are weighed.
+        needs_logits = self.group > 1 and self.reallocate
+        return self.num_chunks == 1 and not self.is_shard and not needs_logits
 
     @property
-    def select_ctas_per_sm(self) -> int:
+    def num_stages(self) -> int:
+        """Components on their way per CTA; for groups as many bytes as fit, since few CTAs do."""
+        return 6 if self.group == 1 else 12 * CHUNK // self.chunk
+
+    @property
+    def stream_ctas_per_sm(self) -> int:
         """What registers hold."""
-        return 3 if self.is_final else 2
+        return 3 if self.group == 1 and self.is_final else 2
 
     @property
     def padded_head_dim(self) -> int:
@@ -104,8 +138,8 @@ def unsupported(query, key, value, key_by_component, sparq) -> str | None:
     dtypes = {x.dtype for x in (query, key, value)}
     if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
         return f"one dtype, bfloat16 or float16, not {sorted(map(str, dtypes))}"
-    if query.shape[2] != key.shape[2]:
-        return f"one query head per key head, not {query.shape[2]} and {key.shape[2]}"
+    if query.shape[2] > COLS * key.shape[2]:
+        return f"at most {COLS} query heads per key head, not {query.shape[2]} and {key.shape[2]}"
     if key.shape[-1] not in HEAD_DIMS or value.shape[-1] != key.shape[-1]:
         return f"a head dim of {HEAD_DIMS}, not {key.shape[-1]} for keys and {value.shape[-1]} for values"
     if key_by_component is None:
@@ -120,21 +154,24 @@ def unsupported(query, key, value, key_by_component, sparq) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("share", "shape", "interpret"))
 def choose_components(query, *, share: float | None, shape: SparqShape, interpret: bool = False):
-    """The components that each query is largest in, and what they are multiplied by.
+    """The components that the queries of each group are largest in, and what they are multiplied by.
 
     Args:
-      query: `[choices, H]`.
-      share: the part of the query's size that these components are taken to have, for the temperature; None: what they
+      query: `[choices, G, H]`.
+      share: the part of a query's size that these components are taken to have, for the temperature; None: what they
         have.
     Returns:
-      components int32 `[choices, R]`, the largest first, of equals the earlier; weights float32 `[choices, R]`: query,
-      scale, temperature, and log2(e). R is r, rounded up to a multiple of 8.
+      components int32 `[choices, R]`, the largest first, of equals the earlier; weights float32 `[choices, G, R]`:
+      query, scale, temperature, and log2(e). R is r, rounded up to a multiple of 8.
     """
     columns = pl.cdiv(shape.num_components, 8) * 8
-    padded = jnp.pad(query, [(0, 0), (0, shape.padded_head_dim - shape.head_dim)])
+    padded = jnp.pad(query, [(0, 0), (0, 0), (0, shape.padded_head_dim - shape.head_dim)])
     return launch(
         functools.partial(_choose_components, share, shape, interpret),
-        out_type=tuple(jax.ShapeDtypeStruct((shape.choices, columns), dtype) for dtype in (jnp.int32, jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct((shape.choices, columns), jnp.int32),
+            jax.ShapeDtypeStruct((shape.choices, shape.group, columns), jnp.float32),
+        ),
         grid=(shape.choices,),
         grid_names=("choice",),
         num_threads=1,
@@ -145,11 +182,13 @@ def choose_components(query, *, share: float | None, shape: SparqShape, interpre
 
 
 def _choose_components(share: float | None, shape: SparqShape, interpret: bool, query_ref, *outputs):
-    listed = functools.partial(plgpu.SMEM, outputs[0].shape[1:])
+    columns = outputs[0].shape[1]
     pl.run_scoped(
         functools.partial(_choose_components_scoped, share, shape, interpret, query_ref, *outputs),
-        components_smem=listed(jnp.int32),
-        weights_smem=listed(jnp.float32),
+        components_smem=plgpu.SMEM((columns,), jnp.int32),
+        # A TMA copy begins at a multiple of 128 bytes.
+        weights_smem=plgpu.SMEM((shape.group, pl.cdiv(columns, 32) * 32), jnp.float32),
+        size_smem=plgpu.SMEM((shape.padded_head_dim,), jnp.float32),
         scalar_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
         collective_axes="warpgroup",
     )
@@ -157,7 +196,7 @@ def _choose_components(share: float | None, shape: SparqShape, interpret: bool, 
 
 def _choose_components_scoped(
     share: float | None, shape: SparqShape, interpret: bool, query_ref, components_ref, weights_ref, *,
-    components_smem, weights_smem, scalar_smem,
+    components_smem, weights_smem, size_smem, scalar_smem,
 ):  # fmt: skip
     """Ranks each component by comparing it with all."""
     layout, padded, columns = plgpu.Layout.WGMMA, shape.padded_head_dim, components_ref.shape[1]
@@ -171,57 +210,115 @@ def _choose_components_scoped(
 
     def count_larger(block, larger):
         first = block * COMPARED
-        others = load(query_ref.at[choice, pl.ds(first, COMPARED)], layout.reduce(0)).astype(jnp.float32)
+        others = load(query_ref.at[choice, 0, pl.ds(first, COMPARED)], layout.reduce(0)).astype(jnp.float32)
         return larger + jnp.where(sizes(others, 1, first + iota(1, COMPARED)) > size, 1, 0)
 
-    query = load(query_ref.at[choice], layout.reduce(1)).astype(jnp.float32)
-    size = sizes(query, 0, iota(0, COMPARED))
+    def count_larger_sums(block, larger):
+        """Sums have no room for the place, so equals are told apart by it."""
+        first = block * COMPARED
+        others = spread(load(size_smem.at[pl.ds(first, COMPARED)], layout.reduce(0)), 1, COMPARED)
+        is_earlier = first + iota(1, COMPARED) < iota(0, COMPARED)
+        return larger + jnp.where((others > size) | ((others == size) & is_earlier), 1, 0)
+
+    query_of = lambda g: load(query_ref.at[choice, g], layout.reduce(1)).astype(jnp.float32)
+    query = query_of(0)
+    if shape.group == 1:
+        size, count = sizes(query, 0, iota(0, COMPARED)), count_larger
+    else:
+        total_size = functools.reduce(jnp.add, [jnp.abs(query_of(g)) for g in range(shape.group)])
+        size_smem[...] = total_size
+        plgpu.commit_smem()
+        size, count = spread(total_size, 0, COMPARED), count_larger_sums
     none = plgpu.layout_cast(jnp.zeros((padded, COMPARED), jnp.int32), layout)
-    rank = lax.fori_loop(0, padded // COMPARED, count_larger, none).sum(axis=1)  # [H]
+    rank = lax.fori_loop(0, padded // COMPARED, count, none).sum(axis=1)  # [H]
     is_it = spread(rank, 0, columns) == iota(1, columns)  # [H, R]
     components_smem[...] = jnp.where(is_it, iota(0, columns), 0).sum(axis=0)
-    kept = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
-    if share is not None:
-        temperature = share**-0.5
-    else:
-        total = lambda x: _scalar(x, "add", layout.reduce(1), scalar_smem, interpret)
-        whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
-        temperature = jnp.where(part > 0, lax.rsqrt(part / whole), 1.0)
-    weights_smem[...] = kept * (shape.scale * LOG2_E * temperature)
+
+    def weigh(g, query):
+        kept = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
+        if share is not None:
+            temperature = share**-0.5
+        else:
+            total = lambda x: _scalar(x, "add", layout.reduce(1), scalar_smem, interpret)
+            whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
+            temperature = jnp.where(part > 0, lax.rsqrt(part / whole), 1.0)
+        weights_smem[g, pl.ds(0, columns)] = kept * (shape.scale * LOG2_E * temperature)
+
+    weigh(0, query)
+    if shape.group > 1:  # one at a time: registers are what limits CTAs here too
+        lax.fori_loop(1, shape.group, lambda g, _: weigh(g, query_of(g)), None)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(components_smem, components_ref.at[choice])
-    plgpu.copy_smem_to_gmem(weights_smem, weights_ref.at[choice])
+    for g in range(shape.group):
+        plgpu.copy_smem_to_gmem(weights_smem.at[g, pl.ds(0, columns)], weights_ref.at[choice, g])
     plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def select_keys(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
-    """The best keys of each row, and what they weigh in the approximate scores.
+    """The best keys of each row, and what they weigh in the approximate scores; with groups where it `is_final`.
 
     Args:
       key_by_component: `[B, K, H, S]`.
-      components, weights: `[choices, R]` from `choose_components`, which components of the keys are read, and what
-        they are multiplied by.
+      components, weights: `[choices, R]` and `[choices, G, R]` from `choose_components`, which components of the keys
+        are read, and what they are multiplied by.
       ends: int32 `[rows, 4]`, slots within the row's chunk: the end of the visible ones, and the first of those that
         are kept whatever they score; two unused.
       interpret: list by other means, which the interpreter knows.
     Returns:
-      slots int32 and their logits float32, `[rows, k]`, in no order, of which the first min(k, visible) mean something;
-      lse of all and of what is kept, float32 `[rows, 2]`.
+      slots int32 and their logits float32, `[rows, k]`, in no order, of which the first min(k, visible) mean something
+      (logits only of rows that are not final);
+      lse of all, of each query, float32 `[rows, G]`; without groups `[rows, 2]`, of all and of what is kept.
     """
-    keys = key_by_component.reshape(*key_by_component.shape[:3], -1, COLUMNS)
     rows = shape.choices * shape.num_chunks
     listed = functools.partial(jax.ShapeDtypeStruct, (rows, shape.num_keys))
+    return _launch_stream(
+        functools.partial(_choose, shape, interpret),
+        (listed(jnp.int32), listed(jnp.float32), jax.ShapeDtypeStruct((rows, max(2, shape.group)), jnp.float32)),
+        "sparq_select",
+        shape,
+    )(_by_rows_of_keys(key_by_component, shape), components, weights, ends)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
+def approximate_logits(key_by_component, components, weights, ends, *, shape: SparqShape, interpret: bool = False):
+    """The approximate logits of all keys, where all must be known before any is chosen.
+
+    Args:
+      as `select_keys`.
+    Returns:
+      logits in log2, float32 `[choices, G, W, 64]`, of which those of visible slots mean something; lse float32
+      `[rows, G]`.
+    """
+    width = shape.num_lists * CHUNK // shape.tile[1]
+    logits, lse = _launch_stream(
+        functools.partial(_write_logits, shape, interpret),
+        (
+            jax.ShapeDtypeStruct((shape.choices, shape.group, width, shape.tile[1]), jnp.float32),
+            jax.ShapeDtypeStruct((shape.choices * shape.num_chunks, shape.group), jnp.float32),
+        ),
+        "sparq_logits",
+        shape,
+    )(_by_rows_of_keys(key_by_component, shape), components, weights, ends)
+    return logits.reshape(shape.choices, shape.group, -1, COLUMNS), lse
+
+
+def _by_rows_of_keys(key_by_component, shape: SparqShape):
+    return key_by_component.reshape(*key_by_component.shape[:3], -1, shape.tile[1])
+
+
+def _launch_stream(finish_row, out_type, name: str, shape: SparqShape):
+    rows, smem_bytes = shape.choices * shape.num_chunks, shape.num_stages * shape.chunk * 2
     return launch(
-        functools.partial(_select, shape, interpret),
-        out_type=(listed(jnp.int32), listed(jnp.float32), jax.ShapeDtypeStruct((rows, 2), jnp.float32)),
-        grid=(_num_ctas(shape, rows, shape.num_stages * CHUNK * 2, shape.select_ctas_per_sm),),
+        functools.partial(_stream, shape, finish_row),
+        out_type=out_type,
+        grid=(_num_ctas(shape, rows, smem_bytes, shape.stream_ctas_per_sm),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=4096,
-        name="sparq_select",
-    )(keys, components, weights, ends)
+        name=name,
+    )
 
 
 def _num_ctas(shape: SparqShape, rows: int, smem_bytes: int, at_most: int) -> int:
@@ -229,40 +326,41 @@ def _num_ctas(shape: SparqShape, rows: int, smem_bytes: int, at_most: int) -> in
     return min(rows, shape.num_sms * max(1, min(at_most, SMEM_BYTES_PER_SM // (smem_bytes + 4096))))
 
 
-def _select(shape: SparqShape, interpret: bool, *refs):
-    stages, count = shape.num_stages, shape.num_components
+def _stream(shape: SparqShape, finish_row, *refs):
+    stages, group, columns = shape.num_stages, shape.group, pl.cdiv(shape.num_components, 32) * 32
     pl.run_scoped(
-        functools.partial(_select_scoped, shape, interpret, *refs),
-        keys_smem=plgpu.SMEM((stages, CHUNK // COLUMNS, COLUMNS), shape.dtype, transforms=tiling(shape.dtype, COLUMNS)),
+        functools.partial(_stream_scoped, shape, finish_row, *refs),
+        keys_smem=plgpu.SMEM((stages, *shape.tile), shape.dtype, transforms=tiling(shape.dtype, shape.tile[1])),
         # A TMA copy begins at a multiple of 128 bytes.
-        components_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.int32),
-        weights_smem=plgpu.SMEM((2, pl.cdiv(count, 32) * 32), jnp.float32),
+        components_smem=plgpu.SMEM((2, columns), jnp.int32),
+        weights_smem=plgpu.SMEM((2, group, columns), jnp.float32),
         ends_smem=plgpu.SMEM((2, 32), jnp.int32),
         count_smem=plgpu.SMEM((COLUMNS,), jnp.int32),
         weight_smem=plgpu.SMEM((COLUMNS,), jnp.float32),
-        given=plgpu.Barrier(num_arrivals=3, num_barriers=2),
+        given=plgpu.Barrier(num_arrivals=2 + group, num_barriers=2),
         filled=plgpu.Barrier(num_barriers=stages),
         collective_axes="warpgroup",
     )
 
 
-def _select_scoped(
-    shape: SparqShape, interpret: bool, keys_ref, components_ref, weights_ref, ends_ref, slots_ref, logits_ref,
-    stats_ref, *,
+def _stream_scoped(
+    shape: SparqShape, finish_row, keys_ref, components_ref, weights_ref, ends_ref, *outputs,
     keys_smem, components_smem, weights_smem, ends_smem, count_smem, weight_smem, given, filled,
 ):  # fmt: skip
+    """Calls `finish_row` with each row's logits in log2, one array per query of the group."""
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     count, stages, layout = shape.num_components, shape.num_stages, plgpu.Layout.WGMMA
-    tile = (CHUNK // COLUMNS, COLUMNS)
+    tile, group = shape.tile, range(shape.group)
     own_rows = lax.div(shape.choices * shape.num_chunks - cta + num_ctas - 1, num_ctas)
 
     def ask(i):
         """What is to be known of this CTA's i-th row, into one of two places."""
         row, parity = cta + i * num_ctas, lax.rem(i, 2)
         choice = lax.div(row, shape.num_chunks)
-        sources = (components_ref.at[choice], components_smem), (weights_ref.at[choice], weights_smem)
-        for source, smem in (*sources, (ends_ref.at[row], ends_smem)):
-            plgpu.copy_gmem_to_smem(source, smem.at[parity, pl.ds(0, source.shape[0])], given.at[parity])
+        pairs = [(components_ref.at[choice], components_smem.at[parity])]
+        pairs += [(weights_ref.at[choice, g], weights_smem.at[parity, g]) for g in group]
+        for source, smem in (*pairs, (ends_ref.at[row], ends_smem.at[parity])):
+            plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(0, source.shape[0])], given.at[parity])
 
     def move(i, n):
         """The n-th component of the i-th row."""
@@ -292,48 +390,137 @@ def _select_scoped(
             component = load(keys_smem.at[slot], layout).astype(jnp.float32)
             plgpu.commit_smem()  # all have read it
             pl.when(n + stages < count)(lambda: move(i, n + stages))
-            return logits + component * weights_smem[parity, n]
+            return tuple(logits[g] + component * weights_smem[parity, g, n] for g in group)
 
-        logits = lax.fori_loop(0, count, add_component, full(0.0, tile, layout))
+        logits = lax.fori_loop(0, count, add_component, tuple(full(0.0, tile, layout) for _ in group))
 
         @pl.when(~is_last)
         def _():  # the next row's components are on their way while this one's keys are chosen
             plgpu.barrier_wait(given.at[1 - parity])
             move_first(i + 1)
 
-        outputs = slots_ref.at[row], logits_ref.at[row], stats_ref.at[row]
-        first_slot = lax.rem(row, shape.num_chunks) * CHUNK
-        _choose(shape, interpret, logits, first_slot, ends_smem.at[parity], *outputs, count_smem, weight_smem)
+        finish_row(row, logits, ends_smem.at[parity], *outputs, count_smem, weight_smem)
 
     lax.fori_loop(0, own_rows, row_step, None)
 
 
 def _choose(
-    shape: SparqShape, interpret: bool, logits, first_slot, ends_ref, slots_ref, logits_ref, stats_ref, count_smem,
+    shape: SparqShape, interpret: bool, row, logits, ends_ref, slots_ref, logits_ref, stats_ref, count_smem,
     weight_smem,
 ) -> None:  # fmt: skip
     """Lists the keys of one row that are kept, and writes what they weigh."""
     layout = plgpu.Layout.WGMMA
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, logits.shape, layout=layout)
-    slots = iota(0) * COLUMNS + iota(1)
+    slots, is_visible, is_recent = _slots(logits[0].shape, ends_ref)
+    scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
+    weight_of = lambda chosen, x, top: scalar(jnp.where(chosen, jnp.exp2(x - top), 0.0), "add", weight_smem)
+    tops = [scalar(jnp.where(is_visible, x, LOWEST), "max", weight_smem) for x in logits]
+    totals = [weight_of(is_visible, x, top) for x, top in zip(logits, tops)]
+    if shape.group == 1:
+        # The order of logits is that of their shares. One array for all: registers are what limits CTAs here.
+        (shares,), (top,) = logits, tops
+        kept = weight_of(is_recent, shares, top)
+    else:
+        shares = [x - (top + jnp.log2(total)) for x, top, total in zip(logits, tops, totals)]
+        shares = functools.reduce(_log2_of_sum, shares)
+    scores = _scores(shares, is_visible, is_recent)
+    is_kept = _first_largest(scores, slots, shape.chunk, shape.num_keys, _count(interpret, count_smem))
+    if shape.group == 1:
+        totals.append(kept + weight_of(is_kept & (scores < jnp.inf), scores, top))
+        tops.append(top)
+    for i, (top, weight) in enumerate(zip(tops, totals)):
+        stats_ref[row, i] = _lse(top, weight)
+    lists = [(slots + lax.rem(row, shape.num_chunks) * shape.chunk, slots_ref.at[row])]
+    if not shape.is_final:  # else nobody asks for the logits, and registers are saved
+        lists.append((logits[0] * (1 / LOG2_E), logits_ref.at[row]))
+    _write_lists(interpret, is_kept, lists, count_smem)
+
+
+def _write_logits(
+    shape: SparqShape, interpret: bool, row, logits, ends_ref, logits_ref, lse_ref, count_smem, weight_smem
+) -> None:
+    layout, rows = plgpu.Layout.WGMMA, shape.tile[0]
+    _, is_visible, _ = _slots(logits[0].shape, ends_ref)
+    scalar = lambda x, operation: _scalar(x, operation, layout, weight_smem, interpret)
+    choice, chunk = lax.div(row, shape.num_chunks), lax.rem(row, shape.num_chunks)
+    for g, x in enumerate(logits):
+        logits_ref[choice, g, pl.ds(chunk * rows, rows)] = x
+        top = scalar(jnp.where(is_visible, x, LOWEST), "max")
+        lse_ref[row, g] = _lse(top, scalar(jnp.where(is_visible, jnp.exp2(x - top), 0.0), "add"))
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
+def select_by_share(logits, total, ends, *, shape: SparqShape, interpret: bool = False):
+    """The best keys of each list of `CHUNK` slots.
+
+    Args:
+      logits: `[choices, G, W, 64]` from `approximate_logits`.
+      total: float32 `[choices, G]`, the lse of all logits of each query; finite.
+      ends: int32 `[choices x lists, 4]`, as in `select_keys`, within each list's slots.
+    Returns:
+      slots int32 and their scores float32, `[choices x lists, k]`, in no order, of which the first min(k, visible) mean
+      something: of all shares of a key the log2, infinity where it is kept whatever it scores.
+    """
+    rows = shape.choices * shape.num_lists
+    listed = functools.partial(jax.ShapeDtypeStruct, (rows, shape.num_keys))
+    return launch(
+        functools.partial(_select_by_share, shape, interpret),
+        out_type=(listed(jnp.int32), listed(jnp.float32)),
+        grid=(rows,),
+        grid_names=("row",),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_bytes=4096,
+        name="sparq_share",
+    )(logits, total, ends)
+
+
+def _select_by_share(shape: SparqShape, interpret: bool, logits_ref, total_ref, ends_ref, slots_ref, scores_ref):
+    def scoped(count_smem):
+        row, rows, layout = lax.axis_index("row"), CHUNK // COLUMNS, plgpu.Layout.WGMMA
+        choice, part = lax.div(row, shape.num_lists), lax.rem(row, shape.num_lists)
+
+        def share(g):
+            logits = load(logits_ref.at[choice, g, pl.ds(part * rows, rows)], layout)
+            return logits - total_ref[choice, g] * LOG2_E
+
+        shares = lax.fori_loop(1, shape.group, lambda g, shares: _log2_of_sum(shares, share(g)), share(0))
+        slots, is_visible, is_recent = _slots(shares.shape, ends_ref.at[row])
+        scores = _scores(shares, is_visible, is_recent)
+        is_kept = _first_largest(scores, slots, CHUNK, shape.num_keys, _count(interpret, count_smem))
+        lists = [(slots + part * CHUNK, slots_ref.at[row])]
+        if shape.num_lists > 1 or shape.is_shard:  # else no lists compete
+            lists.append((scores, scores_ref.at[row]))
+        _write_lists(interpret, is_kept, lists, count_smem)
+
+    pl.run_scoped(scoped, plgpu.SMEM((COLUMNS,), jnp.int32), collective_axes="warpgroup")
+
+
+def _slots(shape, ends_ref):
+    """Slots within a row's chunk, and whether they are visible, and kept whatever they score."""
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, shape, layout=plgpu.Layout.WGMMA)
+    slots = iota(0) * shape[1] + iota(1)
     end, recent = ends_ref[0], ends_ref[1]
     is_visible = slots < end
-    is_recent = is_visible & (slots >= recent)
-    scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
-    top = scalar(jnp.where(is_visible, logits, LOWEST), "max", weight_smem)
-    weight_of = lambda chosen, x: scalar(jnp.where(chosen, jnp.exp2(x - top), 0.0), "add", weight_smem)
-    total, kept = weight_of(is_visible, logits), weight_of(is_recent, logits)
-    # The order of logits is that of their shares. One array for all: registers are what limits CTAs here.
-    scores = jnp.where(is_visible, jnp.where(is_recent, jnp.inf, logits), -jnp.inf)
-    count_of = lambda chosen: scalar(jnp.where(chosen, 1, 0), "add", count_smem)
-    is_kept = _first_largest(scores, slots, CHUNK, shape.num_keys, count_of)
-    kept = kept + weight_of(is_kept & (scores < jnp.inf), scores)
-    for i, weight in enumerate((total, kept)):
-        stats_ref[i] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
-    lists = [(slots + first_slot, slots_ref)]
-    if not shape.is_final:  # else nobody asks for the logits, and registers are saved
-        lists.append((logits * (1 / LOG2_E), logits_ref))
-    _write_lists(interpret, is_kept, lists, count_smem)
+    return slots, is_visible, is_visible & (slots >= recent)
+
+
+def _scores(shares, is_visible, is_recent):
+    return jnp.where(is_visible, jnp.where(is_recent, jnp.inf, shares), -jnp.inf)
+
+
+def _log2_of_sum(x, y):
+    """`log2(2^x + 2^y)`: shares are added as logarithms, for the smallest would all be 0."""
+    most = jnp.maximum(x, y)
+    return most + jnp.log2(1.0 + jnp.exp2(jnp.minimum(x, y) - most))
+
+
+def _lse(top, weight):
+    """`ln(weight 2^top)`."""
+    return jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
+
+
+def _count(interpret: bool, smem):
+    return lambda chosen: _scalar(jnp.where(chosen, 1, 0), "add", plgpu.Layout.WGMMA, smem, interpret)
 
 
 def _write_lists(interpret: bool, is_kept, lists, smem) -> None:
@@ -443,13 +630,15 @@ def _elements(array) -> list[ir.Value]:
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def best_of(slots, logits, recent, *, shape: SparqShape, interpret: bool = False):
-    """The best of each choice's candidates, where several rows of `select_keys` made lists.
+    """The best of each choice's candidates, where several rows of `select_keys` or `select_by_share` made lists.
 
     Args:
-      slots: int32 `[choices, n]`; logits: float32 `[choices, n]`, -inf where there is no candidate; n up to `CHUNK`.
+      slots: int32 `[choices, n]`; logits: float32 `[choices, n]`, of groups the scores, -inf where there is no
+        candidate; n up to `CHUNK`.
       recent: int32 `[choices]`, first of the slots that are kept whatever they score.
     Returns:
-      As `select_keys` for each choice: slots `[choices, k]`, and lse of what is kept, float32 `[choices]`.
+      As `select_keys` for each choice: slots `[choices, k]`, and lse of what is kept, float32 `[choices]`, which means
+      nothing of scores.
     """
     choices, n = slots.shape
     padding = [(0, 0), (0, CHUNK - n)]
@@ -478,11 +667,10 @@ def _best(shape: SparqShape, interpret: bool, slots_ref, logits_ref, recent_ref,
         is_there = logits > -jnp.inf
         scores = jnp.where(is_there & (slots >= recent_ref[choice]), jnp.inf, logits)
         scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
-        count_of = lambda chosen: scalar(jnp.where(chosen, 1, 0), "add", count_smem)
-        is_kept = _first_largest(scores, slots, shape.num_slots, shape.num_keys, count_of)
+        is_kept = _first_largest(scores, slots, shape.num_slots, shape.num_keys, _count(interpret, count_smem))
         top = scalar(jnp.where(is_there, logits, LOWEST), "max", weight_smem)
         weight = scalar(jnp.where(is_kept, jnp.exp2(logits - top), 0.0), "add", weight_smem)
-        lse_ref[choice] = jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
+        lse_ref[choice] = _lse(top, weight)
         _write_lists(interpret, is_kept, [(slots, out_ref.at[choice])], count_smem)
 
     smem = functools.partial(plgpu.SMEM, (COLUMNS,))
@@ -491,19 +679,19 @@ def _best(shape: SparqShape, interpret: bool, slots_ref, logits_ref, recent_ref,
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpret: bool = False):
-    """Attention of each row's query over the keys that it keeps.
+    """Attention of each row's queries over the keys that they keep.
 
     Args:
-      query: `[choices, H]`; key, value: `[B, S, K, H]`.
+      query: `[choices, G, H]`; key, value: `[B, S, K, H]`.
       slots: int32 `[choices, k]`, and how many of them there are: counts int32 `[choices]`.
       interpret: copy by other means, which the interpreter knows.
     Returns:
-      out `[choices, H]` in the dtype of `query`, lse float32 `[choices]`.
+      out `[choices, G, H]` in the dtype of `query`, lse float32 `[choices, G]`.
     """
     out, lse = launch(
         functools.partial(_attend, shape, interpret),
         out_type=(
-            jax.ShapeDtypeStruct((shape.choices, 1, shape.head_dim), query.dtype),
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((shape.choices, COLS), jnp.float32),
         ),
         grid=(_num_ctas(shape, shape.choices, _attend_smem_bytes(shape), at_most=ATTEND_CTAS_PER_SM),),
@@ -512,8 +700,8 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
         thread_name="warpgroup",
         scratch_bytes=REDUCTION_BYTES,
         name="sparq_attend",
-    )(query[:, None], key, value, slots, counts)
-    return out[:, 0], lse[:, 0]
+    )(query, key, value, slots, counts)
+    return out, lse[:, : shape.group]
 
 
 def _attend_smem_bytes(shape: SparqShape) -> int:
@@ -543,14 +731,14 @@ def _attend_scoped(
     shape: SparqShape, copy, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
     query_smem, key_smem, value_smem, weights_smem, out_smem, lse_smem, query_full,
 ):  # fmt: skip
-    """With the operands of `lean_kernel.py`, of whose columns one is a query: it costs no more than fewer would."""
+    """With the operands of `lean_kernel.py`, of whose columns G are queries: it costs no more than fewer would."""
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
     tiles, own_rows = pl.cdiv(shape.num_keys, TILE), lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
     layout, padded = plgpu.Layout.WGMMA, shape.padded_head_dim
-    columns = pl.ds(cta * 0, COLS)  # of which all but one are out of bounds: read as zeros, and not written
+    columns = pl.ds(cta * 0, COLS)  # of which those past G are out of bounds: read as zeros, and not written
 
     def ask(i):
-        """The query of this CTA's i-th row, into one of two places."""
+        """The queries of this CTA's i-th row, into one of two places."""
         parity = lax.rem(i, 2)
         source = query_ref.at[cta + i * num_ctas, columns]
         plgpu.copy_gmem_to_smem(source, query_smem.at[parity], query_full.at[parity])
