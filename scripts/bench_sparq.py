@@ -4,7 +4,8 @@
     python3 scripts/bench_sparq.py markdown --out docs/results/sparq_h200/table.jsonl     # the README's table
 
 One new token per sequence; the cache holds keys twice, and the mean of the values, as `KVCache` does on request. Device
-time as in `bench_lean.py`. `way` "no mean" leaves the mean value out. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+time as in `bench_lean.py`. `way` "no mean" leaves the mean value out, as is the default for groups of query heads. Set
+XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import argparse
@@ -29,13 +30,14 @@ class Case:
     num_keys: int = 128
     local_window: int = 32
     num_heads: int = 32
+    num_kv_heads: int = 32
     head_dim: int = 128
 
     @property
     def limit_us(self) -> float:
-        """r components of all keys, and k keys and values, read once."""
+        """r components of all keys, and k keys and values, read once for each KV head."""
         elements = self.keys * self.num_components + 2 * self.num_keys * self.head_dim
-        return 2 * self.batch * self.num_heads * elements / READ_GB_PER_S / 1e3
+        return 2 * self.batch * self.num_kv_heads * elements / READ_GB_PER_S / 1e3
 
 
 CASES = [
@@ -43,6 +45,9 @@ CASES = [
     Case(batch=1, keys=131072),
     Case(batch=16, keys=16384),
     Case(batch=64, keys=4096, num_components=16, num_keys=256),
+    Case(batch=64, keys=4096, num_kv_heads=8),
+    Case(batch=1, keys=131072, num_kv_heads=8),
+    Case(batch=64, keys=4096, num_kv_heads=4),
 ]
 
 
@@ -55,15 +60,21 @@ def main() -> int:
     parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
     args = parser.parse_args()
     if args.part == "markdown":
-        label = lambda row: f"{row['batch']} x {row['keys']:,}, r {row['num_components']}, k {row['num_keys']}"
-        return markdown(args.out, label, WAYS)
-    rows = Rows(args.out, ("batch", "keys", "num_components", "num_keys", "way"))
+        return markdown(args.out, _label, WAYS)
+    # The limit tells groups apart: rows from before there were any do not name them.
+    rows = Rows(args.out, ("batch", "keys", "num_components", "num_keys", "limit_us", "way"))
     for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
         case = CASES[i]
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
         for way in WAYS:
             rows.add(labels | {"way": way}, functools.partial(_time, case, way, args.iters))
     return 0
+
+
+def _label(row: dict) -> str:
+    kv_heads = row.get("num_kv_heads", row["num_heads"])
+    heads = "" if kv_heads == row["num_heads"] else f", {row['num_heads']}/{kv_heads} heads"
+    return f"{row['batch']} x {row['keys']:,}, r {row['num_components']}, k {row['num_keys']}{heads}"
 
 
 def _time(case: Case, way: str, n_iters: int) -> dict:
@@ -74,7 +85,7 @@ def _time(case: Case, way: str, n_iters: int) -> dict:
 
     draw = normals()
     query = draw(case.batch, 1, case.num_heads, case.head_dim)
-    key, value = (draw(case.batch, case.keys, case.num_heads, case.head_dim) for _ in range(2))
+    key, value = (draw(case.batch, case.keys, case.num_kv_heads, case.head_dim) for _ in range(2))
     if way.startswith("dense"):
         dense = functools.partial(attend, implementation=way.split(", ")[1])
         return time_steps(lambda *args: dense(*args).out, query, [(key, value)], n_iters)

@@ -191,15 +191,22 @@ def sparq_checks(num_devices: int):
         dict(num_keys=4096, head_dim=128, lengths=(4096, 1000, 50, 0), k=128),
         dict(num_keys=8192, head_dim=64, lengths=(8000, 8192), k=200),
         dict(num_keys=36864, head_dim=80, lengths=(36000, 5000), k=70),
+        # Groups: one kernel chooses, or logits pass through memory; in one list, or in several.
+        dict(num_keys=4096, head_dim=128, lengths=(4096, 1000, 50, 0), k=128, group=4, reallocate=False),
+        dict(num_keys=4096, head_dim=128, lengths=(4096, 1000, 50, 0), k=128, group=4),
+        dict(num_keys=4096, head_dim=64, lengths=(4000, 3), k=128, group=8, num_queries=3, reallocate=False),
+        dict(num_keys=36864, head_dim=128, lengths=(36000, 5000), k=128, group=4, reallocate=False),
+        dict(num_keys=8192, head_dim=80, lengths=(8000, 8192), k=70, group=2, num_queries=3),
+        dict(num_keys=16384, head_dim=128, lengths=(16000, 16384), k=200, group=8),
     ]
     for size, selection, dtype in itertools.product(sizes, ("global", "per_shard"), ("bfloat16", "float16")):
+        size = dict(group=1, num_queries=1, reallocate=True) | size
         heads, lengths = 8, np.array(size["lengths"], np.int32)
-        query, key, value = _inputs(
-            dtype, (len(lengths), 1, heads, size["head_dim"]), (len(lengths), size["num_keys"], heads, size["head_dim"])
-        )
+        key_shape = (len(lengths), size["num_keys"], heads // size["group"], size["head_dim"])
+        query, key, value = _inputs(dtype, (len(lengths), size["num_queries"], heads, size["head_dim"]), key_shape)
         call = functools.partial(
             sparq_decode, num_components=32, num_keys=size["k"], local_window=16, selection=selection,
-            key_value_seq_lengths=lengths, return_lse=True, **where,
+            key_value_seq_lengths=lengths, is_causal=True, reallocate=size["reallocate"], return_lse=True, **where,
         )  # fmt: skip
 
         def run(implementation, call=call, given=(query, key, value)):
