@@ -85,8 +85,8 @@ def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model):
     assert len({tuple(sample.new_ids) for sample in shared[:num_samples]}) > 1  # each row draws by itself
     # Two nodes, as long as the longer, and for each row its last token and the new ones; without sharing, all for each.
     slot_bytes = 2 * 2 * 2 * 8 * 4
-    # Slots of more than 64 tokens come in multiples of 8.
-    assert bytes_held == {True: (2 * 60 + 32 * (1 + COUNT)) * slot_bytes, False: 32 * (61 + COUNT + 7) * slot_bytes}
+    # Slots for eight tokens or more come in multiples of 8.
+    assert bytes_held == {True: (2 * 64 + 32 * (1 + COUNT)) * slot_bytes, False: 32 * (61 + COUNT + 7) * slot_bytes}
     rows = [prompt for prompt in prompts for _ in range(num_samples)]
     for share_prefixes, measured in bytes_held.items():
         assert memory.cache_bytes(generator, rows, COUNT, share_prefixes=share_prefixes) == measured
