@@ -1,4 +1,6 @@
-"""Compiles the fused reduction for four H200s that are not there; prints what its programs hold as lines of JSON.
+"""Compiles what uses the exchange kernel for four H200s that are not there: states, sums, gathers, a Llama's step.
+
+Prints what the programs hold as lines of JSON.
 
 A program of its own, since JAX's backends are chosen once per process, and ptxas reports on the process's output.
 """
