@@ -69,6 +69,13 @@ def test_sequences_without_keys_and_queries_of_zeros(selection):
     np.testing.assert_allclose(lse[1], np.log(13), rtol=1e-6)
 
 
+def test_a_query_without_what_its_group_has_most_of_is_finite():
+    query, key, value = arrays(kv_heads=1, group=2)
+    query = jnp.zeros_like(query).at[:, :, 0, :5].set(9.0).at[:, :, 1, 5:].set(1.0)
+    state = decode(query, key, value, num_components=5, num_keys=7, reallocate=True)
+    assert np.isfinite(state.out).all() and np.isfinite(state.lse).all()
+
+
 def test_groups_leave_the_mean_out_unless_told():
     for group, reallocate in ((1, True), (2, False)):
         given = arrays(group=group)

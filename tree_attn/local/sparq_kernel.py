@@ -3,14 +3,14 @@
 `choose_components` and `select_keys` are step 1 of Algorithm 1. A CTA of the second serves one choice of keys: it
 streams the r components of all keys that its queries are largest in, one TMA copy each, into logits that stay in
 registers; then it finds the k-th largest by bisection over the order of floats, and lists the keys that are kept and
-what they weigh. No score reaches memory.
+what they weigh.
 `attend_kept` is step 2: it copies the listed keys and values, row by row, to where tensor cores multiply them.
 
 The G queries of a group choose together: a component is read once for all of them, and the score of a key is the sum
 of its shares of their softmaxes. So no score is known before all logits are: where registers do not hold those of all
-keys, or a shard has only a part, `approximate_logits` writes them to memory (4 G bytes per key, beside the 2 r that it
-reads) and `select_by_share` reads them. Streaming the components once more would read 2 r instead of writing and
-reading 4 G each: more for G up to 8 and r from 32 on, and not from the L2 cache.
+keys, or a shard has only a part, or what is kept is weighed, `approximate_logits` writes them to memory (4 G bytes per
+key, beside the 2 r that it reads) and `select_by_share` reads them. To stream the components once more instead would
+read 2 r more in place of 8 G: no less for G up to 8 and r from 32 on, and not from the L2 cache.
 
 Shapes in comments: W = S / 64 rows of 64 keys, k keys kept, H head dim, G queries of a group, R components read,
 rounded up.
