@@ -91,7 +91,7 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
     assert held.shape == (2, 24 // num_devices, 4, 32)
 
 
-def test_heads_on_the_sequence_devices_cost_gathers_of_a_tokens_heads_and_a_second_sum(wide_config):
+def test_heads_on_the_sequence_devices_cost_a_gather_of_a_tokens_heads_and_a_second_sum(wide_config):
     """Per layer of a step: the new query, key and value go to all, states are reduced, and two blocks end in a sum.
 
     No weights move.
@@ -102,7 +102,7 @@ def test_heads_on_the_sequence_devices_cost_gathers_of_a_tokens_heads_and_a_seco
     per_head = 4 * 3 * wide_config.head_dim  # of three sequences, float32
     states = 8 * 4 * 3 * 24 * (wide_config.head_dim + 1)
     assert payloads == {
-        "all-gather": [8 * per_head, 8 * per_head, 24 * per_head, states],
+        "all-gather": [(24 + 8 + 8) * per_head, states],
         "all-reduce": [4 * 3 * wide_config.hidden_size] * 2,
     }
     assert {one.kind for one in in_layers} == set(KINDS)
