@@ -1,11 +1,13 @@
 """Prints the README's tables from raw rows of `tree-attn compare`, and of `tree-attn bench llama`.
 
 python3 scripts/results_table.py docs/results/compare_4xh200_4processes_fused/results.jsonl
-python3 scripts/results_table.py docs/results/llama_h200/one_gpu.jsonl docs/results/llama_h200/two_gpus.jsonl
+python3 scripts/results_table.py docs/results/llama_h200/{one_gpu,two_gpus,two_gpus_2processes}.jsonl
+python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
 """
 
 import json
 import pathlib
+import re
 import sys
 
 
@@ -45,11 +47,13 @@ def llama_table(rows: list[dict]) -> str:
     ]
     for row in rows:
         median, roofline = row["per_token_ms_median"], row["roofline_ms"]
-        papers = PAPERS_S.get(row["context"] // 1024 * 1000)
+        is_papers = row["config"] == "llama-3.1-8b" and row["batch"] == 1
+        papers = PAPERS_S.get(row["context"] // 1024 * 1000) if is_papers else None
+        processes = re.search(r"--num-processes (\d+)", row["command"])
         measured = row["measured_bytes_per_device"]
         cells = (
-            row["n_devices"],
-            f"{row['context']:,}",
+            f"{row['n_devices']}" + (f" in {processes[1]} processes" if processes else ""),
+            f"{row['context']:,}" + (f", {row['batch']:,} sequences" if row["batch"] > 1 else ""),
             row["attention"],
             f"{row['prefill_s']:.2f}",
             f"{median:.2f} ({row['per_token_ms_p10']:.2f} to {row['per_token_ms_p90']:.2f})",
