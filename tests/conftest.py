@@ -3,7 +3,9 @@
 `TREE_ATTN_TEST_GPU=1 python3 -m pytest tests/local -k gpu` runs the tests that need a GPU, on one.
 """
 
+import functools
 import os
+import pathlib
 
 import jax
 import pytest
@@ -37,3 +39,21 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", ON_CPU)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gguf_read_once():
+    """The index of SmolLM2's file takes seconds to read, in Python: once for all who open it, transformers among them.
+
+    The tables of tensor names, which transformers makes anew for each of its modules, are made once too.
+    """
+    try:
+        import gguf
+    except ImportError:  # the tests that need it say so
+        yield
+        return
+    read = functools.cache(lambda path, changed_ns, reader=gguf.GGUFReader: reader(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", lambda path: read(str(path), pathlib.Path(path).stat().st_mtime_ns))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        yield
