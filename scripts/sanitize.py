@@ -4,8 +4,9 @@
     compute-sanitizer --tool memcheck python3 scripts/sanitize.py tall
 
 One of: whole (rows that no run cuts), cut, tall, shared (tall, whose merge takes the suffixes' state along), sparq,
-mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards. Without the kernel's name
-(lean, tall, sparq) every kernel of the program is watched, and racecheck may take longer than anybody waits.
+grouped (SparQ for groups, by one kernel and through memory), mutant: SparQ without the barriers of its reductions, in
+which racecheck must find hazards. Without the kernel's name (lean, tall, sparq) every kernel of the program is watched,
+and racecheck may take longer than anybody waits.
 """
 
 import sys
@@ -39,6 +40,12 @@ def main(what: str) -> None:
         key, value = normal(40, 8, 1, 128), normal(40, 8, 1, 128)
         how = dict(implementation="mosaic_gpu", return_lse=True)
         lse = bifurcated_decode(query, prefix_key, prefix_value, key, value, **how)[1]
+    elif what == "grouped":
+        query, key, value = normal(1, 1, 8, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
+        by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
+        how = dict(num_components=8, num_keys=70, local_window=3, implementation="mosaic_gpu", return_lse=True)
+        how["key_by_component"] = by_component
+        lse = sum(sparq_decode(query, key, value, reallocate=mean, **how)[1] for mean in (False, True))
     else:
         query, key, value = normal(1, 1, 2, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
         by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
@@ -48,6 +55,6 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in ("whole", "cut", "tall", "shared", "sparq", "mutant"):
-        sys.exit(f"one of whole, cut, tall, shared, sparq, mutant must be given, got {sys.argv[1:]}")
+    if len(sys.argv) != 2 or sys.argv[1] not in ("whole", "cut", "tall", "shared", "sparq", "grouped", "mutant"):
+        sys.exit(f"one of whole, cut, tall, shared, sparq, grouped, mutant must be given, got {sys.argv[1:]}")
     main(sys.argv[1])

@@ -5,7 +5,7 @@ made by itself; either way the code below sees those of one layer.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -132,8 +132,8 @@ def _to_heads(x: jax.Array, kernel: jax.Array, axis: str, shared: Pass) -> jax.A
 
 def _to_all_heads(x: jax.Array, kernels: Sequence[jax.Array], shared: Pass) -> list[jax.Array]:
     """In decoding, of several kernels that are cut over heads alike: each device makes its heads, and is given all."""
-    axes, mesh = as_tuple(shared.sharding.heads), shared.sharding.mesh
-    counts = [kernel.shape[0] // shared.sharding.num_shards("heads") for kernel in kernels]
+    axes, mesh = as_tuple(shared.sharding.sequence), shared.sharding.mesh
+    counts = [kernel.shape[0] // shared.sharding.num_shards("sequence") for kernel in kernels]
 
     def of_shard(x, *kernels):
         own = [jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1])) for kernel in kernels]
@@ -160,12 +160,12 @@ def _from_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
 
     if not shared.joins("heads"):
         return product(x, kernel)
-    return _added(product, "heads", shared, (x, kernel), (P(None, None, "heads"), P(None, "heads")))
+    return _sum_of_parts(product, shared, (x, kernel), cut=(2, 1))
 
 
-def _added(product, axis: str, shared: Pass, arrays, specs) -> jax.Array:
-    """In decoding: the sum over the devices of `axis` of `product` of what each has; `specs` name the logical axis."""
-    axes, mesh = as_tuple(getattr(shared.sharding, axis)), shared.sharding.mesh
+def _sum_of_parts(product: Callable, shared: Pass, arrays: Sequence[jax.Array], cut: Sequence[int | None]) -> jax.Array:
+    """In decoding: the sum over devices of `product` of what each has of `arrays`, cut along the dimensions `cut`."""
+    axes, mesh = as_tuple(shared.sharding.sequence), shared.sharding.mesh
 
     def of_shard(*arrays):
         return sum_activations(product(*arrays, preferred_element_type=jnp.float32), axes, mesh)
@@ -174,7 +174,7 @@ def _added(product, axis: str, shared: Pass, arrays, specs) -> jax.Array:
         of_shard,
         mesh=mesh,
         axis_names=set(axes),
-        in_specs=tuple(P(*(axes if name == axis else None for name in spec)) for spec in specs),
+        in_specs=tuple(P() if dim is None else P(*[None] * dim, axes) for dim in cut),
         out_specs=P(),
         check_vma=False,
     )(*arrays)
@@ -208,7 +208,7 @@ class GatedMLP(nnx.Module):
             else:
                 token_axis = None
         if shared.joins("mlp"):
-            return _added(_gated, "mlp", shared, (x, gate, up, down), (P(), P("mlp"), P("mlp"), P(None, "mlp")))
+            return _sum_of_parts(_gated, shared, (x, gate, up, down), cut=(None, 0, 0, 1))
         constrain = lambda hidden: shared.sharding.constrain(hidden, "batch", token_axis, axis)
         return _gated(x, gate, up, down, constrain=constrain)
 
