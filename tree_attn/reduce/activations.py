@@ -32,7 +32,7 @@ def sum_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Arra
 
 
 def gather_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
-    """`jax.lax.all_gather(x, axes)`: what all devices have, `[devices, *x.shape]`; arguments as of `sum_activations`."""
+    """`jax.lax.all_gather(x, axes)`: what all have, `[devices, *x.shape]`; arguments as of `sum_activations`."""
     return _cheapest(fused_gather, jax.lax.all_gather, x, axes, mesh)
 
 
