@@ -11,6 +11,7 @@ import pytest
 import sparq_cases
 from lean_cases import variants
 
+from tree_attn.local import mosaic_gpu
 from tree_attn.local.sparq_kernel import ATTEND_CTAS_PER_SM
 
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
@@ -76,7 +77,7 @@ def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
 @pytest.mark.parametrize("call", variants(), ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
     ctas_per_sm, kernels = compiled[str(call)]
-    name = "tall_attention" if call.queries > 8 else "lean_attention"
+    name = "tall_attention" if mosaic_gpu._is_tall(call.queries, call.group) else "lean_attention"
     assert_fits(name, kernels[name], ctas_per_sm)
 
 
