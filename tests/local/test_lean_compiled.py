@@ -45,7 +45,7 @@ def compiled():
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=900,  # it takes three minutes of a core that it has for itself
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return parsed(done.stdout)

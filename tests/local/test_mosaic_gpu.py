@@ -28,8 +28,9 @@ def lowered(function, *shapes) -> str:
     "TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="runs where test_lean_compiled, which lowers them too, does not"
 )
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("call", variants(), ids=str)
-def test_every_variant_lowers_to_one_kernel_and_a_merge(call):
+# A JAX that runs no kernel lowers some, to keep what `unavailable` says true.
+@pytest.mark.parametrize("call", variants()[:: 1 if jax.__version_info__ >= mosaic_gpu.OLDEST_JAX else 10], ids=str)
+def test_variants_lower_to_one_kernel_and_a_merge(call):
     text = lowered(call.run, *call.shapes())
     # A run has two tiles at least, here of 128 keys at head dim 64 and for many queries: no row is cut.
     wide = 128 if call.queries > 8 else 64
