@@ -123,7 +123,6 @@ def variants() -> list[Call]:
             for head_dim, kind in ((64, {}), (128, {}), (128, lengths), (256, lengths))
         ),
         Onto(**MANY, kv_heads=1, head_dim=128, **lengths),
-        *(Call(queries=queries, head_dim=128, **lengths) for queries in (16, 32)),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **kind) for kind in ({}, causal, float8)),
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=200),
