@@ -317,7 +317,7 @@ class Generator:
         reads them faster. XLA's limit is a size; it is rows that matter: with more of them it copies the kernels
         together first, at every step.
         """
-        if self.sharding.mesh.devices.flat[0].platform != "gpu":
+        if not self.sharding.is_on_gpus:
             return {}
         return {"xla_gpu_dot_merger_threshold_mb": ANY_SIZE_MB if num_rows <= MOST_ROWS_OF_MERGED_PRODUCTS else 0}
 

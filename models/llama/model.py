@@ -47,7 +47,7 @@ class Llama(nnx.Module):
 
         self.config = config
         self.sharding = sharding
-        self.unroll_layers = _is_on_gpu(sharding) if unroll_layers is None else unroll_layers
+        self.unroll_layers = sharding.is_on_gpus if unroll_layers is None else unroll_layers
         self.embedding = table("embedding")
         if self.unroll_layers:
             self.layers = nnx.List(LlamaLayer(config, of_layer(create, i)) for i in range(config.num_layers))
@@ -245,7 +245,3 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """Row `index[b]` of each `[T, D]`, as `[B, 1, D]`. To look it up, XLA would gather the tokens of all devices."""
     is_it = jnp.arange(x.shape[1])[None, :] == index[:, None]
     return jnp.where(is_it[:, :, None], x, 0).sum(axis=1, keepdims=True)
-
-
-def _is_on_gpu(sharding: LlamaSharding) -> bool:
-    return sharding.mesh.devices.flat[0].platform == "gpu"

@@ -62,6 +62,11 @@ class LlamaSharding:
             size *= self.mesh.shape[axis]
         return size
 
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether the mesh is one of GPUs, for which some programs are made otherwise."""
+        return self.mesh.devices.flat[0].platform == "gpu"
+
     def spec(self, *logical_axes: str | None) -> PartitionSpec:
         """The partition of an array whose dimensions are these logical axes (None: replicated)."""
         return PartitionSpec(*(None if name is None else getattr(self, name) for name in logical_axes))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.llama import Generator, Llama, Sampling, by_name, generate, memory, parameters, stream_queue
+from models.llama import Generator, Llama, LlamaSharding, Sampling, by_name, generate, memory, parameters, stream_queue
 from models.llama.calibration import cache_scales
 from tree_attn import measure
 from tree_attn.cache import KVCache
@@ -301,6 +301,14 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
     temporaries = [need.temp_size_in_bytes for need in needs]
     assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
+
+
+def test_products_are_merged_on_gpus_only_where_rows_are_few(tiny_model, monkeypatch):
+    generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
+    assert generator._decode_options(1) == {}
+    monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
+    limits_mb = [generator._decode_options(rows)["xla_gpu_dot_merger_threshold_mb"] for rows in (1, 64, 65)]
+    assert limits_mb[0] == limits_mb[1] > 1000 and limits_mb[2] == 0
 
 
 def test_slots_come_in_the_multiples_of_kernels_where_that_pads_little(tiny_model):
