@@ -41,8 +41,8 @@ class _Session:
     devices: Sequence[Any]
     seed: int
     n_iters: int
-    chain: int
-    long_chain: int | None
+    asked_chain: int | None
+    is_emulated: bool
     neighbour_gb_per_s: dict[Any, float | None]  # by step: the bare link, with transfers of the ring's own size
     is_first: bool  # process 0 prints and writes
     writer: Any
@@ -71,9 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--chain",
         type=int,
-        help="dependent steps in a program (default 32, and 1 on emulated devices). On GPUs each sample also runs a "
-        "program of 4 times as many, and the difference tells what a step takes; 4 are enough where it takes "
-        "milliseconds. 1: single steps, their launch included",
+        help="dependent steps in a program (default 32; 4 where a step sends more than 100 MB; 1 on emulated devices). "
+        "On GPUs each sample also runs a program of 4 times as many, and the difference tells what a step takes. 1: "
+        "single steps, their launch included",
     )
     how.add_argument("--seed", type=int, default=0, help="of the random data (default 0)")
     how.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results and plots go")
@@ -166,8 +166,6 @@ def _start(args: argparse.Namespace, steps) -> _Session:
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     emulated = devices[0].platform == "cpu"
-    chain = args.chain or (1 if emulated else 32)
-    long_chain = None if emulated or chain == 1 else 4 * chain  # noise of emulated devices may hide the difference
     mesh = make_mesh({"device": args.devices}, devices)
     is_first = jax.process_index() == 0
     if is_first and emulated:
@@ -176,19 +174,19 @@ def _start(args: argparse.Namespace, steps) -> _Session:
         devices=devices,
         seed=args.seed,
         n_iters=args.iters,
-        chain=chain,
-        long_chain=long_chain,
+        asked_chain=args.chain,
+        is_emulated=emulated,
         neighbour_gb_per_s={
             step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps
         },
         is_first=is_first,
-        writer=JsonlWriter(args.out / "results.jsonl", _sweep(args, devices, long_chain))
+        writer=JsonlWriter(args.out / "results.jsonl", _sweep(args, devices))
         if is_first
         else _NoWriter(args.out / "results.jsonl"),
     )
 
 
-def _sweep(args: argparse.Namespace, devices: Sequence[Any], long_chain: int | None) -> dict[str, Any]:
+def _sweep(args: argparse.Namespace, devices: Sequence[Any]) -> dict[str, Any]:
     """What rows must have in common to lie in one file: what decides which rows there are, and their values."""
     import jax
 
@@ -197,7 +195,7 @@ def _sweep(args: argparse.Namespace, devices: Sequence[Any], long_chain: int | N
     options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
     lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
     where = {"n_processes": jax.process_count(), "hardware": measure.hardware(devices)}
-    how = {"jax_version": jax.__version__, "long_chain": long_chain}
+    how = {"jax_version": jax.__version__}
     return {name: getattr(args, name) for name in options} | lists | where | how
 
 
@@ -243,15 +241,16 @@ def _time_all(todo, session: _Session) -> None:
     with _progress(session, "timing", len(todo) * samples) as (describe, advance):
         for case, row in todo:
             describe(_title(case))
+            chain, long_chain = _chains(row, session)
 
-            def measured(case=case, row=row):
+            def measured(case=case, row=row, chain=chain, long_chain=long_chain):
                 timed = comparison.time_case(
                     case,
                     session.devices,
                     session.seed,
                     n_iters=session.n_iters,
-                    chain=session.chain,
-                    long_chain=session.long_chain,
+                    chain=chain,
+                    long_chain=long_chain,
                     step_collectives=row["collectives_compiled"],
                     on_sample=advance,
                 )
@@ -259,6 +258,14 @@ def _time_all(todo, session: _Session) -> None:
 
             if _attempt(row, session, measured):
                 _write(row, session)
+
+
+def _chains(row: dict, session: _Session) -> tuple[int, int | None]:
+    """Steps in the short program of a sample and in the long one, if there is one."""
+    sends_much = (row["bytes_sent_per_device_predicted"] or 0) > 100e6  # for a millisecond, which needs no long chain
+    chain = session.asked_chain or (1 if session.is_emulated else 4 if sends_much else 32)
+    # Noise of emulated devices may hide the difference.
+    return chain, None if session.is_emulated or chain == 1 else 4 * chain
 
 
 def _write(row: dict, session: _Session) -> None:
