@@ -30,7 +30,8 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument(
         "--how",
-        help="only ways of tree_decode with this in their name, e.g. fused; or sparq or activations (default: all)",
+        help="only a local backend, e.g. mosaic_gpu; or sparq or activations; or ways of tree_decode with this in "
+        "their name, e.g. fused (default: all)",
     )
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
@@ -60,9 +61,11 @@ def run_checks(num_devices: int, out: pathlib.Path, how: str | None) -> int:
     """Runs every check over `num_devices` devices, or those of `how`, and returns the exit status."""
     import jax
 
+    from tree_attn.local import IMPLEMENTATIONS
+
     rows = []
     if how is None:
-        local = local_checks() if num_devices == 1 else ()
+        local = local_checks(sorted(IMPLEMENTATIONS)) if num_devices == 1 else ()
         checks = itertools.chain(
             local,
             decode_checks(num_devices),
@@ -72,6 +75,8 @@ def run_checks(num_devices: int, out: pathlib.Path, how: str | None) -> int:
         )
     elif how in ("sparq", "activations"):
         checks = {"sparq": sparq_checks, "activations": activation_checks}[how](num_devices)
+    elif how in IMPLEMENTATIONS:
+        checks = local_checks([how])
     else:
         checks = decode_checks(num_devices, how)
     for row in checks:
@@ -92,12 +97,12 @@ def run_checks(num_devices: int, out: pathlib.Path, how: str | None) -> int:
     return int(bool(failed))
 
 
-def local_checks():
-    """Every backend on one device, every option."""
-    from tree_attn.local import IMPLEMENTATIONS, attend
+def local_checks(implementations):
+    """Local backends on one device, every option."""
+    from tree_attn.local import attend
 
     for implementation, (name, options), dtype in itertools.product(
-        sorted(IMPLEMENTATIONS), OPTIONS.items(), ("bfloat16", "float16", "float32")
+        implementations, OPTIONS.items(), ("bfloat16", "float16", "float32")
     ):
         for shape in (
             SHAPES + SHORT_SHAPES + (LEAN_SHAPES if implementation == "mosaic_gpu" and dtype != "float32" else ())

@@ -66,11 +66,13 @@ def test_two_levels_of_sharing_beside_one(capsys):
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "sparq", "--json"]
     options += ["--prefill-chunk", "16", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "float8_e4m3fn"]
+    options += ["--no-warm-up"]
     assert cli.main([*bench(*options), "--devices", "2"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["sparq"]["num_components"], row["sparq"]["num_keys"], row["sparq"]["local_window"]) == (3, 8, 2)
     assert row["cache_bytes_per_device"] == (40 * 3 + 2 * 8 * 8) * 2 * 2 // 2  # a byte each; layers, heads, devices
     assert (row["weights"], row["tokens_per_dispatch"], row["prefill_chunk"]) == ("replicated", 2, 16)
+    assert row["warm_up"] is False
     per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32
     assert row["weights_bytes_per_device"] == 4 * (2 * per_layer + 64 * 16 + (2 * 2 + 1) * 16)
 

@@ -31,7 +31,7 @@ what XLA says that its programs need besides, and measured where the backend mea
 any before it in the process.
 
 Rows go to DIR/results.jsonl as they come; the same command run again goes on after them. A case is run once before it
-is timed, so that compilation and first use are not in its times.
+is timed, so that compilation and first use are not in its times; --no-warm-up spares it where a prefill takes minutes.
 """
 
 COUNTED_TOKENS = 10  # of the paper's "prefill plus 10 tokens"
@@ -81,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unroll-layers",
         action=argparse.BooleanOptionalAction,
         help="write the layers out, or loop over them: less to compile; default: write them out on GPUs",
+    )
+    parser.add_argument(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run a case once before it is timed; without, first use (not compilation) is in its prefill; default: do",
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="rows go there; default: they are only printed")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON document instead of a table")
@@ -199,6 +205,7 @@ def _sweep(args: argparse.Namespace, num_devices: int, sparq) -> dict[str, Any]:
         "replicate_weights",
         "tokens_per_dispatch",
         "unroll_layers",
+        "warm_up",
     )
     sweep = {name: getattr(args, name) for name in names} | {"n_devices": num_devices}
     return sweep | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
@@ -258,8 +265,9 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
     programs = generator.programs(prompts, args.new_tokens)
     predicted, devices = memory.predict(generator, prompts, args.new_tokens), list(place.devices)
     earlier_peak = measure.runtime_peak_memory_bytes(devices)
-    for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
-        pass  # first use
+    if args.warm_up:
+        for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
+            pass
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
     weights, cache = _bytes_per_device(model, generator, prompts)
@@ -280,6 +288,7 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
+        "warm_up": args.warm_up,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,
         "per_token_ms_p10": float(np.percentile(later, 10)) * 1e3,
         "per_token_ms_p90": float(np.percentile(later, 90)) * 1e3,
