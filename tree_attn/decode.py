@@ -5,7 +5,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tree_attn.arguments import AttentionOptions, Window
-from tree_attn.local import attend_shard
+from tree_attn.local import shard_attention
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
 from tree_attn.reduce import all_to_all, check_reduction, reduce_state
@@ -93,13 +93,12 @@ def tree_decode(
     )
 
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
-        with jax.named_scope("tree_decode_local"):
-            state = attend_shard(query, key, value, options, shard)
-        with jax.named_scope("tree_decode_reduce"):
+        local = shard_attention(query, key, value, options, shard)
+        with jax.named_scope("tree_decode"):
             if shard_heads:
                 _check_heads(query.shape[2], shard.num_shards)
-                return all_to_all(state, axes)
-            return reduce_state(state, axes, reduction, mesh)
+                return all_to_all(local.run(), axes)
+            return reduce_state(local, axes, reduction, mesh)
 
     state = over_shards(
         body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False,

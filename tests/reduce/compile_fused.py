@@ -5,6 +5,7 @@ Prints what the programs hold as lines of JSON.
 A program of its own, since JAX's backends are chosen once per process, and ptxas reports on the process's output.
 """
 
+import functools
 import itertools
 import json
 import os
@@ -21,7 +22,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState
+from tree_attn import SoftmaxState, tree_decode
+from tree_attn.local import mosaic_gpu
 from tree_attn.reduce import reduce_state
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
@@ -42,7 +44,20 @@ def main():
         }[way]
         program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         tell(jax.jit(program).trace(state).lower().compile().as_text())
+    for heads, columns, options in ((16, 1, {}), (2, 4, {"key_value_seq_lengths": shape(1, dtype=jnp.int32)})):
+        tell(step_of_partials(mesh, heads, columns, options))
     tell(decoding_program(mesh))
+
+
+def step_of_partials(mesh: Mesh, num_kv_heads: int, group: int, options: dict) -> str:
+    """A step of `tree_decode` by the lean kernel, which leaves partial states to the exchange."""
+    shape = lambda spec, *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    stored = shape(P(None, "seq"), 1, 81_920, num_kv_heads, 128)
+    how = dict(axis_name="seq", mesh=mesh, reduction="fused", implementation="mosaic_gpu")
+    mosaic_gpu.unavailable = lambda: None
+    step = functools.partial(tree_decode, **how)
+    given = shape(P(), 1, 1, num_kv_heads * group, 128), stored, stored
+    return jax.jit(step).trace(*given, **options).lower().compile().as_text()
 
 
 def decoding_program(mesh: Mesh) -> str:

@@ -128,6 +128,8 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert spills and {int(x) for pair in spills for x in pair} == {0}
     programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"collectives"')]
-    *of_reductions, of_llama = programs  # states, sums and gathers of two dtypes; a decoding step of two layers
+    # States, sums and gathers of two dtypes; steps by the lean kernel; a decoding step of two layers.
+    *of_reductions, without_lengths, with_lengths, of_llama = programs
     assert of_reductions == [{"collectives": 0, "kernels": 1}] * 6
+    assert without_lengths == with_lengths == {"collectives": 0, "kernels": 2}, "attention, and one merge of all"
     assert of_llama == {"collectives": 0, "kernels": 1 + 2 * 4}  # the embedding; new heads, attention, output, MLP

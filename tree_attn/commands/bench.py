@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
-        "--tokens-per-dispatch", type=int, default=1, metavar="K", help="steps per program call; default 1"
+        "--tokens-per-dispatch", type=int, metavar="K", help="steps per program call; default 8 on GPUs, else 1"
     )
     parser.add_argument(
         "--unroll-layers",
@@ -163,7 +163,7 @@ def _checked(args: argparse.Namespace):
         check_sharing(name, True if max(samples) * args.problems > 1 else None)
     at_least = {"new_tokens": 2, "tokens_per_dispatch": 1, "problems": 1, "problem_tokens": min(args.problems - 1, 1)}
     for name, least in at_least.items():
-        if getattr(args, name) < least:
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     for level in levels:
         one_of("--levels", level, (1, 2))
@@ -265,8 +265,8 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
     programs = generator.programs(prompts, args.new_tokens)
     predicted, devices = memory.predict(generator, prompts, args.new_tokens), list(place.devices)
     earlier_peak = measure.runtime_peak_memory_bytes(devices)
-    if args.warm_up:
-        for _ in generator.stream(prompts, min(args.new_tokens, 2 + args.tokens_per_dispatch)):
+    if args.warm_up:  # of as many new tokens: with fewer, caches and so programs could be others
+        for _ in itertools.islice(generator.stream(prompts, args.new_tokens), 2 + generator.tokens_per_dispatch):
             pass
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
@@ -287,7 +287,7 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": len(prompts),
         "cache_dtype": args.cache_dtype, "prefill_chunk": chunk,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
-        "tokens_per_dispatch": args.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
+        "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
         "warm_up": args.warm_up,
         "prefill_s": seconds[0], "per_token_ms_median": statistics.median(seconds[1:]) * 1e3,
         "per_token_ms_p10": float(np.percentile(later, 10)) * 1e3,

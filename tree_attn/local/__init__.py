@@ -5,10 +5,14 @@ A backend is a module with
   unsupported(query, key, value, *, logits_soft_cap, visible, scales) -> str | None   which option it cannot do
   attend(query, key, value, *, scale, logits_soft_cap, visible, scales) -> SoftmaxState
 where key and value may be float8_e4m3fn or int8, and `scales` is None or float32 [2, K], of each head's K and V.
-That of mosaic_gpu takes `onto` besides, a state over other keys to merge with, for its kernels merge anyway.
+That of mosaic_gpu takes `onto` besides, a state over other keys to merge with, and `exchange`, which merges with other
+devices, for its kernels merge anyway.
 """
 
 import logging
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -112,15 +116,39 @@ def attend_shard(
       beside_transfers: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
       onto: a state over other keys, with which the result is merged, or None.
     """
+    how = dict(query_shard=query_shard, beside_transfers=beside_transfers)
+    return shard_attention(query, key, value, options, shard, **how).run(onto=onto)
+
+
+class ShardAttention(NamedTuple):
+    """`attend_shard` yet to be run: by who can merge its state with those of other devices as it is made.
+
+    run:  `(onto=None, exchange=None) -> SoftmaxState`; with a `reduce.fused.Exchange`, the state over all shards
+    num_elements:  of that state
+    """
+
+    run: Callable[..., SoftmaxState]
+    num_elements: int
+
+
+def shard_attention(
+    query, key, value, options: AttentionOptions, shard: Shard, *, query_shard=None, beside_transfers=False
+) -> ShardAttention:
+    """What `attend_shard` of these arguments would run; what cannot run raises now."""
     sizes = dict(batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1])
     visible = visibility(options, shard=shard, query_shard=query_shard, **sizes)
     how = dict(logits_soft_cap=options.logits_soft_cap, visible=visible, scales=options.head_scales(key.shape[2]))
     name = choose(query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **how)
     how["scale"] = default_scale(options.scale, query.shape[-1])
-    if name == "mosaic_gpu":
-        return mosaic_gpu.attend(query, key, value, onto=onto, **how)
-    state = IMPLEMENTATIONS[name].attend(query, key, value, **how)
-    return state if onto is None else merge_state(state, onto)
+
+    def run(onto=None, exchange=None) -> SoftmaxState:
+        if name == "mosaic_gpu":
+            return mosaic_gpu.attend(query, key, value, onto=onto, exchange=exchange, **how)
+        state = IMPLEMENTATIONS[name].attend(query, key, value, **how)
+        state = state if onto is None else merge_state(state, onto)
+        return state if exchange is None else exchange.merge(state)
+
+    return ShardAttention(run, math.prod(query.shape[:3]) * (value.shape[-1] + 1))
 
 
 def choose(query, key, value, *, implementation: str | None, beside_transfers: bool = False, **how) -> str:
@@ -157,4 +185,13 @@ def why_not(name: str, query, key, value, **how) -> str | None:
     return backend.unavailable() or backend.unsupported(query, key, value, **how)
 
 
-__all__ = ["IMPLEMENTATIONS", "attend", "attend_shard", "check_implementation", "choose", "why_not"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "ShardAttention",
+    "attend",
+    "attend_shard",
+    "check_implementation",
+    "choose",
+    "shard_attention",
+    "why_not",
+]

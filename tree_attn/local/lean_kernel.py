@@ -133,52 +133,78 @@ def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     return stages + queries + results + scratch_bytes(shape) + 1024
 
 
+class Partials(NamedTuple):
+    """What runs leave of rows, for a merge; of a row those from `spans[row, 0]` up to `spans[row, 1]`.
+
+    accs:   float32 `[partials, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2
+    stats:  float32 `[partials, 2, cols]`, max, and the sum of those weights
+    spans:  int32 `[rows, 2]`
+    """
+
+    accs: jax.Array
+    stats: jax.Array
+    spans: jax.Array
+
+
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
-def lean_attention(
-    query,
-    key,
-    value,
-    *,
-    sequences=None,
-    runs=None,
-    columns=None,
-    pages=None,
-    scales=None,
-    shape: LeanShape,
-    config: LeanConfig,
-):
+def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables):
     """Runs both kernels; every check is the caller's.
 
     Args:
       query: `[rows, G', H]` with `G' <= cols`: the query columns of each row.
       key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
-      sequences: int32 `[B, 5]` (first slot, tiles per row, tiles before, first and end of the visible slots), or None
-        where all slots are visible, so that `shape.static_tiles` is known.
-      runs: int32 `[num_ctas, 4]` from `tree_attn.schedule.run_table`, or None if `shape.static_tiles`.
-      columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
-      pages: int32 `[B, pages per sequence]`, if paged.
-      scales: float32 `[2, K]`, what K and V of each head are to be multiplied by, or None.
+      tables: of these, those that are not None:
+        sequences: int32 `[B, 5]` (first slot, tiles per row, tiles before, first and end of the visible slots), or None
+          where all slots are visible, so that `shape.static_tiles` is known.
+        runs: int32 `[num_ctas, 4]` from `tree_attn.schedule.run_table`, or None if `shape.static_tiles`.
+        columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
+        pages: int32 `[B, pages per sequence]`, if paged.
+        scales: float32 `[2, K]`, what K and V of each head are to be multiplied by, or None.
     Returns:
       out `[rows, G', H]` in the dtype of `query`, lse float32 `[rows, cols]`.
     """
-    tables = {"sequences": sequences, "runs": runs, "columns": columns, "pages": pages, "scales": scales}
+    attended = _launch_runs(query, key, value, tables, shape, config)
+    if has_whole_rows(shape, config):
+        return attended
+    sequences = tables.get("sequences")
+    groups = _merge_warpgroups(shape, config)
+    return launch(
+        functools.partial(_merge_partials, groups, shape, config),
+        out_type=_results(query, shape),
+        grid=(shape.num_rows, shape.padded_head_dim // MERGE_HEAD_DIMS),
+        grid_names=("row", "head_dims"),
+        num_threads=groups,
+        thread_name="warpgroup",
+        scratch_bytes=scratch_bytes(shape),
+        name="lean_merge",
+    )(*attended, *(() if sequences is None else (sequences,)))
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def lean_partials(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables) -> Partials:
+    """`lean_attention` without its merge, of rows that runs cut."""
+    accs, stats = _launch_runs(query, key, value, tables, shape, config)
+    if shape.static_tiles is not None:  # on the host: XLA would compute it again at every step
+        spans = [partials_of(shape, config, None, row) for row in range(shape.num_rows)]
+        spans = jnp.asarray(np.array([(first, first + count) for first, count in spans], np.int32))
+    else:
+        first, count = partials_of(shape, config, tables["sequences"], jnp.arange(shape.num_rows, dtype=jnp.int32))
+        spans = jnp.stack([first, first + count], axis=1)
+    return Partials(accs, stats, spans)
+
+
+def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig):
+    """The first kernel: the results where it leaves whole rows, else accs and stats of `Partials`."""
     tables = {name: table for name, table in tables.items() if table is not None}
-    names = tuple(tables)
     num_partials = config.num_ctas + shape.num_rows
-    padded = shape.padded_head_dim
-    results = (
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32),
-    )
     partials = (
-        jax.ShapeDtypeStruct((num_partials, padded, shape.cols), jnp.float32),
+        jax.ShapeDtypeStruct((num_partials, shape.padded_head_dim, shape.cols), jnp.float32),
         jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
     )
-    is_whole = has_whole_rows(shape, config)
-    attended = launch(
-        functools.partial(_attend_runs, names, shape, config),
-        out_type=results if is_whole else partials,
+    return launch(
+        functools.partial(_attend_runs, tuple(tables), shape, config),
+        out_type=_results(query, shape) if has_whole_rows(shape, config) else partials,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
@@ -186,20 +212,11 @@ def lean_attention(
         scratch_bytes=scratch_bytes(shape),
         name="lean_attention",
     )(query, key, value, *tables.values())
-    if is_whole:
-        return attended
-    tables = (sequences,) if sequences is not None else ()
-    groups = _merge_warpgroups(shape, config)
-    return launch(
-        functools.partial(_merge_partials, groups, shape, config),
-        out_type=results,
-        grid=(shape.num_rows, padded // MERGE_HEAD_DIMS),
-        grid_names=("row", "head_dims"),
-        num_threads=groups,
-        thread_name="warpgroup",
-        scratch_bytes=scratch_bytes(shape),
-        name="lean_merge",
-    )(*attended, *tables)
+
+
+def _results(query, shape: LeanShape):
+    lse = jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32)
+    return jax.ShapeDtypeStruct(query.shape, query.dtype), lse
 
 
 def has_whole_rows(shape: LeanShape, config: LeanConfig) -> bool:

@@ -13,7 +13,14 @@ from jax.experimental import pallas as pl
 
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
-from tree_attn.local.lean_kernel import TALL_ROWS, LeanConfig, LeanShape, has_whole_rows, lean_attention
+from tree_attn.local.lean_kernel import (
+    TALL_ROWS,
+    LeanConfig,
+    LeanShape,
+    has_whole_rows,
+    lean_attention,
+    lean_partials,
+)
 from tree_attn.local.tall_kernel import tall_attention
 from tree_attn.local.tuning import lean_config
 from tree_attn.masking import Visibility
@@ -73,14 +80,19 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
 
 def attend(
     query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None,
-    onto: SoftmaxState | None = None,
+    onto: SoftmaxState | None = None, exchange=None,
 ) -> SoftmaxState:  # fmt: skip
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
 
     Args:
       onto: a state over other keys, with which the result is merged, or None.
+      exchange: a `tree_attn.reduce.fused.Exchange`: the result is that of all devices; or None.
     """
-    return _attend(query, key, value, scales, onto, visible, scale, logits_soft_cap)
+    if exchange is not None and onto is None:  # it has no derivative
+        how = dict(scale=scale, soft_cap=logits_soft_cap, scales=scales)
+        return lean_padded(query, key, value, visible=visible, exchange=exchange, **how)
+    state = _attend(query, key, value, scales, onto, visible, scale, logits_soft_cap)
+    return state if exchange is None else exchange.merge(state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -117,7 +129,7 @@ def lean_padded(query, key, value, *, visible: Visibility, config: LeanConfig | 
 
 def lean_state(
     query, key, value, spans, *, num_slots: int, scale: float, soft_cap: float | None, scales=None, pages=None,
-    is_packed: bool = False, onto: SoftmaxState | None = None, config: LeanConfig | None = None,
+    is_packed: bool = False, onto: SoftmaxState | None = None, exchange=None, config: LeanConfig | None = None,
 ) -> SoftmaxState:  # fmt: skip
     """Makes the schedule and runs the kernels; arguments are checked already.
 
@@ -129,6 +141,7 @@ def lean_state(
       scales: float32 `[2, K]`, what stored K and V are multiplied by, or None.
       pages: int32 `[B, pages]` where K and V are pages, else None.
       onto: a state over other keys, with which the result is merged, or None.
+      exchange: what merges with the states of other devices, the partial ones of this as they are; or None.
     """
     batch, num_queries, num_heads, _ = query.shape
     placement = dict(page_size=None if pages is None else key.shape[1], is_packed=is_packed)
@@ -155,10 +168,20 @@ def lean_state(
     is_joined = onto is not None and shape.is_tall and shape.num_kv_heads == 1 and not has_whole_rows(shape, config)
     if is_joined:
         tables["onto"] = _fold(onto.out, shape), _fold(onto.lse[..., None], shape)[..., 0]
-    attention = tall_attention if shape.is_tall else lean_attention
-    out, lse = attention(_fold(query, shape), key, value, shape=shape, config=config, **tables)
+    folded = _fold(query, shape)
+    columns = min(shape.cols, num_queries * group)
+    result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
+    leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
+    takes_partials = leaves_partials and onto is None and exchange is not None and exchange.holds(result)
+    if takes_partials:
+        partials = lean_partials(folded, key, value, shape=shape, config=config, **tables)
+        out, lse = exchange.merge_partials(partials, result)
+    else:
+        attention = tall_attention if shape.is_tall else lean_attention
+        out, lse = attention(folded, key, value, shape=shape, config=config, **tables)
     state = SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
-    return state if onto is None or is_joined else merge_state(state, onto)
+    state = state if onto is None or is_joined else merge_state(state, onto)
+    return state if exchange is None or takes_partials else exchange.merge(state)
 
 
 def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | None, **placement) -> LeanShape:

@@ -15,6 +15,7 @@ from tree_attn import distributed, machine
 from tree_attn.arguments import one_of
 from tree_attn.cost_model import LEVELS, candidates, cheapest_reduction
 from tree_attn.devices import default_platform
+from tree_attn.local import ShardAttention
 from tree_attn.reduce.all_to_all import all_to_all
 from tree_attn.reduce.allreduce import allreduce
 from tree_attn.reduce.fused import fused
@@ -28,12 +29,13 @@ _log = logging.getLogger("tree_attn")
 
 
 def reduce_state(
-    state: SoftmaxState, axes: tuple[str, ...], reduction: Reduction, mesh: Mesh | None = None
+    state: SoftmaxState | ShardAttention, axes: tuple[str, ...], reduction: Reduction, mesh: Mesh | None = None
 ) -> SoftmaxState:
     """Merges the states of all devices along `axes`; every device gets the result, equal to the bit.
 
     Args:
-      state: this device's `SoftmaxState`, inside `shard_map`.
+      state: this device's `SoftmaxState`, inside `shard_map`; or its attention yet to be run, of which "fused" over all
+        axes can take partial states as they are.
       axes: bound mesh axes, fastest link first.
       reduction: see `check_reduction`. None takes what the cost model predicts to be the cheapest for this state, of
         what can run here; on a machine that nobody measured, "fused" over the first axis if it can run, else "gather",
@@ -50,13 +52,17 @@ def reduce_state(
     return _run_cheapest(state, axes, run) if reduction is None else run(reduction)
 
 
-def _run(state: SoftmaxState, axes: tuple[str, ...], reduction: str | tuple[str, ...], levels: dict) -> SoftmaxState:
+def _run(
+    state: SoftmaxState | ShardAttention, axes: tuple[str, ...], reduction: str | tuple[str, ...], levels: dict
+) -> SoftmaxState:
+    if reduction != "fused" and isinstance(state, ShardAttention):
+        state = state.run()
     if isinstance(reduction, tuple):
         return hierarchical(state, axes, tuple(levels[level] for level in reduction))
     return levels[reduction](state, axes)
 
 
-def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> SoftmaxState:
+def _run_cheapest(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], run: Callable) -> SoftmaxState:
     known = _machine()
     if known is None:
         rest = ("gather",) * (len(axes) - 1)
@@ -65,7 +71,8 @@ def _run_cheapest(state: SoftmaxState, axes: tuple[str, ...], run: Callable) -> 
     else:
         left = candidates(len(axes))
         sizes = tuple(map(jax.lax.axis_size, axes))
-        elements = state.out.size + state.lse.size
+        is_run = isinstance(state, SoftmaxState)
+        elements = state.out.size + state.lse.size if is_run else state.num_elements
         cheapest = functools.partial(cheapest_reduction, elements=elements, axis_sizes=sizes, machine=known)
     while True:
         picked = cheapest(left)

@@ -1,6 +1,8 @@
 """The exchange of `reduction="fused"` as one Mosaic GPU kernel: all write their state to all, and merge what arrives.
 
-Or they write any few numbers, and add up or keep what arrives: all exchanges of a process share buffers and steps.
+Where LeanAttention's runs have left a state in parts, the kernel merges those first, so that a step of decoding is two
+launches. Or devices write any few numbers, and add up or keep what arrives: all exchanges of a process share buffers
+and steps.
 
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. Who
 reads a word with the right number has the payload: no flag that follows the data, no fence, one way over the link.
@@ -32,6 +34,8 @@ from tree_attn.ptx import asm
 NUM_CTAS = 64  # in every exchange, for each counts steps by itself
 THREADS = 128
 WORD_BYTES = 8
+PARTIALS_AT_ONCE = 8  # that a thread reads before it waits for one: a dependent load takes longer than all arithmetic
+LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class Buffers:
 
 @functools.partial(jax.jit, static_argnames="buffers")
 def exchange(out, lse, rank, buffers: Buffers):
-    """Merges `out [rows, H]` and float32 `lse [rows]` over all ranks.
+    """Merges `out [rows, columns, H]` and float32 `lse [rows, columns]` over all ranks.
 
     Args:
       rank: this device's, int32 `[1]`; None where a process has one device: then the table knows it, and two small
@@ -68,6 +72,13 @@ def exchange(out, lse, rank, buffers: Buffers):
     """
     results = jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     return _exchanged("fused_exchange", _merging, (out, lse), results, rank, buffers)
+
+
+@functools.partial(jax.jit, static_argnames=("buffers", "result"))
+def exchange_partials(partials, rank, buffers: Buffers, result: jax.ShapeDtypeStruct):
+    """`exchange` of what `partials` (`lean_kernel.Partials`) are merged; `out` is like `result`."""
+    results = result, jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
+    return _exchanged("fused_merge_exchange", _merging_partials, tuple(partials), results, rank, buffers)
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
@@ -158,32 +169,83 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
 
 
 def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
-    """States: the elements of `out` and `lse`, row by row."""
-    f32 = ir.F32Type.get()
-    at = functools.partial(arith.constant, ir.IndexType.get())
-    rows, head_dim = ir.MemRefType(out_ref.type).shape
-    width = at(head_dim + 1)
-
-    def place(element):
-        row, column = arith.divui(element, width), arith.remui(element, width)
-        return row, column, arith.cmpi(arith.CmpIPredicate.eq, column, at(head_dim))
+    """States, as they are."""
+    count, place, receive = _merged(merged_ref, merged_lse_ref)
 
     def sent(element):
-        row, column, is_lse = place(element)
-        # Of lse's column the one before is read, and not sent.
-        x = _widened(memref.load(out_ref, [row, arith.minui(column, at(head_dim - 1))]))
-        return arith.select(is_lse, memref.load(lse_ref, [row]), x)
+        row, column, dim, is_lse = place(element)
+        x = _widened(memref.load(out_ref, [row, column, dim]))
+        return arith.select(is_lse, memref.load(lse_ref, [row, column]), x)
+
+    return count, sent, receive
+
+
+def _merging_partials(accs_ref, stats_ref, spans_ref, merged_ref, merged_lse_ref):
+    """States of which each row's parts are still to be merged: every thread does so for its element."""
+    f32, index = ir.F32Type.get(), ir.IndexType.get()
+    at = functools.partial(arith.constant, index)
+    real = functools.partial(arith.constant, f32)
+    count, place, receive = _merged(merged_ref, merged_lse_ref)
+
+    def sent(element):
+        row, column, dim, is_lse = place(element)
+        first, end = (arith.index_cast(index, memref.load(spans_ref, [row, at(i)])) for i in range(2))
+        loop = scf.ForOp(first, end, at(PARTIALS_AT_ONCE), [real(LOWEST), real(0.0), real(0.0)])
+        with ir.InsertionPoint(loop.body):
+            top, total, acc = loop.inner_iter_args
+            parts, weights = [], []
+            for i in range(PARTIALS_AT_ONCE):
+                # Past the end the last partial is read again and weighs nothing.
+                partial = arith.addi(loop.induction_variable, at(i))
+                weights.append(arith.select(arith.cmpi(arith.CmpIPredicate.ult, partial, end), real(1.0), real(0.0)))
+                partial = arith.minui(partial, arith.subi(end, at(1)))
+                of_part = [memref.load(stats_ref, [partial, at(which), column]) for which in range(2)]
+                parts.append((*of_part, memref.load(accs_ref, [partial, dim, column])))
+            new_top = functools.reduce(arith.maximumf, [part_top for part_top, _, _ in parts], top)
+            decay = _exp2(arith.subf(top, new_top))
+            total, acc = arith.mulf(total, decay), arith.mulf(acc, decay)
+            for weight, (part_top, part_total, part_acc) in zip(weights, parts):
+                decay = arith.mulf(weight, _exp2(arith.subf(part_top, new_top)))
+                total = arith.addf(total, arith.mulf(decay, part_total))
+                acc = arith.addf(acc, arith.mulf(decay, part_acc))
+            scf.YieldOp([new_top, total, acc])
+        top, total, acc = loop.results
+        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, real(0.0))
+        lse = arith.mulf(arith.addf(top, _log2(total)), real(math.log(2)))
+        lse = arith.select(is_empty, real(-math.inf), lse)
+        out = arith.select(is_empty, real(0.0), arith.divf(acc, total))
+        return arith.select(is_lse, lse, out)
+
+    return count, sent, receive
+
+
+def _merged(merged_ref, merged_lse_ref):
+    """What those share that end in `out [rows, columns, H]` and `lse [rows, columns]`: `(count, place, receive)`.
+
+    Columns vary fastest, as in LeanAttention's partials, and lse comes after the H head dims.
+    """
+    f32 = ir.F32Type.get()
+    at = functools.partial(arith.constant, ir.IndexType.get())
+    rows, columns, head_dim = ir.MemRefType(merged_ref.type).shape
+
+    def place(element):
+        """Row, column and head dim of an element, and whether it is of lse: it then has the last head dim."""
+        column, rest = arith.remui(element, at(columns)), arith.divui(element, at(columns))
+        row, dim = arith.divui(rest, at(head_dim + 1)), arith.remui(rest, at(head_dim + 1))
+        is_lse = arith.cmpi(arith.CmpIPredicate.eq, dim, at(head_dim))
+        return row, column, arith.minui(dim, at(head_dim - 1)), is_lse
 
     def receive(element, received):
-        row, column, is_lse = place(element)
+        row, column, dim, is_lse = place(element)
         xs = received(element)
-        lses = received(arith.addi(arith.muli(row, width), at(head_dim)))
+        of_lse = arith.addi(arith.muli(row, at(head_dim + 1)), at(head_dim))
+        lses = received(arith.addi(arith.muli(of_lse, at(columns)), column))
         top = functools.reduce(arith.maximumf, lses)
         # A finite stand-in where no rank has a key: exp(-inf - -inf) would be NaN.
-        lowest = arith.constant(f32, float(np.finfo(np.float32).min))
+        lowest = arith.constant(f32, LOWEST)
         top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, arith.constant(f32, -math.inf)), lowest, top)
         log2_e = arith.constant(f32, math.log2(math.e))
-        weights = [asm("ex2.approx.f32 $0, $1;", f32, arith.mulf(arith.subf(x, top), log2_e)) for x in lses]
+        weights = [_exp2(arith.mulf(arith.subf(x, top), log2_e)) for x in lses]
         total = functools.reduce(arith.addf, weights)
         summed = functools.reduce(arith.addf, [arith.mulf(w, x) for w, x in zip(weights, xs)])
         zero = arith.constant(f32, 0.0)
@@ -192,15 +254,15 @@ def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
 
         branch = scf.IfOp(is_lse, has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            log = arith.mulf(asm("lg2.approx.f32 $0, $1;", f32, total), arith.constant(f32, math.log(2)))
+            log = arith.mulf(_log2(total), arith.constant(f32, math.log(2)))
             merged = arith.select(is_empty, arith.constant(f32, -math.inf), arith.addf(top, log))
-            memref.store(merged, merged_lse_ref, [row])
+            memref.store(merged, merged_lse_ref, [row, column])
             scf.YieldOp([])
         with ir.InsertionPoint(branch.else_block):
-            memref.store(_narrowed(result, merged_ref), merged_ref, [row, column])
+            memref.store(_narrowed(result, merged_ref), merged_ref, [row, column, dim])
             scf.YieldOp([])
 
-    return rows * (head_dim + 1), sent, receive
+    return rows * columns * (head_dim + 1), place, receive
 
 
 def _adding(x_ref, total_ref):
@@ -218,6 +280,14 @@ def _gathering(x_ref, gathered_ref):
             memref.store(_narrowed(x, gathered_ref), gathered_ref, [rank, element])
 
     return *ir.MemRefType(x_ref.type).shape, lambda element: _widened(memref.load(x_ref, [element])), receive
+
+
+def _exp2(x):
+    return asm("ex2.approx.f32 $0, $1;", ir.F32Type.get(), x)
+
+
+def _log2(x):
+    return asm("lg2.approx.f32 $0, $1;", ir.F32Type.get(), x)
 
 
 def _widened(x):

@@ -1,35 +1,62 @@
 """Everyone to everyone within one kernel: no collective, and no host in between."""
 
+import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from tree_attn.local import ShardAttention
+from tree_attn.local.lean_kernel import Partials
 from tree_attn.peer_memory import peer_memory
-from tree_attn.reduce.exchange_kernel import Buffers, exchange, exchange_gather, exchange_sum
+from tree_attn.reduce.exchange_kernel import Buffers, exchange, exchange_gather, exchange_partials, exchange_sum
 from tree_attn.state import SoftmaxState
 
 MAX_ELEMENTS = 1 << 18  # of one device; beyond, sending 8 bytes for 4 costs more than is saved
 OLDEST_JAX = (0, 11)
 
 
-def fused(state: SoftmaxState, axes: tuple[str, ...], mesh: Mesh | None = None) -> SoftmaxState:
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Merges over the devices that meet in `buffers`; a local kernel that leaves partial states calls it itself."""
+
+    rank: jax.Array | None
+    buffers: Buffers
+
+    def merge(self, state: SoftmaxState) -> SoftmaxState:
+        rows, head_dim = state.lse.size, state.out.shape[-1]
+        given = state.out.reshape(rows, 1, head_dim), state.lse.reshape(rows, 1)
+        out, lse = exchange(*given, self.rank, self.buffers)
+        return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
+
+    def holds(self, out: jax.ShapeDtypeStruct) -> bool:
+        """Whether a state `[rows, columns, H]` fits, which may be larger for padding than the one asked for."""
+        return math.prod(out.shape[:-1]) * (out.shape[-1] + 1) <= self.buffers.capacity
+
+    def merge_partials(self, partials: Partials, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
+        """`out [rows, columns, H]`, which is like `result`, and `lse [rows, columns]`."""
+        return exchange_partials(partials, self.rank, self.buffers, result)
+
+
+def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mesh | None = None) -> SoftmaxState:
     """Merges over `axes`, links of one host: each device writes its state to all others and merges what it gets.
 
     One latency, and no launch but the kernel's own, for `2 (p - 1) B T N (H + 1)` elements sent: each goes with the
     number of the step, by which the receiver knows it.
 
     Args:
+      state: this device's, or its attention yet to be run, of which partial states then need no merge of their own.
       mesh: whose devices these are. Without it they must be all of `jax.devices()`, in that order.
     Raises:
       NotImplementedError: what is needed is missing (NVIDIA GPUs of one host, in one process or one each; JAX 0.11), or
         the state is larger than `MAX_ELEMENTS`.
     """
-    rank, buffers = _meeting(axes, mesh, state.out.size + state.lse.size)
-    out, lse = exchange(state.out.reshape(-1, state.out.shape[-1]), state.lse.reshape(-1), rank, buffers)
-    return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
+    if isinstance(state, ShardAttention):
+        return state.run(exchange=Exchange(*_meeting(axes, mesh, state.num_elements)))
+    return Exchange(*_meeting(axes, mesh, state.out.size + state.lse.size)).merge(state)
 
 
 def fused_sum(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:
