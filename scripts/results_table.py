@@ -1,6 +1,7 @@
-"""Prints the README's tables from raw rows of `tree-attn compare`, and of `tree-attn bench llama`.
+"""Prints the README's tables from raw rows of `tree-attn compare`, `bench_reduce.py` and `tree-attn bench llama`.
 
-python3 scripts/results_table.py docs/results/compare_4xh200_4processes_fused/results.jsonl
+python3 scripts/results_table.py docs/results/compare_4xh200_4processes_pairs/results.jsonl
+python3 scripts/results_table.py docs/results/reduce_4xh200/steps.jsonl
 python3 scripts/results_table.py docs/results/llama_h200/{one_gpu,two_gpus,two_gpus_2processes}.jsonl
 python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
 """
@@ -34,6 +35,25 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def steps_table(rows: list[dict]) -> str:
+    """A Markdown table: steps by keys per GPU, without a reduction and with each, and what the best adds."""
+    reductions = list(dict.fromkeys(row["reduction"] for row in rows))
+    named = ["local only" if name == "none" else name or "picked" for name in reductions]
+    lines = [
+        "| " + " | ".join(["keys per GPU", *named, "the best adds", "reading K and V"]) + " |",
+        "|---" * (len(named) + 3) + "|",
+    ]
+    for keys in dict.fromkeys(row["keys_per_device"] for row in rows):
+        us = {row["reduction"]: row["us_median"] for row in rows if row["keys_per_device"] == keys}
+        heads = next(row["heads"] for row in rows)
+        added = min(us[name] for name in reductions if name != "none") - us["none"]
+        limit = 4 * keys * heads * HEAD_DIM / READ_BYTES_PER_S * 1e6
+        cells = [f"{keys:,}", *(f"{us[name]:,.1f}" for name in reductions), f"{added:.1f}", f"{limit:,.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+HEAD_DIM, READ_BYTES_PER_S = 128, 4.3e12  # of `bench_reduce.py`; of an H200
 # Tree Attention, Table 1: prefill and 10 tokens of Llama 3.1 8B by tree on 8 H100s, in seconds, by context.
 PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
 
@@ -76,4 +96,5 @@ def _sent(row: dict) -> str:
 
 if __name__ == "__main__":
     given = [json.loads(line) for path in sys.argv[1:] for line in pathlib.Path(path).read_text().splitlines()]
-    print((llama_table if "per_token_ms_median" in given[0] else table)(given))
+    kinds = {"per_token_ms_median": llama_table, "keys_per_device": steps_table, "strategy": table}
+    print(next(made for field, made in kinds.items() if field in given[0])(given))

@@ -377,25 +377,30 @@ class Generator:
         return Rows(*(self.sharding.place(np.asarray(x, np.int32), "batch") for x in numbers))
 
     def _steps(self, tree: PrefixTree, max_new_tokens: int, first_step: int) -> Iterator[Step]:
-        """One program call is on its way while the results of the one before are read, which hides the host's work."""
+        """One program call is on its way while the results of the one before are read, which hides the host's work.
+
+        But not before the first token is read: a call with much to launch may hold the host until it is half done.
+        """
         levels = self.lay_out(tree, max_new_tokens)
         programs = self.compile_programs(tree, levels)
         sequences, left = tuple(range(len(tree.remainders))), max_new_tokens
         since = time.perf_counter()
         calls = self._calls(programs, tree, levels, max_new_tokens, first_step)
         del levels
-        pending, failure = next(calls), None
+        pending, failure, is_first = next(calls), None, True
         while pending is not None:
+            following = None
             try:
-                following = next(calls, None)
+                following = None if is_first else next(calls, None)
             except Exception as error:  # what was made before it is not lost
-                following, failure = None, error
+                failure = error
             *made, logits = pending
             tokens, log_p = jax.device_get(made)
             now = time.perf_counter()
             for results in list(zip(tokens, log_p, logits, strict=True))[:left]:
                 yield Step(*results, (now - since) / len(tokens), sequences)
-            pending, since, left = following, now, left - len(tokens)
+            since, left = now, left - len(tokens)
+            pending, is_first = next(calls, None) if is_first else following, False
         if failure is not None:
             raise failure
 
@@ -407,7 +412,7 @@ class Generator:
         rows, log_p, logits, caches = programs.prefill(self.parameters, inputs, lengths, rows, caches=caches)
         yield rows.tokens[None], log_p[None], (logits,)
         prefixes, cache = _prefixes(caches, tree.served[-1]), caches[-1]
-        del caches
+        del caches, logits, log_p
         for _ in range(max_new_tokens - 1, 0, -self.tokens_per_dispatch):
             rows, *made, cache = programs.decode(self.parameters, rows, prefixes, cache=cache)
             yield made
