@@ -29,6 +29,12 @@ def test_median_error_is_under_15_percent_where_nothing_was_fitted():
     assert rows.median_error(held_out, H200) < 0.15
 
 
+def test_median_error_is_under_5_percent_where_rows_came_after_the_fit():
+    later = rows.read([RESULTS / "compare_4xh200_4processes_pairs"])
+    assert len(later) == 15
+    assert rows.median_error(later, H200) < 0.05
+
+
 def test_no_row_is_far_off():
     assert max(abs(rows.relative_error(row, H200)) for row in MEASURED) < 0.25
 
