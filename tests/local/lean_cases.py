@@ -1,6 +1,7 @@
 """Calls for the lean kernel: drawn, laid out padded, packed or paged, and made through the public functions."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 
 from tree_attn import Shard, attend, lean_decode, paged_decode
 from tree_attn.arguments import AttentionOptions
-from tree_attn.local import attend_shard
+from tree_attn.local import attend_shard, shard_attention
 
 PAGE = 64
 WHOLE = 128  # slots of which no row is cut in two, for a run has two tiles at least
@@ -94,6 +95,36 @@ class Onto(Call):
             implementation="mosaic_gpu", **count(lambda x: jnp.minimum(x, self.first)), **self.options
         )
         return attend_shard(query, key[:, : self.first], value[:, : self.first], options, Shard(), onto=onto)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unmerged(Call):
+    """A call whose partial states are left to an exchange, which here is between no devices: `Exchange`'s methods."""
+
+    def run(self, query, key, value, *lengths):
+        lengths = {"key_value_seq_lengths": lengths[0]} if lengths else {}
+        options = AttentionOptions(implementation="mosaic_gpu", **lengths, **self.options)
+        return shard_attention(query, key, value, options, Shard()).run(exchange=self)
+
+    def holds(self, result):
+        return True
+
+    def merge(self, state):
+        return state
+
+    def merge_partials(self, partials, result):
+        accs, tops, totals = (x[None] for x in (partials.accs, partials.stats[:, 0], partials.stats[:, 1]))
+        first, end = (partials.spans[:, i, None, None] for i in range(2))
+        numbers = jnp.arange(tops.shape[1])[None, :, None]
+        is_of_row = (first <= numbers) & (numbers < end)  # [rows, partials, 1]
+        top = jnp.where(is_of_row, tops, -jnp.inf).max(axis=1, keepdims=True)
+        weights = jnp.where(is_of_row, jnp.exp2(tops - top), 0.0)
+        total = jnp.where(is_of_row, weights * totals, 0.0).sum(axis=1)  # [rows, cols]
+        acc = jnp.where(is_of_row[..., None], weights[:, :, None] * accs, 0.0).sum(axis=1).swapaxes(1, 2)
+        out = jnp.where(total[..., None] > 0, acc / total[..., None], 0.0)
+        lse = jnp.where(total > 0, (top[:, 0] + jnp.log2(total)) * math.log(2), -jnp.inf)
+        _, columns, head_dim = result.shape
+        return out[:, :columns, :head_dim].astype(result.dtype), lse[:, :columns]
 
 
 def variants() -> list[Call]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from assertions import assert_same_bits
-from lean_cases import HEAD_SCALES, Call, Onto
+from lean_cases import HEAD_SCALES, Call, Onto, Unmerged
 from lean_interpreter import check, interpreted, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
@@ -79,6 +79,22 @@ def test_rows_that_no_run_cuts_need_no_merge(call):
 )
 def test_it_merges_onto_a_state_over_other_keys(call):
     check(call)
+
+
+@pytest.mark.parametrize(
+    "call, num_kernels",
+    [
+        (Unmerged(group=3), 1),
+        (Unmerged(head_dim=80, lengths=RAGGED, logit_size=1e4), 1),
+        (Unmerged(queries=5, group=3, kv_heads=1, lengths=(250, 0), options=CAUSAL), 1),
+        (Unmerged(queries=8, group=16, kv_heads=1, slots=192, head_dim=128), 1),  # two blocks of columns
+        (Unmerged(batch=5, slots=128), 1),  # there are none: whole rows
+        (Unmerged(queries=40, group=4, kv_heads=1), 2),  # those of the tall kernel, which it merges
+    ],
+    ids=str,
+)
+def test_it_leaves_partial_states_to_an_exchange(call, num_kernels):
+    check(call, num_kernels)
 
 
 @pytest.mark.parametrize(
