@@ -1,44 +1,99 @@
 """Fitting the cost model: parameters come back from times that they made."""
 
+import json
+import pathlib
+
 import pytest
-from abacus import make_machine
+from abacus import cost, make_machine
 
 from tree_attn import calibrate
-from tree_attn.calibrate import Point
-from tree_attn.machine import Line
+from tree_attn.calibrate import COLLECTIVES, Point
+from tree_attn.machine import Line, LinkLevel
 
+RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
+
+# NCCL's collectives share what they cost over a level of links, and the first of a step takes 100 us more.
+NODE, NETWORK = cost(7, 2, 2e9), cost(17, 19, 2e8)
 ABACUS = make_machine()
+SHARED = make_machine(
+    node=LinkLevel(source="measured: by hand", costs=dict.fromkeys(calibrate.COLLECTIVES, NODE)),
+    network=LinkLevel(source="measured: by hand", costs=dict.fromkeys(calibrate.COLLECTIVES, NETWORK)),
+)
 
 
-def points(kind: str, sizes: tuple[int, ...], stride: int = 1) -> list[Point]:
+def points(machine, kind: str, sizes: tuple[int, ...], stride: int = 1, beside_us: float = 0.0) -> list[Point]:
+    us = lambda size, num_bytes: beside_us + machine.exchange_us(kind, num_bytes, size, stride)
     return [
-        Point(kind=kind, size=size, payload_bytes=num_bytes, us=ABACUS.exchange_us(kind, num_bytes, size, stride))
+        Point(kind=kind, size=size, payload_bytes=num_bytes, us=us(size, num_bytes))
         for size in sizes
         for num_bytes in (4_000, 1_000_000)
     ]
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "gather"])
-@pytest.mark.parametrize("level, stride", [("node", 1), ("network", 4)])
-def test_two_sizes_of_groups_tell_everything(kind, level, stride):
-    fitted = calibrate.fit(kind, points(kind, (2, 4), stride), is_across=level == "network")
-    expected = getattr(ABACUS, level).costs[kind]
-    assert fitted.round_us == pytest.approx(expected.round_us, rel=1e-6)
-    assert fitted.lines[0].alpha_us == pytest.approx(expected.lines[0].alpha_us, rel=1e-6)
-    assert fitted.lines[0].bytes_per_s == pytest.approx(expected.lines[0].bytes_per_s, rel=1e-6)
+def collectives(sizes: tuple[int, ...], stride: int = 1) -> list[Point]:
+    of_kind = lambda kind: points(SHARED, kind, sizes, stride, beside_us=SHARED.collective_us)
+    return [*of_kind("allreduce"), *of_kind("gather")]
+
+
+def assert_cost(found, expected):
+    (line,), (expected_line,) = found.lines, expected.lines
+    assert (found.round_us, line.alpha_us, line.bytes_per_s) == pytest.approx(
+        (expected.round_us, expected_line.alpha_us, expected_line.bytes_per_s), rel=1e-6
+    )
+
+
+def test_two_sizes_of_groups_tell_everything():
+    measured = {"device": collectives((2, 4)), "node": collectives((2, 4), stride=4)}
+    collective_us, found = calibrate.fit_collectives(measured)
+    assert collective_us == pytest.approx(SHARED.collective_us, rel=1e-6)
+    assert_cost(found["device"], NODE)
+    assert_cost(found["node"], NETWORK)
 
 
 def test_with_one_size_of_groups_the_launch_has_the_latency_too():
-    fitted = calibrate.fit("gather", points("gather", (4,)), is_across=False)
-    assert fitted.round_us == 0
-    assert fitted.lines[0].alpha_us == pytest.approx(7 + 3 * 2, rel=1e-6)
+    """A launch of a gather of four has 3 messages that wait, one of an all-reduce 6: it gets what both make of it."""
+    collective_us, found = calibrate.fit_collectives({"device": collectives((4,))})
+    assert found["device"].round_us == 0
+    for point in collectives((4,)):
+        how = calibrate.KINDS[point.kind]
+        us = how.exchanges * found["device"].lines[0].alpha_us
+        us += how.sent(4) * point.payload_bytes / found["device"].lines[0].bytes_per_s * 1e6
+        assert collective_us + us == pytest.approx(point.us, rel=1e-6)
+
+
+def test_without_collectives_there_is_nothing_to_fit():
+    assert calibrate.fit_collectives({"device": points(ABACUS, "fused", (2,))}) == (0.0, {})
+
+
+def test_a_kernel_of_ours_is_fitted_by_itself():
+    measured = points(ABACUS, "fused", (2, 4))
+    found = make_machine(node=LinkLevel(source="", costs={"fused": calibrate.fit(measured, is_across=False)}))
+    for point in measured:
+        assert found.exchange_us("fused", point.payload_bytes, point.size) == pytest.approx(point.us, rel=1e-6)
+
+
+def test_rows_of_h200s_give_the_parameters_of_their_machine():
+    """Of steps of 80,000 keys on two and four GPUs, docs/results/reduce_*; payloads of 8 kB, so rates are not in it."""
+    measured = []
+    for size, folder in ((2, "reduce_2xh200/bench_reduce"), (4, "reduce_4xh200/steps")):
+        rows = [json.loads(line) for line in (RESULTS / f"{folder}.jsonl").read_text().splitlines()]
+        us = {row["reduction"]: row["us_median"] for row in rows if row.get("keys_per_device") == 80_000}
+        measured += [
+            Point(kind=kind, size=size, payload_bytes=2064 * 4, us=us[kind] - us["none"]) for kind in COLLECTIVES
+        ]
+    collective_us, found = calibrate.fit_collectives({"device": measured})
+    for point in measured:
+        fitted, how = found["device"], calibrate.KINDS[point.kind]
+        us = how.exchanges * (fitted.lines[0].alpha_us + fitted.round_us * how.rounds(point.size, 1)[0])
+        us += how.sent(point.size) * point.payload_bytes / fitted.lines[0].bytes_per_s * 1e6
+        assert collective_us + us == pytest.approx(point.us, rel=0.1)
 
 
 def test_noise_makes_nothing_negative():
     falling = [
         Point(kind="gather", size=2, payload_bytes=num_bytes, us=us) for num_bytes, us in ((4_000, 9.0), (10**6, 8.0))
     ]
-    fitted = calibrate.fit("gather", falling, is_across=False)
+    fitted = calibrate.fit(falling, is_across=False)
     assert fitted.lines[0].alpha_us > 0 and fitted.lines[0].bytes_per_s == calibrate.MOST_BYTES_PER_S
     assert calibrate.lines(falling) == (Line(alpha_us=9.0, bytes_per_s=calibrate.MOST_BYTES_PER_S),)
 

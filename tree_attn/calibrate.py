@@ -1,17 +1,17 @@
-"""Measures a machine's parameters for the cost model: every exchange at two sizes, bare transfers, and whole steps."""
+"""Measures a machine's parameters for the cost model: exchanges at two sizes, bare transfers, local attention."""
 
 import dataclasses
-import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import attend, cost_model, tree_decode
+from tree_attn import attend
 from tree_attn.links import neighbour_gb_per_s
 from tree_attn.machine import ASSUMED_NETWORK, KINDS, Cost, Line, LinkLevel, Machine
 from tree_attn.measure import latency_us
@@ -21,12 +21,17 @@ from tree_attn.state import SoftmaxState
 
 HEAD_DIM = 128
 NUM_ROWS = (8, 2032)  # queries times heads: states of 4 kB and of 1 MB
+COLLECTIVES = ("allreduce", "gather")
+LEAST_US = 0.1  # of what noise says takes no time
 MOST_BYTES_PER_S = 1e15  # where noise says that more bytes take no more time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measurement: an exchange of `payload_bytes` on each of `size` devices took `us` microseconds, the median."""
+    """One measurement: an exchange of `payload_bytes` on each of `size` devices took `us` microseconds.
+
+    That is the median of a chain of exchanges, or, of NCCL's `COLLECTIVES`, by how much one makes a step longer.
+    """
 
     kind: str
     size: int
@@ -37,8 +42,10 @@ class Point:
 def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     """Measures the machine that `devices` are all of; every process calls it. Takes a minute or two.
 
-    Exchanges are timed as the library does them (`reduce_state`), in chains of dependent ones (`measure.latency_us`),
-    among all devices of a node (and all nodes) and among pairs, so that launch and latency can be told apart.
+    Exchanges are timed as the library does them (`reduce_state`), among all devices of a node (and all nodes) and among
+    pairs, so that launch and latency can be told apart: "fused" and bare transfers in chains of dependent ones
+    (`measure.latency_us`), NCCL's collectives by what they add to a step of local attention. In a chain of their own
+    they would wait for the host, which they do not where a GPU has other work meanwhile (docs/log.md).
 
     Raises:
         ValueError: there is one device, and nothing to exchange.
@@ -51,45 +58,83 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     mesh = make_mesh(("device", "node"), devices)
     points = {axis: _points(mesh, axis) for axis in mesh.axis_names if mesh.shape[axis] > 1}
     hardware = f"{mesh.shape['node']} x {mesh.shape['device']} x {devices[0].device_kind}"
+    collective_us, of_collectives = fit_collectives(points)
     levels = {
-        axis: LinkLevel(source=f"measured: {hardware}", costs=_costs(points.get(axis, ()), is_across=axis == "node"))
+        axis: LinkLevel(
+            source=f"measured: {hardware}",
+            costs=_costs(points.get(axis, ()), of_collectives.get(axis), is_across=axis == "node"),
+        )
         for axis in mesh.axis_names
     }
-    known = Machine(
+    read_bytes_per_s, local_us = _local_attention(mesh)
+    return Machine(
         device_kind=devices[0].device_kind,
         gpus_per_node=mesh.shape["device"],
         memory_bytes=_memory_bytes(),
-        read_bytes_per_s=1.0,  # this and the two after it are still to come
-        local_us=0.0,
-        collective_us=0.0,
+        read_bytes_per_s=read_bytes_per_s,
+        local_us=local_us,
+        collective_us=collective_us,
         node=levels["device"],
         network=levels["node"] if mesh.shape["node"] > 1 else ASSUMED_NETWORK,
         provenance={axis: [dataclasses.asdict(point) for point in found] for axis, found in points.items()},
     )
-    return _with_steps(known, mesh)
 
 
-def fit(kind: str, points: Sequence[Point], *, is_across: bool) -> Cost:
+def fit_collectives(points: Mapping[str, Sequence[Point]]) -> tuple[float, dict[str, Cost]]:
+    """What NCCL's collectives cost: the first of a step beside itself, and each, by axis ("device", "node").
+
+    All kinds share an axis's launch, latency and rate, or else what the first costs could not be told from a launch.
+
+    Args:
+        points: by axis; those of `COLLECTIVES` count.
+    """
+    chosen = [(axis, point) for axis, found in points.items() for point in found if point.kind in COLLECTIVES]
+    axes = list(dict.fromkeys(axis for axis, _ in chosen))
+    if not axes:
+        return 0.0, {}
+    rows = np.zeros((len(chosen), 1 + 3 * len(axes)))
+    rows[:, 0] = 1
+    for row, (axis, point) in zip(rows, chosen):
+        first = 1 + 3 * axes.index(axis)
+        of_axis = [other for other_axis, other in chosen if other_axis == axis]
+        row[first : first + 3] = _counts(point, of_axis, is_across=axis == "node")
+    collective_us, *costs = _least_squares(rows, [point.us for _, point in chosen])
+    of = {axis: _cost(*costs[3 * i : 3 * i + 3]) for i, axis in enumerate(axes)}
+    return collective_us, of
+
+
+def fit(points: Sequence[Point], *, is_across: bool) -> Cost:
     """The launch, latency and rate that explain an exchange's times best, none negative, by their relative errors.
 
     With one size of groups launch and latency cannot be told apart: the launch then has both.
     """
+    rows = np.array([_counts(point, points, is_across=is_across) for point in points])
+    return _cost(*_least_squares(rows, [point.us for point in points]))
+
+
+def _counts(point: Point, beside: Sequence[Point], *, is_across: bool) -> list[float]:
+    """Launches, messages that wait for one another, and megabytes of an exchange."""
+    how = KINDS[point.kind]
+    rounds = how.rounds(1, point.size)[1] if is_across else how.rounds(point.size, 1)[0]
+    rounds *= len({other.size for other in beside}) > 1
+    return [how.exchanges, how.exchanges * rounds, how.sent(point.size) * point.payload_bytes / 1e6]
+
+
+def _least_squares(rows: np.ndarray, us: Sequence[float]) -> list[float]:
+    """What the columns cost, none less than nothing, with the least relative errors; of small times they count less.
+
+    A difference of two medians may be all noise, and would otherwise outweigh the rest.
+    """
     from scipy.optimize import nnls  # comes with JAX
 
-    how = KINDS[kind]
-    rounds = lambda size: how.rounds(1, size)[1] if is_across else how.rounds(size, 1)[0]
-    num_rounds = [rounds(point.size) * (len({point.size for point in points}) > 1) for point in points]
-    columns = [
-        [how.exchanges, how.exchanges * waits, how.sent(point.size) * point.payload_bytes]
-        for point, waits in zip(points, num_rounds)
-    ]
-    us = np.array([point.us for point in points])
-    scale = np.array([1, 1, 1e-6])  # bytes count in MB, for a problem that is well conditioned
-    (alpha_us, round_us, us_per_mb), _ = nnls(np.array(columns) * scale / us[:, None], np.ones(len(us)))
-    return Cost(
-        round_us=float(round_us),
-        lines=(Line(alpha_us=float(alpha_us), bytes_per_s=_rate(us_per_mb)),),
-    )
+    us = np.array(us)
+    scale = np.maximum(us, np.median(us) / 4)
+    found, _ = nnls(rows / scale[:, None], us / scale)
+    return [float(x) for x in found]
+
+
+def _cost(alpha_us: float, round_us: float, us_per_mb: float) -> Cost:
+    return Cost(round_us=round_us, lines=(Line(alpha_us=alpha_us, bytes_per_s=_rate(us_per_mb)),))
 
 
 def lines(points: Sequence[Point]) -> tuple[Line, ...]:
@@ -111,12 +156,16 @@ def lines(points: Sequence[Point]) -> tuple[Line, ...]:
     )
 
 
-def _costs(points: Sequence[Point], *, is_across: bool) -> dict[str, Cost]:
+def _costs(points: Sequence[Point], of_collectives: Cost | None, *, is_across: bool) -> dict[str, Cost]:
     found = {}
     for kind in dict.fromkeys(point.kind for point in points):
         of_kind = [point for point in points if point.kind == kind]
-        is_bare = kind == "neighbour"
-        found[kind] = Cost(round_us=0.0, lines=lines(of_kind)) if is_bare else fit(kind, of_kind, is_across=is_across)
+        if kind in COLLECTIVES:
+            found[kind] = of_collectives
+        elif kind == "neighbour":
+            found[kind] = Cost(round_us=0.0, lines=lines(of_kind))
+        else:
+            found[kind] = fit(of_kind, is_across=is_across)
     return found
 
 
@@ -132,14 +181,23 @@ def _points(mesh: Mesh, axis: str) -> list[Point]:
     whole = mesh.shape[axis]
     sizes = [whole] if whole == 2 or whole % 2 else [2, whole]
     found = []
-    for kind, size, num_rows in itertools.product(cost_model.LEVELS, sizes, NUM_ROWS):
+    add = lambda kind, size, num_rows, us: found.append(
+        Point(kind=kind, size=size, payload_bytes=num_rows * (HEAD_DIM + 1) * 4, us=us)
+    )
+    for num_rows in NUM_ROWS:
+        alone_us = _step_us(mesh, axis, None, num_rows)
+        for kind, size in itertools.product(COLLECTIVES, sizes):
+            us = _step_us(_in_groups(mesh, axis, size), axis, kind, num_rows) - alone_us
+            add(kind, size, num_rows, max(us, LEAST_US))
+    for size, num_rows in itertools.product(sizes, NUM_ROWS):
         try:
-            us = _exchange_us(_in_groups(mesh, axis, size), axis, kind, num_rows)
-        except NotImplementedError:  # "fused", where there is no NVLink
-            continue
-        found.append(Point(kind=kind, size=size, payload_bytes=num_rows * (HEAD_DIM + 1) * 4, us=us))
-    is_emulated = mesh.devices.flat[0].platform == "cpu"
-    for num_bytes in (4_096, 1_000_000) if is_emulated else (4_096, 1_000_000, 64_000_000, 256_000_000, 640_000_000):
+            us = _fused_us(_in_groups(mesh, axis, size), axis, num_rows)
+        except NotImplementedError:  # where there is no NVLink
+            break
+        add("fused", size, num_rows, us)
+    for num_bytes in (
+        (4_096, 1_000_000) if _is_emulated(mesh) else (4_096, 1_000_000, 64_000_000, 256_000_000, 640_000_000)
+    ):
         us = num_bytes / neighbour_gb_per_s(mesh, num_bytes, axis_name=axis) / 1e3
         found.append(Point(kind="neighbour", size=whole, payload_bytes=num_bytes, us=us))
     return found
@@ -153,61 +211,58 @@ def _in_groups(mesh: Mesh, axis: str, size: int) -> Mesh:
     return Mesh(grid, names, axis_types=(jax.sharding.AxisType.Auto,) * grid.ndim)
 
 
-def _exchange_us(mesh: Mesh, axis: str, kind: str, num_rows: int) -> float:
-    """The median time of one reduction along `axis`, all groups at once."""
+def _fused_us(mesh: Mesh, axis: str, num_rows: int) -> float:
+    """The median time of "fused" along `axis`, all groups at once."""
     everyone = P(tuple(mesh.axis_names))
 
     def exchange(out):
-        return reduce_state(SoftmaxState(out, out[..., 0]), (axis,), kind, mesh).out
+        return reduce_state(SoftmaxState(out, out[..., 0]), (axis,), "fused", mesh).out
 
     chained = jax.shard_map(exchange, mesh=mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
     states = _random((mesh.size, 1, num_rows, HEAD_DIM), "float32", mesh, everyone)
     return _median_us(mesh, chained, states)
 
 
-def _with_steps(machine: Machine, mesh: Mesh) -> Machine:
-    """Adds what local attention takes, alone, and what a whole step takes beside it and its exchanges."""
-    is_emulated = mesh.devices.flat[0].platform == "cpu"
+def _step_us(mesh: Mesh, axis: str, kind: str | None, num_rows: int) -> float:
+    """A step of attention to each device's own keys, its result part of a state of `num_rows` that is then reduced."""
+    everyone, heads = P(tuple(mesh.axis_names)), min(NUM_ROWS)
+    keys = 8 if _is_emulated(mesh) else 81_920  # some 80 us on an H200
+
+    def step(out, key):
+        attended = attend(out[:, :, :heads].astype(key.dtype), key, key).out
+        out = jnp.concatenate([attended.astype(out.dtype), out[:, :, heads:]], axis=2)
+        return out if kind is None else reduce_state(SoftmaxState(out, out[..., 0]), (axis,), kind, mesh).out
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
+    out = _random((mesh.size, 1, num_rows, HEAD_DIM), "float32", mesh, everyone)
+    return _median_us(mesh, mapped, out, _random((mesh.size, keys, heads, HEAD_DIM), "bfloat16", mesh, everyone))
+
+
+def _local_attention(mesh: Mesh) -> tuple[float, float]:
+    """Bytes per second that local attention reads, and what it takes beside reading, in microseconds."""
     # The shorter of the two is still too long for a GPU's cache to keep it from one step to the next.
-    heads, lengths = (2, (64, 1024)) if is_emulated else (16, (16_384, 131_072))
-    axes = tuple(reversed(mesh.axis_names))  # fastest first
-    steps = functools.partial(_step_us, mesh, axes, heads)
-    alone = [steps(keys, is_alone=True) for keys in lengths]
-    whole = [steps(keys, is_alone=False) for keys in lengths]
-    num_bytes = [2 * 2 * keys * heads * HEAD_DIM for keys in lengths]
-    us_per_mb = (alone[1] - alone[0]) / (num_bytes[1] - num_bytes[0]) * 1e6
-    rate = _rate(us_per_mb)
-    sizes = tuple(mesh.shape[axis] for axis in axes)
-    exchanges = sum(
-        cost_model.reduction_us("hierarchical", elements=heads * (HEAD_DIM + 1), axis_sizes=sizes, machine=machine)
-    )
-    return dataclasses.replace(
-        machine,
-        read_bytes_per_s=rate,
-        local_us=max(0.0, float(np.mean(alone) - np.mean(num_bytes) / rate * 1e6)),
-        collective_us=max(0.0, float(np.mean(whole) - np.mean(alone) - exchanges)),
-    )
-
-
-def _step_us(mesh: Mesh, axes: tuple[str, ...], heads: int, keys: int, *, is_alone: bool) -> float:
-    """A step with `keys` on each device in bfloat16: attention alone, or tree attention with gathers."""
+    heads, lengths = (2, (64, 1024)) if _is_emulated(mesh) else (16, (16_384, 131_072))
     everyone = P(tuple(mesh.axis_names))
-    if is_alone:
+    local = lambda query, key, value: attend(query, key, value).out
+    step = jax.shard_map(local, mesh=mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
+    us = []
+    for keys in lengths:
         query = _random((mesh.size, 1, heads, HEAD_DIM), "bfloat16", mesh, everyone)
         key = _random((mesh.size, keys, heads, HEAD_DIM), "bfloat16", mesh, everyone)
-        local = lambda query, key, value: attend(query, key, value).out
-        step = jax.shard_map(local, mesh=mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
-    else:
-        query = _random((1, 1, heads, HEAD_DIM), "bfloat16", mesh, P())
-        key = _random((1, mesh.size * keys, heads, HEAD_DIM), "bfloat16", mesh, P(None, axes))
-        step = functools.partial(tree_decode, axis_name=axes, mesh=mesh, reduction="hierarchical")
-    return _median_us(mesh, step, query, key, key)
+        us.append(_median_us(mesh, step, query, key, key))
+    num_bytes = [2 * 2 * keys * heads * HEAD_DIM for keys in lengths]
+    rate = _rate((us[1] - us[0]) / (num_bytes[1] - num_bytes[0]) * 1e6)
+    return rate, max(0.0, float(np.mean(us) - np.mean(num_bytes) / rate * 1e6))
 
 
 def _median_us(mesh: Mesh, fn, *args: jax.Array) -> float:
-    if mesh.devices.flat[0].platform == "cpu":  # which measures nothing, and may be done with soon
+    if _is_emulated(mesh):  # which measures nothing, and may be done with soon
         return latency_us(fn, *args, chain=4, n_iters=3).median_us
     return latency_us(fn, *args, chain=32, long_chain=128).median_us
+
+
+def _is_emulated(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _random(shape: tuple[int, ...], dtype: str, mesh: Mesh, spec: P) -> jax.Array:
