@@ -52,7 +52,10 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     """
     shape, found = rows.step(measured[0]), _fastest(_measured_times(measured))
     counts = sorted({*CLUSTERS, *(step.n_devices for _, step in found)})
-    longer = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in counts for keys in LENGTHS]
+    # Predicted for the lengths that were measured too: parts of a first point of another length could not be compared.
+    lengths = {step.num_keys for _, step in found}
+    lengths |= {keys for keys in LENGTHS if keys > max(lengths)}
+    longer = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in counts for keys in lengths]
     axes = {"over keys": ("keys", "time, in parts of the ring's with the fewest keys")}
     points = []
     for values, is_measured in ((found, True), (_fastest(_predicted_times(longer, machine)), False)):
