@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from tree_attn.arguments import AttentionOptions, check_arrays, default_scale, one_of
-from tree_attn.local import attend, mosaic_gpu, sparq_kernel
+from tree_attn.local import attend, mosaic_gpu, sparq_attend_kernel, sparq_kernel
 from tree_attn.local.tuning import num_sms
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
@@ -389,7 +389,7 @@ def _ends_of_rows(end, recent, num_rows: int, width: int):
 
 def _attend_by_kernel(grouped, key, value, choice: _Choice, shape) -> SoftmaxState:
     """Step 2 in one kernel."""
-    out, lse = sparq_kernel.attend_kept(
+    out, lse = sparq_attend_kernel.attend_kept(
         grouped.reshape(shape.choices, shape.group, -1),
         key,
         value,

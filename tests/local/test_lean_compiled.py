@@ -12,7 +12,7 @@ import sparq_cases
 from lean_cases import variants
 
 from tree_attn.local import mosaic_gpu
-from tree_attn.local.sparq_kernel import ATTEND_CTAS_PER_SM
+from tree_attn.local.sparq_attend_kernel import CTAS_PER_SM
 
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
@@ -89,7 +89,7 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
         "sparq_select": 3 if call.slots <= 4096 else 2,
         "sparq_components": 6,
         "sparq_best": 3,
-        "sparq_attend": ATTEND_CTAS_PER_SM,
+        "sparq_attend": CTAS_PER_SM,
     }.items():
         if name in kernels:  # of equal ones JAX compiles one
             assert_fits(name, kernels[name], ctas_per_sm)

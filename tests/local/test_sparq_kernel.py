@@ -16,7 +16,7 @@ from sparq_cases import CALLS, COMPILED_GROUPED, GROUPED, Call
 from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, parsed
 
 from tree_attn import make_mesh, sparse
-from tree_attn.local import mosaic_gpu, sparq_kernel
+from tree_attn.local import mosaic_gpu, sparq_attend_kernel, sparq_kernel
 
 GROUPED_CTAS_PER_SM = {
     "sparq_components": 4,
@@ -24,7 +24,7 @@ GROUPED_CTAS_PER_SM = {
     "sparq_logits": 2,
     "sparq_share": 4,
     "sparq_best": 3,
-    "sparq_attend": sparq_kernel.ATTEND_CTAS_PER_SM,
+    "sparq_attend": sparq_attend_kernel.CTAS_PER_SM,
 }
 ATOL = {"bfloat16": 1e-2, "float16": 2e-3}  # one rounding of results near 1, more or less
 
