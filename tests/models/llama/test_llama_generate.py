@@ -312,6 +312,14 @@ def test_products_are_merged_on_gpus_only_where_rows_are_few(tiny_model, monkeyp
     assert limits_mb[0] == limits_mb[1] > 1000 and limits_mb[2] == 0
 
 
+def test_a_call_makes_several_tokens_by_default_on_gpus_only(tiny_model, monkeypatch):
+    model = tiny_model(1)
+    make = lambda **how: Generator(model, by_name("single", model.sharding), **how).tokens_per_dispatch
+    assert make() == 1
+    monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
+    assert make() == 8 and make(tokens_per_dispatch=1) == 1
+
+
 def test_slots_come_in_the_multiples_of_kernels_where_that_pads_little(tiny_model):
     sharding = tiny_model(3).sharding
     tree, sparq = (
