@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from models.llama import LlamaConfig, presets
+from models.llama import Generator, LlamaConfig, presets
 from tree_attn import cli
 
 SIZES = dict(hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64)
@@ -61,6 +61,14 @@ def test_two_levels_of_sharing_beside_one(capsys):
         two["cache_bytes_per_device"] == (40 + 2 * 34 + 128) * bytes_per_token
     )  # a problem's last token is each's own
     assert one["cache_bytes_per_device"] == (40 + 128 * 35) * bytes_per_token
+
+
+def test_what_warms_up_is_the_program_that_is_timed(monkeypatch, capsys):
+    """A few new tokens need smaller caches than 60, and so would be another program."""
+    compiled, compile_it = [], Generator._compile
+    monkeypatch.setattr(Generator, "_compile", lambda *args: compiled.append(args) or compile_it(*args))
+    assert cli.main([*bench("--attention", "single", "--json"), "--new-tokens", "60"]) == 0
+    assert len(compiled) == 1
 
 
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
