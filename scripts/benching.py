@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-READ_GB_PER_S = 4300  # the best read rate seen on an H200; its datasheet says 4800
+# A plain copy's rate on an H200; long runs reach 4640 (docs/results/reduce_4xh200), and its datasheet says 4800.
+READ_GB_PER_S = 4300
 ROTATE_BYTES = 200e6  # three times the L2 cache
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 

@@ -11,6 +11,9 @@ import pathlib
 import re
 import sys
 
+from bench_reduce import HEAD_DIM
+from benching import READ_GB_PER_S
+
 
 def table(rows: list[dict]) -> str:
     """A Markdown table: latency, its ratio to the fastest of the same length, traffic, the ring's rate, memory."""
@@ -45,14 +48,12 @@ def steps_table(rows: list[dict]) -> str:
     ]
     for keys in dict.fromkeys(row["keys_per_device"] for row in rows):
         us = {row["reduction"]: row["us_median"] for row in rows if row["keys_per_device"] == keys}
-        heads = next(row["heads"] for row in rows)
-        limit = 4 * keys * heads * HEAD_DIM / READ_BYTES_PER_S * 1e6
+        limit = 4 * keys * rows[0]["heads"] * HEAD_DIM / READ_GB_PER_S / 1e3
         shown = [*(us[name] for name in reductions), us["fused"] - us["none"], limit]
         lines.append("| " + " | ".join([f"{keys:,}", *(f"{x:,.1f}" for x in shown)]) + " |")
     return "\n".join(lines)
 
 
-HEAD_DIM, READ_BYTES_PER_S = 128, 4.3e12  # of `bench_reduce.py`; of an H200
 # Tree Attention, Table 1: prefill and 10 tokens of Llama 3.1 8B by tree on 8 H100s, in seconds, by context.
 PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
 

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from abacus import cost, make_machine
 
-from tree_attn import calibrate
+from tree_attn import calibrate, make_mesh
 from tree_attn.calibrate import COLLECTIVES, Point
 from tree_attn.machine import Line, LinkLevel
 
@@ -72,7 +72,7 @@ def test_a_kernel_of_ours_is_fitted_by_itself():
         assert found.exchange_us("fused", point.payload_bytes, point.size) == pytest.approx(point.us, rel=1e-6)
 
 
-def test_rows_of_h200s_give_the_parameters_of_their_machine():
+def test_rows_of_h200s_are_explained_within_a_tenth():
     """Of steps of 80,000 keys on two and four GPUs, docs/results/reduce_*; payloads of 8 kB, so rates are not in it."""
     measured = []
     for size, folder in ((2, "reduce_2xh200/bench_reduce"), (4, "reduce_4xh200/steps")):
@@ -87,6 +87,22 @@ def test_rows_of_h200s_give_the_parameters_of_their_machine():
         us = how.exchanges * (fitted.lines[0].alpha_us + fitted.round_us * how.rounds(point.size, 1)[0])
         us += how.sent(point.size) * point.payload_bytes / fitted.lines[0].bytes_per_s * 1e6
         assert collective_us + us == pytest.approx(point.us, rel=0.1)
+
+
+def test_where_pairs_cannot_meet_in_a_kernel_all_still_can(monkeypatch):
+    """As of one process with four GPUs: "fused" is among all of them, or not at all."""
+
+    def fused_us(mesh, axis, num_rows):
+        if mesh.shape.get("group", 1) > 1:
+            raise NotImplementedError
+        return 5.0
+
+    monkeypatch.setattr(calibrate, "_fused_us", fused_us)
+    monkeypatch.setattr(calibrate, "_step_us", lambda mesh, axis, kind, num_rows: 100.0 if kind is None else 110.0)
+    monkeypatch.setattr(calibrate, "neighbour_gb_per_s", lambda *args, **how: 100.0)
+    found = calibrate._points(make_mesh({"device": 4, "node": 1}), "device")
+    assert {point.size for point in found if point.kind == "fused"} == {4}
+    assert {(point.size, point.us) for point in found if point.kind in COLLECTIVES} == {(2, 10.0), (4, 10.0)}
 
 
 def test_noise_makes_nothing_negative():

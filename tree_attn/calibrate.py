@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import attend
+from tree_attn import attend, cost_model
 from tree_attn.links import neighbour_gb_per_s
 from tree_attn.machine import ASSUMED_NETWORK, KINDS, Cost, Line, LinkLevel, Machine
 from tree_attn.measure import latency_us
@@ -21,7 +21,7 @@ from tree_attn.state import SoftmaxState
 
 HEAD_DIM = 128
 NUM_ROWS = (8, 2032)  # queries times heads: states of 4 kB and of 1 MB
-COLLECTIVES = ("allreduce", "gather")
+COLLECTIVES = tuple(kind for kind in cost_model.LEVELS if KINDS[kind].is_collective)
 LEAST_US = 0.1  # of what noise says takes no time
 MOST_BYTES_PER_S = 1e15  # where noise says that more bytes take no more time
 
@@ -192,8 +192,8 @@ def _points(mesh: Mesh, axis: str) -> list[Point]:
     for size, num_rows in itertools.product(sizes, NUM_ROWS):
         try:
             us = _fused_us(_in_groups(mesh, axis, size), axis, num_rows)
-        except NotImplementedError:  # where there is no NVLink
-            break
+        except NotImplementedError:  # where there is no NVLink; or one process has all GPUs, which then all meet
+            continue
         add("fused", size, num_rows, us)
     for num_bytes in (
         (4_096, 1_000_000) if _is_emulated(mesh) else (4_096, 1_000_000, 64_000_000, 256_000_000, 640_000_000)

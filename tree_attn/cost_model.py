@@ -20,8 +20,8 @@ import numpy as np
 
 from tree_attn.machine import KINDS, Machine
 
-# Bytes per second that one device reads from its own memory: the best rate measured from any kernel (not the
-# datasheet's), by a part of `jax.Device.device_kind`.
+# Bytes per second that one device reads from its own memory: a plain copy's rate, measured (not the datasheet's; the
+# longest runs of the lean kernel exceed it by 8 %), by a part of `jax.Device.device_kind`.
 MEMORY_BYTES_PER_S = {"H200": 4.3e12}
 # Floating-point operations per second of large bfloat16 matrix products of random numbers, measured.
 PRODUCT_FLOPS_PER_S = {"H200": 790e12}

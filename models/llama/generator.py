@@ -108,8 +108,8 @@ class Generator:
       attention: from `attention.by_name`, made with the same sharding.
       sampling: how tokens are chosen; default greedy.
       tokens_per_dispatch: how many steps one call of the decoding program makes, so that the host is asked less often.
-        What is asked for beyond a stop token is made in vain. Default: 8 on GPUs, where a call takes the host some 4 ms
-        whatever it makes, else 1.
+        What is asked for beyond a stop token is made in vain. Default: 8 on GPUs, where a call of an 8B model's
+        program takes the host some 4 ms whatever it makes, else 1.
       cache_dtype: of keys and values as they are kept: the model's, by default, float8_e4m3fn, or int8 with a scale per
         layer and head. Prompts are read in the model's dtype (chunks and shared prefixes are read as they are kept).
       cache_scales: of an int8 cache; default: `calibration.cache_scales` of the model, when they are first needed.

@@ -5,12 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from tree_attn import cli, distributed, make_mesh, measure, reference
+from tree_attn.commands import compare as compare_command
 from tree_attn.commands import comparison, comparison_data
 from tree_attn.cost_model import DecodeStep
 from tree_attn.launch import Launch
@@ -197,6 +199,23 @@ def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, caps
     assert "tree gather (xla, 8 keys, float32) is off by 0.01 from the float64 oracle" in document["error"]
     assert document["rows"] == []
     assert not (tmp_path / "results.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "asked, is_emulated, sent, expected",
+    [
+        (None, False, 1e4, (32, 128)),
+        (None, False, None, (32, 128)),  # a case that cannot run
+        (None, False, 2e8, (4, 16)),
+        (8, False, 2e8, (8, 32)),
+        (1, False, 1e4, (1, None)),
+        (None, True, 2e8, (1, None)),
+        (8, True, 1e4, (8, None)),
+    ],
+)
+def test_how_many_steps_a_sample_has(asked, is_emulated, sent, expected):
+    session = types.SimpleNamespace(asked_chain=asked, is_emulated=is_emulated)
+    assert compare_command._chains({"bytes_sent_per_device_predicted": sent}, session) == expected
 
 
 def test_a_chain_that_skips_collectives_is_not_timed(tmp_path, capsys, monkeypatch):

@@ -88,11 +88,10 @@ def attend(
       onto: a state over other keys, with which the result is merged, or None.
       exchange: a `tree_attn.reduce.fused.Exchange`: the result is that of all devices; or None.
     """
-    if exchange is not None and onto is None:  # it has no derivative
-        how = dict(scale=scale, soft_cap=logits_soft_cap, scales=scales)
+    if exchange is not None:  # it has no derivative
+        how = dict(scale=scale, soft_cap=logits_soft_cap, scales=scales, onto=onto)
         return lean_padded(query, key, value, visible=visible, exchange=exchange, **how)
-    state = _attend(query, key, value, scales, onto, visible, scale, logits_soft_cap)
-    return state if exchange is None else exchange.merge(state)
+    return _attend(query, key, value, scales, onto, visible, scale, logits_soft_cap)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))

@@ -312,6 +312,15 @@ def test_products_are_merged_on_gpus_only_where_rows_are_few(tiny_model, monkeyp
     assert limits_mb[0] == limits_mb[1] > 1000 and limits_mb[2] == 0
 
 
+def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ahead(tiny_model, monkeypatch):
+    generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
+    programs, launched = generator.programs([[1, 2, 3]], 4), []
+    decode = lambda *args, **how: launched.append(1) or programs.decode(*args, **how)
+    monkeypatch.setattr(generator, "compile_programs", lambda *args: programs._replace(decode=decode))
+    stream = generator.stream([[1, 2, 3]], 4)
+    assert [(next(stream) and len(launched)) for _ in range(4)] == [0, 2, 3, 3]
+
+
 def test_a_call_makes_several_tokens_by_default_on_gpus_only(tiny_model, monkeypatch):
     model = tiny_model(1)
     make = lambda **how: Generator(model, by_name("single", model.sharding), **how).tokens_per_dispatch
