@@ -4,10 +4,12 @@
     python3 scripts/bench_reduce.py --devices 4 --out ...                                               # one process
 
 Rows of "exchange": one reduction of a state of `elements`. Rows of "step": one step of tree_decode; `reduction` "none"
-leaves the local results unmerged, which is what the others add to. `us_median` is by the host's clock: how much longer
-a program of `long_calls` of them one after another takes than one of `calls`, over their difference; `program_us` is
-the rest of a program. `device_us` is the time in which this process's GPUs ran anything, and `kernels` what they ran,
-by the profiler, in other runs of the shorter program. Up to 25 of both come first, for clocks to rise.
+leaves the local results unmerged, which is what the others add to. Rows of "transfer" (`--parts transfer`): what a
+ring's hop does, every device sends `bytes` to the next one; `nccl` are the environment's settings of it. `us_median` is
+by the host's clock: how much longer a program of `long_calls` of them one after another takes than one of `calls`, over
+their difference; `program_us` is the rest of a program. `device_us` is the time in which this process's GPUs ran
+anything, and `kernels` what they ran, by the profiler, in other runs of the shorter program. Up to 25 of both come
+first, for clocks to rise.
 """
 
 import argparse
@@ -24,6 +26,7 @@ HEAD_DIM = 128
 UNROLLED = 8  # exchanges in a turn of the loop: its counter's kernel is then a small part, and compiling takes seconds
 ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024))
 KEYS_PER_DEVICE = (10_240, 80_000, 640_000)
+TRANSFER_BYTES = tuple(round(mb * 1e6) for mb in (1, 2, 4.2, 8.4, 16.8, 42, 84, 168, 328, 655))
 REDUCTIONS = ("allreduce", "gather", "fused", None)
 
 
@@ -48,9 +51,22 @@ def main() -> int:
     mesh = make_mesh({"seq": args.devices})
     parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads)}
     for part in args.parts.split(","):
+        if part == "transfer":
+            transfers(mesh, args)
+            continue
         for labels, turn, arrays, counts in parts[part](mesh):
             write({"what": part} | labels | timed(turn, arrays, n_iters=args.iters, **counts), args)
     return 0
+
+
+def transfers(mesh, args):
+    """Bare transfers to the next device, by size."""
+    from tree_attn import measure
+    from tree_attn.links import neighbour_gb_per_s
+
+    for num_bytes in TRANSFER_BYTES:
+        rate = neighbour_gb_per_s(mesh, num_bytes, n_iters=args.iters)
+        write({"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": measure.nccl_settings()}, args)
 
 
 def exchanges(mesh):
@@ -166,6 +182,9 @@ def write(row: dict, args) -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as file:
         file.write(json.dumps(row | origin) + "\n")
+    if row["what"] == "transfer":
+        print(f"transfer {row['bytes']:11,d} bytes {row['gb_per_s']:6.1f} GB/s", flush=True)
+        return
     size = row.get("elements") or row.get("keys_per_device")
     values = row.get("error") or f"{row['us_median']:8.1f} us, on the device {row['device_us']:8.1f}"
     print(f"{row['what']:9s} {size:8d} {row['reduction'] or 'picked'!s:10s} {values}", flush=True)

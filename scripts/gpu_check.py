@@ -182,14 +182,16 @@ def activation_checks(num_devices: int):
         found = np.asarray(result.addressable_data(0), np.float64)
         scaled = given.astype(np.float64) * 2.0 ** -np.arange(steps)[:, None, None]
         exact = scaled if name == "gather" else scaled.sum(axis=1)
-        eps = float(jnp.finfo(dtype).eps) if name == "sum" else 0.0
+        # n - 1 additions in float32, each off by half a unit at the most, and what rounding to another dtype loses.
+        rounded = 0.0 if dtype == "float32" else float(jnp.finfo(dtype).eps) / 2
+        allowed = (num_devices - 1) * float(jnp.finfo("float32").eps) / 2 + rounded if name == "sum" else 0.0
         size_of = scaled if name == "gather" else np.abs(scaled).sum(axis=1)
         error = np.abs(found - exact) / np.maximum(np.abs(size_of), 1e-30)
         row = dict(what="activations", how=name, dtype=dtype, elements=size, max_relative_error=float(error.max()))
         row |= dict(by_kernel="fused_" in program.lower(x).as_text(), same_bits_everywhere=is_same_everywhere(result))
-        passed = error.max() <= eps and row["same_bits_everywhere"]
+        passed = error.max() <= allowed and row["same_bits_everywhere"]
         passed = passed and (row["by_kernel"] or not _has_gpu() or num_devices == 1)
-        yield row | dict(tolerance=eps, passed=bool(passed))
+        yield row | dict(tolerance=allowed, passed=bool(passed))
 
 
 def sparq_checks(num_devices: int):

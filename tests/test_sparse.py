@@ -10,7 +10,17 @@ import pytest
 from assertions import assert_attention, assert_state
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, cost_model, hlo, make_mesh, merge_states, reference, sparq_decode, storage_order
+from tree_attn import (
+    SoftmaxState,
+    cost_model,
+    hlo,
+    make_mesh,
+    merge_states,
+    reference,
+    sparq_decode,
+    sparse,
+    storage_order,
+)
 
 B, S, H = 2, 24, 16
 LENGTHS = np.array([24, 13], np.int32)
@@ -195,6 +205,19 @@ def test_what_is_read_is_equation_11():
     mean_and_writes = 4 * H
     per_head = cost_model.sparq_transfer_elements(num_keys=S, head_dim=H, num_components=5, num_kept=7)
     assert read - small == B * 2 * (per_head - mean_and_writes)
+
+
+def test_backends_get_the_chosen_keys_eight_by_eight(monkeypatch):
+    slots, attend = [], sparse.attend
+
+    def noting(query, key, value, **how):
+        slots.append(key.shape[1])
+        return attend(query, key, value, **how)
+
+    given, how = arrays(), CHOICE | {"reallocate": False}
+    monkeypatch.setattr(sparse, "attend", noting)
+    assert_state(decode(*given, **how), reference.sparq(*given, key_value_seq_lengths=LENGTHS, **how))
+    assert slots == [8]  # of 7
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,22 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.measure import latency_us
+
+TRANSFER_CHUNK_BYTES = 64 * 1024
+
+
+def spread_transfers() -> None:
+    """Has NCCL spread a transfer to a neighbour over more channels, so that rings run at the link's rate from 40 MB on.
+
+    Of p GPUs of a host NCCL gives a transfer 32 / p channels of some 20 GB/s each, and doubles them only while one has
+    more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send: 16 MB by default (its `addP2pToPlan`), so that 42 MB between
+    eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB they are doubled from 2 MB on. Measured
+    in docs/log.md. Call it before JAX starts its devices; what the environment says already stays.
+
+    Example:
+        >>> spread_transfers()  # then ring_decode, ring_attention
+    """
+    os.environ.setdefault("NCCL_P2P_NVL_CHUNKSIZE", str(TRANSFER_CHUNK_BYTES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

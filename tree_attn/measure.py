@@ -239,6 +239,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def nccl_settings() -> dict[str, str]:
+    """NCCL's settings in the environment, by name; transfers take several times as long with some as with others."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+
+
 class JsonlWriter:
     """Rows in a file, one JSON object a line, each on disk before `append` returns, and each whole or not there at all.
 

@@ -462,7 +462,9 @@ def _attend_rows(grouped, key, value, slots, counts, options: AttentionOptions) 
     batch, num_queries, num_kv_heads, group, head_dim = grouped.shape
     row = jnp.arange(batch)[:, None, None, None]
     head = jnp.arange(num_kv_heads)[None, None, :, None]
-    as_batch = lambda x: x.reshape(-1, x.shape[3], 1, x.shape[4])  # a row for each choice of keys, with one KV head
+    # A row for each choice of keys, with one KV head. Kernels take keys eight by eight; `counts` leaves out the rest.
+    filling = [(0, 0), (0, -slots.shape[3] % 8), (0, 0), (0, 0)]
+    as_batch = lambda x: jnp.pad(x.reshape(-1, x.shape[3], 1, x.shape[4]), filling)
     state = attend(
         grouped.reshape(-1, 1, group, head_dim),
         as_batch(key[row, slots, head]),

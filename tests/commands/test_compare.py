@@ -45,6 +45,7 @@ FIELDS = [
     "max_abs_error",
     "hardware",
     "jax_version",
+    "nccl",
     "git_commit",
     "command",
 ]
@@ -92,6 +93,7 @@ def test_rows_have_all_fields_and_sensible_values(finished):
         assert row["oracle_num_keys"] == row["num_keys"]
         assert row["command"].startswith("tree-attn compare --out ")
         assert row["jax_version"] == jax.__version__
+        assert row["nccl"]["NCCL_P2P_NVL_CHUNKSIZE"] == os.environ["NCCL_P2P_NVL_CHUNKSIZE"]
 
 
 def test_traffic_and_collectives_are_those_predicted(finished):

@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 row = {"context": context, "levels": level} | _time(args, model, place, prompts, name, sparq)
             row |= {
                 "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
+                "nccl": measure.nccl_settings(),
                 "git_commit": measure.git_commit(), "command": args.command_line,
             }  # fmt: skip
             rows.append(row)

@@ -130,7 +130,8 @@ def new_row(case: Case, *, hardware: str, git_commit: str | None, command: str) 
         else None
     )
     return row | {
-        "hardware": hardware, "jax_version": jax.__version__, "git_commit": git_commit, "command": command
+        "hardware": hardware, "jax_version": jax.__version__, "nccl": measure.nccl_settings(),
+        "git_commit": git_commit, "command": command,
     }  # fmt: skip
 
 

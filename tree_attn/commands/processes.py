@@ -15,9 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def join(args: argparse.Namespace, n_devices: int | None):
-    """`tree_attn.distributed.initialize` with these options."""
+    """`tree_attn.distributed.initialize` with these options; NCCL then makes the most of links."""
+    from tree_attn import links
     from tree_attn.distributed import initialize
 
+    links.spread_transfers()
     several = (args.coordinator_address, args.num_processes, args.process_id)
     return initialize(*several, args.local_device_ids, n_devices=n_devices)
 
