@@ -3,9 +3,10 @@
     python3 scripts/soak_fused.py --devices 2,4 --steps 10000 --out docs/results/soak_fused.jsonl       # one process
     python3 scripts/soak_fused.py --devices 2,4 --steps 10000 --out ... --process-per-device            # one per GPU
 
-Each step exchanges two states of different size, independent of one another; in a quarter of the steps the second is
-left out. Before each exchange a rank waits, with probability 1/4, for up to 40 us. Rows say how many elements were
-further from the merge of all states than float32 allows (`wrong`), and how long a step took.
+Each step exchanges two states of different size, independent of one another, and the partial states of an attention, at
+the end of its kernel; in a quarter of the steps the second state is left out. Before each exchange a rank waits, with
+probability 1/4, for up to 40 us. Rows say how many elements were further from the merge of all ranks' states than
+float32 allows, or bfloat16 where attention was by that (`wrong`), and how long a step took.
 """
 
 import argparse
@@ -23,6 +24,9 @@ import gpu_check
 SHAPES = ((1, 1, 16, 128), (3, 5, 8, 64))
 MOST_NS = 40_000
 TOLERANCE = 1e-4  # of sums of a few float32 terms near 1, by the hardware's exponential
+ATTENDED = (1, 512, 4, 128)  # keys of a rank: eight partial states a row
+# Of means of values up to 9, rounded to bfloat16, and of lse; the values of another step or rank would be off by more.
+ATTENDED_TOLERANCE = 0.05
 
 
 def main() -> int:
@@ -54,17 +58,19 @@ def soak(num_devices: int, steps: int, out: pathlib.Path) -> int:
     on_device = functools.partial(_steps, mesh=mesh, steps=min(steps, 1000))
     program = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
     rounds = -(-steps // 1000)
-    wrong, worst, start = 0, 0.0, None
+    wrong, worst, start = 0, np.zeros(2), None
     for i in range(rounds):
         found, error = jax.block_until_ready(program(np.int32(i)))
         start = start or time.perf_counter()  # the first round compiles
-        wrong, worst = wrong + int(local(found)), max(worst, float(local(error)))
+        wrong, worst = wrong + int(local(found)), np.maximum(worst, local(error))
     row = {
         "what": "soak",
         "steps": rounds * min(steps, 1000),
         "shapes": SHAPES,
+        "attended": ATTENDED,
         "wrong": wrong,
-        "max_abs_error": worst,
+        "max_abs_error": float(worst[0]),
+        "max_abs_error_attended": float(worst[1]),
         "us_per_step": (time.perf_counter() - start) / max(1, rounds - 1) / min(steps, 1000) * 1e6,
         "passed": wrong == 0,
     } | gpu_check.environment(num_devices)
@@ -86,34 +92,55 @@ def _steps(round_index, *, mesh, steps):
     import jax
     import jax.numpy as jnp
 
+    from tree_attn import attend
+    from tree_attn.arguments import AttentionOptions
+    from tree_attn.local import shard_attention
+    from tree_attn.placement import Shard
     from tree_attn.reduce import reduce_state
-    from tree_attn.state import merge_states
+    from tree_attn.state import SoftmaxState, merge_states
 
     rank = jax.lax.axis_index("seq")
     ranks = mesh.shape["seq"]
 
-    def exchanged(key, shape, chaos):
-        states = _states(key, ranks, shape)
-        own = jax.tree.map(lambda x: x[rank], states)
+    def zero(chaos):
         delay = jnp.where(jax.random.bernoulli(chaos, 0.25), jax.random.randint(chaos, (), 0, MOST_NS), 0)
-        held = jax.tree.map(lambda x: x + _stall(delay), own)
-        merged, expected = reduce_state(held, ("seq",), "fused", mesh), merge_states(states, axis=0)
+        return _stall(delay)
+
+    def compared(merged, expected, tolerance):
         distance = lambda a, b: jnp.ravel(jnp.where(a == b, 0, jnp.abs(a - b)))  # both may be -inf
         off = jnp.concatenate([distance(a, b) for a, b in zip(merged, expected, strict=True)])
-        return jnp.sum(~(off <= TOLERANCE), dtype=jnp.int32), jnp.max(off)
+        return jnp.sum(~(off <= tolerance), dtype=jnp.int32), jnp.max(off)
+
+    def exchanged(key, shape, chaos):
+        states = _states(key, ranks, shape)
+        held = jax.tree.map(lambda x: x[rank] + zero(chaos), states)
+        return compared(reduce_state(held, ("seq",), "fused", mesh), merge_states(states, axis=0), TOLERANCE)
+
+    def attended(key, chaos):
+        query, keys, values = _attention(key, ranks)
+        held = query + zero(chaos).astype(query.dtype)
+        options = AttentionOptions(implementation="mosaic_gpu")
+        own = shard_attention(held, keys[rank], values[rank], options, Shard())
+        merged = jax.tree.map(lambda x: x.astype(jnp.float32), reduce_state(own, ("seq",), "fused", mesh))
+        of_rank = lambda k, v: SoftmaxState(*attend(query, k, v, implementation="xla"))
+        states = jax.tree.map(lambda x: x.astype(jnp.float32), jax.vmap(of_rank)(keys, values))
+        return compared(merged, merge_states(states, axis=0), ATTENDED_TOLERANCE)
 
     def step(carry, index):
         key = jax.random.fold_in(jax.random.key(round_index), index)
-        chaos = jax.random.split(jax.random.fold_in(key, rank + 1))
+        chaos = jax.random.split(jax.random.fold_in(key, rank + 1), 3)
         first = exchanged(key, SHAPES[0], chaos[0])
+        of_parts = attended(key, chaos[2])
         is_whole = jax.random.bernoulli(key, 0.75)  # the same on all ranks
         nothing = lambda: (jnp.int32(0), jnp.float32(0))
         second = jax.lax.cond(is_whole, lambda: exchanged(key, SHAPES[1], chaos[1]), nothing)
-        wrong, worst = carry
-        return (wrong + first[0] + second[0], jnp.maximum(worst, jnp.maximum(first[1], second[1]))), None
+        wrong, worst, worst_of_parts = carry
+        worst = jnp.maximum(worst, jnp.maximum(first[1], second[1]))
+        return (wrong + first[0] + second[0] + of_parts[0], worst, jnp.maximum(worst_of_parts, of_parts[1])), None
 
-    (wrong, worst), _ = jax.lax.scan(step, (jnp.int32(0), jnp.float32(0)), jnp.arange(steps))
-    return jax.lax.psum(wrong, "seq"), jax.lax.pmax(worst, "seq")
+    start = jnp.int32(0), jnp.float32(0), jnp.float32(0)
+    (wrong, *worst), _ = jax.lax.scan(step, start, jnp.arange(steps))
+    return jax.lax.psum(wrong, "seq"), jax.lax.pmax(jnp.stack(worst), "seq")
 
 
 def _states(key, ranks, shape):
@@ -128,6 +155,18 @@ def _states(key, ranks, shape):
     lse = lse.at[..., 0].set(-jnp.inf).at[1:, ..., 1].set(-jnp.inf)
     out = jax.random.normal(of_out, (ranks, *shape))
     return SoftmaxState(jnp.where(jnp.isneginf(lse)[..., None], 0, out), lse)
+
+
+def _attention(key, ranks):
+    """Of one step: a query, and every rank's keys and values `[ranks, *ATTENDED]`, whose means differ by rank."""
+    import jax
+    import jax.numpy as jnp
+
+    of_query, of_keys, of_values, of_means = jax.random.split(key, 4)
+    query = jax.random.normal(of_query, (ATTENDED[0], 1, *ATTENDED[2:]), jnp.bfloat16)
+    keys = jax.random.normal(of_keys, (ranks, *ATTENDED), jnp.bfloat16)
+    means = jax.random.uniform(of_means, (ranks, 1, 1, ATTENDED[2], 1), maxval=8.0)
+    return query, keys, (means + 0.1 * jax.random.normal(of_values, (ranks, *ATTENDED))).astype(jnp.bfloat16)
 
 
 def _stall(nanoseconds):

@@ -184,18 +184,34 @@ def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, *
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
 def lean_partials(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables) -> Partials:
     """`lean_attention` without its merge, of rows that runs cut."""
-    accs, stats = _launch_runs(query, key, value, tables, shape, config)
+    return Partials(*_launch_runs(query, key, value, tables, shape, config), _spans(shape, config, tables))
+
+
+def _spans(shape: LeanShape, config: LeanConfig, tables):
+    """Which partials are of a row: `spans` of `Partials`."""
     if shape.static_tiles is not None:  # on the host: XLA would compute it again at every step
         spans = [partials_of(shape, config, None, row) for row in range(shape.num_rows)]
-        spans = jnp.asarray(np.array([(first, first + count) for first, count in spans], np.int32))
-    else:
-        first, count = partials_of(shape, config, tables["sequences"], jnp.arange(shape.num_rows, dtype=jnp.int32))
-        spans = jnp.stack([first, first + count], axis=1)
-    return Partials(accs, stats, spans)
+        return jnp.asarray(np.array([(first, first + count) for first, count in spans], np.int32))
+    first, count = partials_of(shape, config, tables["sequences"], jnp.arange(shape.num_rows, dtype=jnp.int32))
+    return jnp.stack([first, first + count], axis=1)
 
 
-def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig):
-    """The first kernel: the results where it leaves whole rows, else accs and stats of `Partials`."""
+@functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))
+def lean_joined(query, key, value, rank, *, shape: LeanShape, config: LeanConfig, epilogue, result, **tables):
+    """`lean_partials` and what makes `out`, like `result`, and lse `[rows, columns]` of them, in one launch.
+
+    Args:
+      epilogue: called by every CTA at its end, `(rank_ref, accs_ref, stats_ref, spans_ref, out_ref, lse_ref)`.
+      rank: what the first of these is of, int32 `[1]`, or None.
+    """
+    tables |= {"spans": _spans(shape, config, tables), "rank": rank}
+    lse = jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
+    _, _, out, lse = _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
+    return out, lse
+
+
+def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=(), epilogue=None):
+    """The first kernel: the results where it leaves whole rows, else accs and stats of `Partials`, and `results`."""
     tables = {name: table for name, table in tables.items() if table is not None}
     num_partials = config.num_ctas + shape.num_rows
     partials = (
@@ -203,8 +219,8 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
         jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
     )
     return launch(
-        functools.partial(_attend_runs, tuple(tables), shape, config),
-        out_type=_results(query, shape) if has_whole_rows(shape, config) else partials,
+        functools.partial(_attend_runs, tuple(tables), shape, config, epilogue),
+        out_type=_results(query, shape) if has_whole_rows(shape, config) else (*partials, *results),
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
@@ -256,8 +272,9 @@ def tiling(dtype, elements: int):
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
-    tables, outputs = dict(zip(names, refs)), refs[len(names) :]
+def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
+    tables, (accs_ref, stats_ref, *results) = dict(zip(names, refs)), refs[len(names) :]
+    end = epilogue and (lambda: epilogue(tables.get("rank"), accs_ref, stats_ref, tables["spans"], *results))
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
     # K, V and P meet in the tensor core with one swizzle, and P is a tile of `block_kv` keys.
     swizzled = tiling(dtype, math.gcd(shape.head_dim, block_kv))
@@ -278,7 +295,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
             "stats_smem": plgpu.SMEM((2, cols), jnp.float32),
         }
     pl.run_scoped(
-        functools.partial(_attend_runs_scoped, tables, shape, config, query_ref, key_ref, value_ref, *outputs),
+        functools.partial(
+            _attend_runs_scoped, tables, shape, config, end, query_ref, key_ref, value_ref, accs_ref, stats_ref
+        ),
         query_smem=smem((cols, shape.head_dim)),
         key_smem=stored((stages, block_kv, shape.head_dim)),
         value_smem=stored((stages, block_kv, shape.padded_head_dim)),
@@ -296,7 +315,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
 
 
 def _attend_runs_scoped(
-    tables, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
+    tables, shape: LeanShape, config: LeanConfig, end, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
     query_smem, key_smem, value_smem, weights_smem, acc_smem, stats_smem,
     query_full, query_free, key_full, key_free, value_full, value_free, wide_key=None, wide_value=None,
 ):  # fmt: skip
@@ -401,6 +420,8 @@ def _attend_runs_scoped(
 
         walk(run, tables, shape, segment)
         plgpu.wait_smem_to_gmem(0)
+        if end is not None:
+            end()
 
 
 class Barriers(NamedTuple):

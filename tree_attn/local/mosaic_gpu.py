@@ -19,6 +19,7 @@ from tree_attn.local.lean_kernel import (
     LeanShape,
     has_whole_rows,
     lean_attention,
+    lean_joined,
     lean_partials,
 )
 from tree_attn.local.tall_kernel import tall_attention
@@ -172,7 +173,11 @@ def lean_state(
     result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
     leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
     takes_partials = leaves_partials and onto is None and exchange is not None and exchange.holds(result)
-    if takes_partials:
+    epilogue = exchange.epilogue(config.num_ctas) if takes_partials else None
+    if epilogue is not None:
+        launched = dict(shape=shape, config=config, epilogue=epilogue, result=result)
+        out, lse = lean_joined(folded, key, value, exchange.rank, **launched, **tables)
+    elif takes_partials:
         partials = lean_partials(folded, key, value, shape=shape, config=config, **tables)
         out, lse = exchange.merge_partials(partials, result)
     else:

@@ -20,6 +20,7 @@ whose slot step n overwrites. The model in `tests/reduce/exchange_model.py` says
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class Buffers:
 
     table:     where the host finds the addresses of all ranks' buffers, and then its own rank, int64 `[num_ranks + 1]`
     capacity:  elements of one slot
-    A buffer is 2 * num_ranks slots of `capacity` words of 8 bytes, then a step number per CTA.
+    A buffer is 2 * num_ranks slots of `capacity` words of 8 bytes, then a step number per CTA and a count of arrivals.
     """
 
     table: int
@@ -58,8 +59,12 @@ class Buffers:
         return 2 * self.num_ranks * self.capacity * WORD_BYTES
 
     @property
-    def num_bytes(self) -> int:
+    def arrivals_offset(self) -> int:
         return self.steps_offset + NUM_CTAS * 4
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arrivals_offset + 4
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
@@ -119,53 +124,127 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def emit(_, *refs):
-        i32, i64, index = ir.IntegerType.get_signless(32), _i64(), ir.IndexType.get()
-        ranks = range(buffers.num_ranks)
-        at = functools.partial(arith.constant, index)
-        count, sent, receive = purpose(*refs[has_rank:])
-
-        thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-        with ir.InsertionPoint(_launch()):  # on the host, at every launch: the kernel gets the addresses as parameters
-            pointer = ir.Type.parse("!llvm.ptr")
-            entries = (_constant(buffers.table + WORD_BYTES * i) for i in range(buffers.num_ranks + 1))
-            *bases, rank = [llvm.load(i64, llvm.inttoptr(pointer, entry)) for entry in entries]
-        if has_rank:
-            rank = arith.extui(i64, memref.load(refs[0], [at(0)]))
-        own = bases[0]
-        for r in ranks:
-            own = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _constant(r)), bases[r], own)
-        counter = _plus(own, _constant(buffers.steps_offset), arith.muli(_constant(4), arith.index_cast(i64, cta)))
-        step = arith.addi(_load(counter, i32), arith.constant(i32, 1))
-        parity = arith.extui(i64, arith.andi(step, arith.constant(i32, 1)))
-        slot_bytes = buffers.capacity * WORD_BYTES
-        slots = arith.muli(parity, _constant(buffers.num_ranks * slot_bytes))
-        own_slot = _plus(slots, arith.muli(rank, _constant(slot_bytes)))
-
-        def each_element(body):
-            first = arith.addi(thread, arith.muli(cta, at(THREADS)))
-            loop = scf.ForOp(first, at(count), at(NUM_CTAS * THREADS))
-            with ir.InsertionPoint(loop.body):
-                body(loop.induction_variable)
-                scf.YieldOp([])
-
-        def send(element):
-            offset, x = _plus(own_slot, _words(element)), sent(element)
-            for base in bases:
-                _send(_plus(base, offset), x, step)
-
-        each_element(send)
-        mgpu.utils.warpgroup_barrier()  # all threads know the step before it is counted
-
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))
-        with mgpu.when(is_first):
-            _store(counter, step)
-
-        def received(element):
-            return [_receive(_plus(own, slots, _constant(r * slot_bytes), _words(element)), step) for r in ranks]
-
-        each_element(functools.partial(receive, received=received))
+        given, rank_ref = refs[has_rank:], refs[0] if has_rank else None
+        _emit_exchange(purpose, given, buffers, _place(buffers, rank_ref))
 
     emit(*refs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """`exchange_partials` as the end of the kernel that leaves the partial states, so that a step is one launch.
+
+    All `num_ctas` CTAs of that kernel call it, each in its first warpgroup, when their partials have reached memory.
+    Each counts itself in; the first `NUM_CTAS` wait for all others, and exchange. Those others wait for nobody, so that
+    it suffices if `NUM_CTAS` + 1 CTAs are resident at a time.
+    """
+
+    buffers: Buffers
+    num_ctas: int
+
+    def __call__(self, rank_ref, *refs) -> None:
+        """Within a kernel: `refs` are of accs, stats, spans, out and lse; `rank_ref` of `rank`, or None."""
+        given = refs if rank_ref is None else (rank_ref, *refs)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(given))
+        def emit(_, *given):
+            place = _place(self.buffers, None if rank_ref is None else given[0])
+            with mgpu.when(_all_have_arrived(self.buffers, place, self.num_ctas)):
+                _emit_exchange(_merging_partials, given[-len(refs) :], self.buffers, place)
+
+        emit(*given)
+
+
+class _Place(NamedTuple):
+    """Addresses of the ranks' buffers and of this rank's own, and the rank: i64."""
+
+    bases: list
+    own: Any
+    rank: Any
+
+
+def _place(buffers: Buffers, rank_ref) -> _Place:
+    with ir.InsertionPoint(_launch()):  # on the host, at every launch: the kernel gets the addresses as parameters
+        pointer = ir.Type.parse("!llvm.ptr")
+        entries = (_constant(buffers.table + WORD_BYTES * i) for i in range(buffers.num_ranks + 1))
+        *bases, rank = [llvm.load(_i64(), llvm.inttoptr(pointer, entry)) for entry in entries]
+    if rank_ref is not None:
+        rank = arith.extui(_i64(), memref.load(rank_ref, [arith.constant(ir.IndexType.get(), 0)]))
+    own = bases[0]
+    for r in range(buffers.num_ranks):
+        own = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, _constant(r)), bases[r], own)
+    return _Place(bases, own, rank)
+
+
+def _all_have_arrived(buffers: Buffers, place: _Place, num_ctas: int):
+    """Counts this CTA in; in the first `NUM_CTAS` waits for all others, and returns whether it is one of them.
+
+    The first adds what is missing to 2^16, so that the count's upper half changes with the last arrival, and nobody
+    need set it back.
+    """
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    at = functools.partial(arith.constant, index)
+    thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
+    count = _plus(place.own, _constant(buffers.arrivals_offset))
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, cta, at(0))
+    added = arith.select(is_first, arith.constant(i32, 2**16 - (num_ctas - 1)), arith.constant(i32, 1))
+    exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, at(NUM_CTAS))
+    waits = arith.extui(i32, exchanges)
+    mgpu.utils.warpgroup_barrier()  # what all threads wrote comes before
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))):
+        asm(
+            "{ .reg .b32 before, now; .reg .pred is_waiting; "
+            "atom.add.release.gpu.global.u32 before, [$0], $1; "
+            "setp.ne.u32 is_waiting, $2, 0; @!is_waiting bra DONE; "
+            "AGAIN: ld.acquire.gpu.global.u32 now, [$0]; xor.b32 now, now, before; shr.u32 now, now, 16; "
+            "setp.eq.u32 is_waiting, now, 0; @is_waiting bra AGAIN; DONE: }",
+            None,
+            count,
+            added,
+            waits,
+            orders_memory=True,
+        )
+    mgpu.utils.warpgroup_barrier()
+    return exchanges
+
+
+def _emit_exchange(purpose, refs, buffers: Buffers, place: _Place) -> None:
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    at = functools.partial(arith.constant, index)
+    count, sent, receive = purpose(*refs)
+    thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
+    own = place.own
+    counter = _plus(own, _constant(buffers.steps_offset), arith.muli(_constant(4), arith.index_cast(_i64(), cta)))
+    step = arith.addi(_load(counter, i32), arith.constant(i32, 1))
+    parity = arith.extui(_i64(), arith.andi(step, arith.constant(i32, 1)))
+    slot_bytes = buffers.capacity * WORD_BYTES
+    slots = arith.muli(parity, _constant(buffers.num_ranks * slot_bytes))
+    own_slot = _plus(slots, arith.muli(place.rank, _constant(slot_bytes)))
+
+    def each_element(body):
+        first = arith.addi(thread, arith.muli(cta, at(THREADS)))
+        loop = scf.ForOp(first, at(count), at(NUM_CTAS * THREADS))
+        with ir.InsertionPoint(loop.body):
+            body(loop.induction_variable)
+            scf.YieldOp([])
+
+    def send(element):
+        offset, x = _plus(own_slot, _words(element)), sent(element)
+        for base in place.bases:
+            _send(_plus(base, offset), x, step)
+
+    each_element(send)
+    mgpu.utils.warpgroup_barrier()  # all threads know the step before it is counted
+
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))
+    with mgpu.when(is_first):
+        _store(counter, step)
+
+    def received(element):
+        words = _words(element)
+        return [_receive(_plus(own, slots, _constant(r * slot_bytes), words), step) for r in range(buffers.num_ranks)]
+
+    each_element(functools.partial(receive, received=received))
 
 
 def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):

@@ -12,7 +12,15 @@ from jax.sharding import Mesh
 from tree_attn.local import ShardAttention
 from tree_attn.local.lean_kernel import Partials
 from tree_attn.peer_memory import peer_memory
-from tree_attn.reduce.exchange_kernel import Buffers, exchange, exchange_gather, exchange_partials, exchange_sum
+from tree_attn.reduce.exchange_kernel import (
+    NUM_CTAS,
+    Buffers,
+    Epilogue,
+    exchange,
+    exchange_gather,
+    exchange_partials,
+    exchange_sum,
+)
 from tree_attn.state import SoftmaxState
 
 MAX_ELEMENTS = 1 << 18  # of one device; beyond, sending 8 bytes for 4 costs more than is saved
@@ -35,6 +43,10 @@ class Exchange:
     def holds(self, out: jax.ShapeDtypeStruct) -> bool:
         """Whether a state `[rows, columns, H]` fits, which may be larger for padding than the one asked for."""
         return math.prod(out.shape[:-1]) * (out.shape[-1] + 1) <= self.buffers.capacity
+
+    def epilogue(self, num_ctas: int) -> Epilogue | None:
+        """What merges partial states at the end of the kernel of so many CTAs that leaves them; None of too few."""
+        return Epilogue(self.buffers, num_ctas) if num_ctas >= NUM_CTAS else None
 
     def merge_partials(self, partials: Partials, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
         """`out [rows, columns, H]`, which is like `result`, and `lse [rows, columns]`."""
