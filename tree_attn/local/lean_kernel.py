@@ -35,6 +35,9 @@ SMEM_BYTES_PER_SM = 227 * 1024
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 MIN_BLOCK_KV = 64  # rows that a tensor core takes
+# Partials of a row that a thread which merges them reads at once; so many lie beyond the last, for it to read in vain.
+# With more, the kernel that ends so would need more than the 128 registers that let two CTAs share an SM.
+MOST_AT_ONCE = 18
 TALL_ROWS = 128  # query columns of a block where they are the rows of the tensor core; else there are at most 64
 
 
@@ -201,7 +204,8 @@ def lean_joined(query, key, value, rank, *, shape: LeanShape, config: LeanConfig
     """`lean_partials` and what makes `out`, like `result`, and lse `[rows, columns]` of them, in one launch.
 
     Args:
-      epilogue: called by every CTA at its end, `(rank_ref, accs_ref, stats_ref, spans_ref, out_ref, lse_ref)`.
+      epilogue: called by every CTA at its end, `(rank_ref, accs_ref, stats_ref, spans_ref, out_ref, lse_ref)`; waits
+        for what the CTA is still copying.
       rank: what the first of these is of, int32 `[1]`, or None.
     """
     tables |= {"spans": _spans(shape, config, tables), "rank": rank}
@@ -213,7 +217,7 @@ def lean_joined(query, key, value, rank, *, shape: LeanShape, config: LeanConfig
 def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=(), epilogue=None):
     """The first kernel: the results where it leaves whole rows, else accs and stats of `Partials`, and `results`."""
     tables = {name: table for name, table in tables.items() if table is not None}
-    num_partials = config.num_ctas + shape.num_rows
+    num_partials = config.num_ctas + shape.num_rows + MOST_AT_ONCE
     partials = (
         jax.ShapeDtypeStruct((num_partials, shape.padded_head_dim, shape.cols), jnp.float32),
         jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
@@ -419,8 +423,9 @@ def _attend_runs_scoped(
             plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
         walk(run, tables, shape, segment)
-        plgpu.wait_smem_to_gmem(0)
-        if end is not None:
+        if end is None:
+            plgpu.wait_smem_to_gmem(0)
+        else:
             end()
 
 

@@ -30,12 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
+from tree_attn.local.lean_kernel import MOST_AT_ONCE
 from tree_attn.ptx import asm
 
 NUM_CTAS = 64  # in every exchange, for each counts steps by itself
 THREADS = 128
 WORD_BYTES = 8
-PARTIALS_AT_ONCE = 8  # that a thread reads before it waits for one: a dependent load takes longer than all arithmetic
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -177,7 +177,7 @@ def _place(buffers: Buffers, rank_ref) -> _Place:
 
 
 def _all_have_arrived(buffers: Buffers, place: _Place, num_ctas: int):
-    """Counts this CTA in; in the first `NUM_CTAS` waits for all others, and returns whether it is one of them.
+    """Counts this CTA in when its copies have ended; in the first `NUM_CTAS` waits for all, and returns whether in one.
 
     The first adds what is missing to 2^16, so that the count's upper half changes with the last arrival, and nobody
     need set it back.
@@ -185,23 +185,24 @@ def _all_have_arrived(buffers: Buffers, place: _Place, num_ctas: int):
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    count = _plus(place.own, _constant(buffers.arrivals_offset))
     is_first = arith.cmpi(arith.CmpIPredicate.eq, cta, at(0))
     added = arith.select(is_first, arith.constant(i32, 2**16 - (num_ctas - 1)), arith.constant(i32, 1))
     exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, at(NUM_CTAS))
-    waits = arith.extui(i32, exchanges)
-    mgpu.utils.warpgroup_barrier()  # what all threads wrote comes before
-    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))):
+    count = _plus(place.own, _constant(buffers.arrivals_offset))
+    before = asm("ld.relaxed.gpu.global.u32 $0, [$1];", i32, count)  # nobody can be past what we have not reached
+    asm("cp.async.bulk.wait_group 0;", None, orders_memory=True)
+    mgpu.utils.warpgroup_barrier()
+    leads = arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))
+    with mgpu.when(leads):
+        asm("red.release.gpu.global.add.u32 [$0], $1;", None, count, added, orders_memory=True)
+    with mgpu.when(arith.andi(leads, exchanges)):
         asm(
-            "{ .reg .b32 before, now; .reg .pred is_waiting; "
-            "atom.add.release.gpu.global.u32 before, [$0], $1; "
-            "setp.ne.u32 is_waiting, $2, 0; @!is_waiting bra DONE; "
-            "AGAIN: ld.acquire.gpu.global.u32 now, [$0]; xor.b32 now, now, before; shr.u32 now, now, 16; "
-            "setp.eq.u32 is_waiting, now, 0; @is_waiting bra AGAIN; DONE: }",
+            "{ .reg .b32 now; .reg .pred is_waiting; "
+            "AGAIN: ld.acquire.gpu.global.u32 now, [$0]; xor.b32 now, now, $1; shr.u32 now, now, 16; "
+            "setp.eq.u32 is_waiting, now, 0; @is_waiting bra AGAIN; }",
             None,
             count,
-            added,
-            waits,
+            before,
             orders_memory=True,
         )
     mgpu.utils.warpgroup_barrier()
@@ -265,26 +266,30 @@ def _merging_partials(accs_ref, stats_ref, spans_ref, merged_ref, merged_lse_ref
     at = functools.partial(arith.constant, index)
     real = functools.partial(arith.constant, f32)
     count, place, receive = _merged(merged_ref, merged_lse_ref)
+    # All of a row, where runs are equally long and there are few: a dependent load takes longer than all arithmetic.
+    partials, rows = ir.MemRefType(accs_ref.type).shape[0] - MOST_AT_ONCE, ir.MemRefType(spans_ref.type).shape[0]
+    at_once = min(-(-partials // rows), MOST_AT_ONCE)
 
     def sent(element):
         row, column, dim, is_lse = place(element)
         first, end = (arith.index_cast(index, memref.load(spans_ref, [row, at(i)])) for i in range(2))
-        loop = scf.ForOp(first, end, at(PARTIALS_AT_ONCE), [real(LOWEST), real(0.0), real(0.0)])
+        loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
         with ir.InsertionPoint(loop.body):
             top, total, acc = loop.inner_iter_args
-            parts, weights = [], []
-            for i in range(PARTIALS_AT_ONCE):
-                # Past the end the last partial is read again and weighs nothing.
+            parts = []
+            for i in range(at_once):
                 partial = arith.addi(loop.induction_variable, at(i))
-                weights.append(arith.select(arith.cmpi(arith.CmpIPredicate.ult, partial, end), real(1.0), real(0.0)))
-                partial = arith.minui(partial, arith.subi(end, at(1)))
-                of_part = [memref.load(stats_ref, [partial, at(which), column]) for which in range(2)]
-                parts.append((*of_part, memref.load(accs_ref, [partial, dim, column])))
+                is_part = arith.cmpi(arith.CmpIPredicate.ult, partial, end)
+                found = [memref.load(stats_ref, [partial, at(which), column]) for which in range(2)]
+                found.append(memref.load(accs_ref, [partial, dim, column]))
+                # Past the end is what another row left, or nobody.
+                nothing = (real(LOWEST), real(0.0), real(0.0))
+                parts.append([arith.select(is_part, x, other) for x, other in zip(found, nothing)])
             new_top = functools.reduce(arith.maximumf, [part_top for part_top, _, _ in parts], top)
             decay = _exp2(arith.subf(top, new_top))
             total, acc = arith.mulf(total, decay), arith.mulf(acc, decay)
-            for weight, (part_top, part_total, part_acc) in zip(weights, parts):
-                decay = arith.mulf(weight, _exp2(arith.subf(part_top, new_top)))
+            for part_top, part_total, part_acc in parts:
+                decay = _exp2(arith.subf(part_top, new_top))
                 total = arith.addf(total, arith.mulf(decay, part_total))
                 acc = arith.addf(acc, arith.mulf(decay, part_acc))
             scf.YieldOp([new_top, total, acc])
