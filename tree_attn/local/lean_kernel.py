@@ -204,27 +204,26 @@ def lean_joined(query, key, value, rank, *, shape: LeanShape, config: LeanConfig
     """`lean_partials` and what makes `out`, like `result`, and lse `[rows, columns]` of them, in one launch.
 
     Args:
-      epilogue: called by every CTA at its end, `(rank_ref, accs_ref, stats_ref, spans_ref, out_ref, lse_ref)`; waits
-        for what the CTA is still copying.
-      rank: what the first of these is of, int32 `[1]`, or None.
+      epilogue: takes the partials as they are made (`tree_attn.reduce.exchange_kernel.Epilogue`).
+      rank: what it takes by this name, int32 `[1]` or None.
     """
     tables |= {"spans": _spans(shape, config, tables), "rank": rank}
     lse = jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
-    _, _, out, lse = _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
-    return out, lse
+    return _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
 
 
-def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=(), epilogue=None):
-    """The first kernel: the results where it leaves whole rows, else accs and stats of `Partials`, and `results`."""
+def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=None, epilogue=None):
+    """The first kernel: `results`, of its `epilogue` or where it leaves whole rows; else accs, stats of `Partials`."""
     tables = {name: table for name, table in tables.items() if table is not None}
     num_partials = config.num_ctas + shape.num_rows + MOST_AT_ONCE
     partials = (
         jax.ShapeDtypeStruct((num_partials, shape.padded_head_dim, shape.cols), jnp.float32),
         jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
     )
+    results = results or (_results(query, shape) if has_whole_rows(shape, config) else partials)
     return launch(
         functools.partial(_attend_runs, tuple(tables), shape, config, epilogue),
-        out_type=_results(query, shape) if has_whole_rows(shape, config) else (*partials, *results),
+        out_type=results,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
@@ -277,8 +276,7 @@ def tiling(dtype, elements: int):
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
-    tables, (accs_ref, stats_ref, *results) = dict(zip(names, refs)), refs[len(names) :]
-    end = epilogue and (lambda: epilogue(tables.get("rank"), accs_ref, stats_ref, tables["spans"], *results))
+    tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
     # K, V and P meet in the tensor core with one swizzle, and P is a tile of `block_kv` keys.
     swizzled = tiling(dtype, math.gcd(shape.head_dim, block_kv))
@@ -293,6 +291,8 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
             "acc_smem": smem((cols, shape.padded_head_dim), transforms=tiling(dtype, math.gcd(shape.head_dim, 64))),
             "stats_smem": plgpu.SMEM((cols,), jnp.float32),
         }
+    elif epilogue is not None:
+        left = {}
     else:
         left = {
             "acc_smem": plgpu.SMEM((shape.padded_head_dim, cols), jnp.float32),
@@ -300,7 +300,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         }
     pl.run_scoped(
         functools.partial(
-            _attend_runs_scoped, tables, shape, config, end, query_ref, key_ref, value_ref, accs_ref, stats_ref
+            _attend_runs_scoped, tables, shape, config, epilogue, query_ref, key_ref, value_ref, *outputs
         ),
         query_smem=smem((cols, shape.head_dim)),
         key_smem=stored((stages, block_kv, shape.head_dim)),
@@ -319,9 +319,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
 
 
 def _attend_runs_scoped(
-    tables, shape: LeanShape, config: LeanConfig, end, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
-    query_smem, key_smem, value_smem, weights_smem, acc_smem, stats_smem,
-    query_full, query_free, key_full, key_free, value_full, value_free, wide_key=None, wide_value=None,
+    tables, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
+    query_smem, key_smem, value_smem, weights_smem, query_full, query_free, key_full, key_free, value_full, value_free,
+    acc_smem=None, stats_smem=None, wide_key=None, wide_value=None,
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
     padded = shape.padded_head_dim
@@ -340,6 +340,7 @@ def _attend_runs_scoped(
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
         per_column = plgpu.Layout.WGMMA.reduce(0)
+        step = None if epilogue is None else epilogue.begin(tables.get("rank"))
 
         def segment(row, begin):
             plgpu.barrier_wait(query_full)
@@ -405,8 +406,12 @@ def _attend_runs_scoped(
             def _():
                 plgpu.barrier_arrive(query_free)
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
             acc = acc if value_scale is None else acc * value_scale
+            if epilogue is not None:
+                columns, partial = accs_ref.shape[1], lax.axis_index("cta") + row.index
+                epilogue.leave(tables.get("rank"), step, partial, acc, top, total.sum(axis=0), columns)
+                return
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
             if has_whole_rows(shape, config):
                 finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
                 # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
@@ -423,10 +428,9 @@ def _attend_runs_scoped(
             plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
         walk(run, tables, shape, segment)
-        if end is None:
-            plgpu.wait_smem_to_gmem(0)
-        else:
-            end()
+        plgpu.wait_smem_to_gmem(0)
+        if epilogue is not None:  # then these are the merged results
+            epilogue.end(tables.get("rank"), step, tables["spans"], accs_ref, stats_ref, shape.padded_head_dim)
 
 
 class Barriers(NamedTuple):

@@ -173,7 +173,8 @@ def lean_state(
     result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
     leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
     takes_partials = leaves_partials and onto is None and exchange is not None and exchange.holds(result)
-    epilogue = exchange.epilogue(config.num_ctas) if takes_partials else None
+    words = (config.num_ctas + shape.num_rows) * (shape.padded_head_dim + 2) * columns
+    epilogue = exchange.epilogue(config.num_ctas, words) if takes_partials else None
     if epilogue is not None:
         launched = dict(shape=shape, config=config, epilogue=epilogue, result=result)
         out, lse = lean_joined(folded, key, value, exchange.rank, **launched, **tables)

@@ -34,8 +34,11 @@ from tree_attn.local.lean_kernel import MOST_AT_ONCE
 from tree_attn.ptx import asm
 
 NUM_CTAS = 64  # in every exchange, for each counts steps by itself
+MAX_CTAS = 1024  # of a kernel that ends in an exchange
+PARTIAL_WORDS = 1 << 21
 THREADS = 128
 WORD_BYTES = 8
+WORDS_AT_ONCE = 9  # partials in words that a thread reads at once: with more, two CTAs no longer share an SM
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -45,7 +48,8 @@ class Buffers:
 
     table:     where the host finds the addresses of all ranks' buffers, and then its own rank, int64 `[num_ranks + 1]`
     capacity:  elements of one slot
-    A buffer is 2 * num_ranks slots of `capacity` words of 8 bytes, then a step number per CTA and a count of arrivals.
+    A buffer is 2 * num_ranks slots of `capacity` words of 8 bytes; then the number of exchanges so far, for each of
+    MAX_CTAS CTAs to read before it counts itself; then PARTIAL_WORDS for this device's own partial states.
     """
 
     table: int
@@ -59,12 +63,12 @@ class Buffers:
         return 2 * self.num_ranks * self.capacity * WORD_BYTES
 
     @property
-    def arrivals_offset(self) -> int:
-        return self.steps_offset + NUM_CTAS * 4
+    def partials_offset(self) -> int:
+        return self.steps_offset + MAX_CTAS * 4
 
     @property
     def num_bytes(self) -> int:
-        return self.arrivals_offset + 4
+        return self.partials_offset + PARTIAL_WORDS * WORD_BYTES
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
@@ -124,35 +128,106 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def emit(_, *refs):
-        given, rank_ref = refs[has_rank:], refs[0] if has_rank else None
-        _emit_exchange(purpose, given, buffers, _place(buffers, rank_ref))
+        place = _place(buffers, refs[0] if has_rank else None)
+        step = arith.addi(_load(_counter(buffers, place), _i32()), arith.constant(_i32(), 1))
+
+        def counted():
+            mgpu.utils.warpgroup_barrier()  # all threads know the step before it is counted
+            _count(buffers, place, step, NUM_CTAS)
+
+        _emit_exchange(*purpose(*refs[has_rank:]), buffers, place, step, counted)
 
     emit(*refs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """`exchange_partials` as the end of the kernel that leaves the partial states, so that a step is one launch.
+    """The exchange as the end of the kernel that makes partial states, so that a step is one launch.
 
-    All `num_ctas` CTAs of that kernel call it, each in its first warpgroup, when their partials have reached memory.
-    Each counts itself in; the first `NUM_CTAS` wait for all others, and exchange. Those others wait for nobody, so that
-    it suffices if `NUM_CTAS` + 1 CTAs are resident at a time.
+    Partials go to words of 8 bytes too, in this device's own buffer, which bear the step's number: who merges them
+    reads until it is there, and nobody need wait for a CTA, or for a copy to end. All `num_ctas` CTAs call the three
+    methods, each in its first warpgroup; the first `NUM_CTAS` exchange, and wait for the others' partials, which wait
+    for nobody. So more than `NUM_CTAS` must be resident at a time.
+
+    In all of them `rank_ref` is of `exchange`'s rank, or None.
     """
 
     buffers: Buffers
     num_ctas: int
 
-    def __call__(self, rank_ref, *refs) -> None:
-        """Within a kernel: `refs` are of accs, stats, spans, out and lse; `rank_ref` of `rank`, or None."""
-        given = refs if rank_ref is None else (rank_ref, *refs)
+    def begin(self, rank_ref):
+        """The number of the step, which the others take."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(given))
-        def emit(_, *given):
-            place = _place(self.buffers, None if rank_ref is None else given[0])
-            with mgpu.when(_all_have_arrived(self.buffers, place, self.num_ctas)):
-                _emit_exchange(_merging_partials, given[-len(refs) :], self.buffers, place)
+        def emit(place):
+            step = arith.addi(_load(_counter(self.buffers, place), _i32()), arith.constant(_i32(), 1))
+            return mgpu.FragmentedArray.splat(step, (), is_signed=True)
 
-        emit(*given)
+        return self._inline(emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+
+    def leave(self, rank_ref, step, partial, acc, top, total, columns: int) -> None:
+        """Partial number `partial`: `acc [Hp, cols]`, `top` and `total [cols]` of the product's layout.
+
+        Of `cols` those from `columns` on are padding, and left out.
+        """
+        head_dim = acc.shape[0]
+
+        def emit(place, step, partial, *state):
+            step, partial = step.registers.item(), partial.registers.item()
+            first = _partial_words(
+                self.buffers, place, arith.index_cast(ir.IndexType.get(), partial), head_dim, columns
+            )
+            thread = gpu.thread_id(gpu.Dimension.x)
+            at = functools.partial(arith.constant, ir.IndexType.get())
+
+            def store(x, dim, column, is_mine=None):
+                wanted = arith.cmpi(arith.CmpIPredicate.ult, column, at(columns))
+                with mgpu.when(wanted if is_mine is None else arith.andi(wanted, is_mine)):
+                    word = arith.addi(arith.muli(dim, at(columns)), column)
+                    _send(_plus(first, _words(word)), x, step)
+
+            of_dims, *of_columns = state
+            of_dims.foreach(lambda x, where: store(x, *where))
+            # All threads have them, the first four for all columns.
+            is_mine = arith.cmpi(arith.CmpIPredicate.ult, thread, at(4))
+            for i, x in enumerate(of_columns):
+                x.foreach(lambda x, where, i=i: store(x, at(head_dim + i), *where, is_mine))
+
+        per_column = plgpu.Layout.WGMMA.reduce(0)
+        self._inline(
+            emit, rank_ref, (step, _SCALAR), (partial, _SCALAR), (acc, plgpu.Layout.WGMMA), (top, per_column),
+            (total, per_column),
+        )  # fmt: skip
+
+    def end(self, rank_ref, step, spans_ref, out_ref, lse_ref, padded_head_dim: int) -> None:
+        """Exchanges: `spans_ref` of which partials are of a row, and `out_ref`, `lse_ref` of the results."""
+
+        def emit(place, step, spans_ref, out_ref, lse_ref):
+            step = step.registers.item()
+            cta = gpu.block_id(gpu.Dimension.x)
+            exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, arith.constant(ir.IndexType.get(), NUM_CTAS))
+            with mgpu.when(exchanges):
+                where = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
+                purpose = _merging_words(where, padded_head_dim, self.num_ctas, step, spans_ref, out_ref, lse_ref)
+                _emit_exchange(*purpose, self.buffers, place, step)
+            mgpu.utils.warpgroup_barrier()
+            _count(self.buffers, place, step, self.num_ctas)
+
+        refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
+        self._inline(emit, rank_ref, (step, _SCALAR), *refs)
+
+    def _inline(self, emit, rank_ref, *given, returned=None):
+        given = ([] if rank_ref is None else [(rank_ref, plgpu.RefType())]) + list(given)
+
+        @plgpu.inline_mgpu(arg_types=tuple(kind for _, kind in given), return_type=returned)
+        def emitted(_, *values):
+            if rank_ref is None:
+                return emit(_place(self.buffers, None), *values)
+            return emit(_place(self.buffers, values[0]), *values[1:])
+
+        return emitted(*(value for value, _ in given))
+
+
+_SCALAR = plgpu.Layout.WG_SPLAT
 
 
 class _Place(NamedTuple):
@@ -176,47 +251,27 @@ def _place(buffers: Buffers, rank_ref) -> _Place:
     return _Place(bases, own, rank)
 
 
-def _all_have_arrived(buffers: Buffers, place: _Place, num_ctas: int):
-    """Counts this CTA in when its copies have ended; in the first `NUM_CTAS` waits for all, and returns whether in one.
+def _counter(buffers: Buffers, place: _Place):
+    """Where this CTA reads how many exchanges there were."""
+    cta = arith.index_cast(_i64(), gpu.block_id(gpu.Dimension.x))
+    return _plus(place.own, _constant(buffers.steps_offset), arith.muli(_constant(4), cta))
 
-    The first adds what is missing to 2^16, so that the count's upper half changes with the last arrival, and nobody
-    need set it back.
-    """
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+
+def _count(buffers: Buffers, place: _Place, step, num_ctas: int) -> None:
+    """Leaves the number of exchanges for this CTA's next, and for those of larger kernels that are not here."""
+    index = ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    is_first = arith.cmpi(arith.CmpIPredicate.eq, cta, at(0))
-    added = arith.select(is_first, arith.constant(i32, 2**16 - (num_ctas - 1)), arith.constant(i32, 1))
-    exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, at(NUM_CTAS))
-    count = _plus(place.own, _constant(buffers.arrivals_offset))
-    before = asm("ld.relaxed.gpu.global.u32 $0, [$1];", i32, count)  # nobody can be past what we have not reached
-    asm("cp.async.bulk.wait_group 0;", None, orders_memory=True)
-    mgpu.utils.warpgroup_barrier()
-    leads = arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))
-    with mgpu.when(leads):
-        asm("red.release.gpu.global.add.u32 [$0], $1;", None, count, added, orders_memory=True)
-    with mgpu.when(arith.andi(leads, exchanges)):
-        asm(
-            "{ .reg .b32 now; .reg .pred is_waiting; "
-            "AGAIN: ld.acquire.gpu.global.u32 now, [$0]; xor.b32 now, now, $1; shr.u32 now, now, 16; "
-            "setp.eq.u32 is_waiting, now, 0; @is_waiting bra AGAIN; }",
-            None,
-            count,
-            before,
-            orders_memory=True,
-        )
-    mgpu.utils.warpgroup_barrier()
-    return exchanges
+    reader = arith.addi(cta, arith.muli(thread, at(num_ctas)))
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, reader, at(MAX_CTAS))):
+        reader = arith.index_cast(_i64(), reader)
+        _store(_plus(place.own, _constant(buffers.steps_offset), arith.muli(_constant(4), reader)), step)
 
 
-def _emit_exchange(purpose, refs, buffers: Buffers, place: _Place) -> None:
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+def _emit_exchange(count: int, sent, receive, buffers: Buffers, place: _Place, step, counted=lambda: None) -> None:
+    i32, index = _i32(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
-    count, sent, receive = purpose(*refs)
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    own = place.own
-    counter = _plus(own, _constant(buffers.steps_offset), arith.muli(_constant(4), arith.index_cast(_i64(), cta)))
-    step = arith.addi(_load(counter, i32), arith.constant(i32, 1))
     parity = arith.extui(_i64(), arith.andi(step, arith.constant(i32, 1)))
     slot_bytes = buffers.capacity * WORD_BYTES
     slots = arith.muli(parity, _constant(buffers.num_ranks * slot_bytes))
@@ -235,15 +290,13 @@ def _emit_exchange(purpose, refs, buffers: Buffers, place: _Place) -> None:
             _send(_plus(base, offset), x, step)
 
     each_element(send)
-    mgpu.utils.warpgroup_barrier()  # all threads know the step before it is counted
-
-    is_first = arith.cmpi(arith.CmpIPredicate.eq, thread, at(0))
-    with mgpu.when(is_first):
-        _store(counter, step)
+    counted()
 
     def received(element):
         words = _words(element)
-        return [_receive(_plus(own, slots, _constant(r * slot_bytes), words), step) for r in range(buffers.num_ranks)]
+        return [
+            _receive(_plus(place.own, slots, _constant(r * slot_bytes), words), step) for r in range(buffers.num_ranks)
+        ]
 
     each_element(functools.partial(receive, received=received))
 
@@ -262,9 +315,9 @@ def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
 
 def _merging_partials(accs_ref, stats_ref, spans_ref, merged_ref, merged_lse_ref):
     """States of which each row's parts are still to be merged: every thread does so for its element."""
-    f32, index = ir.F32Type.get(), ir.IndexType.get()
+    index = ir.IndexType.get()
     at = functools.partial(arith.constant, index)
-    real = functools.partial(arith.constant, f32)
+    real = functools.partial(arith.constant, ir.F32Type.get())
     count, place, receive = _merged(merged_ref, merged_lse_ref)
     # All of a row, where runs are equally long and there are few: a dependent load takes longer than all arithmetic.
     partials, rows = ir.MemRefType(accs_ref.type).shape[0] - MOST_AT_ONCE, ir.MemRefType(spans_ref.type).shape[0]
@@ -285,20 +338,82 @@ def _merging_partials(accs_ref, stats_ref, spans_ref, merged_ref, merged_lse_ref
                 # Past the end is what another row left, or nobody.
                 nothing = (real(LOWEST), real(0.0), real(0.0))
                 parts.append([arith.select(is_part, x, other) for x, other in zip(found, nothing)])
-            new_top = functools.reduce(arith.maximumf, [part_top for part_top, _, _ in parts], top)
-            decay = _exp2(arith.subf(top, new_top))
-            total, acc = arith.mulf(total, decay), arith.mulf(acc, decay)
-            for part_top, part_total, part_acc in parts:
-                decay = _exp2(arith.subf(part_top, new_top))
-                total = arith.addf(total, arith.mulf(decay, part_total))
-                acc = arith.addf(acc, arith.mulf(decay, part_acc))
-            scf.YieldOp([new_top, total, acc])
-        top, total, acc = loop.results
-        is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, real(0.0))
-        lse = arith.mulf(arith.addf(top, _log2(total)), real(math.log(2)))
-        lse = arith.select(is_empty, real(-math.inf), lse)
-        out = arith.select(is_empty, real(0.0), arith.divf(acc, total))
-        return arith.select(is_lse, lse, out)
+            scf.YieldOp(_folded(parts, top, total, acc))
+        return _finished(*loop.results, is_lse)
+
+    return count, sent, receive
+
+
+def _folded(parts, top, total, acc):
+    """Unnormalised `(top, total, acc)` with those of `parts`."""
+    new_top = functools.reduce(arith.maximumf, [part_top for part_top, _, _ in parts], top)
+    decay = _exp2(arith.subf(top, new_top))
+    total, acc = arith.mulf(total, decay), arith.mulf(acc, decay)
+    for part_top, part_total, part_acc in parts:
+        decay = _exp2(arith.subf(part_top, new_top))
+        total = arith.addf(total, arith.mulf(decay, part_total))
+        acc = arith.addf(acc, arith.mulf(decay, part_acc))
+    return new_top, total, acc
+
+
+def _finished(top, total, acc, is_lse):
+    """What an element of `out` or of lse is of a merged row."""
+    real = functools.partial(arith.constant, ir.F32Type.get())
+    is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, real(0.0))
+    lse = arith.mulf(arith.addf(top, _log2(total)), real(math.log(2)))
+    lse = arith.select(is_empty, real(-math.inf), lse)
+    return arith.select(is_lse, lse, arith.select(is_empty, real(0.0), arith.divf(acc, total)))
+
+
+def _partial_words(buffers: Buffers, place: _Place, partial, head_dim: int, columns: int):
+    """Address of the words of a partial: for each of `head_dim` head dims, then max and sum, `columns` of them."""
+    size = _constant((head_dim + 2) * columns * WORD_BYTES)
+    offset = arith.muli(arith.index_cast(_i64(), partial), size)
+    return _plus(place.own, _constant(buffers.partials_offset), offset)
+
+
+def _merging_words(where, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):
+    """As `_merging_partials`, of partials in words: each is read until it bears the number of the step."""
+    i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
+    at = functools.partial(arith.constant, index)
+    real = functools.partial(arith.constant, f32)
+    count, place, receive = _merged(merged_ref, merged_lse_ref)
+    rows, columns, _ = ir.MemRefType(merged_ref.type).shape
+    at_once = min(-(-num_ctas // rows) + 1, WORDS_AT_ONCE)
+
+    def sent(element):
+        row, column, dim, is_lse = place(element)
+        first, end = (arith.index_cast(index, memref.load(spans_ref, [row, at(i)])) for i in range(2))
+        loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
+        with ir.InsertionPoint(loop.body):
+            top, total, acc = loop.inner_iter_args
+            are_parts, addresses = [], []
+            for i in range(at_once):
+                partial = arith.addi(loop.induction_variable, at(i))
+                are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, partial, end))
+                words = where(partial, columns=columns)
+                dims = (at(head_dim), at(head_dim + 1), dim)
+                of_dim = (arith.addi(arith.muli(d, at(columns)), column) for d in dims)
+                addresses.append([_plus(words, _words(word)) for word in of_dim])
+            until = scf.WhileOp([_i64()] * 3 * at_once, [])
+            with ir.InsertionPoint(until.before.blocks.append()):
+                found = [_load_relaxed(address) for three in addresses for address in three]
+                is_missing = arith.constant(i1, 0)
+                for i, word in enumerate(found):
+                    number = arith.trunci(_i32(), arith.shrui(word, _constant(32)))
+                    is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
+                    is_missing = arith.ori(is_missing, arith.andi(is_old, are_parts[i // 3]))
+                scf.ConditionOp(is_missing, found)
+            with ir.InsertionPoint(until.after.blocks.append(*[_i64()] * 3 * at_once)):
+                scf.YieldOp([])
+            payloads = [arith.bitcast(f32, arith.trunci(_i32(), word)) for word in until.results]
+            nothing = (real(LOWEST), real(0.0), real(0.0))
+            parts = [
+                [arith.select(is_part, x, other) for x, other in zip(payloads[3 * i : 3 * i + 3], nothing)]
+                for i, is_part in enumerate(are_parts)
+            ]
+            scf.YieldOp(_folded(parts, top, total, acc))
+        return _finished(*loop.results, is_lse)
 
     return count, sent, receive
 
@@ -391,6 +506,10 @@ def _launch():
     return op
 
 
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
 def _i64():
     return ir.IntegerType.get_signless(64)
 
@@ -409,6 +528,10 @@ def _words(element):
 
 def _load(address, dtype):
     return asm(f"ld.global.{'u64' if dtype == _i64() else 'u32'} $0, [$1];", dtype, address)
+
+
+def _load_relaxed(address):
+    return asm("ld.relaxed.gpu.global.b64 $0, [$1];", _i64(), address)
 
 
 def _store(address, x):

@@ -13,7 +13,9 @@ from tree_attn.local import ShardAttention
 from tree_attn.local.lean_kernel import Partials
 from tree_attn.peer_memory import peer_memory
 from tree_attn.reduce.exchange_kernel import (
+    MAX_CTAS,
     NUM_CTAS,
+    PARTIAL_WORDS,
     Buffers,
     Epilogue,
     exchange,
@@ -44,9 +46,10 @@ class Exchange:
         """Whether a state `[rows, columns, H]` fits, which may be larger for padding than the one asked for."""
         return math.prod(out.shape[:-1]) * (out.shape[-1] + 1) <= self.buffers.capacity
 
-    def epilogue(self, num_ctas: int) -> Epilogue | None:
-        """What merges partial states at the end of the kernel of so many CTAs that leaves them; None of too few."""
-        return Epilogue(self.buffers, num_ctas) if num_ctas >= NUM_CTAS else None
+    def epilogue(self, num_ctas: int, partial_words: int) -> Epilogue | None:
+        """What merges a kernel's partial states of so many words at its end; None if it cannot."""
+        can = NUM_CTAS <= num_ctas <= MAX_CTAS and partial_words <= PARTIAL_WORDS
+        return Epilogue(self.buffers, num_ctas) if can else None
 
     def merge_partials(self, partials: Partials, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
         """`out [rows, columns, H]`, which is like `result`, and `lse [rows, columns]`."""
