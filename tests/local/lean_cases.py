@@ -1,7 +1,6 @@
 """Calls for the lean kernel: drawn, laid out padded, packed or paged, and made through the public functions."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -98,33 +97,22 @@ class Onto(Call):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unmerged(Call):
-    """A call whose partial states are left to an exchange, which here is between no devices: `Exchange`'s methods."""
+class Exchanged(Call):
+    """A call whose state goes to an exchange, which here is between no devices, and cannot end the attention's kernel.
+
+    Those that can are not for the interpreter: their memory is not JAX's. The methods are those of `Exchange`.
+    """
 
     def run(self, query, key, value, *lengths):
         lengths = {"key_value_seq_lengths": lengths[0]} if lengths else {}
         options = AttentionOptions(implementation="mosaic_gpu", **lengths, **self.options)
         return shard_attention(query, key, value, options, Shard()).run(exchange=self)
 
-    def holds(self, result):
-        return True
+    def epilogue(self, result, num_ctas, num_partials, padded_head_dim):
+        return None
 
     def merge(self, state):
         return state
-
-    def merge_partials(self, partials, result):
-        accs, tops, totals = (x[None] for x in (partials.accs, partials.stats[:, 0], partials.stats[:, 1]))
-        first, end = (partials.spans[:, i, None, None] for i in range(2))
-        numbers = jnp.arange(tops.shape[1])[None, :, None]
-        is_of_row = (first <= numbers) & (numbers < end)  # [rows, partials, 1]
-        top = jnp.where(is_of_row, tops, -jnp.inf).max(axis=1, keepdims=True)
-        weights = jnp.where(is_of_row, jnp.exp2(tops - top), 0.0)
-        total = jnp.where(is_of_row, weights * totals, 0.0).sum(axis=1)  # [rows, cols]
-        acc = jnp.where(is_of_row[..., None], weights[:, :, None] * accs, 0.0).sum(axis=1).swapaxes(1, 2)
-        out = jnp.where(total[..., None] > 0, acc / total[..., None], 0.0)
-        lse = jnp.where(total > 0, (top[:, 0] + jnp.log2(total)) * math.log(2), -jnp.inf)
-        _, columns, head_dim = result.shape
-        return out[:, :columns, :head_dim].astype(result.dtype), lse[:, :columns]
 
 
 def variants() -> list[Call]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from assertions import assert_same_bits
-from lean_cases import HEAD_SCALES, Call, Onto, Unmerged
+from lean_cases import HEAD_SCALES, Call, Exchanged, Onto
 from lean_interpreter import check, interpreted, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
@@ -82,19 +82,27 @@ def test_it_merges_onto_a_state_over_other_keys(call):
 
 
 @pytest.mark.parametrize(
-    "call, num_kernels",
+    "call, num_kernels, asked",
     [
-        (Unmerged(group=3), 1),
-        (Unmerged(head_dim=80, lengths=RAGGED, logit_size=1e4), 1),
-        (Unmerged(queries=5, group=3, kv_heads=1, lengths=(250, 0), options=CAUSAL), 1),
-        (Unmerged(queries=8, group=16, kv_heads=1, slots=192, head_dim=128), 1),  # two blocks of columns
-        (Unmerged(batch=5, slots=128), 1),  # there are none: whole rows
-        (Unmerged(queries=40, group=4, kv_heads=1), 2),  # those of the tall kernel, which it merges
+        (Exchanged(group=3), 2, ((2, 3, 64), 64)),
+        (Exchanged(head_dim=80, lengths=RAGGED, logit_size=1e4), 2, ((8, 1, 80), 128)),
+        (Exchanged(queries=5, group=3, kv_heads=1, lengths=(250, 0), options=CAUSAL), 2, ((2, 15, 64), 64)),
+        (Exchanged(queries=8, group=16, kv_heads=1, slots=192, head_dim=128), 2, None),  # wide: registers are too few
+        (Exchanged(batch=5, slots=128), 1, None),  # there are no parts: whole rows
+        (Exchanged(queries=40, group=4, kv_heads=1), 2, None),  # the tall kernel's, which it merges
     ],
     ids=str,
 )
-def test_it_leaves_partial_states_to_an_exchange(call, num_kernels):
+def test_it_asks_an_exchange_to_merge_its_parts_and_leaves_it_the_state_if_not(call, num_kernels, asked, monkeypatch):
+    given = set()
+
+    def epilogue(self, result, num_ctas, num_partials, padded_head_dim):
+        assert num_partials == num_ctas + result.shape[0]
+        given.add((result.shape, padded_head_dim))
+
+    monkeypatch.setattr(Exchanged, "epilogue", epilogue)
     check(call, num_kernels)
+    assert given == ({asked} if asked else set())
 
 
 @pytest.mark.parametrize(

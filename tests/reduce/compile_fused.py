@@ -44,20 +44,29 @@ def main():
         }[way]
         program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         tell(jax.jit(program).trace(state).lower().compile().as_text())
-    for heads, columns, options in ((16, 1, {}), (2, 4, {"key_value_seq_lengths": shape(1, dtype=jnp.int32)})):
-        tell(step_of_partials(mesh, heads, columns, options))
+    lengths = {"key_value_seq_lengths": shape(1, dtype=jnp.int32)}
+    tell(step_of_attention(mesh, 16, 1, {}))
+    tell(step_of_attention(mesh, 2, 4, lengths))
+    tell(step_of_attention(mesh, 1, 8, lengths | {"is_causal": True}, num_queries=2))
+    tell(step_of_attention(mesh, 2, 8, {}, head_dim=256))
+    tell(step_of_attention(mesh, 2, 8, {}, head_dim=80, stored_dtype=jnp.float8_e4m3fn))
+    tell(step_of_attention(mesh, 2, 8, {}, num_queries=8))
     tell(decoding_program(mesh))
 
 
-def step_of_partials(mesh: Mesh, num_kv_heads: int, group: int, options: dict) -> str:
-    """A step of `tree_decode` by the lean kernel, which leaves partial states to the exchange."""
-    shape = lambda spec, *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-    stored = shape(P(None, "seq"), 1, 81_920, num_kv_heads, 128)
-    how = dict(axis_name="seq", mesh=mesh, reduction="fused", implementation="mosaic_gpu")
+def step_of_attention(
+    mesh: Mesh, num_kv_heads: int, group: int, options: dict, *, num_queries=1, head_dim=128, stored_dtype=jnp.bfloat16
+) -> str:
+    """A step of `tree_decode` by the lean kernel, which ends in the exchange."""
+    shape = lambda spec, dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+    stored = shape(P(None, "seq"), stored_dtype, 1, 81_920, num_kv_heads, head_dim)
+    arrays = {name: given for name, given in options.items() if isinstance(given, jax.ShapeDtypeStruct)}
+    static = {name: given for name, given in options.items() if name not in arrays}
     mosaic_gpu.unavailable = lambda: None
-    step = functools.partial(tree_decode, **how)
-    given = shape(P(), 1, 1, num_kv_heads * group, 128), stored, stored
-    return jax.jit(step).trace(*given, **options).lower().compile().as_text()
+    how = dict(axis_name="seq", mesh=mesh, reduction="fused", implementation="mosaic_gpu")
+    step = functools.partial(tree_decode, **how, **static)
+    given = shape(P(), jnp.bfloat16, 1, num_queries, num_kv_heads * group, head_dim), stored, stored
+    return jax.jit(step).trace(*given, **arrays).lower().compile().as_text()
 
 
 def decoding_program(mesh: Mesh) -> str:

@@ -1,6 +1,8 @@
 """The fused exchange's protocol, in every order in which its stores and reads can happen."""
 
+import epilogue_model
 import pytest
+from epilogue_model import Meeting
 from exchange_model import Protocol, failures
 
 
@@ -23,3 +25,29 @@ def test_every_read_gets_its_step_and_no_device_waits_for_ever(protocol):
 )
 def test_the_model_finds_what_would_be_wrong(broken, found):
     assert any(found in failure for failure in failures(broken))
+
+
+@pytest.mark.parametrize(
+    "meeting",
+    [
+        Meeting(launches=(3, 1, 3, 2)),  # the kernels of other exchanges are smaller
+        Meeting(launches=(3, 3), exchanging=2),
+        Meeting(launches=(3, 2, 3), resident=2),
+    ],
+    ids=str,
+)
+def test_every_cta_knows_its_step_and_none_waits_for_ever(meeting):
+    assert not list(epilogue_model.failures(meeting))
+
+
+@pytest.mark.parametrize(
+    "broken, found",
+    [
+        (Meeting(launches=(3, 1, 3), counting="own"), "step {2} in launch 2"),  # the small launch counted for itself
+        (Meeting(launches=(3, 3), counting="first"), "step {2} in launch 0"),  # before all others had read theirs
+        (Meeting(launches=(3,), resident=1), "standstill"),  # who waits keeps the others out
+    ],
+    ids=str,
+)
+def test_the_model_of_ctas_finds_what_would_be_wrong(broken, found):
+    assert any(found in failure for failure in epilogue_model.failures(broken))

@@ -122,14 +122,30 @@ def test_between_nodes_it_leaves_the_link_to_another():
 def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     script = pathlib.Path(__file__).with_name("compile_fused.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([WHEELS, *sys.path])}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = done.stdout + done.stderr
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     assert spills and {int(x) for pair in spills for x in pair} == {0}
-    programs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"collectives"')]
+    programs, registers = told(done.stdout)
     # States, sums and gathers of two dtypes; steps by the lean kernel; a decoding step of two layers.
-    *of_reductions, without_lengths, with_lengths, of_llama = programs
+    of_reductions, of_steps, wide_step, of_llama = programs[:6], programs[6:-2], programs[-2], programs[-1]
     assert of_reductions == [{"collectives": 0, "kernels": 1}] * 6
-    assert without_lengths == with_lengths == {"collectives": 0, "kernels": 2}, "attention, and one merge of all"
+    assert of_steps == [{"collectives": 0, "kernels": 1}] * 5, "attention, the merge of its parts, and the exchange"
+    assert max(max(used) for used in registers[6:-2]) <= 128, "two CTAs share an SM"
+    assert wide_step == {"collectives": 0, "kernels": 3}
     assert of_llama == {"collectives": 0, "kernels": 1 + 2 * 4}  # the embedding; new heads, attention, output, MLP
+
+
+def told(output: str) -> tuple[list[dict], list[list[int]]]:
+    """What the script printed of each program, and ptxas of its kernels' registers."""
+    programs, registers = [], [[]]
+    for line in output.splitlines():
+        if used := re.search(r"Used (\d+) registers", line):
+            registers[-1].append(int(used[1]))
+        elif line.startswith('{"collectives"'):
+            programs.append(json.loads(line))
+            registers.append([])
+    return programs, registers[:-1]

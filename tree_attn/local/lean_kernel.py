@@ -8,7 +8,8 @@ The shape of the first kernel, `_attend_runs`, per CTA:
 - the CTA walks its run over the rows it touches and leaves one unnormalised partial `(acc, max, sum)` for each.
 `_merge_partials` folds each row's partials in a fixed order, so results are the same to the bit in every run. Why it is
 a launch of its own and not the end of the first: docs/log.md. Where every run is known to hold whole rows, there is
-nothing to merge: the first kernel writes the results, and is the only one.
+nothing to merge: the first kernel writes the results, and is the only one. So it is where its partials are merged with
+other devices' states: then an exchange ends it (`tree_attn/reduce/exchange_kernel.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a tile, `cols`
 query columns, H head dim (Hp: padded to 64).
@@ -35,9 +36,6 @@ SMEM_BYTES_PER_SM = 227 * 1024
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 MIN_BLOCK_KV = 64  # rows that a tensor core takes
-# Partials of a row that a thread which merges them reads at once; so many lie beyond the last, for it to read in vain.
-# With more, the kernel that ends so would need more than the 128 registers that let two CTAs share an SM.
-MOST_AT_ONCE = 18
 TALL_ROWS = 128  # query columns of a block where they are the rows of the tensor core; else there are at most 64
 
 
@@ -136,19 +134,6 @@ def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     return stages + queries + results + scratch_bytes(shape) + 1024
 
 
-class Partials(NamedTuple):
-    """What runs leave of rows, for a merge; of a row those from `spans[row, 0]` up to `spans[row, 1]`.
-
-    accs:   float32 `[partials, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2
-    stats:  float32 `[partials, 2, cols]`, max, and the sum of those weights
-    spans:  int32 `[rows, 2]`
-    """
-
-    accs: jax.Array
-    stats: jax.Array
-    spans: jax.Array
-
-
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
 def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables):
@@ -184,14 +169,23 @@ def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, *
     )(*attended, *(() if sequences is None else (sequences,)))
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "config"))
-def lean_partials(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables) -> Partials:
-    """`lean_attention` without its merge, of rows that runs cut."""
-    return Partials(*_launch_runs(query, key, value, tables, shape, config), _spans(shape, config, tables))
+@functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))
+def lean_exchange(query, key, value, rank, *, shape: LeanShape, config: LeanConfig, epilogue, result, **tables):
+    """`lean_attention` of rows that runs cut, merged with the states of other devices, in one launch.
+
+    Args:
+      epilogue: takes partials as they are left, and merges (`tree_attn.reduce.exchange_kernel.Epilogue`).
+      rank: what it takes by this name, int32 `[1]` or None.
+    Returns:
+      out, like `result`: `[rows, columns, H]`; lse float32 `[rows, columns]`.
+    """
+    tables |= {"spans": _spans(shape, config, tables), "rank": rank}
+    lse = jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
+    return _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
 
 
 def _spans(shape: LeanShape, config: LeanConfig, tables):
-    """Which partials are of a row: `spans` of `Partials`."""
+    """Which partials are of a row, int32 `[rows, 2]`: from the first up to the second."""
     if shape.static_tiles is not None:  # on the host: XLA would compute it again at every step
         spans = [partials_of(shape, config, None, row) for row in range(shape.num_rows)]
         return jnp.asarray(np.array([(first, first + count) for first, count in spans], np.int32))
@@ -199,26 +193,21 @@ def _spans(shape: LeanShape, config: LeanConfig, tables):
     return jnp.stack([first, first + count], axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))
-def lean_joined(query, key, value, rank, *, shape: LeanShape, config: LeanConfig, epilogue, result, **tables):
-    """`lean_partials` and what makes `out`, like `result`, and lse `[rows, columns]` of them, in one launch.
-
-    Args:
-      epilogue: takes the partials as they are made (`tree_attn.reduce.exchange_kernel.Epilogue`).
-      rank: what it takes by this name, int32 `[1]` or None.
-    """
-    tables |= {"spans": _spans(shape, config, tables), "rank": rank}
-    lse = jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
-    return _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
+def num_partials(shape: LeanShape, config: LeanConfig) -> int:
+    """That runs leave at most: one at every CTA's end and one at every row's."""
+    return config.num_ctas + shape.num_rows
 
 
 def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=None, epilogue=None):
-    """The first kernel: `results`, of its `epilogue` or where it leaves whole rows; else accs, stats of `Partials`."""
+    """The first kernel: `results` of its `epilogue`, or where it leaves whole rows; else partial states.
+
+    These are float32 `[partials, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2, and
+    `[partials, 2, cols]`, max, and the sum of those weights.
+    """
     tables = {name: table for name, table in tables.items() if table is not None}
-    num_partials = config.num_ctas + shape.num_rows + MOST_AT_ONCE
     partials = (
-        jax.ShapeDtypeStruct((num_partials, shape.padded_head_dim, shape.cols), jnp.float32),
-        jax.ShapeDtypeStruct((num_partials, 2, shape.cols), jnp.float32),
+        jax.ShapeDtypeStruct((num_partials(shape, config), shape.padded_head_dim, shape.cols), jnp.float32),
+        jax.ShapeDtypeStruct((num_partials(shape, config), 2, shape.cols), jnp.float32),
     )
     results = results or (_results(query, shape) if has_whole_rows(shape, config) else partials)
     return launch(

@@ -19,8 +19,8 @@ from tree_attn.local.lean_kernel import (
     LeanShape,
     has_whole_rows,
     lean_attention,
-    lean_joined,
-    lean_partials,
+    lean_exchange,
+    num_partials,
 )
 from tree_attn.local.tall_kernel import tall_attention
 from tree_attn.local.tuning import lean_config
@@ -35,6 +35,8 @@ MOST_LEAN_COLUMNS = 32  # with more, also of many queries that see the same keys
 OLDEST_JAX = (0, 11)
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
 PAGE_MULTIPLE = 64  # a tile lies within one page
+# Columns and accumulators of a block, with which a kernel that ends in an exchange leaves registers for two CTAs an SM.
+EXCHANGED_COLUMNS, EXCHANGED_ACCUMULATORS = 16, 2048
 
 
 def unavailable() -> str | None:
@@ -141,7 +143,7 @@ def lean_state(
       scales: float32 `[2, K]`, what stored K and V are multiplied by, or None.
       pages: int32 `[B, pages]` where K and V are pages, else None.
       onto: a state over other keys, with which the result is merged, or None.
-      exchange: what merges with the states of other devices, the partial ones of this as they are; or None.
+      exchange: what merges with the states of other devices, at the kernel's end if it can, or None.
     """
     batch, num_queries, num_heads, _ = query.shape
     placement = dict(page_size=None if pages is None else key.shape[1], is_packed=is_packed)
@@ -172,21 +174,18 @@ def lean_state(
     columns = min(shape.cols, num_queries * group)
     result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
     leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
-    takes_partials = leaves_partials and onto is None and exchange is not None and exchange.holds(result)
-    words = (config.num_ctas + shape.num_rows) * (shape.padded_head_dim + 2) * columns
-    epilogue = exchange.epilogue(config.num_ctas, words) if takes_partials else None
+    is_narrow = shape.cols <= EXCHANGED_COLUMNS and shape.padded_head_dim * shape.cols <= EXCHANGED_ACCUMULATORS
+    epilogue = None
+    if exchange is not None and onto is None and leaves_partials and is_narrow:
+        epilogue = exchange.epilogue(result, config.num_ctas, num_partials(shape, config), shape.padded_head_dim)
+    how = dict(shape=shape, config=config, **tables)
     if epilogue is not None:
-        launched = dict(shape=shape, config=config, epilogue=epilogue, result=result)
-        out, lse = lean_joined(folded, key, value, exchange.rank, **launched, **tables)
-    elif takes_partials:
-        partials = lean_partials(folded, key, value, shape=shape, config=config, **tables)
-        out, lse = exchange.merge_partials(partials, result)
+        out, lse = lean_exchange(folded, key, value, exchange.rank, epilogue=epilogue, result=result, **how)
     else:
-        attention = tall_attention if shape.is_tall else lean_attention
-        out, lse = attention(folded, key, value, shape=shape, config=config, **tables)
+        out, lse = (tall_attention if shape.is_tall else lean_attention)(folded, key, value, **how)
     state = SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
     state = state if onto is None or is_joined else merge_state(state, onto)
-    return state if exchange is None or takes_partials else exchange.merge(state)
+    return state if exchange is None or epilogue is not None else exchange.merge(state)
 
 
 def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | None, **placement) -> LeanShape:

@@ -1,16 +1,15 @@
-"""The exchange of `reduction="fused"` as one Mosaic GPU kernel: all write their state to all, and merge what arrives.
+"""The exchange of `reduction="fused"` in a Mosaic GPU kernel: all write their state to all, and merge what arrives.
 
-Where LeanAttention's runs have left a state in parts, the kernel merges those first, so that a step of decoding is two
-launches. Or devices write any few numbers, and add up or keep what arrives: all exchanges of a process share buffers
-and steps.
+It is a kernel of its own, or (`Epilogue`) the end of LeanAttention's, which leaves a state in parts: these are merged
+first, so that a step of decoding is one launch. Or devices write any few numbers, and add up or keep what arrives: all
+exchanges of a process share buffers and steps.
 
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. Who
 reads a word with the right number has the payload: no flag that follows the data, no fence, one way over the link.
 
-`_exchange` per thread:
-1. step = 1 + the number of exchanges before, kept in this device's own memory;
-2. each element that this device has, of `(out, lse)`, say, goes to slot `[step % 2, own rank]` of every buffer;
-3. each element of every slot is read until its number is `step`, and merged (or added) in the order of ranks, so that
+`_emit_exchange` per thread, in step = 1 + the number of exchanges before, which this device's own memory keeps:
+1. each element that this device has, of `(out, lse)`, say, goes to slot `[step % 2, own rank]` of every buffer;
+2. each element of every slot is read until its number is `step`, and merged (or added) in the order of ranks, so that
    all devices get the same bits.
 
 Two slots per rank suffice: a device is in step n only if all others had begun step n - 1, and so had ended step n - 2,
@@ -30,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
-from tree_attn.local.lean_kernel import MOST_AT_ONCE
 from tree_attn.ptx import asm
 
 NUM_CTAS = 64  # in every exchange, for each counts steps by itself
@@ -38,7 +36,9 @@ MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128
 WORD_BYTES = 8
-WORDS_AT_ONCE = 9  # partials in words that a thread reads at once: with more, two CTAs no longer share an SM
+# Partials that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With more, a
+# kernel that ends so would need more than the 128 registers that let two CTAs share an SM.
+PARTIALS_AT_ONCE = 9
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -83,13 +83,6 @@ def exchange(out, lse, rank, buffers: Buffers):
     return _exchanged("fused_exchange", _merging, (out, lse), results, rank, buffers)
 
 
-@functools.partial(jax.jit, static_argnames=("buffers", "result"))
-def exchange_partials(partials, rank, buffers: Buffers, result: jax.ShapeDtypeStruct):
-    """`exchange` of what `partials` (`lean_kernel.Partials`) are merged; `out` is like `result`."""
-    results = result, jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
-    return _exchanged("fused_merge_exchange", _merging_partials, tuple(partials), results, rank, buffers)
-
-
 @functools.partial(jax.jit, static_argnames="buffers")
 def exchange_sum(x, rank, buffers: Buffers):
     """Adds up `x [elements]` of all ranks, in float32 and in the order of ranks; `rank` as of `exchange`."""
@@ -129,13 +122,9 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def emit(_, *refs):
         place = _place(buffers, refs[0] if has_rank else None)
-        step = arith.addi(_load(_counter(buffers, place), _i32()), arith.constant(_i32(), 1))
-
-        def counted():
-            mgpu.utils.warpgroup_barrier()  # all threads know the step before it is counted
-            _count(buffers, place, step, NUM_CTAS)
-
-        _emit_exchange(*purpose(*refs[has_rank:]), buffers, place, step, counted)
+        step = _step(buffers, place)
+        _emit_exchange(*purpose(*refs[has_rank:]), buffers, place, step)
+        _count(buffers, place, step, NUM_CTAS)
 
     emit(*refs)
 
@@ -159,8 +148,7 @@ class Epilogue:
         """The number of the step, which the others take."""
 
         def emit(place):
-            step = arith.addi(_load(_counter(self.buffers, place), _i32()), arith.constant(_i32(), 1))
-            return mgpu.FragmentedArray.splat(step, (), is_signed=True)
+            return mgpu.FragmentedArray.splat(_step(self.buffers, place), (), is_signed=True)
 
         return self._inline(emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
 
@@ -173,11 +161,9 @@ class Epilogue:
 
         def emit(place, step, partial, *state):
             step, partial = step.registers.item(), partial.registers.item()
-            first = _partial_words(
-                self.buffers, place, arith.index_cast(ir.IndexType.get(), partial), head_dim, columns
-            )
-            thread = gpu.thread_id(gpu.Dimension.x)
-            at = functools.partial(arith.constant, ir.IndexType.get())
+            thread, index = gpu.thread_id(gpu.Dimension.x), ir.IndexType.get()
+            first = _partial_words(self.buffers, place, arith.index_cast(index, partial), head_dim, columns)
+            at = functools.partial(arith.constant, index)
 
             def store(x, dim, column, is_mine=None):
                 wanted = arith.cmpi(arith.CmpIPredicate.ult, column, at(columns))
@@ -206,10 +192,9 @@ class Epilogue:
             cta = gpu.block_id(gpu.Dimension.x)
             exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, arith.constant(ir.IndexType.get(), NUM_CTAS))
             with mgpu.when(exchanges):
-                where = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
-                purpose = _merging_words(where, padded_head_dim, self.num_ctas, step, spans_ref, out_ref, lse_ref)
+                words = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
+                purpose = _merging_partials(words, padded_head_dim, self.num_ctas, step, spans_ref, out_ref, lse_ref)
                 _emit_exchange(*purpose, self.buffers, place, step)
-            mgpu.utils.warpgroup_barrier()
             _count(self.buffers, place, step, self.num_ctas)
 
         refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
@@ -251,24 +236,29 @@ def _place(buffers: Buffers, rank_ref) -> _Place:
     return _Place(bases, own, rank)
 
 
-def _counter(buffers: Buffers, place: _Place):
-    """Where this CTA reads how many exchanges there were."""
-    cta = arith.index_cast(_i64(), gpu.block_id(gpu.Dimension.x))
-    return _plus(place.own, _constant(buffers.steps_offset), arith.muli(_constant(4), cta))
+def _counter(buffers: Buffers, place: _Place, cta):
+    """Where a CTA reads how many exchanges there were."""
+    offset = arith.muli(_constant(4), arith.index_cast(_i64(), cta))
+    return _plus(place.own, _constant(buffers.steps_offset), offset)
+
+
+def _step(buffers: Buffers, place: _Place):
+    """The number of this exchange."""
+    counter = _counter(buffers, place, gpu.block_id(gpu.Dimension.x))
+    return arith.addi(_load(counter, _i32()), arith.constant(_i32(), 1))
 
 
 def _count(buffers: Buffers, place: _Place, step, num_ctas: int) -> None:
     """Leaves the number of exchanges for this CTA's next, and for those of larger kernels that are not here."""
-    index = ir.IndexType.get()
-    at = functools.partial(arith.constant, index)
+    at = functools.partial(arith.constant, ir.IndexType.get())
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
+    mgpu.utils.warpgroup_barrier()  # all threads know the step
     reader = arith.addi(cta, arith.muli(thread, at(num_ctas)))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, reader, at(MAX_CTAS))):
-        reader = arith.index_cast(_i64(), reader)
-        _store(_plus(place.own, _constant(buffers.steps_offset), arith.muli(_constant(4), reader)), step)
+        _store(_counter(buffers, place, reader), step)
 
 
-def _emit_exchange(count: int, sent, receive, buffers: Buffers, place: _Place, step, counted=lambda: None) -> None:
+def _emit_exchange(count: int, sent, receive, buffers: Buffers, place: _Place, step) -> None:
     i32, index = _i32(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
@@ -290,7 +280,6 @@ def _emit_exchange(count: int, sent, receive, buffers: Buffers, place: _Place, s
             _send(_plus(base, offset), x, step)
 
     each_element(send)
-    counted()
 
     def received(element):
         words = _words(element)
@@ -313,15 +302,17 @@ def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
     return count, sent, receive
 
 
-def _merging_partials(accs_ref, stats_ref, spans_ref, merged_ref, merged_lse_ref):
-    """States of which each row's parts are still to be merged: every thread does so for its element."""
-    index = ir.IndexType.get()
+def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):
+    """States of which each row's parts are still to be merged: every thread does so for its element.
+
+    `words(partial, columns=...)` is the address of a partial's words; each is read until it bears the number of `step`.
+    """
+    i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
-    real = functools.partial(arith.constant, ir.F32Type.get())
+    real = functools.partial(arith.constant, f32)
     count, place, receive = _merged(merged_ref, merged_lse_ref)
-    # All of a row, where runs are equally long and there are few: a dependent load takes longer than all arithmetic.
-    partials, rows = ir.MemRefType(accs_ref.type).shape[0] - MOST_AT_ONCE, ir.MemRefType(spans_ref.type).shape[0]
-    at_once = min(-(-partials // rows), MOST_AT_ONCE)
+    rows, columns, _ = ir.MemRefType(merged_ref.type).shape
+    at_once = min(-(-num_ctas // rows) + 1, PARTIALS_AT_ONCE)
 
     def sent(element):
         row, column, dim, is_lse = place(element)
@@ -329,15 +320,30 @@ def _merging_partials(accs_ref, stats_ref, spans_ref, merged_ref, merged_lse_ref
         loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
         with ir.InsertionPoint(loop.body):
             top, total, acc = loop.inner_iter_args
-            parts = []
+            are_parts, addresses = [], []
             for i in range(at_once):
                 partial = arith.addi(loop.induction_variable, at(i))
-                is_part = arith.cmpi(arith.CmpIPredicate.ult, partial, end)
-                found = [memref.load(stats_ref, [partial, at(which), column]) for which in range(2)]
-                found.append(memref.load(accs_ref, [partial, dim, column]))
-                # Past the end is what another row left, or nobody.
-                nothing = (real(LOWEST), real(0.0), real(0.0))
-                parts.append([arith.select(is_part, x, other) for x, other in zip(found, nothing)])
+                are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, partial, end))
+                of_partial = words(partial, columns=columns)
+                three = (arith.addi(arith.muli(d, at(columns)), column) for d in (at(head_dim), at(head_dim + 1), dim))
+                addresses.append([_plus(of_partial, _words(word)) for word in three])
+            until = scf.WhileOp([_i64()] * 3 * at_once, [])
+            with ir.InsertionPoint(until.before.blocks.append()):
+                found = [_load_relaxed(address) for three in addresses for address in three]
+                is_missing = arith.constant(i1, 0)
+                for i, word in enumerate(found):
+                    number = arith.trunci(_i32(), arith.shrui(word, _constant(32)))
+                    is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
+                    is_missing = arith.ori(is_missing, arith.andi(is_old, are_parts[i // 3]))
+                scf.ConditionOp(is_missing, found)
+            with ir.InsertionPoint(until.after.blocks.append(*[_i64()] * 3 * at_once)):
+                scf.YieldOp([])
+            payloads = [arith.bitcast(f32, arith.trunci(_i32(), word)) for word in until.results]
+            nothing = (real(LOWEST), real(0.0), real(0.0))
+            parts = [
+                [arith.select(is_part, x, other) for x, other in zip(payloads[3 * i : 3 * i + 3], nothing)]
+                for i, is_part in enumerate(are_parts)
+            ]
             scf.YieldOp(_folded(parts, top, total, acc))
         return _finished(*loop.results, is_lse)
 
@@ -370,52 +376,6 @@ def _partial_words(buffers: Buffers, place: _Place, partial, head_dim: int, colu
     size = _constant((head_dim + 2) * columns * WORD_BYTES)
     offset = arith.muli(arith.index_cast(_i64(), partial), size)
     return _plus(place.own, _constant(buffers.partials_offset), offset)
-
-
-def _merging_words(where, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):
-    """As `_merging_partials`, of partials in words: each is read until it bears the number of the step."""
-    i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
-    at = functools.partial(arith.constant, index)
-    real = functools.partial(arith.constant, f32)
-    count, place, receive = _merged(merged_ref, merged_lse_ref)
-    rows, columns, _ = ir.MemRefType(merged_ref.type).shape
-    at_once = min(-(-num_ctas // rows) + 1, WORDS_AT_ONCE)
-
-    def sent(element):
-        row, column, dim, is_lse = place(element)
-        first, end = (arith.index_cast(index, memref.load(spans_ref, [row, at(i)])) for i in range(2))
-        loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
-        with ir.InsertionPoint(loop.body):
-            top, total, acc = loop.inner_iter_args
-            are_parts, addresses = [], []
-            for i in range(at_once):
-                partial = arith.addi(loop.induction_variable, at(i))
-                are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, partial, end))
-                words = where(partial, columns=columns)
-                dims = (at(head_dim), at(head_dim + 1), dim)
-                of_dim = (arith.addi(arith.muli(d, at(columns)), column) for d in dims)
-                addresses.append([_plus(words, _words(word)) for word in of_dim])
-            until = scf.WhileOp([_i64()] * 3 * at_once, [])
-            with ir.InsertionPoint(until.before.blocks.append()):
-                found = [_load_relaxed(address) for three in addresses for address in three]
-                is_missing = arith.constant(i1, 0)
-                for i, word in enumerate(found):
-                    number = arith.trunci(_i32(), arith.shrui(word, _constant(32)))
-                    is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
-                    is_missing = arith.ori(is_missing, arith.andi(is_old, are_parts[i // 3]))
-                scf.ConditionOp(is_missing, found)
-            with ir.InsertionPoint(until.after.blocks.append(*[_i64()] * 3 * at_once)):
-                scf.YieldOp([])
-            payloads = [arith.bitcast(f32, arith.trunci(_i32(), word)) for word in until.results]
-            nothing = (real(LOWEST), real(0.0), real(0.0))
-            parts = [
-                [arith.select(is_part, x, other) for x, other in zip(payloads[3 * i : 3 * i + 3], nothing)]
-                for i, is_part in enumerate(are_parts)
-            ]
-            scf.YieldOp(_folded(parts, top, total, acc))
-        return _finished(*loop.results, is_lse)
-
-    return count, sent, receive
 
 
 def _merged(merged_ref, merged_lse_ref):

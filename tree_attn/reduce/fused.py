@@ -10,17 +10,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.local import ShardAttention
-from tree_attn.local.lean_kernel import Partials
 from tree_attn.peer_memory import peer_memory
 from tree_attn.reduce.exchange_kernel import (
     MAX_CTAS,
     NUM_CTAS,
     PARTIAL_WORDS,
+    PARTIALS_AT_ONCE,
     Buffers,
     Epilogue,
     exchange,
     exchange_gather,
-    exchange_partials,
     exchange_sum,
 )
 from tree_attn.state import SoftmaxState
@@ -42,18 +41,19 @@ class Exchange:
         out, lse = exchange(*given, self.rank, self.buffers)
         return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
 
-    def holds(self, out: jax.ShapeDtypeStruct) -> bool:
-        """Whether a state `[rows, columns, H]` fits, which may be larger for padding than the one asked for."""
-        return math.prod(out.shape[:-1]) * (out.shape[-1] + 1) <= self.buffers.capacity
+    def epilogue(
+        self, result: jax.ShapeDtypeStruct, num_ctas: int, num_partials: int, padded_head_dim: int
+    ) -> Epilogue | None:
+        """What merges at the end of a kernel that makes partial states; None if it cannot.
 
-    def epilogue(self, num_ctas: int, partial_words: int) -> Epilogue | None:
-        """What merges a kernel's partial states of so many words at its end; None if it cannot."""
-        can = NUM_CTAS <= num_ctas <= MAX_CTAS and partial_words <= PARTIAL_WORDS
-        return Epilogue(self.buffers, num_ctas) if can else None
-
-    def merge_partials(self, partials: Partials, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
-        """`out [rows, columns, H]`, which is like `result`, and `lse [rows, columns]`."""
-        return exchange_partials(partials, self.rank, self.buffers, result)
+        Args:
+          result: of the merged `out`, `[rows, columns, H]`; it may be padded, so larger than the one asked for.
+          num_ctas, num_partials: of the kernel; each partial is of `columns` columns and `padded_head_dim` head dims.
+        """
+        *rows, columns, head_dim = result.shape
+        words = (num_partials + PARTIALS_AT_ONCE) * (padded_head_dim + 2) * columns  # some are read in vain
+        has_room = math.prod(rows) * columns * (head_dim + 1) <= self.buffers.capacity and words <= PARTIAL_WORDS
+        return Epilogue(self.buffers, num_ctas) if has_room and NUM_CTAS <= num_ctas <= MAX_CTAS else None
 
 
 def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mesh | None = None) -> SoftmaxState:
