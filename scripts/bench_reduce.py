@@ -183,7 +183,7 @@ def write(row: dict, args) -> None:
     with args.out.open("a") as file:
         file.write(json.dumps(row | origin) + "\n")
     if row["what"] == "transfer":
-        print(f"transfer {row['bytes']:11,d} bytes {row['gb_per_s']:6.1f} GB/s", flush=True)
+        print(f"transfer {row['bytes']:11,d} bytes {row['gb_per_s'] or 0:6.1f} GB/s", flush=True)
         return
     size = row.get("elements") or row.get("keys_per_device")
     values = row.get("error") or f"{row['us_median']:8.1f} us, on the device {row['device_us']:8.1f}"

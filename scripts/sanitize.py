@@ -3,10 +3,11 @@
     compute-sanitizer --tool racecheck --kernel-name kernel_substring=lean python3 scripts/sanitize.py whole
     compute-sanitizer --tool memcheck python3 scripts/sanitize.py tall
 
-One of: whole (rows that no run cuts), cut, tall, shared (tall, whose merge takes the suffixes' state along), sparq,
-grouped (SparQ for groups, by one kernel and through memory), mutant: SparQ without the barriers of its reductions, in
-which racecheck must find hazards. Without the kernel's name (lean, tall, sparq) every kernel of the program is watched,
-and racecheck may take longer than anybody waits.
+One of: whole (rows that no run cuts), cut, exchanged (cut, whose kernel ends in an exchange, here with itself), tall,
+shared (tall, whose merge takes the suffixes' state along), sparq, grouped (SparQ for groups, by one kernel and through
+memory), mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards. Without the
+kernel's name (lean, tall, sparq) every kernel of the program is watched, and racecheck may take longer than anybody
+waits.
 """
 
 import sys
@@ -21,7 +22,7 @@ def main(what: str) -> None:
         from jax.experimental.mosaic.gpu import utils
 
         utils.warpgroup_barrier = lambda: None
-    from tree_attn import attend, bifurcated_decode, sparq_decode
+    from tree_attn import attend, bifurcated_decode, make_mesh, sparq_decode, tree_decode
 
     rng = np.random.default_rng(0)
     # Made on the host: what JAX draws on the GPU would be watched too.
@@ -35,6 +36,10 @@ def main(what: str) -> None:
         query, key, value = normal(*shapes[what][0]), normal(*shapes[what][1]), normal(*shapes[what][1])
         lengths = jnp.array([500]) if what == "cut" else None
         lse = attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
+    elif what == "exchanged":
+        query, key, value = normal(1, 1, 4, 128), normal(1, 512, 1, 128), normal(1, 512, 1, 128)
+        how = dict(mesh=make_mesh({"seq": 1}), axis_name="seq", reduction="fused", implementation="mosaic_gpu")
+        lse = tree_decode(query, key, value, **how, return_lse=True)[1]
     elif what == "shared":
         query, prefix_key, prefix_value = normal(40, 1, 4, 128), normal(256, 1, 128), normal(256, 1, 128)
         key, value = normal(40, 8, 1, 128), normal(40, 8, 1, 128)
@@ -55,6 +60,7 @@ def main(what: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in ("whole", "cut", "tall", "shared", "sparq", "grouped", "mutant"):
-        sys.exit(f"one of whole, cut, tall, shared, sparq, grouped, mutant must be given, got {sys.argv[1:]}")
+    names = ("whole", "cut", "exchanged", "tall", "shared", "sparq", "grouped", "mutant")
+    if len(sys.argv) != 2 or sys.argv[1] not in names:
+        sys.exit(f"one of {', '.join(names)} must be given, got {sys.argv[1:]}")
     main(sys.argv[1])

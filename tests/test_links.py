@@ -6,7 +6,8 @@ from tree_attn import links
 
 
 def test_the_environment_has_the_last_word_on_transfers(monkeypatch):
-    monkeypatch.delenv("NCCL_P2P_NVL_CHUNKSIZE", raising=False)
+    monkeypatch.setenv("NCCL_P2P_NVL_CHUNKSIZE", "")  # so that it is set back
+    monkeypatch.delenv("NCCL_P2P_NVL_CHUNKSIZE")
     links.spread_transfers()
     assert os.environ["NCCL_P2P_NVL_CHUNKSIZE"] == "65536"
     monkeypatch.setenv("NCCL_P2P_NVL_CHUNKSIZE", "524288")

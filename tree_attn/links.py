@@ -17,10 +17,11 @@ TRANSFER_CHUNK_BYTES = 64 * 1024
 def spread_transfers() -> None:
     """Has NCCL spread a transfer to a neighbour over more channels, so that rings run at the link's rate from 40 MB on.
 
-    Of p GPUs of a host NCCL gives a transfer 32 / p channels of some 20 GB/s each, and doubles them only while one has
+    Of p GPUs of a host NCCL gives a transfer 32 / p channels of some 20 GB/s each, and doubles them only while each has
     more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send: 16 MB by default (its `addP2pToPlan`), so that 42 MB between
-    eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB they are doubled from 2 MB on. Measured
-    in docs/log.md. Call it before JAX starts its devices; what the environment says already stays.
+    eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB each channel has 2 MB at the most. On
+    four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 6 %
+    (docs/log.md). Call it before JAX starts its devices; what the environment says already stays.
 
     Example:
         >>> spread_transfers()  # then ring_decode, ring_attention

@@ -240,8 +240,10 @@ def versions() -> dict[str, str | None]:
 
 
 def nccl_settings() -> dict[str, str]:
-    """NCCL's settings in the environment, by name; transfers take several times as long with some as with others."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    """NCCL's settings in the environment, without paths; by some transfers take several times as long as by others."""
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_") and "/" not in value}
+    given.pop("NCCL_VERSION", None)  # an image's own
+    return given
 
 
 class JsonlWriter:

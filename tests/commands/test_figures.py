@@ -53,6 +53,16 @@ def test_figure_3_is_relative_to_the_ring_with_the_fewest_keys_on_as_many_gpus(m
     assert values(figure, "over keys", "tree, 4 GPUs", True)[640_000] == expected
 
 
+def test_figure_3_has_no_relative_series_where_the_ring_with_the_fewest_keys_was_not_measured(measured):
+    longer = [row for row in measured if row["num_keys"] > 81_920 and len(row["axis_sizes"]) == 1]
+    on_eight = [row | {"n_devices": 8, "axis_sizes": [8]} for row in longer]
+    figure = paper_figures.figure_3([*measured, *on_eight], H200)
+    assert values(figure, "over keys", "ring overlapped, 4 GPUs", True)
+    assert values(figure, "over keys", "ring overlapped, 8 GPUs", True) == {}
+    assert values(figure, "over keys", "ring overlapped, 8 GPUs", False)[81_920] == 1
+    assert set(values(figure, "640,000 keys", "ring overlapped", True)) == {4, 8}
+
+
 def test_figure_3_predicts_two_levels_beyond_a_node(measured):
     """128 GPUs are 16 nodes of 8, so that the best tree is the best reduction over two axes."""
     predicted = values(paper_figures.figure_3(measured, H200), "5,120,000 keys", "tree", False)

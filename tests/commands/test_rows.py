@@ -11,11 +11,8 @@ from tree_attn.commands import rows
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 H200 = machine.load("NVIDIA H200")
 # One process per GPU, as the parameters are for; and rings whose transfers NCCL spreads (`links.spread_transfers`).
-MEASURED = [
-    row
-    for row in rows.read(sorted(RESULTS.glob("compare_4xh200_4processes*")))
-    if row["strategy"] == "tree" or "NCCL_P2P_NVL_CHUNKSIZE" in row.get("nccl", ())
-]
+is_known = lambda row: row["strategy"] == "tree" or "NCCL_P2P_NVL_CHUNKSIZE" in row.get("nccl", ())
+MEASURED = list(filter(is_known, rows.read(sorted(RESULTS.glob("compare_4xh200_4processes*")))))
 
 
 @pytest.mark.parametrize("strategy", ["tree", "ring_overlapped", "ring_public"])
@@ -35,16 +32,18 @@ def test_median_error_is_under_15_percent_where_nothing_was_fitted():
 
 def test_median_error_is_under_5_percent_where_rows_came_after_the_fit():
     later = rows.read([RESULTS / f"compare_4xh200_4processes_{which}" for which in ("pairs", "spread")])
-    later = [row for row in later if row in MEASURED]
+    later = list(filter(is_known, later))
     assert len(later) == 11 + 9
     assert rows.median_error(later, H200) < 0.05
 
 
 def test_median_error_is_under_15_percent_on_eight_gpus():
-    """Nothing was fitted to eight, nor to these rings, whose transfers of 42 MB NCCL had not spread."""
+    """Nothing was fitted to eight. The rings' transfers of 42 MB, of 81,920 keys, NCCL had not spread."""
     on_eight = rows.read([RESULTS / "compare_8xh200_8processes"])
     assert len(on_eight) == 12
     assert rows.median_error(on_eight, H200) < 0.15
+    errors = [abs(rows.relative_error(row, H200)) for row in on_eight if is_known(row) or row["num_keys"] > 81_920]
+    assert len(errors) == 10 and max(errors) < 0.25
 
 
 def test_no_row_is_far_off():

@@ -1,4 +1,4 @@
-"""Compiles what uses the exchange kernel for four H200s that are not there: states, sums, gathers, a Llama's step.
+"""Compiles what exchanges within kernels for four H200s that are not there: states, sums, gathers, attention, a Llama.
 
 Prints what the programs hold as lines of JSON.
 
@@ -50,6 +50,8 @@ def main():
     tell(step_of_attention(mesh, 1, 8, lengths | {"is_causal": True}, num_queries=2))
     tell(step_of_attention(mesh, 2, 8, {}, head_dim=256))
     tell(step_of_attention(mesh, 2, 8, {}, head_dim=80, stored_dtype=jnp.float8_e4m3fn))
+    tell(step_of_attention(mesh, 2, 8, {}, stored_dtype=jnp.float8_e4m3fn))
+    tell(step_of_attention(mesh, 2, 16, {}, stored_dtype=jnp.float8_e4m3fn))
     tell(step_of_attention(mesh, 2, 8, {}, num_queries=8))
     tell(decoding_program(mesh))
 
@@ -57,7 +59,7 @@ def main():
 def step_of_attention(
     mesh: Mesh, num_kv_heads: int, group: int, options: dict, *, num_queries=1, head_dim=128, stored_dtype=jnp.bfloat16
 ) -> str:
-    """A step of `tree_decode` by the lean kernel, which ends in the exchange."""
+    """A step of `tree_decode` by the lean kernel, which ends in the exchange unless it has too many columns."""
     shape = lambda spec, dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
     stored = shape(P(None, "seq"), stored_dtype, 1, 81_920, num_kv_heads, head_dim)
     arrays = {name: given for name, given in options.items() if isinstance(given, jax.ShapeDtypeStruct)}

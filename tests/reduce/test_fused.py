@@ -1,5 +1,6 @@
 """The fused reduction where there is no GPU: what it refuses, who meets whom, and what its program is made of."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -13,8 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, tree_decode
+from tree_attn.local import lean_kernel, mosaic_gpu
 from tree_attn.reduce import reduce_state
+from tree_attn.reduce.exchange_kernel import PARTIAL_WORDS, PARTIALS_AT_ONCE, Buffers
 from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX
+from tree_attn.schedule import lean_schedule
 
 # The functions have the names of their modules, which `import` would give.
 MODULE = sys.modules["tree_attn.reduce.fused"]
@@ -131,12 +135,52 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     assert spills and {int(x) for pair in spills for x in pair} == {0}
     programs, registers = told(done.stdout)
     # States, sums and gathers of two dtypes; steps by the lean kernel; a decoding step of two layers.
-    of_reductions, of_steps, wide_step, of_llama = programs[:6], programs[6:-2], programs[-2], programs[-1]
+    of_reductions, of_steps, of_wide_steps, of_llama = programs[:6], programs[6:-3], programs[-3:-1], programs[-1]
     assert of_reductions == [{"collectives": 0, "kernels": 1}] * 6
-    assert of_steps == [{"collectives": 0, "kernels": 1}] * 5, "attention, the merge of its parts, and the exchange"
-    assert max(max(used) for used in registers[6:-2]) <= 128, "two CTAs share an SM"
-    assert wide_step == {"collectives": 0, "kernels": 3}
+    assert of_steps == [{"collectives": 0, "kernels": 1}] * 6, "attention, the merge of its parts, and the exchange"
+    assert max(max(used) for used in registers[6:-3]) <= 128, "two CTAs share an SM"
+    assert of_wide_steps == [{"collectives": 0, "kernels": 3}] * 2
     assert of_llama == {"collectives": 0, "kernels": 1 + 2 * 4}  # the embedding; new heads, attention, output, MLP
+
+
+@pytest.mark.parametrize("lengths", [None, (4096, 1000, 0, 77)])
+def test_rows_have_the_partials_of_the_schedule(lengths):
+    shape = lean_kernel.LeanShape(
+        batch=4, num_kv_heads=3, col_blocks=1, cols=8, head_dim=64, scale=1.0, soft_cap=None, mask="span",
+        num_slots=4096, static_tiles=64 if lengths is None else None, dtype=jnp.bfloat16, key_dtype=jnp.bfloat16,
+    )  # fmt: skip
+    config = lean_kernel.LeanConfig(block_kv=64, num_ctas=132)
+    tables, tiles = {}, [64] * 4
+    if lengths is not None:
+        starts, ends = jnp.zeros((4, 1), jnp.int32), jnp.asarray(lengths, jnp.int32)[:, None]
+        tables["sequences"], _ = mosaic_gpu._schedule(starts, ends, shape, config)
+        tiles = [max(1, -(-length // 64)) for length in lengths]
+    by_row = [[] for _ in range(12)]
+    for segment in itertools.chain(*lean_schedule([count for count in tiles for _ in range(3)], 132)):
+        by_row[segment.row].append(segment.partial)
+    spans = lean_kernel.spans_of_rows(shape, config, tables)
+    assert [list(range(*span)) for span in spans.tolist()] == by_row
+
+
+def test_what_cannot_end_the_attention_s_kernel():
+    exchange = MODULE.Exchange(None, Buffers(table=0, num_ranks=2, capacity=MAX_ELEMENTS))
+    result = lambda rows, columns: jax.ShapeDtypeStruct((rows, columns, 128), jnp.bfloat16)
+    can = lambda rows=16, columns=1, ctas=132, partials=148: (
+        exchange.epilogue(result(rows, columns), ctas, partials, 128) is not None
+    )
+    assert can() and can(ctas=64) and can(ctas=1024)
+    assert not can(ctas=63) and not can(ctas=1025)
+    most = MAX_ELEMENTS // 129
+    assert can(rows=most) and not can(rows=most + 1)  # of what a slot holds
+    most = PARTIAL_WORDS // (130 * 16) - PARTIALS_AT_ONCE
+    assert can(columns=16, partials=most) and not can(columns=16, partials=most + 1)
+
+
+def test_a_buffer_has_room_for_all_its_parts():
+    buffers = Buffers(table=0, num_ranks=8, capacity=1000)
+    assert buffers.steps_offset == 2 * 8 * 1000 * 8
+    assert buffers.partials_offset == buffers.steps_offset + 1024 * 4
+    assert buffers.num_bytes == buffers.partials_offset + PARTIAL_WORDS * 8
 
 
 def told(output: str) -> tuple[list[dict], list[list[int]]]:

@@ -159,7 +159,7 @@ def _points(panel: str, values: Values, x: str, is_measured: bool, **where: int)
 
 
 def _relative(panel: str, values: Values, n_devices: int, is_measured: bool, fewest: int) -> list[Point]:
-    """Tree and ring on `n_devices`, in parts of the ring with the `fewest` keys; nothing where there is no such ring."""
+    """Tree and ring on `n_devices`, in parts of the ring with the `fewest` keys; nothing where that is not known."""
     points = _points(panel, values, "num_keys", is_measured, n_devices=n_devices)
     one = next((point for point in points if (point.series, point.x) == ("ring overlapped", fewest)), None)
     return [

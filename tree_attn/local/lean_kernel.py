@@ -8,8 +8,8 @@ The shape of the first kernel, `_attend_runs`, per CTA:
 - the CTA walks its run over the rows it touches and leaves one unnormalised partial `(acc, max, sum)` for each.
 `_merge_partials` folds each row's partials in a fixed order, so results are the same to the bit in every run. Why it is
 a launch of its own and not the end of the first: docs/log.md. Where every run is known to hold whole rows, there is
-nothing to merge: the first kernel writes the results, and is the only one. So it is where its partials are merged with
-other devices' states: then an exchange ends it (`tree_attn/reduce/exchange_kernel.py`).
+nothing to merge: the first kernel writes the results, and is the only one. Nor is there a second where an exchange with
+other devices ends the first (`tree_attn/reduce/exchange_kernel.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a tile, `cols`
 query columns, H head dim (Hp: padded to 64).
@@ -179,12 +179,12 @@ def lean_exchange(query, key, value, rank, *, shape: LeanShape, config: LeanConf
     Returns:
       out, like `result`: `[rows, columns, H]`; lse float32 `[rows, columns]`.
     """
-    tables |= {"spans": _spans(shape, config, tables), "rank": rank}
+    tables |= {"spans": spans_of_rows(shape, config, tables), "rank": rank}
     lse = jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
     return _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
 
 
-def _spans(shape: LeanShape, config: LeanConfig, tables):
+def spans_of_rows(shape: LeanShape, config: LeanConfig, tables):
     """Which partials are of a row, int32 `[rows, 2]`: from the first up to the second."""
     if shape.static_tiles is not None:  # on the host: XLA would compute it again at every step
         spans = [partials_of(shape, config, None, row) for row in range(shape.num_rows)]
@@ -218,7 +218,7 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
-        name="lean_attention",
+        name="lean_attention" if epilogue is None else "lean_exchange",
     )(query, key, value, *tables.values())
 
 
@@ -308,7 +308,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
 
 
 def _attend_runs_scoped(
-    tables, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
+    tables, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *outputs,
     query_smem, key_smem, value_smem, weights_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     acc_smem=None, stats_smem=None, wide_key=None, wide_value=None,
 ):  # fmt: skip
@@ -396,10 +396,12 @@ def _attend_runs_scoped(
                 plgpu.barrier_arrive(query_free)
 
             acc = acc if value_scale is None else acc * value_scale
+            partial = lax.axis_index("cta") + row.index
             if epilogue is not None:
-                columns, partial = accs_ref.shape[1], lax.axis_index("cta") + row.index
+                columns = outputs[0].shape[1]
                 epilogue.leave(tables.get("rank"), step, partial, acc, top, total.sum(axis=0), columns)
                 return
+            accs_ref, stats_ref = outputs
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
             if has_whole_rows(shape, config):
                 finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
@@ -411,15 +413,15 @@ def _attend_runs_scoped(
                 stats_smem[0] = top
                 stats_smem[1] = total.sum(axis=0)
                 plgpu.commit_smem()
-                partial = lax.axis_index("cta") + row.index
                 acc_gmem, stats_gmem = accs_ref.at[partial], stats_ref.at[partial]
             plgpu.copy_smem_to_gmem(acc_smem, acc_gmem)
             plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
         walk(run, tables, shape, segment)
-        plgpu.wait_smem_to_gmem(0)
-        if epilogue is not None:  # then these are the merged results
-            epilogue.end(tables.get("rank"), step, tables["spans"], accs_ref, stats_ref, shape.padded_head_dim)
+        if epilogue is None:
+            plgpu.wait_smem_to_gmem(0)
+        else:
+            epilogue.end(tables.get("rank"), step, tables["spans"], *outputs, shape.padded_head_dim)
 
 
 class Barriers(NamedTuple):

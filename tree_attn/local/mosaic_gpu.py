@@ -1,4 +1,4 @@
-"""Decode attention for Hopper, written in Pallas: LeanAttention's equal runs of KV tiles, in two launches.
+"""Decode attention for Hopper, written in Pallas: LeanAttention's equal runs of KV tiles, in one launch or two.
 
 This file validates, folds the query heads of a group into columns, and makes the schedule; `lean_kernel.py` computes,
 and `tall_kernel.py` where many queries see the same keys.
@@ -35,7 +35,8 @@ MOST_LEAN_COLUMNS = 32  # with more, also of many queries that see the same keys
 OLDEST_JAX = (0, 11)
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
 PAGE_MULTIPLE = 64  # a tile lies within one page
-# Columns and accumulators of a block, with which a kernel that ends in an exchange leaves registers for two CTAs an SM.
+# Columns and accumulators of a block, with which a kernel that ends in an exchange leaves registers for two CTAs an SM;
+# half as many columns where keys and values are widened.
 EXCHANGED_COLUMNS, EXCHANGED_ACCUMULATORS = 16, 2048
 
 
@@ -174,7 +175,8 @@ def lean_state(
     columns = min(shape.cols, num_queries * group)
     result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
     leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
-    is_narrow = shape.cols <= EXCHANGED_COLUMNS and shape.padded_head_dim * shape.cols <= EXCHANGED_ACCUMULATORS
+    most_columns = EXCHANGED_COLUMNS // 2 if shape.is_widened else EXCHANGED_COLUMNS
+    is_narrow = shape.cols <= most_columns and shape.padded_head_dim * shape.cols <= EXCHANGED_ACCUMULATORS
     epilogue = None
     if exchange is not None and onto is None and leaves_partials and is_narrow:
         epilogue = exchange.epilogue(result, config.num_ctas, num_partials(shape, config), shape.padded_head_dim)

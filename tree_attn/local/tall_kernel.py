@@ -35,6 +35,7 @@ from tree_attn.local.lean_kernel import (
     launch,
     load,
     move_tiles,
+    num_partials,
     partials_of,
     run_of_cta,
     scaled_logits,
@@ -69,7 +70,7 @@ def tall_attention(
         jax.ShapeDtypeStruct((shape.num_rows, TALL_ROWS, shape.head_dim), query.dtype),
         jax.ShapeDtypeStruct((shape.num_rows, TALL_ROWS), jnp.float32),
     )
-    count = config.num_ctas + shape.num_rows
+    count = num_partials(shape, config)
     partials = (
         jax.ShapeDtypeStruct((count, COMPUTING, ROWS, shape.head_dim), jnp.float32),
         jax.ShapeDtypeStruct((count, COMPUTING, 2, ROWS), jnp.float32),

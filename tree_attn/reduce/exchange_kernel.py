@@ -31,7 +31,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
 from tree_attn.ptx import asm
 
-NUM_CTAS = 64  # in every exchange, for each counts steps by itself
+NUM_CTAS = 64  # that exchange, in every kernel: the others of one that ends so only leave partials
 MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128
@@ -134,9 +134,10 @@ class Epilogue:
     """The exchange as the end of the kernel that makes partial states, so that a step is one launch.
 
     Partials go to words of 8 bytes too, in this device's own buffer, which bear the step's number: who merges them
-    reads until it is there, and nobody need wait for a CTA, or for a copy to end. All `num_ctas` CTAs call the three
-    methods, each in its first warpgroup; the first `NUM_CTAS` exchange, and wait for the others' partials, which wait
-    for nobody. So more than `NUM_CTAS` must be resident at a time.
+    reads until it is there, and nobody need wait for a CTA, or for a copy to end. Each of `num_ctas` CTAs begins,
+    leaves its partials, if any, and ends, all in its first warpgroup; the first `NUM_CTAS` exchange, and wait for the
+    others' partials, which wait for nobody. So there must be room for one CTA more than `NUM_CTAS` at a time, which
+    nothing checks: a Hopper GPU has more SMs.
 
     In all of them `rank_ref` is of `exchange`'s rank, or None.
     """
