@@ -87,7 +87,7 @@ def test_it_merges_onto_a_state_over_other_keys(call):
         (Exchanged(group=3), 2, ((2, 3, 64), 64)),
         (Exchanged(head_dim=80, lengths=RAGGED, logit_size=1e4), 2, ((8, 1, 80), 128)),
         (Exchanged(queries=5, group=3, kv_heads=1, lengths=(250, 0), options=CAUSAL), 2, ((2, 15, 64), 64)),
-        (Exchanged(queries=8, group=16, kv_heads=1, slots=192, head_dim=128), 2, None),  # wide: registers are too few
+        (Exchanged(queries=8, group=16, kv_heads=1, slots=192, head_dim=128), 2, None),  # wide: registers would not do
         (Exchanged(batch=5, slots=128), 1, None),  # there are no parts: whole rows
         (Exchanged(queries=40, group=4, kv_heads=1), 2, None),  # the tall kernel's, which it merges
     ],

@@ -45,14 +45,17 @@ def main():
         program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         tell(jax.jit(program).trace(state).lower().compile().as_text())
     lengths = {"key_value_seq_lengths": shape(1, dtype=jnp.int32)}
+    causal, float8 = lengths | {"is_causal": True}, {"stored_dtype": jnp.float8_e4m3fn}
+    # Of so few columns that two CTAs share an SM; of more; and of too many accumulators to end in an exchange.
     tell(step_of_attention(mesh, 16, 1, {}))
     tell(step_of_attention(mesh, 2, 4, lengths))
-    tell(step_of_attention(mesh, 1, 8, lengths | {"is_causal": True}, num_queries=2))
-    tell(step_of_attention(mesh, 2, 8, {}, head_dim=256))
-    tell(step_of_attention(mesh, 2, 8, {}, head_dim=80, stored_dtype=jnp.float8_e4m3fn))
-    tell(step_of_attention(mesh, 2, 8, {}, stored_dtype=jnp.float8_e4m3fn))
-    tell(step_of_attention(mesh, 2, 16, {}, stored_dtype=jnp.float8_e4m3fn))
+    tell(step_of_attention(mesh, 1, 8, causal, num_queries=2))
+    tell(step_of_attention(mesh, 2, 8, {}, **float8))
+    tell(step_of_attention(mesh, 1, 8, causal, num_queries=4))
+    tell(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256))
+    tell(step_of_attention(mesh, 2, 8, {}, num_queries=2, head_dim=80))
     tell(step_of_attention(mesh, 2, 8, {}, num_queries=8))
+    tell(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256, **float8))
     tell(decoding_program(mesh))
 
 

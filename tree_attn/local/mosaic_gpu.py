@@ -35,9 +35,9 @@ MOST_LEAN_COLUMNS = 32  # with more, also of many queries that see the same keys
 OLDEST_JAX = (0, 11)
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 rows
 PAGE_MULTIPLE = 64  # a tile lies within one page
-# Columns and accumulators of a block, with which a kernel that ends in an exchange leaves registers for two CTAs an SM;
-# half as many columns where keys and values are widened.
-EXCHANGED_COLUMNS, EXCHANGED_ACCUMULATORS = 16, 2048
+# Accumulators of a block of columns, with which a kernel that ends in an exchange spills no register; a quarter of
+# them where keys and values are widened.
+EXCHANGED_ACCUMULATORS = 4096
 
 
 def unavailable() -> str | None:
@@ -175,8 +175,8 @@ def lean_state(
     columns = min(shape.cols, num_queries * group)
     result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
     leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
-    most_columns = EXCHANGED_COLUMNS // 2 if shape.is_widened else EXCHANGED_COLUMNS
-    is_narrow = shape.cols <= most_columns and shape.padded_head_dim * shape.cols <= EXCHANGED_ACCUMULATORS
+    most = EXCHANGED_ACCUMULATORS // 4 if shape.is_widened else EXCHANGED_ACCUMULATORS
+    is_narrow = shape.padded_head_dim * shape.cols <= most
     epilogue = None
     if exchange is not None and onto is None and leaves_partials and is_narrow:
         epilogue = exchange.epilogue(result, config.num_ctas, num_partials(shape, config), shape.padded_head_dim)
