@@ -4,12 +4,12 @@
     python3 scripts/bench_reduce.py --devices 4 --out ...                                               # one process
 
 Rows of "exchange": one reduction of a state of `elements`. Rows of "step": one step of tree_decode; `reduction` "none"
-leaves the local results unmerged, which is what the others add to. Rows of "transfer" (`--parts transfer`): what a
-ring's hop does, every device sends `bytes` to the next one; `nccl` are the environment's settings of it. `us_median` is
-by the host's clock: how much longer a program of `long_calls` of them one after another takes than one of `calls`, over
-their difference; `program_us` is the rest of a program. `device_us` is the time in which this process's GPUs ran
-anything, and `kernels` what they ran, by the profiler, in other runs of the shorter program. Up to 25 of both come
-first, for clocks to rise.
+leaves the local results unmerged, which is what the others add to. Rows of "transfer" (`--parts transfer`): every
+device sends `bytes` to the next one, as in a ring's hop, at `gb_per_s`; `nccl` are the environment's settings of NCCL.
+`us_median` is by the host's clock: how much longer a program of `long_calls` of them one after another takes than one
+of `calls`, over their difference; `program_us` is the rest of a program. `device_us` is the time in which this
+process's GPUs ran anything, and `kernels` what they ran, by the profiler, in other runs of the shorter program. Up to
+25 of both come first, for clocks to rise.
 """
 
 import argparse

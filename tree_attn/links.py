@@ -20,7 +20,7 @@ def spread_transfers() -> None:
     Of p GPUs of a host NCCL gives a transfer 32 / p channels of some 20 GB/s each, and doubles them only while each has
     more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send: 16 MB by default (its `addP2pToPlan`), so that 42 MB between
     eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB each channel has 2 MB at the most. On
-    four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 6 %
+    four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 2 %
     (docs/log.md). Call it before JAX starts its devices; what the environment says already stays.
 
     Example:

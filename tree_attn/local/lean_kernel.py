@@ -418,9 +418,8 @@ def _attend_runs_scoped(
             plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
         walk(run, tables, shape, segment)
-        if epilogue is None:
-            plgpu.wait_smem_to_gmem(0)
-        else:
+        plgpu.wait_smem_to_gmem(0)
+        if epilogue is not None:
             epilogue.end(tables.get("rank"), step, tables["spans"], *outputs, shape.padded_head_dim)
 
 

@@ -7,7 +7,7 @@ exchanges of a process share buffers and steps.
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. Who
 reads a word with the right number has the payload: no flag that follows the data, no fence, one way over the link.
 
-`_emit_exchange` per thread, in step = 1 + the number of exchanges before, which this device's own memory keeps:
+`_both_ways` per thread, in step = 1 + the number of exchanges before, which this device's own memory keeps:
 1. each element that this device has, of `(out, lse)`, say, goes to slot `[step % 2, own rank]` of every buffer;
 2. each element of every slot is read until its number is `step`, and merged (or added) in the order of ranks, so that
    all devices get the same bits.
@@ -123,8 +123,10 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
     def emit(_, *refs):
         place = _place(buffers, refs[0] if has_rank else None)
         step = _step(buffers, place)
-        _emit_exchange(*purpose(*refs[has_rank:]), buffers, place, step)
+        send, receive = _both_ways(*purpose(*refs[has_rank:]), buffers, place, step)
+        send()
         _count(buffers, place, step, NUM_CTAS)
+        receive()
 
     emit(*refs)
 
@@ -195,7 +197,8 @@ class Epilogue:
             with mgpu.when(exchanges):
                 words = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
                 purpose = _merging_partials(words, padded_head_dim, self.num_ctas, step, spans_ref, out_ref, lse_ref)
-                _emit_exchange(*purpose, self.buffers, place, step)
+                for way in _both_ways(*purpose, self.buffers, place, step):
+                    way()
             _count(self.buffers, place, step, self.num_ctas)
 
         refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
@@ -259,7 +262,8 @@ def _count(buffers: Buffers, place: _Place, step, num_ctas: int) -> None:
         _store(_counter(buffers, place, reader), step)
 
 
-def _emit_exchange(count: int, sent, receive, buffers: Buffers, place: _Place, step) -> None:
+def _both_ways(count: int, sent, receive, buffers: Buffers, place: _Place, step):
+    """What emits the sending of an exchange, and what emits the receiving."""
     i32, index = _i32(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
@@ -280,15 +284,13 @@ def _emit_exchange(count: int, sent, receive, buffers: Buffers, place: _Place, s
         for base in place.bases:
             _send(_plus(base, offset), x, step)
 
-    each_element(send)
-
     def received(element):
         words = _words(element)
         return [
             _receive(_plus(place.own, slots, _constant(r * slot_bytes), words), step) for r in range(buffers.num_ranks)
         ]
 
-    each_element(functools.partial(receive, received=received))
+    return lambda: each_element(send), lambda: each_element(functools.partial(receive, received=received))
 
 
 def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
