@@ -264,9 +264,10 @@ SHAPES = (
     dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=1920),
     dict(num_queries=5, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=1920),
 )
-SHORT_SHAPES = (  # sequences of a tile
+SHORT_SHAPES = (  # sequences of a tile, and of two that no run cuts
     dict(num_queries=1, num_heads=8, num_kv_heads=8, head_dim=128, num_keys=40),
     dict(num_queries=3, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=64),
+    dict(num_queries=1, num_heads=8, num_kv_heads=8, head_dim=128, num_keys=104),
 )
 # What only the Hopper kernels treat apart: padded head dims, several blocks of query columns, columns that are rows.
 LEAN_SHAPES = (

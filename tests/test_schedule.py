@@ -139,6 +139,25 @@ def test_the_devices_table_is_the_plain_schedule(tiles, heads, ctas):
             assert 0 <= sequence < len(tiles)
 
 
+@pytest.mark.parametrize("tiles", [[1], [4], [2, 1, 2, 2, 1], [3, 1, 40, 2], [1, 260, 1, 1, 9]], ids=str)
+@pytest.mark.parametrize("heads, ctas", [(1, 5), (3, 1), (3, 32), (7, 4)])
+def test_whole_rows_are_in_one_run_each_in_order(tiles, heads, ctas):
+    runs = run_table(jnp.array(tiles), sequence_offsets(jnp.array(tiles), heads), heads, ctas, whole_rows=True)
+    walked, lengths = [], []
+    for sequence, row, tile, count in runs.tolist():
+        assert 0 <= sequence < len(tiles)
+        lengths.append(count)
+        while count:
+            assert tile == 0 and count >= tiles[sequence]
+            walked.append((sequence, row))
+            count -= tiles[sequence]
+            sequence, row = (sequence, row + 1) if row + 1 < heads else (sequence + 1, 0)
+    assert walked == [(sequence, row) for sequence in range(len(tiles)) for row in range(heads)]
+    # As cut ones, but for what a row is longer than where it would be cut.
+    total = sum(tiles) * heads
+    assert max(lengths) < -(-total // num_runs(total, ctas)) + max(tiles)
+
+
 def test_lengths_that_change_compile_nothing_anew():
     count = 0
 

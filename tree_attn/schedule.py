@@ -125,23 +125,41 @@ def sequence_offsets(tiles_per_row: Int[Array, " B"], rows_per_sequence: int) ->
 
 
 def run_table(
-    tiles_per_row: Int[Array, " B"], offsets: Int[Array, " B"], rows_per_sequence: int, num_ctas: int
+    tiles_per_row: Int[Array, " B"],
+    offsets: Int[Array, " B"],
+    rows_per_sequence: int,
+    num_ctas: int,
+    *,
+    whole_rows: bool = False,
 ) -> Int[Array, "C 4"]:
     """Where each CTA's run begins, from lengths that only the device knows: int32 `[num_ctas, 4]`.
 
     Columns: sequence, row within the sequence, tile within the row, tiles in the run (0 for a CTA without a run).
+
+    Args:
+      whole_rows: a run that would begin within a row begins with the next, so that none is cut: a run is then longer
+        than the others by up to a row, and may have no tile.
     """
-    batch = tiles_per_row.shape[0]
     total = offsets[-1] + tiles_per_row[-1] * rows_per_sequence
     runs = num_runs(total, num_ctas)
     cta = jnp.arange(num_ctas, dtype=jnp.int32)
     start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
-    sequence = jnp.sum(offsets[None, :] <= start[:, None], axis=1, dtype=jnp.int32) - 1
-    sequence = jnp.clip(sequence, 0, batch - 1)
-    within = start - offsets[sequence]
-    row, tile = within // tiles_per_row[sequence], within % tiles_per_row[sequence]
+
+    def locate(tile):
+        last = tiles_per_row.shape[0] - 1
+        sequence = jnp.sum(offsets[None, :] <= tile[:, None], axis=1, dtype=jnp.int32) - 1
+        sequence = jnp.clip(sequence, 0, last)
+        within = tile - offsets[sequence]
+        return sequence, within // tiles_per_row[sequence], within % tiles_per_row[sequence]
+
+    def row_end(tile):
+        sequence, row, within = locate(tile)
+        return jnp.where(within == 0, tile, offsets[sequence] + (row + 1) * tiles_per_row[sequence])
+
+    if whole_rows:
+        start, end = row_end(start), row_end(end)
     count = jnp.where(cta < runs, end - start, 0)
-    return jnp.stack([sequence, row, tile, count], axis=1).astype(jnp.int32)
+    return jnp.stack([*locate(start), count], axis=1).astype(jnp.int32)
 
 
 def _quotient(a: Count, b: Count) -> Count:

@@ -16,11 +16,11 @@ CALLS = [
     Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
     Call(head_dim=96, lengths=(130, 0), slots=192, group=3),
     Call(head_dim=128, lengths=(250,), group=16),
-    Call(head_dim=256, lengths=(100,), slots=128, group=3, dtype="float16"),
+    Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"),
     Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
     Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
     Call(queries=8, group=16, kv_heads=1, slots=192, head_dim=128),  # two blocks of columns
-    Call(queries=5, group=16, kv_heads=1, slots=128, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
+    Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
     Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
     Call(logit_size=1e4, lengths=(200, 13)),
@@ -54,6 +54,12 @@ WHOLE = [  # rows that five CTAs share evenly
     Call(lengths=(64, 3), slots=64, queries=3, options=CAUSAL | {"local_window_size": (20, 0)} | FLOAT8["options"]),
     Call(layout="paged", lengths=(64, 0, 31), slots=64, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(56, 0), slots=56, queries=40, kv_heads=1),
+    # Lengths are known to the device alone, but rows are short, or many for their length.
+    Call(lengths=(128, 0, 70, 64, 100), slots=128, group=2, head_dim=80),
+    Call(lengths=(65, 3, 128), slots=128, queries=3, options=CAUSAL | FLOAT8["options"]),
+    Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
+    Call(layout="paged", lengths=(120, 0, 31), slots=128, group=3, stored_dtype="float8_e4m3fn"),
+    Call(lengths=(100, 128), slots=128, queries=40, kv_heads=1),
 ]
 
 

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.schedule import num_runs, partials_of_row, run_start
+from tree_attn.schedule import MIN_TILES_PER_RUN, num_runs, partials_of_row, run_start
 
 LOG2_E = math.log2(math.e)
 # A finite stand-in for -inf: exp2(LOWEST - LOWEST) is 1, where -inf - -inf would be NaN.
@@ -73,6 +73,7 @@ class LeanShape:
     num_slots:         slots per sequence, what ends the span of a static schedule
     page_size:         keys per page where K and V are paged, else None
     is_packed:         K and V hold all sequences end to end
+    whole_rows:        the table of runs cuts no row
     """
 
     batch: int
@@ -87,6 +88,7 @@ class LeanShape:
     static_tiles: int | None = None
     page_size: int | None = None
     is_packed: bool = False
+    whole_rows: bool = False
     dtype: Any  # of the query, in which tensor cores multiply
     key_dtype: Any  # of K and V as stored; float8_e4m3fn is widened in registers
 
@@ -99,8 +101,8 @@ class LeanShape:
 
     @property
     def is_short(self) -> bool:
-        """Whether the smallest tile holds all of a sequence's slots, so that a row is a tile."""
-        return self.num_slots <= MIN_BLOCK_KV and not self.is_packed
+        """Whether a sequence has so few slots that a row is no more than what a run has at the least."""
+        return self.num_slots <= MIN_TILES_PER_RUN * MIN_BLOCK_KV and not self.is_packed
 
     @property
     def is_widened(self) -> bool:
@@ -230,7 +232,7 @@ def _results(query, shape: LeanShape):
 def has_whole_rows(shape: LeanShape, config: LeanConfig) -> bool:
     """Whether no run ends within a row, as far as is known when compiling."""
     if shape.static_tiles is None:
-        return False
+        return shape.whole_rows
     runs = num_runs(shape.num_rows * shape.static_tiles, config.num_ctas)
     return shape.static_tiles == 1 or shape.num_rows % runs == 0
 

@@ -25,7 +25,7 @@ from tree_attn.local.lean_kernel import (
 from tree_attn.local.tall_kernel import tall_attention
 from tree_attn.local.tuning import lean_config
 from tree_attn.masking import Visibility
-from tree_attn.schedule import run_table, sequence_offsets
+from tree_attn.schedule import MIN_TILES_PER_RUN, run_table, sequence_offsets
 from tree_attn.state import SoftmaxState, merge_state
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -161,6 +161,7 @@ def lean_state(
         if num_queries > 1 and max(x.shape[1] for x in spans) > 1:
             shape = shape.replace(mask="columns")
             tables["columns"] = _columns(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
+        shape = shape.replace(whole_rows=_spares_rows(shape, config))
         tables["sequences"], tables["runs"] = _schedule(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans), shape, config
         )
@@ -227,6 +228,17 @@ def _column_blocks(num_columns: int, head_dim: int, is_widened: bool) -> tuple[i
     return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
 
 
+def _spares_rows(shape: LeanShape, config: LeanConfig) -> bool:
+    """Whether runs had better not cut rows: then nothing is merged, and the longest run is but a little longer.
+
+    That is where a row has no more tiles than what a run has at the least, or than half the rows of a CTA: each has a
+    tile or more.
+    """
+    most_tiles = pl.cdiv(shape.num_slots, config.block_kv)
+    fits = most_tiles <= max(MIN_TILES_PER_RUN, shape.num_rows // (2 * config.num_ctas))
+    return fits and not shape.is_packed
+
+
 def _schedule(first, end, shape: LeanShape, config: LeanConfig):
     """The tables `sequences` and `runs` from the visible slots `first .. end` of each query, int32 `[B, T]`."""
     is_seen = first < end
@@ -240,7 +252,8 @@ def _schedule(first, end, shape: LeanShape, config: LeanConfig):
     num_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)  # at least one, to write an empty row
     offsets = sequence_offsets(num_tiles, shape.rows_per_sequence)
     sequences = jnp.stack([first_slot, num_tiles, offsets, span_start, span_end], axis=1).astype(jnp.int32)
-    return sequences, run_table(num_tiles, offsets, shape.rows_per_sequence, config.num_ctas)
+    how = dict(whole_rows=shape.whole_rows)
+    return sequences, run_table(num_tiles, offsets, shape.rows_per_sequence, config.num_ctas, **how)
 
 
 def _columns(first, end, group: int, shape: LeanShape):
