@@ -92,16 +92,15 @@ def test_rows_of_h200s_are_explained_within_a_tenth():
 def test_where_pairs_cannot_meet_in_a_kernel_all_still_can(monkeypatch):
     """As of one process with four GPUs: "fused" is among all of them, or not at all."""
 
-    def fused_us(mesh, axis, num_rows):
-        if mesh.shape.get("group", 1) > 1:
+    def step_us(mesh, axis, kind, num_rows):
+        if kind == "fused" and mesh.shape.get("group", 1) > 1:
             raise NotImplementedError
-        return 5.0
+        return {None: 100.0, "fused": 105.0}.get(kind, 110.0)
 
-    monkeypatch.setattr(calibrate, "_fused_us", fused_us)
-    monkeypatch.setattr(calibrate, "_step_us", lambda mesh, axis, kind, num_rows: 100.0 if kind is None else 110.0)
+    monkeypatch.setattr(calibrate, "_step_us", step_us)
     monkeypatch.setattr(calibrate, "neighbour_gb_per_s", lambda *args, **how: 100.0)
     found = calibrate._points(make_mesh({"device": 4, "node": 1}), "device")
-    assert {point.size for point in found if point.kind == "fused"} == {4}
+    assert {(point.size, point.us) for point in found if point.kind == "fused"} == {(4, 5.0)}
     assert {(point.size, point.us) for point in found if point.kind in COLLECTIVES} == {(2, 10.0), (4, 10.0)}
 
 

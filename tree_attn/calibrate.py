@@ -30,7 +30,7 @@ MOST_BYTES_PER_S = 1e15  # where noise says that more bytes take no more time
 class Point:
     """One measurement: an exchange of `payload_bytes` on each of `size` devices took `us` microseconds.
 
-    That is the median of a chain of exchanges, or, of NCCL's `COLLECTIVES`, by how much one makes a step longer.
+    That is by how much one makes a step longer, or, of bare transfers ("neighbour"), the median of a chain of them.
     """
 
     kind: str
@@ -43,9 +43,9 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     """Measures the machine that `devices` are all of; every process calls it. Takes a minute or two.
 
     Exchanges are timed as the library does them (`reduce_state`), among all devices of a node (and all nodes) and among
-    pairs, so that launch and latency can be told apart: "fused" and bare transfers in chains of dependent ones
-    (`measure.latency_us`), NCCL's collectives by what they add to a step of local attention. In a chain of their own
-    they would wait for the host, which they do not where a GPU has other work meanwhile (docs/log.md).
+    pairs, so that launch and latency can be told apart, by what they add to a step of local attention: in a chain of
+    their own they would wait for the host, which they do not where a GPU has other work meanwhile (docs/log.md). Bare
+    transfers are timed in chains of dependent ones (`measure.latency_us`).
 
     Raises:
         ValueError: there is one device, and nothing to exchange.
@@ -186,15 +186,12 @@ def _points(mesh: Mesh, axis: str) -> list[Point]:
     )
     for num_rows in NUM_ROWS:
         alone_us = _step_us(mesh, axis, None, num_rows)
-        for kind, size in itertools.product(COLLECTIVES, sizes):
-            us = _step_us(_in_groups(mesh, axis, size), axis, kind, num_rows) - alone_us
+        for kind, size in itertools.product((*COLLECTIVES, "fused"), sizes):
+            try:
+                us = _step_us(_in_groups(mesh, axis, size), axis, kind, num_rows) - alone_us
+            except NotImplementedError:  # "fused" without NVLink; or one process has all GPUs, which then all meet
+                continue
             add(kind, size, num_rows, max(us, LEAST_US))
-    for size, num_rows in itertools.product(sizes, NUM_ROWS):
-        try:
-            us = _fused_us(_in_groups(mesh, axis, size), axis, num_rows)
-        except NotImplementedError:  # where there is no NVLink; or one process has all GPUs, which then all meet
-            continue
-        add("fused", size, num_rows, us)
     for num_bytes in (
         (4_096, 1_000_000) if _is_emulated(mesh) else (4_096, 1_000_000, 64_000_000, 256_000_000, 640_000_000)
     ):
@@ -211,31 +208,19 @@ def _in_groups(mesh: Mesh, axis: str, size: int) -> Mesh:
     return Mesh(grid, names, axis_types=(jax.sharding.AxisType.Auto,) * grid.ndim)
 
 
-def _fused_us(mesh: Mesh, axis: str, num_rows: int) -> float:
-    """The median time of "fused" along `axis`, all groups at once."""
-    everyone = P(tuple(mesh.axis_names))
-
-    def exchange(out):
-        return reduce_state(SoftmaxState(out, out[..., 0]), (axis,), "fused", mesh).out
-
-    chained = jax.shard_map(exchange, mesh=mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
-    states = _random((mesh.size, 1, num_rows, HEAD_DIM), "float32", mesh, everyone)
-    return _median_us(mesh, chained, states)
-
-
 def _step_us(mesh: Mesh, axis: str, kind: str | None, num_rows: int) -> float:
     """A step of attention to each device's own keys, its result part of a state of `num_rows` that is then reduced."""
     everyone, heads = P(tuple(mesh.axis_names)), min(NUM_ROWS)
     keys = 8 if _is_emulated(mesh) else 81_920  # some 80 us on an H200
 
-    def step(out, key):
-        attended = attend(out[:, :, :heads].astype(key.dtype), key, key).out
+    def step(out, key, value):
+        attended = attend(out[:, :, :heads].astype(key.dtype), key, value).out
         out = jnp.concatenate([attended.astype(out.dtype), out[:, :, heads:]], axis=2)
         return out if kind is None else reduce_state(SoftmaxState(out, out[..., 0]), (axis,), kind, mesh).out
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=everyone, out_specs=everyone, check_vma=False)
     out = _random((mesh.size, 1, num_rows, HEAD_DIM), "float32", mesh, everyone)
-    return _median_us(mesh, mapped, out, _random((mesh.size, keys, heads, HEAD_DIM), "bfloat16", mesh, everyone))
+    return _median_us(mesh, mapped, out, *_key_value(mesh, keys, heads))
 
 
 def _local_attention(mesh: Mesh) -> tuple[float, float]:
@@ -248,11 +233,16 @@ def _local_attention(mesh: Mesh) -> tuple[float, float]:
     us = []
     for keys in lengths:
         query = _random((mesh.size, 1, heads, HEAD_DIM), "bfloat16", mesh, everyone)
-        key = _random((mesh.size, keys, heads, HEAD_DIM), "bfloat16", mesh, everyone)
-        us.append(_median_us(mesh, step, query, key, key))
+        us.append(_median_us(mesh, step, query, *_key_value(mesh, keys, heads)))
     num_bytes = [2 * 2 * keys * heads * HEAD_DIM for keys in lengths]
     rate = _rate((us[1] - us[0]) / (num_bytes[1] - num_bytes[0]) * 1e6)
     return rate, max(0.0, float(np.mean(us) - np.mean(num_bytes) / rate * 1e6))
+
+
+def _key_value(mesh: Mesh, keys: int, heads: int) -> list[jax.Array]:
+    """Each device's own. Two arrays: one in both places would be read from memory once, and once from the cache."""
+    shape = (mesh.size, keys, heads, HEAD_DIM)
+    return [_random(shape, "bfloat16", mesh, P(tuple(mesh.axis_names))) for _ in range(2)]
 
 
 def _median_us(mesh: Mesh, fn, *args: jax.Array) -> float:
