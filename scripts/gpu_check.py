@@ -279,12 +279,14 @@ LEAN_SHAPES = (
     dict(num_queries=200, num_heads=6, num_kv_heads=3, head_dim=128, num_keys=1920),
     dict(num_queries=9, num_heads=2, num_kv_heads=2, head_dim=256, num_keys=1920),
 )
-# What only an exchange at the end of the lean kernel treats apart: many partials a row, padded head dims, many columns.
+# What only an exchange at the end of the lean kernel treats apart: many partials a row, padded head dims, many columns,
+# keys and values that are widened.
 EXCHANGED_SHAPES = (
     dict(num_queries=1, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=36_864),
     dict(num_queries=2, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=3840),
     dict(num_queries=1, num_heads=6, num_kv_heads=2, head_dim=80, num_keys=3840),
     dict(num_queries=1, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=3840),
+    dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=128, num_keys=3840, stored_dtype="float8_e4m3fn"),
 )
 
 
@@ -294,11 +296,14 @@ class Case:
     batch = 3
 
     def __init__(
-        self, *, dtype, options, num_queries, num_heads, num_kv_heads, head_dim, num_keys, num_shards=1, block_size=None
-    ):
+        self, *, dtype, options, num_queries, num_heads, num_kv_heads, head_dim, num_keys, stored_dtype=None,
+        num_shards=1, block_size=None,
+    ):  # fmt: skip
         self.query, self.key, self.value = _inputs(
             dtype, (self.batch, num_queries, num_heads, head_dim), (self.batch, num_keys, num_kv_heads, head_dim)
         )
+        self.stored_dtype = stored_dtype or dtype
+        self.key, self.value = (x.astype(self.stored_dtype).astype(x.dtype) for x in (self.key, self.value))
         if "key_value_seq_lengths" in options:
             options = options | {"key_value_seq_lengths": np.minimum(options["key_value_seq_lengths"], num_keys)}
         sinks = {"sinks": np.linspace(-2, 2, num_heads, dtype=np.float32)} if "sinks" in options else {}
@@ -312,6 +317,7 @@ class Case:
             head_dim=head_dim,
             num_keys=num_keys,
             dtype=dtype,
+            stored_dtype=self.stored_dtype,
         )
 
     def check(self, call, *, prefill=False, **labels) -> dict:
@@ -328,7 +334,8 @@ class Case:
         extra = {} if is_local else dict(block_size=self.block_size, return_lse=True)
         try:
             run = jax.jit(functools.partial(call, **extra, **self.options))
-            (out, lse), again = (run(query, self.key[:, order], self.value[:, order]) for _ in range(2))
+            key, value = (x[:, order].astype(self.stored_dtype) for x in (self.key, self.value))
+            (out, lse), again = (run(query, key, value) for _ in range(2))
         except NotImplementedError as error:
             return row | dict(passed=None, reason=str(error))
         expected_out, expected_lse, plain = self.expected(prefill)
@@ -354,6 +361,7 @@ class Case:
         """The oracle's result, and that of a plain implementation in the same dtype (restricted to what it can do)."""
         key = (
             self.dtype,
+            self.stored_dtype,
             prefill,
             json.dumps({k: np.asarray(v).tolist() for k, v in self.options.items()}),
             self.query.shape,
