@@ -205,6 +205,16 @@ def test_what_programs_hold(strategy, shards):
     )
 
 
+def test_one_device_sends_nothing_and_all_strategies_are_the_same():
+    step, machine = make_step(n_devices=1), make_machine()
+    predicted = [cost_model.predict(step, *how, machine=machine) for how in (("ring_overlapped",), ("ring_public",))]
+    tree = cost_model.predict(step, "tree", "fused", machine=machine)
+    assert tree.latency_us > 0
+    for ring in predicted:
+        assert ring.latency_us == pytest.approx(tree.latency_us) and ring.bytes_sent == (0.0,)
+        assert ring.memory_bytes == pytest.approx(tree.memory_bytes, rel=1e-3)
+
+
 def test_an_overlapped_ring_of_two_holds_what_equation_8_says():
     step = make_step(n_devices=2)
     memory = cost_model.program_memory_bytes(step, "ring_overlapped")

@@ -209,9 +209,11 @@ def program_memory_bytes(step: DecodeStep, strategy: str) -> int:
     """Predicted peak memory of one device as our programs have it, where `peak_memory_bytes` has the paper's equations.
 
     They differ for rings, which hold three times the keys and values: the shard in use, the one arriving, and the
-    device's own, which the next token needs (`docs/peak_memory.md`). An overlapped ring of two has no third.
+    device's own, which the next token needs (`docs/peak_memory.md`). An overlapped ring of two has no third, and one
+    device only its own.
     """
-    held = {"tree": 1, "ring_overlapped": min(step.n_devices, 3), "ring_public": 3}
+    public = 3 if step.n_devices > 1 else 1
+    held = {"tree": 1, "ring_overlapped": min(step.n_devices, 3), "ring_public": public}
     _check_strategy(strategy)
     extra = (held[strategy] - (1 if strategy == "tree" else 2)) * step.key_value_bytes_per_device
     return peak_memory_bytes(step, strategy) + extra
@@ -228,7 +230,7 @@ def bytes_sent_per_device(
         tree, a tuple          one of the former for each of `axis_sizes` (p_1, p_2, ...), summed
         tree, "hierarchical"   a tuple of gathers
         ring_overlapped        (p - 1) / p of equation 10, in the dtype of K and V
-        ring_public            equation 10, in the dtype of K and V
+        ring_public            equation 10, in the dtype of K and V; of one device, which XLA spares it, nothing
 
     Raises:
         ValueError: an unknown strategy or reduction, or `axis_sizes` whose product is not `n_devices`.
@@ -237,7 +239,7 @@ def bytes_sent_per_device(
     if strategy == "ring_overlapped":
         return float((step.n_devices - 1) * step.key_value_bytes_per_device)
     if strategy == "ring_public":
-        return float(step.n_devices * step.key_value_bytes_per_device)
+        return float(step.n_devices * step.key_value_bytes_per_device) if step.n_devices > 1 else 0.0
     return sum(level_bytes_sent_per_device(step, reduction, axis_sizes=axis_sizes))
 
 
@@ -364,6 +366,7 @@ def predict(
         ring_overlapped   local + (p - 1) max(transfer, local):  a hop ends when both are done
         ring_public       p (transfer + local + copy):  its loop copies each arrival into the carry, read and written
 
+    One device has no links, and nothing to copy: all strategies then take `local`.
     A transfer moves K and then V to a neighbour, and the slowest link bounds it for all.
 
     Args:
@@ -395,7 +398,7 @@ def predict(
     if strategy == "ring_overlapped":
         added_us = (p - 1) * max(transfer_us - local_us, 0.0)
     else:
-        added_us = p * (transfer_us + 2 * read_us)
+        added_us = p * (transfer_us + 2 * read_us) if p > 1 else 0.0
     return Prediction(
         local_us=p * local_us,
         collective_us=0.0,

@@ -48,6 +48,8 @@ class Figure:
 def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     """Time of a step over keys, in parts of the ring's with the fewest keys on as many GPUs; and over GPUs.
 
+    Over GPUs for the length that was measured on the most numbers of them (of equals the longest), and the paper's.
+
     Source: Tree Attention, section 6.1 and Figure 3.
     """
     shape, found = rows.step(measured[0]), _fastest(_measured_times(measured))
@@ -61,7 +63,9 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     for values, is_measured in ((found, True), (_fastest(_predicted_times(longer, machine)), False)):
         for count in counts:
             points += _relative("over keys", values, count, is_measured, min(lengths))
-    for keys in sorted({max(step.num_keys for _, step in found), LENGTHS[-1]}):
+    on_gpus = lambda keys: len({step.n_devices for _, step in found if step.num_keys == keys})
+    most_measured = max({step.num_keys for _, step in found}, key=lambda keys: (on_gpus(keys), keys))
+    for keys in sorted({most_measured, LENGTHS[-1]}):
         more = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
         axes[panel := f"{keys:,} keys"] = ("GPUs", "us")
         points += _points(panel, found, "n_devices", True, num_keys=keys)
@@ -125,6 +129,7 @@ def equations(measured: Sequence[dict], machine: Machine) -> Figure:
 
 def draw(figure: Figure, path: pathlib.Path, note: str) -> None:
     """Draws the panels side by side: what was measured full and solid, what is predicted hollow and dashed."""
+    import matplotlib
     from matplotlib.figure import Figure as Drawing  # not pyplot: no display, no global state
 
     drawing = Drawing(figsize=(5.5 * len(figure.axes), 6), layout="constrained")
@@ -133,13 +138,16 @@ def draw(figure: Figure, path: pathlib.Path, note: str) -> None:
         in_panel = [
             point for point in figure.points if point.panel == panel and point.y > 0
         ]  # the axes are logarithmic
-        for i, series in enumerate(dict.fromkeys(point.series for point in in_panel)):
+        names = list(dict.fromkeys(point.series for point in in_panel))
+        colors = "tab10" if len(names) <= 10 else "tab20"
+        for i, series in enumerate(names):
+            color = matplotlib.colormaps[colors](i)
             for is_measured in (True, False):
                 own = [(p.x, p.y) for p in in_panel if p.series == series and p.is_measured == is_measured]
                 if own:
                     style = dict(linestyle="-") if is_measured else dict(linestyle="--", fillstyle="none")
                     name = f"{series}, {'measured' if is_measured else 'predicted'}"
-                    plot.plot(*zip(*sorted(own)), marker="o", color=f"C{i}", label=name, **style)
+                    plot.plot(*zip(*sorted(own)), marker="o", color=color, label=name, **style)
         plot.set(title=panel, xlabel=x, ylabel=y, xscale="log", yscale="log")
         ticks = sorted({point.x for point in in_panel if not point.is_measured})
         plot.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
@@ -163,7 +171,7 @@ def _relative(panel: str, values: Values, n_devices: int, is_measured: bool, few
     points = _points(panel, values, "num_keys", is_measured, n_devices=n_devices)
     one = next((point for point in points if (point.series, point.x) == ("ring overlapped", fewest)), None)
     return [
-        dataclasses.replace(point, series=f"{point.series}, {n_devices} GPUs", y=point.y / one.y)
+        dataclasses.replace(point, series=f"{point.series}, {n_devices} GPU{'s' * (n_devices > 1)}", y=point.y / one.y)
         for point in points
         if one is not None and point.series in ("tree", "ring overlapped")
     ]
