@@ -73,8 +73,8 @@ def llama_table(rows: list[dict]) -> str:
         measured = row["measured_bytes_per_device"]
         cells = (
             f"{row['n_devices']}" + (f" in {processes[1]} processes" if processes else ""),
-            f"{row['context']:,}" + (f", {row['batch']:,} sequences" if row["batch"] > 1 else ""),
-            row["attention"],
+            _context(row),
+            row["attention"] + (f", {row['cache_dtype']}" if row.get("cache_dtype") else ""),
             row["new_tokens"],
             f"{row['prefill_s']:.2f}",
             f"{median:.2f} ({row['per_token_ms_p10']:.2f} to {row['per_token_ms_p90']:.2f})",
@@ -86,6 +86,13 @@ def llama_table(rows: list[dict]) -> str:
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def _context(row: dict) -> str:
+    """Tokens before the new ones, and how many sequences have them."""
+    own = row.get("problem_tokens")
+    levels = f" + {own} a {'problem' if row['levels'] == 2 else 'sequence'}" if own else ""
+    return f"{row['context']:,}{levels}" + (f", {row['batch']:,} sequences" if row["batch"] > 1 else "")
 
 
 def _sent(row: dict) -> str:
