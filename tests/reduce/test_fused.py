@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from tree_attn import SoftmaxState, make_mesh, tree_decode
 from tree_attn.local import lean_kernel, mosaic_gpu
 from tree_attn.reduce import reduce_state
-from tree_attn.reduce.exchange_kernel import PARTIAL_WORDS, PARTIALS_AT_ONCE, Buffers
+from tree_attn.reduce.epilogue_kernel import PARTIALS_AT_ONCE
+from tree_attn.reduce.exchange_kernel import PARTIAL_WORDS, Buffers
 from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX
 from tree_attn.schedule import lean_schedule
 

@@ -9,7 +9,7 @@ The shape of the first kernel, `_attend_runs`, per CTA:
 `_merge_partials` folds each row's partials in a fixed order, so results are the same to the bit in every run. Why it is
 a launch of its own and not the end of the first: docs/log.md. Where every run is known to hold whole rows, there is
 nothing to merge: the first kernel writes the results, and is the only one. Nor is there a second where an exchange with
-other devices ends the first (`tree_attn/reduce/exchange_kernel.py`).
+other devices ends the first (`tree_attn/reduce/epilogue_kernel.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a tile, `cols`
 query columns, H head dim (Hp: padded to 64).
@@ -176,7 +176,7 @@ def lean_exchange(query, key, value, rank, *, shape: LeanShape, config: LeanConf
     """`lean_attention` of rows that runs cut, merged with the states of other devices, in one launch.
 
     Args:
-      epilogue: takes partials as they are left, and merges (`tree_attn.reduce.exchange_kernel.Epilogue`).
+      epilogue: takes partials as they are left, and merges (`tree_attn.reduce.epilogue_kernel.Epilogue`).
       rank: what it takes by this name, int32 `[1]` or None.
     Returns:
       out, like `result`: `[rows, columns, H]`; lse float32 `[rows, columns]`.

@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 
 from tree_attn.local import ShardAttention
 from tree_attn.peer_memory import peer_memory
+from tree_attn.reduce.epilogue_kernel import PARTIALS_AT_ONCE, Epilogue
 from tree_attn.reduce.exchange_kernel import (
     MAX_CTAS,
     NUM_CTAS,
     PARTIAL_WORDS,
-    PARTIALS_AT_ONCE,
     Buffers,
-    Epilogue,
     exchange,
     exchange_gather,
     exchange_sum,
