@@ -62,8 +62,9 @@ def _sweep(call):
 
     from tree_attn.device_time import device_time
     from tree_attn.local import mosaic_gpu, tuning
-    from tree_attn.local.lean_kernel import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, smem_bytes
-    from tree_attn.local.lean_kernel import LeanConfig as Config
+    from tree_attn.local.hopper import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+    from tree_attn.local.lean_layout import LeanConfig as Config
+    from tree_attn.local.lean_layout import smem_bytes
 
     batch, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call
     query = jax.random.normal(jax.random.key(0), (batch, 1, num_heads, head_dim), jnp.bfloat16)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 
 from tree_attn.local import mosaic_gpu, tall_kernel
-from tree_attn.local.lean_kernel import LeanConfig
+from tree_attn.local.lean_layout import LeanConfig
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="runs with JAX 0.11 or newer, whose interpreter knows transposed operands"

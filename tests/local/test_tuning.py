@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from tree_attn.local import mosaic_gpu, tuning
-from tree_attn.local.lean_kernel import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, LeanConfig, LeanShape, smem_bytes
+from tree_attn.local.hopper import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+from tree_attn.local.lean_layout import LeanConfig, LeanShape, smem_bytes
 from tree_attn.local.tuning import call_kind, even_ctas, formula, lean_config, write_table
 
 SHAPE = LeanShape(

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, tree_decode
-from tree_attn.local import lean_kernel, mosaic_gpu
+from tree_attn.local import lean_layout, mosaic_gpu
 from tree_attn.reduce import reduce_state
 from tree_attn.reduce.epilogue_kernel import PARTIALS_AT_ONCE
 from tree_attn.reduce.exchange_kernel import PARTIAL_WORDS, Buffers
@@ -146,11 +146,11 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
 
 @pytest.mark.parametrize("lengths", [None, (4096, 1000, 0, 77)])
 def test_rows_have_the_partials_of_the_schedule(lengths):
-    shape = lean_kernel.LeanShape(
+    shape = lean_layout.LeanShape(
         batch=4, num_kv_heads=3, col_blocks=1, cols=8, head_dim=64, scale=1.0, soft_cap=None, mask="span",
         num_slots=4096, static_tiles=64 if lengths is None else None, dtype=jnp.bfloat16, key_dtype=jnp.bfloat16,
     )  # fmt: skip
-    config = lean_kernel.LeanConfig(block_kv=64, num_ctas=132)
+    config = lean_layout.LeanConfig(block_kv=64, num_ctas=132)
     tables, tiles = {}, [64] * 4
     if lengths is not None:
         starts, ends = jnp.zeros((4, 1), jnp.int32), jnp.asarray(lengths, jnp.int32)[:, None]
@@ -159,7 +159,7 @@ def test_rows_have_the_partials_of_the_schedule(lengths):
     by_row = [[] for _ in range(12)]
     for segment in itertools.chain(*lean_schedule([count for count in tiles for _ in range(3)], 132)):
         by_row[segment.row].append(segment.partial)
-    spans = lean_kernel.spans_of_rows(shape, config, tables)
+    spans = lean_layout.spans_of_rows(shape, config, tables)
     assert [list(range(*span)) for span in spans.tolist()] == by_row
 
 

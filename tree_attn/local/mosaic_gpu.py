@@ -13,15 +13,8 @@ from jax.experimental import pallas as pl
 
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
-from tree_attn.local.lean_kernel import (
-    TALL_ROWS,
-    LeanConfig,
-    LeanShape,
-    has_whole_rows,
-    lean_attention,
-    lean_exchange,
-    num_partials,
-)
+from tree_attn.local.lean_kernel import lean_attention, lean_exchange
+from tree_attn.local.lean_layout import TALL_ROWS, LeanConfig, LeanShape, has_whole_rows, num_partials
 from tree_attn.local.tall_kernel import tall_attention
 from tree_attn.local.tuning import lean_config
 from tree_attn.masking import Visibility

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from tree_attn.local.lean_kernel import LOG2_E, LOWEST, finish, full, launch, store_transposed, tiling
+from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, store_transposed, tiling
+from tree_attn.local.lean_merge import finish
 from tree_attn.local.sparq_kernel import COLS, REDUCTION_BYTES, WARPS, SparqShape, ctas_for
 from tree_attn.ptx import asm
 

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf
 
-from tree_attn.local.lean_kernel import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
+from tree_attn.local.hopper import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
 from tree_attn.ptx import asm
 
 HEAD_DIMS = (64, 80, 96, 128)

@@ -23,27 +23,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.local.lean_kernel import (
-    LOG2_E,
-    LOWEST,
+from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, tiling
+from tree_attn.local.lean_kernel import scaled_logits
+from tree_attn.local.lean_layout import (
     TALL_ROWS,
-    Barriers,
     LeanConfig,
     LeanShape,
-    full,
     has_whole_rows,
-    launch,
-    load,
-    move_tiles,
     num_partials,
     partials_of,
-    run_of_cta,
-    scaled_logits,
     scratch_bytes,
-    tiling,
-    visible_slots,
-    walk,
 )
+from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 
 ROWS = 64  # of a warpgroup, which its tensor core takes at a time
 COMPUTING = TALL_ROWS // ROWS  # warpgroups

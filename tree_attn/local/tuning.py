@@ -7,7 +7,8 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from tree_attn.local.lean_kernel import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, LeanConfig, LeanShape, smem_bytes
+from tree_attn.local.hopper import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+from tree_attn.local.lean_layout import LeanConfig, LeanShape, smem_bytes
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 MOST_COLS_OF_TWO = 16  # query columns of two CTAs whose registers an SM holds; 8 where K and V are widened in registers

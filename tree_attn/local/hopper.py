@@ -1,0 +1,54 @@
+"""What the kernels for Hopper share: numbers of the hardware, launching, layouts of shared memory and of registers."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2_E = math.log2(math.e)
+# A finite stand-in for -inf: exp2(LOWEST - LOWEST) is 1, where -inf - -inf would be NaN.
+LOWEST = float(np.finfo(np.float32).min)
+SMEM_BYTES_PER_SM = 227 * 1024
+RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
+
+
+def launch(body, *, scratch_bytes: int, name: str, **options):
+    params = plgpu.CompilerParams(
+        approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below what bf16 products leave
+        reduction_scratch_bytes=scratch_bytes,
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+    )
+    body.__name__ = name
+    return plgpu.kernel(body, compiler_params=params, kernel_name=name, **options)
+
+
+def tiling(dtype, elements: int):
+    """The widest swizzle whose tiles divide a row of `elements`; none fits 80 bytes."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next((s for s in (128, 64, 32) if elements * itemsize % s == 0), None)
+    if swizzle is None:
+        return ()
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def load(ref, layout):
+    index = () if jax.__version_info__ >= (0, 11) else ((),)  # JAX 0.10 insists on one, JAX 0.12 has none
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def store_transposed(ref, x):
+    if jax.__version_info__ < (0, 11):  # knows one layout only that can be stored so
+        x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    ref.transpose((1, 0))[...] = x
+
+
+def full(fill: float, shape, layout):
+    return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
+
+
+def spread(x, shape):
+    """`[cols]` to `[..., cols]`."""
+    return lax.broadcast_in_dim(x, shape, [1])

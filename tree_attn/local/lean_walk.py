@@ -1,0 +1,168 @@
+"""How a CTA walks its run of tiles: which rows it touches; and the warpgroup that moves queries, keys and values."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.local.hopper import load
+from tree_attn.local.lean_layout import FIRST_SLOT, NUM_TILES, SPAN_END, SPAN_START, LeanConfig, LeanShape
+from tree_attn.schedule import num_runs, run_start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A CTA's run: where it begins and how many tiles it has (scalars in the kernel)."""
+
+    sequence: Any
+    row: Any  # within the sequence
+    tile: Any  # within the row
+    num_tiles: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One output row: its number, sequence, KV head, block of columns, and the slot its first tile begins at."""
+
+    index: Any
+    sequence: Any
+    head: Any
+    col_block: Any
+    first_slot: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Segment:
+    """A run's tiles within one row: the first of them, how many, and how many tiles of the run come before."""
+
+    tile: Any
+    num_tiles: Any
+    tiles_done: Any
+    is_later: Any  # not the run's first segment
+
+
+def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
+    cta = lax.axis_index("cta")
+    if shape.static_tiles is None:
+        sequence, row, tile, num_tiles = (tables["runs"][cta, i] for i in range(4))
+        return _Run(sequence=sequence, row=row, tile=tile, num_tiles=num_tiles)
+    # All is known but the CTA's number: no table to wait for.
+    total = shape.num_rows * shape.static_tiles
+    runs = num_runs(total, config.num_ctas)
+    start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
+    index = lax.div(start, shape.static_tiles)
+    return _Run(
+        sequence=lax.div(index, shape.rows_per_sequence),
+        row=lax.rem(index, shape.rows_per_sequence),
+        tile=lax.rem(start, shape.static_tiles),
+        num_tiles=jnp.where(cta < runs, end - start, 0),
+    )
+
+
+def walk(run: _Run, tables, shape: LeanShape, segment) -> None:
+    """Calls `segment(row, begin)` for every row that the run touches, in order."""
+
+    def is_left(carry):
+        return carry[3] < run.num_tiles
+
+    def step(carry):
+        sequence, row, tile, tiles_done = carry
+        if shape.static_tiles is None:
+            first_slot, row_tiles = (tables["sequences"][sequence, i] for i in (FIRST_SLOT, NUM_TILES))
+        else:
+            first_slot, row_tiles = 0, shape.static_tiles
+        num_tiles = jnp.minimum(run.num_tiles - tiles_done, row_tiles - tile)
+        segment(
+            _Row(
+                index=sequence * shape.rows_per_sequence + row,
+                sequence=sequence,
+                head=lax.div(row, shape.col_blocks),
+                col_block=lax.rem(row, shape.col_blocks),
+                first_slot=first_slot,
+            ),
+            _Segment(tile=tile, num_tiles=num_tiles, tiles_done=tiles_done, is_later=tiles_done > 0),
+        )
+        is_last_row = row == shape.rows_per_sequence - 1
+        next_sequence = jnp.where(is_last_row, sequence + 1, sequence)
+        return next_sequence, jnp.where(is_last_row, 0, row + 1), jnp.int32(0), tiles_done + num_tiles
+
+    lax.while_loop(is_left, step, (run.sequence, run.row, run.tile, jnp.int32(0)))
+
+
+def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_column=None):
+    """First and end visible slot: scalars of the sequence, or `[kv, cols]` where each query column has its own."""
+    if shape.mask == "none":
+        return None, None
+    if shape.mask == "span":
+        if "sequences" not in tables:
+            return 0, shape.num_slots
+        return tuple(tables["sequences"][row.sequence, i] for i in (SPAN_START, SPAN_END))
+    columns = pl.ds(pl.multiple_of(row.col_block * shape.cols, 8), shape.cols)
+    refs = (tables["columns"].at[i, row.sequence, columns] for i in range(2))
+    return tuple(lax.broadcast_in_dim(load(ref, per_column), tile_shape, [1]) for ref in refs)
+
+
+class Barriers(NamedTuple):
+    """What the moving warpgroup and those that compute wait for; of K and V one per stage."""
+
+    query_free: Any
+    key_full: Any
+    key_free: Any
+    value_full: Any
+    value_free: Any
+
+
+def move_tiles(tables, shape: LeanShape, config: LeanConfig, run: _Run, move_query, refs, smems, barriers) -> None:
+    """The moving warpgroup: the query of every row that the run touches, and all tiles of its keys and values.
+
+    Args:
+      move_query: of a row, begins the copy of its query.
+      refs, smems: of keys and of values.
+    """
+    (key_ref, value_ref), (key_smem, value_smem) = refs, smems
+    query_free, key_full, key_free, value_full, value_free = barriers
+    block_kv, stages = config.block_kv, config.num_stages
+    value_dims = value_smem.shape[-1]
+
+    def segment(row, begin):
+        @pl.when(begin.is_later)
+        def _():
+            plgpu.barrier_wait(query_free)
+
+        move_query(row)
+
+        def tile_step(i, _):
+            tile = begin.tiles_done + i
+            slot = lax.rem(tile, stages)
+            where = _locate(tables, shape, row, row.first_slot + (begin.tile + i) * block_kv)
+            is_refill = tile >= stages
+
+            @pl.when(is_refill)
+            def _():
+                plgpu.barrier_wait(key_free.at[slot])
+
+            block, start, head = where
+            rows = pl.ds(start, block_kv)
+            plgpu.copy_gmem_to_smem(key_ref.at[block, rows, head], key_smem.at[slot], key_full.at[slot])
+
+            @pl.when(is_refill)
+            def _():
+                plgpu.barrier_wait(value_free.at[slot])
+
+            columns = slice(None) if value_dims == shape.head_dim else pl.ds(row.index * 0, value_dims)
+            plgpu.copy_gmem_to_smem(value_ref.at[block, rows, head, columns], value_smem.at[slot], value_full.at[slot])
+
+        lax.fori_loop(0, begin.num_tiles, tile_step, None)
+
+    walk(run, tables, shape, segment)
+
+
+def _locate(tables, shape: LeanShape, row: _Row, slot):
+    """Where `key[block, start:]` holds a tile that begins at `slot` of the sequence: `(block, start, head)`."""
+    if shape.page_size is not None:
+        page = tables["pages"][row.sequence, lax.div(slot, shape.page_size)]
+        return page, pl.multiple_of(lax.rem(slot, shape.page_size), 8), row.head
+    return 0 if shape.is_packed else row.sequence, pl.multiple_of(slot, 8), row.head
