@@ -58,6 +58,16 @@ def test_rows_of_equal_length_are_cut_alike_where_that_costs_few_ctas(rows, ctas
     assert even_ctas(shape, ctas, is_static=False) == ctas
 
 
+@pytest.mark.parametrize(
+    "slots, is_static, kind",
+    [(64, True, "short"), (65, True, "even"), (128, False, "short"), (129, False, "ragged")],
+)
+def test_rows_are_short_where_none_is_cut(slots, is_static, kind):
+    """Of two tiles those of a schedule that is known when compiling may be."""
+    assert f" {kind} " in call_kind(SHAPE.replace(num_slots=slots), 132, is_static)
+    assert " short " not in call_kind(SHAPE.replace(num_slots=64, is_packed=True), 132, is_static)
+
+
 def test_an_entry_of_the_table_is_taken_and_others_stay(table):
     kind = call_kind(SHAPE, tuning.num_sms(), is_static=False)
     assert lean_config(SHAPE, is_static=False) == formula(SHAPE, tuning.num_sms(), is_static=False)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tree_attn.schedule import MIN_TILES_PER_RUN, num_runs, partials_of_row
+from tree_attn.schedule import num_runs, partials_of_row
 
 MIN_BLOCK_KV = 64  # rows that a tensor core takes
 TALL_ROWS = 128  # query columns of a block where they are the rows of the tensor core; else there are at most 64
@@ -72,11 +72,6 @@ class LeanShape:
     def is_tall(self) -> bool:
         """Of the kernel that takes query columns for rows (`tall_kernel.py`)."""
         return self.cols == TALL_ROWS
-
-    @property
-    def is_short(self) -> bool:
-        """Whether a sequence has so few slots that a row is no more than what a run has at the least."""
-        return self.num_slots <= MIN_TILES_PER_RUN * MIN_BLOCK_KV and not self.is_packed
 
     @property
     def is_widened(self) -> bool:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.local.hopper import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
-from tree_attn.local.lean_layout import LeanConfig, LeanShape, smem_bytes
+from tree_attn.local.lean_layout import MIN_BLOCK_KV, LeanConfig, LeanShape, smem_bytes
+from tree_attn.schedule import MIN_TILES_PER_RUN
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 MOST_COLS_OF_TWO = 16  # query columns of two CTAs whose registers an SM holds; 8 where K and V are widened in registers
@@ -32,7 +33,7 @@ def lean_config(shape: LeanShape, is_static: bool) -> LeanConfig:
 def call_kind(shape: LeanShape, sms: int, is_static: bool) -> str:
     """The key of a tuning table: what the best layout was seen to depend on."""
     rows = "many rows" if shape.num_rows > sms else "few rows"
-    kind = "short" if shape.is_short else "even" if is_static else "ragged"
+    kind = "short" if _is_short(shape, is_static) else "even" if is_static else "ragged"
     return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {kind} {rows}"
 
 
@@ -49,7 +50,7 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
     if shape.cols > (8 if shape.is_widened else MOST_COLS_OF_TWO):
         orders = orders[-1:]
-    elif shape.is_short and shape.cols == 8 and not shape.is_widened:
+    elif _is_short(shape, is_static) and shape.cols == 8 and not shape.is_widened:
         orders = ((3, 64, 2), *orders)
     for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
@@ -57,6 +58,15 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
         if ctas_per_sm * (smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM:
             return config
     raise AssertionError(f"two tiles of K and V must fit in shared memory, got {shape}")
+
+
+def _is_short(shape: LeanShape, is_static: bool) -> bool:
+    """Whether rows are so short that none is cut, however many CTAs there are: a tile, or two that the schedule spares.
+
+    A schedule that is known when compiling has equal runs, which may cut rows of two.
+    """
+    most_tiles = 1 if is_static else MIN_TILES_PER_RUN
+    return shape.num_slots <= most_tiles * MIN_BLOCK_KV and not shape.is_packed
 
 
 def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
