@@ -16,6 +16,7 @@ RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 
 
 def launch(body, *, scratch_bytes: int, name: str, **options):
+    """`plgpu.kernel` of `body` as every kernel here is launched; `scratch_bytes` of shared memory are for reductions."""
     params = plgpu.CompilerParams(
         approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below what bf16 products leave
         reduction_scratch_bytes=scratch_bytes,
@@ -35,17 +36,20 @@ def tiling(dtype, elements: int):
 
 
 def load(ref, layout):
+    """What `ref` holds, in registers as `layout` has them."""
     index = () if jax.__version_info__ >= (0, 11) else ((),)  # JAX 0.10 insists on one, JAX 0.12 has none
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def store_transposed(ref, x):
+    """`ref = x^T`, in shared memory."""
     if jax.__version_info__ < (0, 11):  # knows one layout only that can be stored so
         x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     ref.transpose((1, 0))[...] = x
 
 
 def full(fill: float, shape, layout):
+    """Float32 registers, all of them `fill`."""
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 

@@ -106,6 +106,7 @@ def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
 
 
 def scratch_bytes(shape: LeanShape) -> int:
+    """Of shared memory, for reductions over keys, which cross warps."""
     return 4 * 4 * 8 * shape.cols
 
 

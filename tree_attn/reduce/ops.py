@@ -22,10 +22,12 @@ def log2(x):
 
 
 def widened(x):
+    """As float32."""
     return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
 
 
 def narrowed(x, ref):
+    """Float32 in the dtype of `ref`."""
     dtype = ir.MemRefType(ref.type).element_type
     return x if x.type == dtype else arith.truncf(dtype, x)
 
@@ -64,6 +66,7 @@ def load(address):
 
 
 def load_relaxed(address):
+    """A word, which other CTAs may be writing meanwhile."""
     return asm("ld.relaxed.gpu.global.b64 $0, [$1];", i64(), address)
 
 
