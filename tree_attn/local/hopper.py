@@ -16,7 +16,7 @@ RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 
 
 def launch(body, *, scratch_bytes: int, name: str, **options):
-    """`plgpu.kernel` of `body` as every kernel here is launched; `scratch_bytes` of shared memory are for reductions."""
+    """`plgpu.kernel` of `body`, as all kernels here are launched; `scratch_bytes` are for reductions."""
     params = plgpu.CompilerParams(
         approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below what bf16 products leave
         reduction_scratch_bytes=scratch_bytes,
