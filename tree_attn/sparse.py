@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from tree_attn.arguments import AttentionOptions, check_arrays, default_scale, one_of
-from tree_attn.local import attend, mosaic_gpu, sparq_attend_kernel, sparq_kernel
+from tree_attn.local import attend, mosaic_gpu, sparq_attend_kernel, sparq_kernel, sparq_layout
+from tree_attn.local.hopper import LOG2_E
 from tree_attn.local.tuning import num_sms
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
@@ -285,12 +286,12 @@ def _why_no_kernel(query, key, value, key_by_component, sparq: SparqOptions, mos
         return f"implementation 'mosaic_gpu', not {options.implementation!r}"
     if sparq.local_window > most:
         return f"a local_window of at most the {most} keys that a shard keeps, not {sparq.local_window}"
-    return mosaic_gpu.unavailable() or sparq_kernel.unsupported(query, key, value, key_by_component, sparq)
+    return mosaic_gpu.unavailable() or sparq_layout.unsupported(query, key, value, key_by_component, sparq)
 
 
-def _kernel_shape(grouped, key, sparq: SparqOptions, most: int, options, is_global) -> sparq_kernel.SparqShape:
+def _kernel_shape(grouped, key, sparq: SparqOptions, most: int, options, is_global) -> sparq_layout.SparqShape:
     batch, num_queries, num_kv_heads, group, head_dim = grouped.shape
-    return sparq_kernel.SparqShape(
+    return sparq_layout.SparqShape(
         batch=batch,
         num_queries=num_queries,
         num_kv_heads=num_kv_heads,
@@ -339,7 +340,7 @@ def _choose_by_kernel(
         total = total.reshape(*heads, shape.num_chunks, shape.group)
     total = _over_shards(jax.nn.logsumexp(total, axis=3), how, shape.is_shard)  # [B, T, K, G]
     if shape.group > 1:
-        ends = _ends_of_rows(end, recent, shape.num_lists, sparq_kernel.CHUNK)
+        ends = _ends_of_rows(end, recent, shape.num_lists, sparq_layout.CHUNK)
         finite = by_choice(jnp.where(jnp.isneginf(total), 0.0, total))
         slots, scores = sparq_kernel.select_by_share(logits, finite, ends, **launched)
 
@@ -348,7 +349,7 @@ def _choose_by_kernel(
         if not how.sparq.reallocate:
             return None
         of_all = logits.reshape(*heads, shape.group, -1)
-        return jnp.take_along_axis(of_all, slots[:, :, :, None], axis=-1) / sparq_kernel.LOG2_E
+        return jnp.take_along_axis(of_all, slots[:, :, :, None], axis=-1) / LOG2_E
 
     def chosen(slots, kept=None):
         slots = slots.reshape(*heads, -1)
@@ -361,10 +362,10 @@ def _choose_by_kernel(
         return chosen(slots)
     candidates = (*heads, shape.num_lists, shape.num_keys)
     is_there = jnp.arange(shape.num_keys)[None, None, None, None, :]
-    is_there = is_there < _within(end, shape.num_lists, sparq_kernel.CHUNK)[..., None]
+    is_there = is_there < _within(end, shape.num_lists, sparq_layout.CHUNK)[..., None]
     flat = lambda x, missing: jnp.where(is_there, x.reshape(candidates), missing).reshape(*heads, -1)
     slots, scores = flat(slots, 0), flat(scores, -jnp.inf)
-    if not shape.is_shard and slots.shape[-1] <= sparq_kernel.CHUNK:
+    if not shape.is_shard and slots.shape[-1] <= sparq_layout.CHUNK:
         slots, kept = sparq_kernel.best_of(by_choice(slots), by_choice(scores), recent.reshape(-1), **launched)
         return chosen(slots, kept.reshape(*heads, 1))
     # Of equal scores the earliest are wanted, and the lists are in no order.

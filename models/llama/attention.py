@@ -16,7 +16,7 @@ from models.llama.config import LlamaConfig
 from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.arguments import AttentionOptions, one_of
 from tree_attn.cache import KVCache
-from tree_attn.local import attend, attend_shard, check_implementation, mosaic_gpu, sparq_kernel
+from tree_attn.local import attend, attend_shard, check_implementation, mosaic_gpu, sparq_layout
 from tree_attn.placement import Shard, storage_order
 from tree_attn.reduce import check_reduction
 from tree_attn.shared_prefix import PrefixLevel, hydragen_decode
@@ -131,8 +131,8 @@ class Attention:
     def slot_multiple(self, num_tokens: int) -> int:
         """Slots of a shard come in multiples of this, for so many tokens: what kernels take, where it pads little."""
         per_shard = num_tokens // self.num_shards
-        if self.sparq is not None and per_shard >= 8 * sparq_kernel.SLOT_MULTIPLE:
-            return sparq_kernel.SLOT_MULTIPLE
+        if self.sparq is not None and per_shard >= 8 * sparq_layout.SLOT_MULTIPLE:
+            return sparq_layout.SLOT_MULTIPLE
         return mosaic_gpu.SLOT_MULTIPLE if per_shard >= mosaic_gpu.SLOT_MULTIPLE else 1
 
     def storage_order(self, num_tokens: int) -> StorageOrder:

@@ -16,7 +16,7 @@ from sparq_cases import CALLS, COMPILED_GROUPED, GROUPED, Call
 from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, parsed
 
 from tree_attn import make_mesh, sparse
-from tree_attn.local import mosaic_gpu, sparq_attend_kernel, sparq_kernel
+from tree_attn.local import mosaic_gpu, sparq_attend_kernel, sparq_layout
 
 GROUPED_CTAS_PER_SM = {
     "sparq_components": 4,
@@ -124,7 +124,7 @@ def refusal(*, group=1, value_dim=None, dtypes=("bfloat16",) * 3, components=8, 
     query = jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] * group, query.shape[3]), dtypes[0])
     key, value = shape(key, dtypes[1]), shape(value, dtypes[2], value_dim)
     options = sparse.SparqOptions(num_components=components, num_keys=4)
-    return sparq_kernel.unsupported(query, key, value, of_component if by_component else None, options)
+    return sparq_layout.unsupported(query, key, value, of_component if by_component else None, options)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 
 from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, store_transposed, tiling
 from tree_attn.local.lean_merge import finish
-from tree_attn.local.sparq_kernel import COLS, REDUCTION_BYTES, WARPS, SparqShape, ctas_for
+from tree_attn.local.sparq_layout import COLS, REDUCTION_BYTES, WARPS, SparqShape, ctas_for
 from tree_attn.ptx import asm
 
 TILE = 64  # kept keys that are attended to at a time

@@ -17,124 +17,28 @@ rounded up.
 Source: SparQ Attention, Algorithm 1, sections 4 (groups) and 5.
 """
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, scf
 
-from tree_attn.local.hopper import LOG2_E, LOWEST, SMEM_BYTES_PER_SM, full, launch, load, tiling
-from tree_attn.ptx import asm
+from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, tiling
+from tree_attn.local.sparq_layout import CHUNK, COLUMNS, SparqShape, ctas_for
+from tree_attn.local.sparq_lists import (
+    counting,
+    first_largest,
+    log2_of_sum,
+    lse_of,
+    scalar_of,
+    scores_of,
+    slots_of_row,
+    write_lists,
+)
 
-HEAD_DIMS = (64, 80, 96, 128)
-SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys
-CHUNK = 4096  # slots whose scores fit in the registers of a warpgroup, three times per SM
-COLUMNS = 64  # keys of a row of registers, 128 bytes: TMA is slower with shorter rows
 COMPARED = 8  # components that all are compared with at a time: registers limit CTAs
-COLS = 8  # queries of a group at most: the fewest columns that a tensor core takes
-GROUP_LOGITS = 4 * CHUNK  # of all queries of a group, which registers hold twice per SM
-REDUCTION_BYTES = 1024
-WARPS = 4
-LEAST_RANK, MOST_RANK = -0x7F800000, 0x7F800000  # of the least finite float32, and of infinity
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SparqShape:
-    """The static part of a call.
-
-    choices: B x T x K, in that order, each of one group of query heads. Each is cut into chunks of slots, of which
-      `select_keys` or `approximate_logits` makes a row each.
-    reallocate: whether anybody asks what the kept keys weigh; without groups it is told always.
-    """
-
-    batch: int
-    num_queries: int
-    num_kv_heads: int
-    group: int
-    head_dim: int
-    num_slots: int
-    num_components: int
-    num_keys: int
-    scale: float
-    dtype: Any
-    num_sms: int
-    is_shard: bool  # of slots that are chosen from together
-    reallocate: bool
-
-    @property
-    def choices(self) -> int:
-        return self.batch * self.num_queries * self.num_kv_heads
-
-    @property
-    def chunk(self) -> int:
-        """Slots of which registers hold the logits of all queries of a group."""
-        return next(chunk for chunk in (CHUNK, CHUNK // 2) if chunk * self.group <= GROUP_LOGITS)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """A chunk as registers hold it, in 64 rows at least."""
-        columns = min(COLUMNS, self.chunk // 64)
-        return self.chunk // columns, columns
-
-    @property
-    def num_chunks(self) -> int:
-        return pl.cdiv(self.num_slots, self.chunk)
-
-    @property
-    def num_lists(self) -> int:
-        """Rows that a choice is cut into where shares are read from memory, and lists that compete."""
-        return pl.cdiv(self.num_slots, CHUNK)
-
-    @property
-    def is_final(self) -> bool:
-        """Whether what a row keeps is what its choice keeps; else the best of all rows' lists are."""
-        # While a group chooses, registers cannot hold the logits of each query, by which the kept keys are weighed.
-        needs_logits = self.group > 1 and self.reallocate
-        return self.num_chunks == 1 and not self.is_shard and not needs_logits
-
-    @property
-    def num_stages(self) -> int:
-        """Components on their way per CTA; for groups as many bytes as fit, since few CTAs do."""
-        return 6 if self.group == 1 else 12 * CHUNK // self.chunk
-
-    @property
-    def stream_ctas_per_sm(self) -> int:
-        """What registers hold."""
-        return 3 if self.group == 1 and self.is_final else 2
-
-    @property
-    def padded_head_dim(self) -> int:
-        """V's columns are rows of O^T, which a tensor core takes 64 at a time."""
-        return -(-self.head_dim // 64) * 64
-
-    def sequence_and_head(self, choice):
-        return lax.div(choice, self.num_queries * self.num_kv_heads), lax.rem(choice, self.num_kv_heads)
-
-
-def unsupported(query, key, value, key_by_component, sparq) -> str | None:
-    """Returns why the kernels cannot do this, or None; `sparq` has `num_components`."""
-    dtypes = {x.dtype for x in (query, key, value)}
-    if dtypes not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
-        return f"one dtype, bfloat16 or float16, not {sorted(map(str, dtypes))}"
-    if query.shape[2] > COLS * key.shape[2]:
-        return f"at most {COLS} query heads per key head, not {query.shape[2]} and {key.shape[2]}"
-    if key.shape[-1] not in HEAD_DIMS or value.shape[-1] != key.shape[-1]:
-        return f"a head dim of {HEAD_DIMS}, not {key.shape[-1]} for keys and {value.shape[-1]} for values"
-    if key_by_component is None:
-        return "key_by_component"
-    if key.shape[1] % SLOT_MULTIPLE or sparq.num_components % 4:
-        return (
-            f"S to be a multiple of {SLOT_MULTIPLE} and num_components of 4, not {key.shape[1]} and "
-            f"{sparq.num_components}"
-        )
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("share", "shape", "interpret"))
@@ -224,7 +128,7 @@ def _choose_components_scoped(
         if share is not None:
             temperature = share**-0.5
         else:
-            total = lambda x: _scalar(x, "add", layout.reduce(1), scalar_smem, interpret)
+            total = lambda x: scalar_of(x, "add", layout.reduce(1), scalar_smem, interpret)
             whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
             temperature = jnp.where(part > 0, lax.rsqrt(part / whole), 1.0)
         weights_smem[g, pl.ds(0, columns)] = kept * (shape.scale * LOG2_E * temperature)
@@ -304,11 +208,6 @@ def _launch_stream(finish_row, out_type, name: str, shape: SparqShape):
         scratch_bytes=4096,
         name=name,
     )
-
-
-def ctas_for(shape: SparqShape, rows: int, smem_bytes: int, at_most: int) -> int:
-    """As many as run at once, `at_most` per SM for what registers hold; each takes every so many-th row."""
-    return min(rows, shape.num_sms * max(1, min(at_most, SMEM_BYTES_PER_SM // (smem_bytes + 4096))))
 
 
 def _stream(shape: SparqShape, finish_row, *refs):
@@ -395,8 +294,8 @@ def _choose(
 ) -> None:  # fmt: skip
     """Lists the keys of one row that are kept, and writes what they weigh."""
     layout = plgpu.Layout.WGMMA
-    slots, is_visible, is_recent = _slots(logits[0].shape, ends_ref)
-    scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
+    slots, is_visible, is_recent = slots_of_row(logits[0].shape, ends_ref)
+    scalar = lambda x, operation, smem: scalar_of(x, operation, layout, smem, interpret)
     weight_of = lambda chosen, x, top: scalar(jnp.where(chosen, jnp.exp2(x - top), 0.0), "add", weight_smem)
     tops = [scalar(jnp.where(is_visible, x, LOWEST), "max", weight_smem) for x in logits]
     totals = [weight_of(is_visible, x, top) for x, top in zip(logits, tops)]
@@ -406,31 +305,31 @@ def _choose(
         kept = weight_of(is_recent, shares, top)
     else:
         shares = [x - (top + jnp.log2(total)) for x, top, total in zip(logits, tops, totals)]
-        shares = functools.reduce(_log2_of_sum, shares)
-    scores = _scores(shares, is_visible, is_recent)
-    is_kept = _first_largest(scores, slots, shape.chunk, shape.num_keys, _count(interpret, count_smem))
+        shares = functools.reduce(log2_of_sum, shares)
+    scores = scores_of(shares, is_visible, is_recent)
+    is_kept = first_largest(scores, slots, shape.chunk, shape.num_keys, counting(interpret, count_smem))
     if shape.group == 1:
         totals.append(kept + weight_of(is_kept & (scores < jnp.inf), scores, top))
         tops.append(top)
     for i, (top, weight) in enumerate(zip(tops, totals)):
-        stats_ref[row, i] = _lse(top, weight)
+        stats_ref[row, i] = lse_of(top, weight)
     lists = [(slots + lax.rem(row, shape.num_chunks) * shape.chunk, slots_ref.at[row])]
     if not shape.is_final:  # else nobody asks for the logits, and registers are saved
         lists.append((logits[0] * (1 / LOG2_E), logits_ref.at[row]))
-    _write_lists(interpret, is_kept, lists, count_smem)
+    write_lists(interpret, is_kept, lists, count_smem)
 
 
 def _write_logits(
     shape: SparqShape, interpret: bool, row, logits, ends_ref, logits_ref, lse_ref, count_smem, weight_smem
 ) -> None:
     layout, rows = plgpu.Layout.WGMMA, shape.tile[0]
-    _, is_visible, _ = _slots(logits[0].shape, ends_ref)
-    scalar = lambda x, operation: _scalar(x, operation, layout, weight_smem, interpret)
+    _, is_visible, _ = slots_of_row(logits[0].shape, ends_ref)
+    scalar = lambda x, operation: scalar_of(x, operation, layout, weight_smem, interpret)
     choice, chunk = lax.div(row, shape.num_chunks), lax.rem(row, shape.num_chunks)
     for g, x in enumerate(logits):
         logits_ref[choice, g, pl.ds(chunk * rows, rows)] = x
         top = scalar(jnp.where(is_visible, x, LOWEST), "max")
-        lse_ref[row, g] = _lse(top, scalar(jnp.where(is_visible, jnp.exp2(x - top), 0.0), "add"))
+        lse_ref[row, g] = lse_of(top, scalar(jnp.where(is_visible, jnp.exp2(x - top), 0.0), "add"))
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
@@ -468,149 +367,16 @@ def _select_by_share(shape: SparqShape, interpret: bool, logits_ref, total_ref, 
             logits = load(logits_ref.at[choice, g, pl.ds(part * rows, rows)], layout)
             return logits - total_ref[choice, g] * LOG2_E
 
-        shares = lax.fori_loop(1, shape.group, lambda g, shares: _log2_of_sum(shares, share(g)), share(0))
-        slots, is_visible, is_recent = _slots(shares.shape, ends_ref.at[row])
-        scores = _scores(shares, is_visible, is_recent)
-        is_kept = _first_largest(scores, slots, CHUNK, shape.num_keys, _count(interpret, count_smem))
+        shares = lax.fori_loop(1, shape.group, lambda g, shares: log2_of_sum(shares, share(g)), share(0))
+        slots, is_visible, is_recent = slots_of_row(shares.shape, ends_ref.at[row])
+        scores = scores_of(shares, is_visible, is_recent)
+        is_kept = first_largest(scores, slots, CHUNK, shape.num_keys, counting(interpret, count_smem))
         lists = [(slots + part * CHUNK, slots_ref.at[row])]
         if shape.num_lists > 1 or shape.is_shard:  # else no lists compete
             lists.append((scores, scores_ref.at[row]))
-        _write_lists(interpret, is_kept, lists, count_smem)
+        write_lists(interpret, is_kept, lists, count_smem)
 
     pl.run_scoped(scoped, plgpu.SMEM((COLUMNS,), jnp.int32), collective_axes="warpgroup")
-
-
-def _slots(shape, ends_ref):
-    """Slots within a row's chunk, and whether they are visible, and kept whatever they score."""
-    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, shape, layout=plgpu.Layout.WGMMA)
-    slots = iota(0) * shape[1] + iota(1)
-    end, recent = ends_ref[0], ends_ref[1]
-    is_visible = slots < end
-    return slots, is_visible, is_visible & (slots >= recent)
-
-
-def _scores(shares, is_visible, is_recent):
-    return jnp.where(is_visible, jnp.where(is_recent, jnp.inf, shares), -jnp.inf)
-
-
-def _log2_of_sum(x, y):
-    """`log2(2^x + 2^y)`: shares are added as logarithms, for the smallest would all be 0."""
-    most = jnp.maximum(x, y)
-    return most + jnp.log2(1.0 + jnp.exp2(jnp.minimum(x, y) - most))
-
-
-def _lse(top, weight):
-    """`ln(weight 2^top)`."""
-    return jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
-
-
-def _count(interpret: bool, smem):
-    return lambda chosen: _scalar(jnp.where(chosen, 1, 0), "add", plgpu.Layout.WGMMA, smem, interpret)
-
-
-def _write_lists(interpret: bool, is_kept, lists, smem) -> None:
-    if not interpret:
-        _list(jnp.where(is_kept, 1, 0), *zip(*lists), smem)
-        return
-    for array, ref in lists:
-        found = jnp.nonzero(is_kept.ravel(), size=ref.shape[0], fill_value=0)[0]
-        ref[...] = array.ravel()[found]
-
-
-def _scalar(x, operation: str, layout, smem, interpret: bool):
-    """The "add" or "max" of all of `x`: Pallas reduces a matrix along one axis only, and to a vector."""
-    if interpret:
-        return jnp.sum(x) if operation == "add" else jnp.max(x)
-    result = plgpu.ShapeDtypeStruct((), x.dtype, layout=plgpu.Layout.WG_SPLAT)
-
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=result)
-    def emit(_, x, smem):
-        return x.reduce(operation, tuple(range(len(x.shape))), smem)
-
-    return emit(x, smem)
-
-
-def _first_largest(scores, slots, num_slots: int, num_keys: int, count):
-    """Whether each is one of the `num_keys` largest; of equals the earliest, and none that is -inf."""
-
-    def halve(state):
-        least, most, found = state
-        middle = (least | most) - ((least ^ most) >> 1)  # rounded up, and without an overflow
-        now = count(scores >= _float_of_rank(middle, scores.shape))
-        is_enough, is_exact = now >= num_keys, now == num_keys
-        most = jnp.where(is_enough, jnp.where(is_exact, middle, most), middle - 1)
-        return jnp.where(is_enough, middle, least), most, jnp.where(is_enough, now, found)
-
-    is_open = lambda state: state[0] < state[1]
-    # The largest score that as many reach as are wanted, or the least finite one where fewer are visible.
-    rank, _, found = lax.while_loop(is_open, halve, (jnp.int32(LEAST_RANK), jnp.int32(MOST_RANK), jnp.int32(0)))
-    threshold = _float_of_rank(rank, scores.shape)
-    above = count(scores > threshold)
-
-    def halve_slots(state):
-        least, most = state
-        middle = (least + most) >> 1
-        is_enough = above + count((scores == threshold) & (slots < middle)) >= num_keys
-        return jnp.where(is_enough, least, middle + 1), jnp.where(is_enough, middle, most)
-
-    # Only where equals at the threshold are too many is there a last slot to find.
-    first = jnp.where(found > num_keys, jnp.int32(0), jnp.int32(num_slots))
-    last, _ = lax.while_loop(is_open, halve_slots, (first, jnp.int32(num_slots)))
-    return (scores > threshold) | ((scores == threshold) & (slots < last))
-
-
-def _float_of_rank(rank, shape):
-    """float32 `shape` from its place among all: int32 in the same order."""
-    bits = jnp.broadcast_to(jnp.where(rank < 0, rank ^ 0x7FFFFFFF, rank), shape)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _list(is_kept, arrays, refs, smem) -> None:
-    """Lists what `arrays [W, 64]` hold where int32 `is_kept` is 1, placed by a prefix sum over threads.
-
-    Pallas has no scatter, so this is written in MLIR, for each thread and the registers that it holds.
-    """
-    layout = plgpu.Layout.WGMMA
-
-    @plgpu.inline_mgpu(arg_types=(layout, (layout,) * len(arrays), (plgpu.RefType(),) * len(refs), plgpu.RefType()))
-    def emit(_, is_kept, arrays, refs, smem):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        constant = lambda x: arith.constant(i32, x)
-        as_index = lambda x: arith.index_cast(index, x)
-        thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
-        lane, warp = arith.remui(thread, constant(32)), arith.divui(thread, constant(32))
-        own = _elements(is_kept)
-        own_count = functools.reduce(arith.addi, own)
-        through = own_count  # of this lane and those before it
-        for distance in (1, 2, 4, 8, 16):
-            below = asm("shfl.sync.up.b32 $0, $1, $2, 0, -1;", i32, through, constant(distance))
-            is_there = arith.cmpi(arith.CmpIPredicate.uge, lane, constant(distance))
-            through = arith.addi(through, arith.select(is_there, below, constant(0)))
-        is_last = arith.cmpi(arith.CmpIPredicate.eq, lane, constant(31))
-        with ir.InsertionPoint(scf.IfOp(is_last).then_block):
-            memref.store(through, smem, [as_index(warp)])
-            scf.yield_([])
-        utils.warpgroup_barrier()
-        place = arith.subi(through, own_count)
-        for other in range(WARPS - 1):
-            is_before = arith.cmpi(arith.CmpIPredicate.ugt, warp, constant(other))
-            before = memref.load(smem, [arith.constant(index, other)])
-            place = arith.addi(place, arith.select(is_before, before, constant(0)))
-        for is_one, *values in zip(own, *map(_elements, arrays)):
-            with ir.InsertionPoint(scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, is_one, constant(0))).then_block):
-                for value, ref in zip(values, refs):
-                    memref.store(value, ref, [as_index(place)])
-                scf.yield_([])
-            place = arith.addi(place, is_one)
-
-    emit(is_kept, tuple(arrays), tuple(refs), smem)
-
-
-def _elements(array) -> list[ir.Value]:
-    """A thread's elements of an array in registers."""
-    elements = []
-    array.foreach(lambda x, _: elements.append(x))
-    return elements
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "interpret"))
@@ -651,12 +417,12 @@ def _best(shape: SparqShape, interpret: bool, slots_ref, logits_ref, recent_ref,
         logits = logits * LOG2_E
         is_there = logits > -jnp.inf
         scores = jnp.where(is_there & (slots >= recent_ref[choice]), jnp.inf, logits)
-        scalar = lambda x, operation, smem: _scalar(x, operation, layout, smem, interpret)
-        is_kept = _first_largest(scores, slots, shape.num_slots, shape.num_keys, _count(interpret, count_smem))
+        scalar = lambda x, operation, smem: scalar_of(x, operation, layout, smem, interpret)
+        is_kept = first_largest(scores, slots, shape.num_slots, shape.num_keys, counting(interpret, count_smem))
         top = scalar(jnp.where(is_there, logits, LOWEST), "max", weight_smem)
         weight = scalar(jnp.where(is_kept, jnp.exp2(logits - top), 0.0), "add", weight_smem)
-        lse_ref[choice] = _lse(top, weight)
-        _write_lists(interpret, is_kept, [(slots, out_ref.at[choice])], count_smem)
+        lse_ref[choice] = lse_of(top, weight)
+        write_lists(interpret, is_kept, [(slots, out_ref.at[choice])], count_smem)
 
     smem = functools.partial(plgpu.SMEM, (COLUMNS,))
     pl.run_scoped(scoped, smem(jnp.int32), smem(jnp.float32), collective_axes="warpgroup")
