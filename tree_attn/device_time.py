@@ -39,12 +39,7 @@ def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 10, war
     """
     for _ in range(warmup):
         jax.block_until_ready(fn(*args))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(n_iters):
-                jax.block_until_ready(fn(*args))
-        (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        events = _device_events(jax.profiler.ProfileData.from_file(str(trace)))
+    events = device_events(lambda: [jax.block_until_ready(fn(*args)) for _ in range(n_iters)])
     if not events or len(events) % n_iters:
         raise RuntimeError(f"{len(events)} device events in {n_iters} runs: nothing ran on a GPU, or runs differ")
     runs = np.array_split(np.array([event[:2] for event in events]), n_iters)
@@ -55,12 +50,17 @@ def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 10, war
         p10_us=float(p10),
         p90_us=float(p90),
         n_iters=n_iters,
-        kernels=_by_name(events, n_iters * calls),
+        kernels=by_name(events, n_iters * calls),
     )
 
 
-def _device_events(data) -> list[tuple[float, float, str]]:
-    """Every kernel, copy and memset as (start, end, name) in ns, in the order they started."""
+def device_events(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
+    """Kernels, copies and memsets of `run()` as (start, end, name) in ns, in the order they started; none on a CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(trace))
     lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
     return sorted((e.start_ns, e.start_ns + e.duration_ns, e.name) for line in lines for e in line.events)
 
@@ -74,7 +74,8 @@ def _busy_ns(intervals: np.ndarray) -> float:
     return busy
 
 
-def _by_name(events, calls: int) -> dict[str, tuple[float, float]]:
+def by_name(events, calls: int) -> dict[str, tuple[float, float]]:
+    """`DeviceTime.kernels` of events of `calls` calls, what takes longest first."""
     spent: dict[str, list[float]] = collections.defaultdict(list)
     for start, end, name in events:
         spent[name].append((end - start) / 1e3)
