@@ -380,3 +380,15 @@ def test_a_mean_that_is_not_kept_is_refused():
     cache = empty_cache()
     with pytest.raises(ValueError, match="create the cache with keeps_value_sum=True"):
         cache.value_mean(cache.lengths)
+
+
+@pytest.mark.parametrize("num_tokens, is_sorted", [(1, "true"), (3, "false")])
+def test_xla_is_told_that_what_is_written_is_apart_and_of_single_tokens_in_order(num_tokens, is_sorted):
+    cache = KVCache.create(
+        batch=4, capacity=8, num_kv_heads=2, head_dim=4, dtype="float32", mesh=make_mesh({"seq": 2}), axis_name="seq",
+        block_size=1,
+    )  # fmt: skip
+    new = jnp.ones((4, num_tokens, 2, 4))
+    lowered = jax.jit(KVCache.append).lower(cache, new, new).as_text()
+    assert lowered.count('"stablehlo.scatter"(') == lowered.count("unique_indices = true") == 2
+    assert lowered.count(f"indices_are_sorted = {is_sorted}") == 2

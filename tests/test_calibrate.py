@@ -104,6 +104,18 @@ def test_where_pairs_cannot_meet_in_a_kernel_all_still_can(monkeypatch):
     assert {(point.size, point.us) for point in found if point.kind in COLLECTIVES} == {(2, 10.0), (4, 10.0)}
 
 
+def test_attention_is_timed_over_keys_and_values_that_are_two_arrays(monkeypatch):
+    """Of one array in both places a GPU reads half from its cache, so that memory looks faster than it is."""
+    timed = []
+    monkeypatch.setattr(calibrate, "_median_us", lambda mesh, fn, *arrays: timed.append(arrays) or float(len(timed)))
+    mesh = make_mesh({"device": 2, "node": 1})
+    calibrate._local_attention(mesh)
+    calibrate._step_us(mesh, "device", "gather", 8)
+    assert len(timed) == 3
+    for _, key, value in timed:
+        assert key.shape == value.shape and key is not value
+
+
 def test_noise_makes_nothing_negative():
     falling = [
         Point(kind="gather", size=2, payload_bytes=num_bytes, us=us) for num_bytes, us in ((4_000, 9.0), (10**6, 8.0))

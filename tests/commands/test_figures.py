@@ -35,6 +35,13 @@ def test_figure_3_measures_where_there_are_rows_and_predicts_to_128(measured):
     assert set(values(figure, "5,120,000 keys", "ring public", False)) == set(GPUS)
 
 
+def test_figure_3_is_over_gpus_for_the_length_that_most_numbers_of_them_measured(measured):
+    on_two = [row | {"n_devices": 2, "axis_sizes": [2]} for row in measured if row["num_keys"] == 81_920]
+    figure = paper_figures.figure_3([*measured, *on_two], H200)
+    assert set(figure.axes) == {"over keys", "81,920 keys", "5,120,000 keys"}
+    assert set(values(figure, "81,920 keys", "ring overlapped", True)) == {2, 4}
+
+
 def test_figure_3_takes_the_best_tree_and_keeps_the_papers(measured):
     figure = paper_figures.figure_3(measured, H200)
     trees = {row["reduction"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}

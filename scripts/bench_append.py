@@ -1,0 +1,84 @@
+"""What writing one new token of each sequence into a cache takes on one GPU, by what XLA is told of it.
+
+    python3 scripts/bench_append.py --out docs/results/llama_h200/append_trials.jsonl
+
+Eight writes in one program, each one slot further in every sequence. `kernels` are name -> microseconds of one launch
+and launches a write, by the profiler, the first copy of the cache among them; `us_per_write` is all of it over eight.
+One JSON row per case; each way must give the same cache.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+
+WRITES = 8
+SLOTS, KV_HEADS, HEAD_DIM = 72, 32, 128
+
+
+def main() -> None:
+    """Times each way and number of sequences."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", default="16,64,256,1024", help="sequences")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    args = parser.parse_args()
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from tree_attn import measure
+    from tree_attn.device_time import device_time
+
+    rng = np.random.default_rng(0)
+    for batch in map(int, args.batch.split(",")):
+        cache = jnp.zeros((batch, SLOTS, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+        new = jnp.asarray(rng.normal(size=(WRITES, batch, KV_HEADS, HEAD_DIM)), jnp.bfloat16)
+        slots = jnp.asarray(rng.integers(0, SLOTS - WRITES, batch), jnp.int32)
+        expected = None
+        for name, write in WAYS.items():
+
+            def program(cache, new, slots, write=write):
+                for i in range(WRITES):
+                    cache = write(cache, new[i], slots + i)
+                return cache
+
+            run = jax.jit(program)
+            result = np.asarray(run(cache, new, slots))
+            expected = result if expected is None else expected
+            if not np.array_equal(result, expected):
+                raise AssertionError(f"{name}: another cache than by {next(iter(WAYS))!r}")
+            timed = device_time(run, cache, new, slots, calls=WRITES)
+            row = dict(batch=batch, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", way=name)
+            row |= dict(us_per_write=timed.median_us, kernels=timed.kernels)
+            row |= dict(hardware=measure.hardware(jax.local_devices()[:1]), versions=measure.versions())
+            row |= dict(git_commit=measure.git_commit(), command=" ".join(["python3", *sys.argv]))
+            with args.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{batch:,} sequences, {name}: {timed.median_us:.1f} us a write", flush=True)
+
+
+def _scatter(cache, new, slots, **told):
+    import jax.numpy as jnp
+
+    return cache.at[jnp.arange(cache.shape[0]), slots].set(new, mode="drop", **told)
+
+
+def _mapped(cache, new, slots):
+    import jax
+
+    return jax.vmap(lambda cache, new, slot: jax.lax.dynamic_update_slice(cache, new[None], (slot, 0, 0)))(
+        cache, new, slots
+    )
+
+
+WAYS = {
+    "as before": _scatter,
+    "unique_indices, indices_are_sorted": lambda *arrays: _scatter(
+        *arrays, unique_indices=True, indices_are_sorted=True
+    ),
+    "vmap of dynamic_update_slice": _mapped,
+}
+
+
+if __name__ == "__main__":
+    main()
