@@ -147,6 +147,7 @@ def variants() -> list[Call]:
         ),
         Onto(**MANY, kv_heads=1, head_dim=128, **lengths),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **kind) for kind in ({}, causal, float8)),
+        *(Call(lengths=(100, 7), slots=104, head_dim=128, **kind) for kind in ({}, float8)),  # two tiles, left whole
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
