@@ -28,8 +28,7 @@ from models.llama.sampling import Sampling, choose, log_probability
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.cache import KVCache
 
-MOST_ROWS_OF_MERGED_PRODUCTS = 64  # as measured on an H200: docs/log.md
-ANY_SIZE_MB = 1 << 20
+MOST_ROWS_OF_TRITON_PRODUCTS = 16  # as measured on an H200: docs/log.md
 TOKENS_PER_DISPATCH_ON_GPUS = 8
 
 
@@ -314,16 +313,14 @@ class Generator:
         lowered = decode.lower(self.parameters, rows, prefixes, cache=cache)
         return lowered.compile(compiler_options=self._decode_options(len(rows.tokens)))
 
-    def _decode_options(self, num_rows: int) -> dict[str, int]:
+    def _decode_options(self, num_rows: int) -> dict[str, bool]:
         """What XLA is told of a decoding program.
 
-        Products with the same operand (query, key and value; gate and up) can be one that reads several kernels, and
-        reads them faster. XLA's limit is a size; it is rows that matter: with more of them it copies the kernels
-        together first, at every step.
+        Where rows are many cuBLAS reads kernels faster than Triton, which XLA would still choose for some of them.
         """
-        if not self.sharding.is_on_gpus:
+        if not self.sharding.is_on_gpus or num_rows <= MOST_ROWS_OF_TRITON_PRODUCTS:
             return {}
-        return {"xla_gpu_dot_merger_threshold_mb": ANY_SIZE_MB if num_rows <= MOST_ROWS_OF_MERGED_PRODUCTS else 0}
+        return {"xla_gpu_enable_triton_gemm": False}
 
     def _prefill(self, served, parameters, tokens, lengths, rows, *, caches):
         """Level by level, each over those before it: a node's keys depend on all that come before it."""

@@ -1,5 +1,6 @@
 """Weights and configuration from a GGUF file, through the `gguf` package. Quantized tensors are dequantized."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class GGUFFile:
             raise CheckpointError(f"{self.path.name}: metadata {key} is missing")
         return self.get(key)
 
-    def rows(self, name: str, rows: slice) -> np.ndarray:
+    def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
         """Rows of a tensor, dequantized to float32. Quantization blocks lie within rows, so each can be read alone."""
         tensor = self.tensors[name]
         return self._dequantize(tensor.data[rows], tensor.tensor_type)
@@ -142,16 +143,17 @@ def from_gguf(
             raise CheckpointError(f"{file.path.name}: tensor {name} is missing")
         # GGUF lists the fastest dimension first.
         check_shape(file.path.name, name, [int(size) for size in reversed(file.tensors[name].shape)], parameter)
-        shape = parameter.shape[1:] if parameter.is_stacked else parameter.shape
-        if "head_dim" not in parameter.axes:
-            return file.rows(name, index[0])[(slice(None), *index[1:])]
-        heads = file.rows(name, slice(None)).reshape(shape)
-        return (_halves(heads) if parameter.name in _ROTATED else heads)[index]
+        first = int(parameter.is_stacked)
+        shape, axes = parameter.shape[first:], parameter.axes[first:]
+        num_row_axes = axes.index("embed") or 1  # what comes before `embed` makes up its rows, or `embed` itself
+        order = np.arange(math.prod(shape[:num_row_axes])).reshape(shape[:num_row_axes])
+        rows = (_halves(order) if parameter.name in _ROTATED else order)[index[:num_row_axes]]
+        data = file.rows(name, rows.reshape(-1)).reshape(*rows.shape, *shape[num_row_axes:])
+        return data[(..., *index[num_row_axes:])]
 
     return from_slices(sharding, dtype, read, on_bytes)
 
 
-def _halves(heads: np.ndarray) -> np.ndarray:
-    """`[N, H, D]` rows with rotary pairs next to each other, put half a head apart for `rope.apply_rotation`."""
-    num_heads, head_dim, hidden_size = heads.shape
-    return heads.reshape(num_heads, head_dim // 2, 2, hidden_size).swapaxes(1, 2).reshape(heads.shape)
+def _halves(rows: np.ndarray) -> np.ndarray:
+    """Rows `[..., H]` with rotary pairs next to each other, put half a head apart for `rope.apply_rotation`."""
+    return rows.reshape(*rows.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(rows.shape)

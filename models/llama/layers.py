@@ -1,4 +1,7 @@
-"""The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs: loading only reshapes.
+"""The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs.
+
+Kernels that multiply the same thing are stored as one, query, key and value, and gate and up: one product reads them
+faster than several do (docs/log.md).
 
 Every layer's parameters are declared stacked along a leading `layers` axis. `Llama` scans over it or has each layer's
 made by itself; either way the code below sees those of one layer.
@@ -10,7 +13,6 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -50,13 +52,13 @@ class Pass:
         """Whether a logical axis is cut over devices of the sequence: an array can have one of the two."""
         return bool(set(as_tuple(getattr(self.sharding, axis))) & set(as_tuple(self.sharding.sequence)))
 
-    def joins(self, *axes: str) -> bool:
-        """Whether, in decoding, what is cut over these logical axes, as the sequence is, is joined within a layer.
+    def joins(self, axis: str) -> bool:
+        """Whether, in decoding, what is cut over this logical axis, as the sequence is, is joined within a layer.
 
         That is written out rather than left to XLA, for it is few numbers (`tree_attn.reduce.activations`).
         """
-        cut = {as_tuple(getattr(self.sharding, axis)) for axis in axes}
-        is_over_sequence = cut == {as_tuple(self.sharding.sequence)} and not self.clashes("embed")
+        cut = as_tuple(getattr(self.sharding, axis))
+        is_over_sequence = cut == as_tuple(self.sharding.sequence) and not self.clashes("embed")
         return self.token_axis is None and is_over_sequence and self.sharding.num_shards("sequence") > 1
 
 
@@ -78,15 +80,19 @@ class SelfAttention(nnx.Module):
     """Projections and rotary embedding around an attention that is passed in."""
 
     def __init__(self, config: LlamaConfig, create: Create):
-        def projection(name: str, num_heads: int, axis: str) -> nnx.Param:
-            shape = (config.num_layers, num_heads, config.head_dim, config.hidden_size)
-            axes = ("layers", axis, "head_dim", "embed")
-            name = f"layers.attention.{name}"
-            return nnx.Param(create(Parameter(name=name, shape=shape, axes=axes, fan_in=config.hidden_size)))
-
-        self.query = projection("query", config.num_heads, "heads")
-        self.key = projection("key", config.num_kv_heads, "kv_heads")
-        self.value = projection("value", config.num_kv_heads, "kv_heads")
+        group = config.group_size
+        # Of each KV head its query heads, its key and its value: a cut over KV heads leaves these on one device.
+        self.query_key_value = nnx.Param(
+            create(
+                Parameter(
+                    name="layers.attention.query_key_value",
+                    shape=(config.num_layers, config.num_kv_heads, group + 2, config.head_dim, config.hidden_size),
+                    axes=("layers", "kv_heads", None, "head_dim", "embed"),
+                    fan_in=config.hidden_size,
+                    parts=(("query", group), ("key", 1), ("value", 1)),
+                )
+            )
+        )
         self.output = nnx.Param(
             create(
                 Parameter(
@@ -100,13 +106,8 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array | int, shared: Pass) -> tuple[jax.Array, KVCache]:
         """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
-        kernels = self.query[...], self.key[...], self.value[...]
         with jax.named_scope("project"):
-            if shared.joins("heads", "kv_heads"):
-                query, key, value = _to_all_heads(x, kernels, shared)
-            else:
-                axes = "heads", "kv_heads", "kv_heads"
-                query, key, value = (_to_heads(x, kernel, axis, shared) for kernel, axis in zip(kernels, axes))
+            query, key, value = _query_key_value(x, self.query_key_value[...], shared)
         with jax.named_scope("rope"):
             query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
         with jax.named_scope("attend"):
@@ -115,41 +116,46 @@ class SelfAttention(nnx.Module):
             return _from_heads(out, self.output[...], shared), cache
 
 
-# Heads and head dim are one axis in the products: XLA on CPU would transpose kernels of three axes at every step, which
-# takes ten times as long as the product of a single token.
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`[B, T, D]` times `[..., D]` to `[B, T, ...]`.
+
+    All outputs are one axis in it: XLA on CPU would transpose kernels of more axes at every step, which takes ten times
+    as long as the product of a single token.
+    """
+    out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
+    return out.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 
-def _to_heads(x: jax.Array, kernel: jax.Array, axis: str, shared: Pass) -> jax.Array:
-    """`[B, T, D]` times `[N, H, D]` to `[B, T, N, H]`; `axis` is N's.
+def _query_key_value(x: jax.Array, kernel: jax.Array, shared: Pass) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`[B, T, D]` times `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`."""
+    made = (_to_all_heads if shared.joins("kv_heads") else _to_heads)(x, kernel, shared)
+    query = made[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
+    if not shared.clashes("heads"):
+        query = shared.sharding.constrain(query, "batch", shared.token_axis, "heads", "head_dim")
+    return query, made[:, :, :, -2], made[:, :, :, -1]
+
+
+def _to_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
+    """`[B, T, D]` times `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`.
 
     In decoding each device makes the heads whose weights it has. In prefill it has tokens of its own, and needs all.
     """
-    out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
-    out = out.reshape(*x.shape[:2], *kernel.shape[:2])
-    heads = None if shared.token_axis is not None and shared.clashes(axis) else axis
-    return shared.sharding.constrain(out, "batch", shared.token_axis, heads, None if heads is None else "head_dim")
+    is_cut = shared.token_axis is None or not shared.clashes("kv_heads")
+    heads = ("kv_heads", None, "head_dim") if is_cut else (None, None, None)
+    return shared.sharding.constrain(_product(x, kernel), "batch", shared.token_axis, *heads)
 
 
-def _to_all_heads(x: jax.Array, kernels: Sequence[jax.Array], shared: Pass) -> list[jax.Array]:
-    """In decoding, of several kernels that are cut over heads alike: each device makes its heads, and is given all."""
+def _to_all_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
+    """The same in decoding with a kernel cut as the sequence is: each device makes its heads, and is given all."""
     axes, mesh = as_tuple(shared.sharding.sequence), shared.sharding.mesh
-    counts = [kernel.shape[0] // shared.sharding.num_shards("sequence") for kernel in kernels]
 
-    def of_shard(x, *kernels):
-        own = [jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1])) for kernel in kernels]
-        own = [part.reshape(*part.shape[:2], *kernel.shape[:2]) for part, kernel in zip(own, kernels)]
-        gathered = gather_activations(jnp.concatenate(own, axis=2), axes, mesh)  # [devices, B, T, heads of one, H]
-        parts = jnp.split(gathered, np.cumsum(counts)[:-1], axis=3)
-        return [jnp.moveaxis(part, 0, 2).reshape(*x.shape[:2], -1, part.shape[-1]) for part in parts]
+    def of_shard(x, kernel):
+        gathered = gather_activations(_product(x, kernel), axes, mesh)  # [devices, B, T, KV heads of one, G + 2, H]
+        return jnp.moveaxis(gathered, 0, 2).reshape(*x.shape[:2], -1, *kernel.shape[1:-1])
 
     return jax.shard_map(
-        of_shard,
-        mesh=mesh,
-        axis_names=set(axes),
-        in_specs=(P(), *(P(axes) for _ in kernels)),
-        out_specs=[P() for _ in kernels],
-        check_vma=False,
-    )(x, *kernels)
+        of_shard, mesh=mesh, axis_names=set(axes), in_specs=(P(), P(axes)), out_specs=P(), check_vma=False
+    )(x, kernel)
 
 
 def _from_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
@@ -185,37 +191,50 @@ class GatedMLP(nnx.Module):
     """`down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: LlamaConfig, create: Create):
-        wide, narrow = config.intermediate_size, config.hidden_size
-
-        def kernel(name: str, fan_out: int, fan_in: int, axes: tuple[str, str]) -> nnx.Param:
-            shape = (config.num_layers, fan_out, fan_in)
-            name = f"layers.mlp.{name}"
-            return nnx.Param(create(Parameter(name=name, shape=shape, axes=("layers", *axes), fan_in=fan_in)))
-
-        self.gate = kernel("gate", wide, narrow, ("mlp", "embed"))
-        self.up = kernel("up", wide, narrow, ("mlp", "embed"))
-        self.down = kernel("down", narrow, wide, ("embed", "mlp"))
+        layers, wide, narrow = config.num_layers, config.intermediate_size, config.hidden_size
+        self.gate_up = nnx.Param(
+            create(
+                Parameter(
+                    name="layers.mlp.gate_up",
+                    shape=(layers, 2, wide, narrow),
+                    axes=("layers", None, "mlp", "embed"),
+                    fan_in=narrow,
+                    parts=(("gate", 1), ("up", 1)),
+                )
+            )
+        )
+        axes = ("layers", "embed", "mlp")
+        self.down = nnx.Param(
+            create(Parameter(name="layers.mlp.down", shape=(layers, narrow, wide), axes=axes, fan_in=wide))
+        )
 
     def __call__(self, x: jax.Array, shared: Pass) -> jax.Array:
-        gate, up, down = self.gate[...], self.up[...], self.down[...]
-        token_axis, axis = shared.token_axis, "mlp"
-        if token_axis is not None and shared.clashes("mlp"):
-            # An axis holds one dimension at a time. Either the tokens gather for both products and scatter after the
-            # third, or the kernels gather: long prompts are more than these.
-            if x.size > gate.size:
-                gate, up, down = (shared.sharding.constrain(kernel, None, None) for kernel in (gate, up, down))
-                axis = None
-            else:
-                token_axis = None
+        gate_up, down = self.gate_up[...], self.down[...]
+        token_axis, is_cut = shared.token_axis, shared.sharding.num_shards("mlp") > 1
         if shared.joins("mlp"):
-            return _sum_of_parts(_gated, shared, (x, gate, up, down), cut=(None, 0, 0, 1))
-        constrain = lambda hidden: shared.sharding.constrain(hidden, "batch", token_axis, axis)
-        return _gated(x, gate, up, down, constrain=constrain)
+            return _sum_of_parts(_gated, shared, (x, gate_up, down), cut=(None, 1, 1))
+        if token_axis is not None and shared.clashes("mlp"):
+            # An axis holds one dimension at a time. Either the tokens gather for the first product and scatter after
+            # the second, or the kernels gather: long prompts are more than each of the three. They gather one by one,
+            # for XLA would transpose what it gathers along a second dimension.
+            if is_cut and x.size > down.size:
+                gate, up, down = (shared.sharding.constrain(kernel, None, None) for kernel in (*gate_up, down))
+                hidden = jax.nn.silu(_product(x, gate)) * _product(x, up)
+                return _product(shared.sharding.constrain(hidden, "batch", token_axis, None), down)
+            token_axis = None
+        constrain = lambda hidden: shared.sharding.constrain(hidden, "batch", token_axis, "mlp")
+        return _gated(x, gate_up, down, product=_product_of_cut if is_cut else _product, constrain=constrain)
 
 
-def _gated(x, gate, up, down, constrain=lambda hidden: hidden, **how):
-    hidden = jax.nn.silu(jnp.einsum("btd,fd->btf", x, gate)) * jnp.einsum("btd,fd->btf", x, up)
+def _gated(x, gate_up, down, product=_product, constrain=lambda hidden: hidden, **how):
+    made = product(x, gate_up)
+    hidden = jax.nn.silu(made[:, :, 0]) * made[:, :, 1]
     return jnp.einsum("btf,df->btd", constrain(hidden), down, **how)
+
+
+def _product_of_cut(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`_product` with a kernel `[2, F, D]` that is cut along F. As `[2 F, D]` other rows would be each device's."""
+    return jnp.einsum("btd,cfd->btcf", x, kernel)
 
 
 class LlamaLayer(nnx.Module):

@@ -6,8 +6,10 @@ shapes only (`abstract`), random numbers (`random`), or the tensors of a file (`
 
 import dataclasses
 import functools
+import itertools
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +27,13 @@ class Parameter:
     """One parameter of the model, before it exists.
 
     Attributes:
-      name: its path in the model: `layers.attention.query` is `model.layers.attention.query`.
+      name: its path in the model: `layers.attention.output` is `model.layers.attention.output`.
       shape: the whole shape; parameters of layers have the layers stacked along dimension 0.
       axes: one logical axis per dimension; `layers` is dimension 0 of the stacked ones.
       fan_in: inputs summed into one output, which scales a random start; None for a norm's scale, which starts at 1.
       layer: the only layer that it is of; None: of all layers stacked, or of none.
+      parts: tensors that a checkpoint has of it, as they lie one after another along the dimension whose axis is None:
+        the last component of each one's name, and its size there. `()`: it is one tensor.
     """
 
     name: str
@@ -37,15 +41,35 @@ class Parameter:
     axes: tuple[str | None, ...]
     fan_in: int | None = None
     layer: int | None = None
+    parts: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"axes={self.axes!r}: must name each dimension of shape={self.shape}")
+        if self.parts and sum(size for _, size in self.parts) != self.shape[self.part_axis]:
+            raise ValueError(f"parts={self.parts!r}: must add up to dimension {self.part_axis} of shape={self.shape}")
 
     @property
     def is_stacked(self) -> bool:
         """Whether dimension 0 counts layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def part_axis(self) -> int:
+        """The dimension along which its parts lie one after another."""
+        return self.axes.index(None) if self.parts else 0
+
+    def apart(self) -> tuple["Parameter", ...]:
+        """Its parts, each declared by itself; what is one tensor is its only part."""
+        if not self.parts:
+            return (self,)
+        owner, axis = self.name.rpartition(".")[0], self.part_axis
+        return tuple(
+            dataclasses.replace(
+                self, name=f"{owner}.{name}", shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]), parts=()
+            )
+            for name, size in self.parts
+        )
 
 
 Create = Callable[[Parameter], Any]
@@ -81,21 +105,26 @@ def from_slices(
       sharding: where the parameters go.
       dtype: what they are stored as.
       read: `(parameter, layer, index) -> array` gives a slice of one tensor of the file, in any float dtype, shaped
-        like the parameter without its `layers` dimension; `layer` is None where the parameter is of no layer.
+        like the parameter without its `layers` dimension; `layer` is None where the parameter is of no layer. A
+        parameter of several parts is read part by part, each whole along the dimension that they share.
       on_bytes: told how many bytes each read placed, for a progress bar.
 
     The host holds one slice of one parameter at a time.
     """
     dtype = jnp.dtype(dtype)
 
+    def read_parts(parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
+        pieces = [read(part, layer, index) for part in parameter.apart()]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, parameter.part_axis - parameter.is_stacked)
+
     def read_layers(parameter: Parameter, index: Index) -> np.ndarray:
         if not parameter.is_stacked:
-            return np.asarray(read(parameter, parameter.layer, index), dtype)
+            return np.asarray(read_parts(parameter, parameter.layer, index), dtype)
         layers, *rest = index
         layers = range(*layers.indices(parameter.shape[0]))
         pieces = None
         for i, layer in enumerate(layers):
-            piece = read(parameter, layer, tuple(rest))
+            piece = read_parts(parameter, layer, tuple(rest))
             if pieces is None:
                 pieces = np.empty((len(layers), *piece.shape), dtype)
             pieces[i] = piece
@@ -121,14 +150,17 @@ def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
     They are the same whether layers are stacked or not, and made where they go, so that billions take seconds on GPUs.
     """
 
+    def draw(part: Parameter) -> jax.Array:
+        # The name keys the stream, so that a parameter does not change when another one is added.
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(part.name.encode()))
+        if part.layer is not None:
+            key = jax.random.fold_in(key, part.layer)
+        return _draw(key, part.shape, part.fan_in, part.is_stacked, jnp.dtype(dtype), sharding.named(*part.axes))
+
     def create(parameter: Parameter) -> jax.Array:
         sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
-        # The name keys the stream, so that a parameter does not change when another one is added.
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(parameter.name.encode()))
-        if parameter.layer is not None:
-            key = jax.random.fold_in(key, parameter.layer)
-        where = sharding.named(*parameter.axes)
-        return _draw(key, parameter.shape, parameter.fan_in, parameter.is_stacked, jnp.dtype(dtype), where)
+        drawn = [draw(part) for part in parameter.apart()]
+        return drawn[0] if len(drawn) == 1 else _joined(drawn, parameter.part_axis, sharding.named(*parameter.axes))
 
     return create
 
@@ -143,6 +175,11 @@ def _draw(key: jax.Array, shape, fan_in: int | None, is_stacked: bool, dtype: jn
     else:
         drawn = normal(key, shape)
     return jax.lax.with_sharding_constraint(drawn, where)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _joined(parts: Sequence[jax.Array], axis: int, where: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.concatenate(parts, axis), where)
 
 
 def moved(model: nnx.Module, sharding: LlamaSharding) -> Create:
@@ -165,11 +202,6 @@ def _array_of(model: nnx.Module, parameter: Parameter) -> jax.Array:
 
 
 def checkpoint_shape(parameter: Parameter) -> tuple[int, ...]:
-    """The shape of one layer's tensor in a checkpoint, where heads and head dimension are one."""
-    shape: list[int] = []
-    for size, axis in zip(parameter.shape, parameter.axes, strict=True):
-        if axis == "head_dim":
-            shape[-1] *= size
-        elif axis != "layers":
-            shape.append(size)
-    return tuple(shape)
+    """The shape of one layer's tensor in a checkpoint, where all axes beside `embed` are one: heads and head dim."""
+    sizes = [(axis == "embed", size) for size, axis in zip(parameter.shape, parameter.axes) if axis != "layers"]
+    return tuple(math.prod(size for _, size in run) for _, run in itertools.groupby(sizes, key=lambda one: one[0]))

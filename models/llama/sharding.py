@@ -20,6 +20,9 @@ class LlamaSharding:
     `sequence`: a weight has no sequence axis, so the same devices then hold a slice of the weights each, beside the
     keys and values, of all heads, of their part of the sequence.
 
+    `kv_heads` cuts the one kernel that makes queries, keys and values, with each KV head its query heads; `heads` cuts
+    the kernel that takes them in again, and queries unless over the sequence's axes.
+
     Raises:
       ValueError: an axis that the mesh lacks, or one axis named twice in a tuple.
 
@@ -97,7 +100,8 @@ def spread_over(config: LlamaConfig, mesh: Mesh, sequence: str | tuple[str, ...]
     """The sharding that the commands use: heads, MLP and vocabulary go over the sequence's devices where they divide.
 
     Each device then reads and holds about 1 / n of the model besides 1 / n of the cache: tensor parallelism and context
-    parallelism over the same devices (as in NVIDIA's Helix, and vLLM's decode context parallelism).
+    parallelism over the same devices (as in NVIDIA's Helix, and vLLM's decode context parallelism). Where KV heads do
+    not divide, each makes all queries, keys and values.
 
     Example:
       >>> spread_over(preset("smollm2-135m"), jax.make_mesh((8,), ("sequence",))).mlp

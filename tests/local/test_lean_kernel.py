@@ -1,10 +1,20 @@
 """The lean kernel in Mosaic GPU's interpreter, against the oracle."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from assertions import assert_same_bits
+from assertions import assert_attention, assert_same_bits
 from lean_cases import HEAD_SCALES, Call, Exchanged, Onto
-from lean_interpreter import check, interpreted, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
+from lean_interpreter import (  # noqa: F401
+    check,
+    interpreted,
+    interpreter,
+    needs_interpreter,
+    set_layout,
+    small_layout,
+    time_limit,
+)
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
@@ -42,6 +52,14 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
     *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
+    # Queries of several heads are read as they lie: a row of tiles has 128, 32 or 8 of each head of a group.
+    Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
+    Call(queries=40, slots=192, group=4, head_dim=128, lengths=(100,)),
+    Call(queries=9, slots=192, group=16, lengths=(3, 192), logit_size=1e4),
+    Call(layout="packed", queries=11, group=3, head_dim=128, lengths=(90, 0, 70), slots=192, logit_size=1e4),
+    # In columns too.
+    Call(queries=20, slots=192, kv_heads=3, lengths=(100, 0)),
+    Call(queries=30, slots=192, head_dim=80),
 ]
 WHOLE = [  # rows that five CTAs share evenly
     Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
@@ -60,12 +78,25 @@ WHOLE = [  # rows that five CTAs share evenly
     Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
     Call(layout="paged", lengths=(120, 0, 31), slots=128, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(100, 128), slots=128, queries=40, kv_heads=1),
+    Call(lengths=(100, 128), slots=128, queries=11, group=8),
+    Call(lengths=(100, 128), slots=128, queries=12, head_dim=80),
 ]
 
 
 @pytest.mark.parametrize("call", CALLS + MANY, ids=str)
 def test_it_is_exact_and_has_no_race(call):
     check(call)
+
+
+def test_of_a_short_row_little_more_is_read_than_is_seen():
+    """What it shares 16 slots with is, as it may be in memory that nobody has written."""
+    call = Call(lengths=(3, 20, 0, 64), slots=72, head_dim=128)
+    query, key, value, lengths = call.inputs()
+    is_far = (np.arange(72)[None, :] >= -(-np.maximum(call.lengths, 1)[:, None] // 16) * 16)[..., None, None]
+    unreadable = (jnp.where(is_far, jnp.nan, x) for x in (key, value))
+    with interpreter():
+        state = jax.jit(call.run)(query, *unreadable, lengths)
+    assert_attention(state, query, key, value, key_value_seq_lengths=lengths)
 
 
 @pytest.mark.parametrize("call", WHOLE, ids=str)
@@ -78,7 +109,10 @@ def test_rows_that_no_run_cuts_need_no_merge(call):
     [
         Onto(queries=40, group=4, kv_heads=1),
         Onto(queries=9, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128),  # of two the other state is empty
-        Onto(queries=70, group=2, lengths=(250, 100)),  # two KV heads, which XLA merges
+        Onto(queries=70, group=2, lengths=(250, 100)),  # two KV heads
+        Onto(queries=130, group=4, lengths=(250, 0), logit_size=1e4),
+        Onto(queries=30, group=3, head_dim=128),  # three heads do not share rows
+        Onto(queries=12, lengths=(250, 100)),  # in columns, which XLA merges
         Onto(group=2),
     ],
     ids=str,

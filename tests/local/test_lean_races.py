@@ -39,6 +39,7 @@ def watched_products(monkeypatch):
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
+        (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short rows: two queries are on their way
     ],
     ids=str,
 )
@@ -58,21 +59,26 @@ def mutant(module: types.ModuleType, waits: str | None) -> types.ModuleType:
     return changed
 
 
-@pytest.mark.parametrize("barrier", ["key_full.at[slot]", "value_full.at[slot]"])
-def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
+SHORT_ROWS = Call(lengths=(40, 3, 64), slots=64)
+
+
+@pytest.mark.parametrize("call", [Call(), SHORT_ROWS], ids=str)
+@pytest.mark.parametrize("barrier", ["key_full.at[slot]", "value_full.at[slot]", "query_full.at[query_slot]"])
+def test_a_wait_that_is_left_out_is_found(barrier, call, monkeypatch):
     set_layout(monkeypatch, num_ctas=1)
     changed = mutant(lean_kernel, f"plgpu.barrier_wait({barrier})")
     monkeypatch.setattr(mosaic_gpu, "lean_attention", changed.lean_attention)
-    assert has_race(Call())
+    assert has_race(call)
 
 
-@pytest.mark.parametrize("barrier", ["key_free.at[slot]", "value_free.at[slot]", "query_free"])
-def test_a_wait_that_is_left_out_is_found_where_tiles_are_moved(barrier, monkeypatch):
-    set_layout(monkeypatch, num_ctas=1)
+@pytest.mark.parametrize("call, num_ctas", [(Call(kv_heads=3), 2), (SHORT_ROWS, 1)], ids=str)  # one query in flight, two
+@pytest.mark.parametrize("barrier", ["key_free.at[slot]", "value_free.at[slot]", "query_free.at[query_slot]"])
+def test_a_wait_that_is_left_out_is_found_where_tiles_are_moved(barrier, call, num_ctas, monkeypatch):
+    set_layout(monkeypatch, num_ctas=num_ctas)
     monkeypatch.setattr(lean_walk, "move_tiles", mutant(lean_walk, f"plgpu.barrier_wait({barrier})").move_tiles)
     changed = mutant(lean_kernel, None)
     monkeypatch.setattr(mosaic_gpu, "lean_attention", changed.lean_attention)
-    assert has_race(Call())
+    assert has_race(call, or_is_unawaited=True)
 
 
 @pytest.mark.parametrize("barrier", ["key_full.at[slot]", "value_full.at[slot]", "query_full.at[warpgroup]"])

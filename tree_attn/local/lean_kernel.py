@@ -29,13 +29,14 @@ from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, spread, s
 from tree_attn.local.lean_layout import (
     LeanConfig,
     LeanShape,
+    columns_of,
     has_whole_rows,
     num_partials,
     scratch_bytes,
     spans_of_rows,
 )
 from tree_attn.local.lean_merge import finish, merge_partials
-from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
+from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, trims_tiles, visible_slots, walk
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -44,7 +45,7 @@ def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, *
     """Runs both kernels; every check is the caller's.
 
     Args:
-      query: `[rows, G', H]` with `G' <= cols`: the query columns of each row.
+      query: `[rows, G', H]` with `G' <= cols`: the query columns of each row; or `[B, T, K, H]`, if `shape.tokens`.
       key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
       tables: of these, those that are not None:
         sequences: int32 `[B, 5]` (first slot, tiles per row, tiles before, first and end of the visible slots), or None
@@ -54,7 +55,7 @@ def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, *
         pages: int32 `[B, pages per sequence]`, if paged.
         scales: float32 `[2, K]`, what K and V of each head are to be multiplied by, or None.
     Returns:
-      out `[rows, G', H]` in the dtype of `query`, lse float32 `[rows, cols]`.
+      out like `query`, lse float32 `[rows, cols]`.
     """
     attended = _launch_runs(query, key, value, tables, shape, config)
     if has_whole_rows(shape, config):
@@ -114,6 +115,8 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
     stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=tiling(shape.key_dtype, shape.head_dim))
     stored = stored if shape.is_widened else smem
+    # A row of a tile or two would wait for its query longer than it takes, were that not sent for a row earlier.
+    num_queries = 2 if has_whole_rows(shape, config) else 1
     widened = {}
     if shape.is_widened:
         widened = {"wide_key": smem((block_kv, shape.head_dim)), "wide_value": smem((block_kv, shape.padded_head_dim))}
@@ -133,15 +136,15 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         functools.partial(
             _attend_runs_scoped, tables, shape, config, epilogue, query_ref, key_ref, value_ref, *outputs
         ),
-        query_smem=smem((cols, shape.head_dim)),
+        query_smem=smem((num_queries, cols, shape.head_dim)),
         key_smem=stored((stages, block_kv, shape.head_dim)),
         value_smem=stored((stages, block_kv, shape.padded_head_dim)),
         weights_smem=smem((cols, block_kv)),
-        query_full=plgpu.Barrier(),
-        query_free=plgpu.Barrier(),
+        query_full=plgpu.Barrier(num_barriers=num_queries),
+        query_free=plgpu.Barrier(num_barriers=num_queries),
         key_full=plgpu.Barrier(num_barriers=stages),
         key_free=plgpu.Barrier(num_barriers=stages),
-        value_full=plgpu.Barrier(num_barriers=stages),
+        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + trims_tiles(tables, shape, config)),
         value_free=plgpu.Barrier(num_barriers=stages),
         **left,
         **widened,
@@ -156,17 +159,18 @@ def _attend_runs_scoped(
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
     padded = shape.padded_head_dim
-    dynamic_zero = lax.axis_index("cta") * 0
     run = run_of_cta(tables, shape, config)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
-        def move_query(row):
+        def move_query(row, slot):
             # G' may be less than cols: what lies out of bounds is filled with zeros.
-            plgpu.copy_gmem_to_smem(query_ref.at[row.index, pl.ds(dynamic_zero, cols)], query_smem, query_full)
+            columns = query_ref.at[columns_of(shape, row.index)]
+            plgpu.copy_gmem_to_smem(columns, query_smem.at[slot], query_full.at[slot])
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
-        move_tiles(tables, shape, config, run, move_query, (key_ref, value_ref), (key_smem, value_smem), barriers)
+        refs, smems = (key_ref, value_ref), (key_smem, value_smem)
+        move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
@@ -174,7 +178,8 @@ def _attend_runs_scoped(
         step = None if epilogue is None else epilogue.begin(tables.get("rank"))
 
         def segment(row, begin):
-            plgpu.barrier_wait(query_full)
+            query_slot = lax.rem(begin.rows_done, query_smem.shape[0])
+            plgpu.barrier_wait(query_full.at[query_slot])
             first, end = visible_slots(tables, shape, row, (block_kv, cols), per_column)
             key_scale, value_scale = (tables["scales"][i, row.head] if "scales" in tables else None for i in range(2))
 
@@ -189,7 +194,7 @@ def _attend_runs_scoped(
                 keys = _operand(key_smem.at[slot], wide_key)
 
                 def products(acc_ref):
-                    plgpu.wgmma(acc_ref, keys, query_smem.transpose((1, 0)))
+                    plgpu.wgmma(acc_ref, keys, query_smem.at[query_slot].transpose((1, 0)))
                     return acc_ref[...]
 
                 logits = pl.run_scoped(products, plgpu.ACC((block_kv, cols), jnp.float32))  # [kv, cols]
@@ -232,11 +237,7 @@ def _attend_runs_scoped(
                 full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
             )
             acc, top, total = lax.fori_loop(0, begin.num_tiles, tile_step, empty)
-
-            @pl.when(begin.tiles_done + begin.num_tiles < run.num_tiles)
-            def _():
-                plgpu.barrier_arrive(query_free)
-
+            plgpu.barrier_arrive(query_free.at[query_slot])
             acc = acc if value_scale is None else acc * value_scale
             partial = lax.axis_index("cta") + row.index
             if epilogue is not None:
@@ -248,8 +249,8 @@ def _attend_runs_scoped(
             if has_whole_rows(shape, config):
                 finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
                 # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
-                columns, head_dims = pl.ds(dynamic_zero, cols), pl.ds(dynamic_zero, padded)
-                acc_gmem, stats_gmem = accs_ref.at[row.index, columns, head_dims], stats_ref.at[row.index]
+                head_dims = pl.ds(row.index * 0, padded)
+                acc_gmem, stats_gmem = accs_ref.at[*columns_of(shape, row.index), head_dims], stats_ref.at[row.index]
             else:
                 acc_smem[...] = acc
                 stats_smem[0] = top

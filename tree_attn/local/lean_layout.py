@@ -6,11 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from tree_attn.schedule import num_runs, partials_of_row
 
-MIN_BLOCK_KV = 64  # rows that a tensor core takes
-TALL_ROWS = 128  # query columns of a block where they are the rows of the tensor core; else there are at most 64
+ROWS = 64  # that a tensor core takes at a time
+TALL_ROWS = 2 * ROWS  # query columns of a block where they are the rows of the tensor core; else there are at most 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class LeanConfig:
     num_ctas: int = 264
 
     def __post_init__(self):
-        if self.block_kv < MIN_BLOCK_KV or self.block_kv % MIN_BLOCK_KV:
-            raise ValueError(f"block_kv must be a multiple of {MIN_BLOCK_KV}, got {self.block_kv}")
+        if self.block_kv < ROWS or self.block_kv % ROWS:
+            raise ValueError(f"block_kv must be a multiple of {ROWS}, got {self.block_kv}")
         if self.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
         if self.num_ctas < 1:
@@ -47,6 +48,8 @@ class LeanShape:
     num_slots:         slots per sequence, what ends the span of a static schedule
     page_size:         keys per page where K and V are paged, else None
     is_packed:         K and V hold all sequences end to end
+    tokens:            queries of a block, where they are read and written as they lie, `[B, T, N, H]`: columns are then
+                       (g, t), `cols = G * tokens`; None where they come folded, `[rows, columns, H]`, as (t, g)
     whole_rows:        the table of runs cuts no row
     """
 
@@ -63,6 +66,7 @@ class LeanShape:
     page_size: int | None = None
     is_packed: bool = False
     whole_rows: bool = False
+    tokens: int | None = None
     dtype: Any  # of the query, in which tensor cores multiply
     key_dtype: Any  # of K and V as stored; float8_e4m3fn is widened in registers
 
@@ -91,6 +95,34 @@ class LeanShape:
         return -(-self.head_dim // 64) * 64
 
 
+def pieces(shape: LeanShape, row, first, count: int):
+    """Where the query columns `first .. first + count` of a row are, if `shape.tokens`: `(offset, size, index)` each.
+
+    The offset is from `first`, and `query[index]` of `[B, T, N, H]` is `[size, H]`. It may reach beyond T: copies fill
+    that with zeros, and do not write there.
+
+    Args:
+      row: its number, of `shape.num_rows`.
+      first: a multiple of `count`.
+    """
+    size = min(count, shape.tokens)
+    group = shape.cols // shape.tokens
+    sequence, within = lax.div(row, shape.rows_per_sequence), lax.rem(row, shape.rows_per_sequence)
+    head, block = lax.div(within, shape.col_blocks), lax.rem(within, shape.col_blocks)
+    for offset in range(0, count, size):
+        column = jnp.asarray(first + offset, jnp.int32)
+        start = pl.multiple_of(block * shape.tokens + lax.rem(column, shape.tokens), 8)
+        yield offset, size, (sequence, pl.ds(start, size), head * group + lax.div(column, shape.tokens))
+
+
+def columns_of(shape: LeanShape, row):
+    """The index of all query columns of a row, in what the lean kernel is given; some may lie out of bounds."""
+    if shape.tokens is None:
+        return row, pl.ds(row * 0, shape.cols)
+    ((_, _, where),) = pieces(shape, row, 0, shape.cols)
+    return where
+
+
 # Columns of the table of sequences.
 FIRST_SLOT, NUM_TILES, OFFSET, SPAN_START, SPAN_END = range(5)
 
@@ -100,7 +132,7 @@ def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     itemsize = jnp.dtype(shape.dtype).itemsize
     tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
     stages = config.num_stages * tile * jnp.dtype(shape.key_dtype).itemsize + shape.is_widened * tile * itemsize
-    queries = shape.cols * (shape.head_dim + config.block_kv) * itemsize
+    queries = shape.cols * (2 * shape.head_dim + config.block_kv) * itemsize
     results = shape.cols * (shape.padded_head_dim + 2) * 4
     return stages + queries + results + scratch_bytes(shape) + 1024
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
-from tree_attn.local.lean_layout import LeanConfig, LeanShape, partials_of, scratch_bytes
+from tree_attn.local.lean_layout import LeanConfig, LeanShape, columns_of, partials_of, scratch_bytes
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 
@@ -91,7 +91,7 @@ def _merge_scoped(
         acc_all, top_all, total_all = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
         finish(acc_all, top_all, total_all, out_smem, lse_smem)
         # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, pl.ds(row * 0, cols), head_dims])
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[*columns_of(shape, row), head_dims])
 
         @pl.when(block == 0)
         def _():

@@ -9,8 +9,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.local.hopper import load
-from tree_attn.local.lean_layout import FIRST_SLOT, NUM_TILES, SPAN_END, SPAN_START, LeanConfig, LeanShape
+from tree_attn.local.lean_layout import (
+    FIRST_SLOT,
+    NUM_TILES,
+    SPAN_END,
+    SPAN_START,
+    LeanConfig,
+    LeanShape,
+    has_whole_rows,
+)
 from tree_attn.schedule import num_runs, run_start
+
+GRAIN = 16  # slots by which less of a short row's last tile is read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,12 +46,12 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Segment:
-    """A run's tiles within one row: the first of them, how many, and how many tiles of the run come before."""
+    """A run's tiles within one row: the first of them, how many, and how many tiles and rows of the run come before."""
 
     tile: Any
     num_tiles: Any
     tiles_done: Any
-    is_later: Any  # not the run's first segment
+    rows_done: Any
 
 
 def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
@@ -62,14 +72,14 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     )
 
 
-def walk(run: _Run, tables, shape: LeanShape, segment) -> None:
-    """Calls `segment(row, begin)` for every row that the run touches, in order."""
+def walk(run: _Run, tables, shape: LeanShape, segment) -> Any:
+    """Calls `segment(row, begin)` for every row that the run touches, in order, and returns how many those are."""
 
     def is_left(carry):
         return carry[3] < run.num_tiles
 
     def step(carry):
-        sequence, row, tile, tiles_done = carry
+        sequence, row, tile, tiles_done, rows_done = carry
         if shape.static_tiles is None:
             first_slot, row_tiles = (tables["sequences"][sequence, i] for i in (FIRST_SLOT, NUM_TILES))
         else:
@@ -83,13 +93,16 @@ def walk(run: _Run, tables, shape: LeanShape, segment) -> None:
                 col_block=lax.rem(row, shape.col_blocks),
                 first_slot=first_slot,
             ),
-            _Segment(tile=tile, num_tiles=num_tiles, tiles_done=tiles_done, is_later=tiles_done > 0),
+            _Segment(tile=tile, num_tiles=num_tiles, tiles_done=tiles_done, rows_done=rows_done),
         )
         is_last_row = row == shape.rows_per_sequence - 1
         next_sequence = jnp.where(is_last_row, sequence + 1, sequence)
-        return next_sequence, jnp.where(is_last_row, 0, row + 1), jnp.int32(0), tiles_done + num_tiles
+        next_row = jnp.where(is_last_row, 0, row + 1)
+        return next_sequence, next_row, jnp.int32(0), tiles_done + num_tiles, rows_done + 1
 
-    lax.while_loop(is_left, step, (run.sequence, run.row, run.tile, jnp.int32(0)))
+    zero = jnp.int32(0)
+    *_, num_rows = lax.while_loop(is_left, step, (run.sequence, run.row, run.tile, zero, zero))
+    return num_rows
 
 
 def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_column=None):
@@ -106,7 +119,7 @@ def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_colu
 
 
 class Barriers(NamedTuple):
-    """What the moving warpgroup and those that compute wait for; of K and V one per stage."""
+    """What the moving warpgroup and those that compute wait for; one per query in flight, of K and V one per stage."""
 
     query_free: Any
     key_full: Any
@@ -115,11 +128,14 @@ class Barriers(NamedTuple):
     value_free: Any
 
 
-def move_tiles(tables, shape: LeanShape, config: LeanConfig, run: _Run, move_query, refs, smems, barriers) -> None:
+def move_tiles(
+    tables, shape: LeanShape, config: LeanConfig, run: _Run, move_query, num_queries: int, refs, smems, barriers
+) -> None:
     """The moving warpgroup: the query of every row that the run touches, and all tiles of its keys and values.
 
     Args:
-      move_query: of a row, begins the copy of its query.
+      move_query: `(row, slot)`, begins the copy of its query.
+      num_queries: slots for them.
       refs, smems: of keys and of values.
     """
     (key_ref, value_ref), (key_smem, value_smem) = refs, smems
@@ -128,36 +144,82 @@ def move_tiles(tables, shape: LeanShape, config: LeanConfig, run: _Run, move_que
     value_dims = value_smem.shape[-1]
 
     def segment(row, begin):
-        @pl.when(begin.is_later)
-        def _():
-            plgpu.barrier_wait(query_free)
+        query_slot = lax.rem(begin.rows_done, num_queries)
 
-        move_query(row)
+        @pl.when(begin.rows_done >= num_queries)
+        def _():
+            plgpu.barrier_wait(query_free.at[query_slot])
+
+        move_query(row, query_slot)
 
         def tile_step(i, _):
             tile = begin.tiles_done + i
             slot = lax.rem(tile, stages)
-            where = _locate(tables, shape, row, row.first_slot + (begin.tile + i) * block_kv)
+            first = row.first_slot + (begin.tile + i) * block_kv
+            where = _locate(tables, shape, row, first)
             is_refill = tile >= stages
+            num_seen = (
+                tables["sequences"][row.sequence, SPAN_END] - first if trims_tiles(tables, shape, config) else None
+            )
 
             @pl.when(is_refill)
             def _():
                 plgpu.barrier_wait(key_free.at[slot])
 
             block, start, head = where
-            rows = pl.ds(start, block_kv)
-            plgpu.copy_gmem_to_smem(key_ref.at[block, rows, head], key_smem.at[slot], key_full.at[slot])
+            keys = lambda rows: key_ref.at[block, rows, head]
+            _copy_tile(keys, key_smem.at[slot], key_full.at[slot], start, num_seen)
 
             @pl.when(is_refill)
             def _():
                 plgpu.barrier_wait(value_free.at[slot])
 
             columns = slice(None) if value_dims == shape.head_dim else pl.ds(row.index * 0, value_dims)
-            plgpu.copy_gmem_to_smem(value_ref.at[block, rows, head, columns], value_smem.at[slot], value_full.at[slot])
+            values = lambda rows: value_ref.at[block, rows, head, columns]
+            # A weight of zero does not make zero of what may be NaN, so what is not read of values is zero.
+            beyond = value_ref.shape[1] + row.index * 0
+            _copy_tile(values, value_smem.at[slot], value_full.at[slot], start, num_seen, zeros_from=beyond)
 
         lax.fori_loop(0, begin.num_tiles, tile_step, None)
 
-    walk(run, tables, shape, segment)
+    num_rows = walk(run, tables, shape, segment)
+
+    def await_last(i, _):  # so that no arrival is left over
+        plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries)])
+
+    lax.fori_loop(jnp.maximum(num_rows - num_queries, 0), num_rows, await_last, None)
+
+
+def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
+    """Whether of a tile that reaches beyond a row's end no more is read than is seen: in short rows that is much."""
+    return "sequences" in tables and has_whole_rows(shape, config) and not shape.is_tall
+
+
+def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
+    """Begins the copy of a tile from row `start` on; given `num_seen`, of so many rows and less than `GRAIN` more.
+
+    With `zeros_from`, a row out of bounds, the rest is zeros and there are two copies; else it stays as it is.
+    """
+    block_kv = smem.shape[0]
+    copy = lambda start, at, size: plgpu.copy_gmem_to_smem(
+        ref_of(pl.ds(start, size)), smem.at[pl.ds(at, size)], barrier
+    )
+    if num_seen is None:
+        copy(start, 0, block_kv)
+        return
+    grains = jnp.clip(pl.cdiv(num_seen, GRAIN), 1, block_kv // GRAIN)
+    for size in range(GRAIN, block_kv + 1, GRAIN):
+
+        @pl.when(grains == size // GRAIN)
+        def _(size=size):
+            if zeros_from is None:
+                copy(start, 0, size)
+            elif size < block_kv:
+                copy(start, 0, size)
+                copy(zeros_from, size, block_kv - size)
+            else:  # two, for the barrier's sake
+                copy(start, 0, block_kv // 2)
+                copy(start + block_kv // 2, block_kv // 2, block_kv // 2)
 
 
 def _locate(tables, shape: LeanShape, row: _Row, slot):

@@ -161,25 +161,24 @@ def lean_state(
         if num_slots <= config.block_kv and not placement["is_packed"]:
             # A tile is a row: no run cuts one, whatever the lengths.
             shape, tables["runs"] = shape.replace(static_tiles=1), None
-    # With several KV heads to fold a state is to transpose it, which costs more than a merge by XLA.
-    is_joined = onto is not None and shape.is_tall and shape.num_kv_heads == 1 and not has_whole_rows(shape, config)
+    is_joined = onto is not None and shape.is_tall and not has_whole_rows(shape, config)
     if is_joined:
-        tables["onto"] = _fold(onto.out, shape), _fold(onto.lse[..., None], shape)[..., 0]
-    folded = _fold(query, shape)
-    columns = min(shape.cols, num_queries * group)
-    result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
-    leaves_partials = not shape.is_tall and not has_whole_rows(shape, config)
+        tables["onto"] = _laid(onto.out, shape), _rows_of_lse(onto.lse, shape)
+    laid = _laid(query, shape)
+    leaves_partials = shape.tokens is None and not has_whole_rows(shape, config)
     most = EXCHANGED_ACCUMULATORS // 4 if shape.is_widened else EXCHANGED_ACCUMULATORS
     is_narrow = shape.padded_head_dim * shape.cols <= most
     epilogue = None
     if exchange is not None and onto is None and leaves_partials and is_narrow:
+        columns = min(shape.cols, num_queries * group)
+        result = jax.ShapeDtypeStruct((shape.num_rows, columns, query.shape[-1]), query.dtype)
         epilogue = exchange.epilogue(result, config.num_ctas, num_partials(shape, config), shape.padded_head_dim)
     how = dict(shape=shape, config=config, **tables)
     if epilogue is not None:
-        out, lse = lean_exchange(folded, key, value, exchange.rank, epilogue=epilogue, result=result, **how)
+        out, lse = lean_exchange(laid, key, value, exchange.rank, epilogue=epilogue, result=result, **how)
     else:
-        out, lse = (tall_attention if shape.is_tall else lean_attention)(folded, key, value, **how)
-    state = SoftmaxState(_unfold(out, query.shape, shape), _unfold(lse, query.shape[:3], shape))
+        out, lse = (tall_attention if shape.is_tall else lean_attention)(laid, key, value, **how)
+    state = SoftmaxState(_unlaid(out, query.shape, shape), _lse_of_rows(lse, query.shape[:3], shape))
     state = state if onto is None or is_joined else merge_state(state, onto)
     return state if exchange is None or epilogue is not None else exchange.merge(state)
 
@@ -188,11 +187,16 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
     """What is static of a call with one span per sequence; `placement` says whether K and V are paged or packed."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
-    columns = num_queries * (num_heads // num_kv_heads)
-    if _is_tall(num_queries, num_heads // num_kv_heads):
-        blocks, cols = pl.cdiv(columns, TALL_ROWS), TALL_ROWS
+    group = num_heads // num_kv_heads
+    columns = num_queries * group
+    if _is_tall(num_queries, group):
+        cols = TALL_ROWS
+        together = group if num_kv_heads > 1 and cols % (8 * group) == 0 else 1  # heads in the rows of a tile
+        tokens = cols // together
+        blocks = pl.cdiv(columns // together, tokens)
     else:
         blocks, cols = _column_blocks(columns, head_dim, key.dtype != query.dtype)
+        tokens = cols if num_queries > MAX_QUERIES else None
     return LeanShape(
         batch=batch,
         num_kv_heads=num_kv_heads,
@@ -203,6 +207,7 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
         soft_cap=soft_cap,
         mask="span",
         num_slots=num_slots,
+        tokens=tokens,
         dtype=query.dtype,
         key_dtype=key.dtype,
         **placement,
@@ -253,6 +258,50 @@ def _columns(first, end, group: int, shape: LeanShape):
     """Visible slots of every query column, int32 `[2, B, col_blocks * cols]`; a padding column sees nothing."""
     ranges = jnp.repeat(jnp.stack([first, end]).astype(jnp.int32), group, axis=2)  # columns are (t, g)
     return jnp.pad(ranges, [(0, 0), (0, 0), (0, shape.col_blocks * shape.cols - ranges.shape[2])])
+
+
+def _laid(query, shape: LeanShape):
+    """`[B, T, N, H]` as the kernel takes it, which of many queries it does as they lie.
+
+    What a block of rows cannot hold a part of each head of is given as more queries of one head, `[B, T G, K, H]`.
+    """
+    if shape.tokens is None:
+        return _fold(query, shape)
+    batch, num_queries, num_heads, head_dim = query.shape
+    group = num_heads // shape.num_kv_heads
+    if shape.cols // shape.tokens != group:
+        grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim).swapaxes(2, 3)
+        query = grouped.reshape(batch, num_queries * group, shape.num_kv_heads, head_dim)
+    return jnp.pad(query, [(0, 0), (0, -query.shape[1] % 8), (0, 0), (0, 0)])  # TMA takes eights
+
+
+def _unlaid(out, query_shape, shape: LeanShape):
+    """The inverse of `_laid`; also for what has no head dim."""
+    if shape.tokens is None:
+        return _unfold(out, query_shape, shape)
+    batch, num_queries, num_heads = query_shape[:3]
+    out = out[:, : num_queries * num_heads // out.shape[2]]
+    if out.shape[2] == num_heads:
+        return out
+    grouped = out.reshape(batch, num_queries, -1, shape.num_kv_heads, *out.shape[3:])
+    return grouped.swapaxes(2, 3).reshape(query_shape)
+
+
+def _rows_of_lse(lse, shape: LeanShape):
+    """`[B, T, N]` to `[rows, cols]`, in the kernel's order; -inf where there is no query."""
+    laid = _laid(lse[..., None], shape)[..., 0]
+    padding = shape.col_blocks * shape.tokens - laid.shape[1]
+    laid = jnp.pad(laid, [(0, 0), (0, padding), (0, 0)], constant_values=-jnp.inf)
+    blocks = laid.reshape(shape.batch, shape.col_blocks, shape.tokens, shape.num_kv_heads, -1)
+    return blocks.transpose(0, 3, 1, 4, 2).reshape(shape.num_rows, shape.cols)
+
+
+def _lse_of_rows(lse, query_shape, shape: LeanShape):
+    """The inverse of `_rows_of_lse`, and of the order in which columns are folded."""
+    if shape.tokens is None:
+        return _unfold(lse, query_shape, shape)
+    blocks = lse.reshape(shape.batch, shape.num_kv_heads, shape.col_blocks, -1, shape.tokens).transpose(0, 2, 4, 1, 3)
+    return _unlaid(blocks.reshape(shape.batch, shape.col_blocks * shape.tokens, -1), query_shape, shape)
 
 
 def _fold(query, shape: LeanShape):

@@ -26,17 +26,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, tiling
 from tree_attn.local.lean_kernel import scaled_logits
 from tree_attn.local.lean_layout import (
+    ROWS,
     TALL_ROWS,
     LeanConfig,
     LeanShape,
     has_whole_rows,
     num_partials,
     partials_of,
+    pieces,
     scratch_bytes,
 )
 from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 
-ROWS = 64  # of a warpgroup, which its tensor core takes at a time
 COMPUTING = TALL_ROWS // ROWS  # warpgroups
 MERGE_DIMS = 64
 # Of the 512 registers a thread could have if there were one warpgroup: what computes needs the accumulators.
@@ -51,15 +52,18 @@ def tall_attention(
     """As `lean_kernel.lean_attention`, for `shape.cols == TALL_ROWS`, a head dim that 64 divides, and one dtype.
 
     Args:
+      query: `[B, T, N, H]`.
       onto: a state over other keys to merge with, as it is returned, or None; not if `has_whole_rows`, for then nothing
         is merged.
       weights_in_smem: the weights take the way through shared memory, which the interpreter knows.
+    Returns:
+      out like `query`, lse float32 `[rows, cols]`.
     """
     tables = {"sequences": sequences, "runs": runs, "pages": pages, "scales": scales}
     tables = {name: table for name, table in tables.items() if table is not None}
     results = (
-        jax.ShapeDtypeStruct((shape.num_rows, TALL_ROWS, shape.head_dim), query.dtype),
-        jax.ShapeDtypeStruct((shape.num_rows, TALL_ROWS), jnp.float32),
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32),
     )
     count = num_partials(shape, config)
     partials = (
@@ -110,8 +114,8 @@ def _attend_runs(
         key_smem=smem((stages, config.block_kv, shape.head_dim)),
         value_smem=smem((stages, config.block_kv, shape.head_dim)),
         stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        query_full=plgpu.Barrier(num_barriers=COMPUTING),
-        query_free=plgpu.Barrier(num_arrivals=COMPUTING),
+        query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=max(1, ROWS // shape.tokens)),
+        query_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTING),
         key_full=plgpu.Barrier(num_barriers=stages),
         key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
         value_full=plgpu.Barrier(num_barriers=stages),
@@ -138,13 +142,15 @@ def _attend_runs_scoped(
     def _move():
         plgpu.set_max_registers(MOVE_REGISTERS, action="decrease")
 
-        def move_query(row):
+        def move_query(row, _):
             for i in range(COMPUTING):
-                rows = pl.ds(row.index * 0 + i * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(query_ref.at[row.index, rows], query_smem.at[i], query_full.at[i])
+                for offset, size, where in pieces(shape, row.index, i * ROWS, ROWS):
+                    part = query_smem.at[i, pl.ds(offset, size)]
+                    plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
-        move_tiles(tables, shape, config, run, move_query, (key_ref, value_ref), (key_smem, value_smem), barriers)
+        refs, smems = (key_ref, value_ref), (key_smem, value_smem)
+        move_tiles(tables, shape, config, run, move_query, 1, refs, smems, barriers)
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():
@@ -213,8 +219,9 @@ def _attend_runs_scoped(
             acc = acc if value_scale is None else acc * value_scale
             if has_whole_rows(shape, config):
                 _finish(acc, top, total, own_query, stats_smem.at[warpgroup])
+                for offset, size, where in pieces(shape, row.index, warpgroup * ROWS, ROWS):
+                    plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], accs_ref.at[where])
                 rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-                plgpu.copy_smem_to_gmem(own_query, accs_ref.at[row.index, rows])
                 plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], stats_ref.at[row.index, rows])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
             else:
@@ -223,9 +230,7 @@ def _attend_runs_scoped(
                 stats_ref[partial, warpgroup, 0] = top
                 stats_ref[partial, warpgroup, 1] = total
 
-            @pl.when(begin.tiles_done + begin.num_tiles < run.num_tiles)
-            def _():
-                plgpu.barrier_arrive(query_free)
+            plgpu.barrier_arrive(query_free.at[0])
 
         walk(run, tables, shape, segment)
         plgpu.wait_smem_to_gmem(0)
@@ -269,9 +274,9 @@ def _finish(acc, top, total, out_smem, lse_smem) -> None:
 def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     """Folds the partials of 64 rows, `MERGE_DIMS` head dims of them, in the order of their keys."""
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
-    out_smem = plgpu.SMEM((ROWS, MERGE_DIMS), out_ref.dtype, transforms=tiling(out_ref.dtype, MERGE_DIMS))
+    block_smem = plgpu.SMEM((ROWS, MERGE_DIMS), out_ref.dtype, transforms=tiling(out_ref.dtype, MERGE_DIMS))
 
-    def scoped(out_smem, lse_smem):
+    def scoped(out_smem, lse_smem, onto_smem=None, onto_full=None):
         row, half, block = (lax.axis_index(name) for name in ("row", "half", "head_dims"))
         first, count = partials_of(shape, config, optional.get("sequences"), row)
         head_dims = pl.ds(pl.multiple_of(block * MERGE_DIMS, MERGE_DIMS), MERGE_DIMS)
@@ -289,9 +294,12 @@ def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats
             return _fold(_fold(state, *parts[0]), *parts[1], jnp.where(2 * i + 1 < count, 1.0, 0.0))
 
         onto = None
+        places = list(pieces(shape, row, half * ROWS, ROWS))
         if "onto_out" in optional:  # on its way while partials are folded
-            onto = load(optional["onto_out"].at[row, rows, head_dims], plgpu.Layout.WGMMA)
-            onto = onto, load(optional["onto_lse"].at[row, rows], per_row)
+            for offset, size, where in places:
+                part = onto_smem.at[pl.ds(offset, size)]
+                plgpu.copy_gmem_to_smem(optional["onto_out"].at[*where, head_dims], part, onto_full)
+            onto = load(optional["onto_lse"].at[row, rows], per_row)
         state = (
             full(0.0, (ROWS, MERGE_DIMS), plgpu.Layout.WGMMA),
             full(LOWEST, (ROWS,), per_row),
@@ -299,11 +307,13 @@ def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats
         )
         state = lax.fori_loop(0, lax.div(count + 1, 2), pair, state)
         if onto is not None:
-            out, lse = onto
-            top = jnp.maximum(lse * LOG2_E, LOWEST)
-            state = _fold(state, out.astype(jnp.float32), top, jnp.where(lse > -jnp.inf, 1.0, 0.0))
+            plgpu.barrier_wait(onto_full)
+            out = load(onto_smem, plgpu.Layout.WGMMA)
+            top = jnp.maximum(onto * LOG2_E, LOWEST)
+            state = _fold(state, out.astype(jnp.float32), top, jnp.where(onto > -jnp.inf, 1.0, 0.0))
         _finish(*state, out_smem, lse_smem)
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, rows, head_dims])
+        for offset, size, where in places:
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
 
         @pl.when(block == 0)
         def _():
@@ -311,7 +321,10 @@ def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats
 
         plgpu.wait_smem_to_gmem(0)
 
-    pl.run_scoped(scoped, out_smem, plgpu.SMEM((ROWS,), jnp.float32), collective_axes="warpgroup")
+    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
+    if "onto_out" in optional:
+        scratch |= {"onto_smem": block_smem, "onto_full": plgpu.Barrier(num_arrivals=max(1, ROWS // shape.tokens))}
+    pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")
 
 
 def _fold(state, part_acc, part_top, part_total, weight=1.0):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.local.hopper import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
-from tree_attn.local.lean_layout import MIN_BLOCK_KV, LeanConfig, LeanShape, smem_bytes
+from tree_attn.local.lean_layout import ROWS, LeanConfig, LeanShape, smem_bytes
 from tree_attn.schedule import MIN_TILES_PER_RUN
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
@@ -66,16 +66,16 @@ def _is_short(shape: LeanShape, is_static: bool) -> bool:
     A schedule that is known when compiling has equal runs, which may cut rows of two.
     """
     most_tiles = 1 if is_static else MIN_TILES_PER_RUN
-    return shape.num_slots <= most_tiles * MIN_BLOCK_KV and not shape.is_packed
+    return shape.num_slots <= most_tiles * ROWS and not shape.is_packed
 
 
 def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
-    """Up to `ctas`, so that rows of equal length are cut alike.
+    """Up to `ctas`, so that rows of equal length, as those of one sequence are, are cut alike.
 
     Then CTAs read the same keys of all heads at about the same time, which memory serves faster (docs/log.md).
     """
     rows = shape.num_rows
-    if not is_static:
+    if not is_static and shape.batch > 1:
         return ctas
     even = rows * (ctas // rows) if rows <= ctas else -(-rows // -(-rows // ctas))
     return even if even >= 0.9 * ctas else ctas

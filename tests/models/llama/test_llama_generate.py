@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -304,12 +305,32 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
 
 
-def test_products_are_merged_on_gpus_only_where_rows_are_few(tiny_model, monkeypatch):
+def test_products_of_many_rows_on_gpus_are_not_tritons(tiny_model, monkeypatch):
     generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
-    assert generator._decode_options(1) == {}
+    assert generator._decode_options(17) == {}
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
-    limits_mb = [generator._decode_options(rows)["xla_gpu_dot_merger_threshold_mb"] for rows in (1, 64, 65)]
-    assert limits_mb[0] == limits_mb[1] > 1000 and limits_mb[2] == 0
+    told = [generator._decode_options(rows) for rows in (1, 16, 17)]
+    assert told == [{}, {}, {"xla_gpu_enable_triton_gemm": False}]
+
+
+@pytest.mark.parametrize("dtype, num_rows", [(jnp.float32, 1), (jnp.bfloat16, 3)])
+def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_config, tiny_model, dtype, num_rows):
+    config = dataclasses.replace(tiny_config, intermediate_size=56, vocab_size=80)
+    sharding = tiny_model(1).sharding
+    model = Llama(config, sharding, parameters.random(sharding, dtype))
+    generator = Generator(model, by_name("single", sharding))
+
+    def shapes(program, *kinds) -> list[tuple[int, ...]]:
+        found = re.findall(rf"= \w+\[([\d,]+)\]\S* (?:{'|'.join(kinds)})\(", program.as_text())
+        return [tuple(map(int, dims.split(","))) for dims in found]
+
+    long, short = (generator.programs([[1] * count] * num_rows, 3) for count in (60, 3))
+    for program in (long.prefill, short.decode):
+        widths = sorted(shape[1] for shape in shapes(program, "dot") if len(shape) == 2)  # attention's have more
+        assert widths == sorted([(4 + 2 + 2) * 8, 32, 2 * 56, 32, 80]), "query, key and value; output; MLP; head"
+    smallest = min(math.prod(kernel.shape[1:]) for kernel in jax.tree.leaves(nnx.state(model.layers.attention)))
+    moved = shapes(short.decode, "copy", "transpose", "concatenate")
+    assert moved and max(map(math.prod, moved)) < smallest
 
 
 def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ahead(tiny_model, monkeypatch):

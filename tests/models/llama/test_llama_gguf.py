@@ -23,7 +23,12 @@ def pairs_together(heads: np.ndarray) -> np.ndarray:
     return heads.reshape(num_heads, 2, head_dim // 2, hidden_size).swapaxes(1, 2).reshape(-1, hidden_size)
 
 
-def write_gguf(path, model: Llama, *, metadata=(), tensors=(), without=(), architecture="llama") -> None:
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def write_gguf(
+    path, model: Llama, *, metadata=(), tensors=(), without=(), architecture="llama", is_quantized=False
+) -> None:
     """Writes a model; `metadata` and `tensors` are added or replace, `without` names tensors that are left out."""
     config: LlamaConfig = model.config
     values = {
@@ -46,7 +51,10 @@ def write_gguf(path, model: Llama, *, metadata=(), tensors=(), without=(), archi
         add(key, value)
     for name, tensor in {**checkpoint_tensors(model), **dict(tensors)}.items():
         if name not in without:
-            writer.add_tensor(name, tensor)
+            if is_quantized and tensor.ndim == 2:
+                writer.add_tensor(name, gguf.quants.quantize(tensor, Q8_0), raw_dtype=Q8_0)
+            else:
+                writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,32 +70,51 @@ def checkpoint_tensors(model: Llama) -> dict[str, np.ndarray]:
     }
     for i in range(model.config.num_layers):
         hidden_size = model.config.hidden_size
+        group = model.config.group_size
+        of_kv_heads = np.asarray(attention.query_key_value[...][i])
+        query = of_kv_heads[:, :group].reshape(-1, model.config.head_dim, hidden_size)
         layer = {
             "attn_norm": model.layers.attention_norm.scale[...][i],
-            "attn_q": pairs_together(np.asarray(attention.query[...][i])),
-            "attn_k": pairs_together(np.asarray(attention.key[...][i])),
-            "attn_v": attention.value[...][i].reshape(-1, hidden_size),
+            "attn_q": pairs_together(query),
+            "attn_k": pairs_together(of_kv_heads[:, group]),
+            "attn_v": of_kv_heads[:, group + 1].reshape(-1, hidden_size),
             "attn_output": attention.output[...][i].reshape(hidden_size, -1),
             "ffn_norm": model.layers.mlp_norm.scale[...][i],
-            "ffn_gate": mlp.gate[...][i],
-            "ffn_up": mlp.up[...][i],
+            "ffn_gate": mlp.gate_up[...][i, 0],
+            "ffn_up": mlp.gate_up[...][i, 1],
             "ffn_down": mlp.down[...][i],
         }
         tensors |= {f"blk.{i}.{name}.weight": tensor for name, tensor in layer.items()}
     return {name: np.asarray(tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_a_model_written_as_gguf_is_read_back(tmp_path, tiny_model, tiny_config, sharding_over, num_devices):
+@pytest.mark.parametrize("num_devices, is_quantized", [(1, False), (2, False), (8, False), (2, True)])
+def test_a_model_written_as_gguf_is_read_back(
+    tmp_path, tiny_model, tiny_config, sharding_over, num_devices, is_quantized
+):
     written = tiny_model(1)
-    write_gguf(tmp_path / "tiny.gguf", written)
+    write_gguf(tmp_path / "tiny.gguf", written, is_quantized=is_quantized)
     file = GGUFFile(tmp_path / "tiny.gguf")
     # Metadata is float32.
     assert read_config(file) == dataclasses.replace(tiny_config, rms_norm_eps=float(np.float32(1e-5)))
     sharding = sharding_over(tiny_config, num_devices)
     read = Llama(tiny_config, sharding, from_gguf(file, sharding, jnp.float32))
     for name, expected in checkpoint_tensors(written).items():
+        if is_quantized and expected.ndim == 2:
+            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q8_0), Q8_0)
         np.testing.assert_array_equal(checkpoint_tensors(read)[name], expected, err_msg=name)
+
+
+def test_of_kernels_that_lie_together_each_device_reads_its_rows_of_each_tensor(
+    tmp_path, tiny_model, tiny_config, sharding_over, monkeypatch
+):
+    write_gguf(tmp_path / "tiny.gguf", tiny_model(1))
+    read, rows = [], GGUFFile.rows
+    monkeypatch.setattr(GGUFFile, "rows", lambda file, name, of: read.append((name, len(of))) or rows(file, name, of))
+    file, sharding = GGUFFile(tmp_path / "tiny.gguf"), sharding_over(tiny_config, 2)
+    Llama(tiny_config, sharding, from_gguf(file, sharding, jnp.float32))
+    for name, num_rows in {"attn_q": 32, "attn_k": 16, "attn_v": 16, "ffn_gate": 64, "ffn_up": 64}.items():
+        assert [count for of, count in read if of == f"blk.1.{name}.weight"] == [num_rows // 2] * 2
 
 
 def test_quantized_tensors_are_dequantized_row_by_row(smollm2_path):

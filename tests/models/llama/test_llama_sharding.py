@@ -1,5 +1,8 @@
 """Logical axes on mesh axes: what is refused, and what ends up where."""
 
+import dataclasses
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +47,7 @@ def test_wrong_axes_are_refused(mesh, axes, message):
 
 def test_a_parameter_that_does_not_divide_is_named(tiny_config, mesh):
     sharding = LlamaSharding(mesh=mesh, sequence="near", kv_heads=("near", "far"))
-    with pytest.raises(ValueError, match=r"layers.attention.key has 2 along it, which must be a multiple of 8 devices"):
+    with pytest.raises(ValueError, match=r"layers.attention.query_key_value has 2 along it, which must be a multiple"):
         Llama(tiny_config, sharding, parameters.abstract(sharding, jnp.float32))
 
 
@@ -67,8 +70,12 @@ def wide_config():
 
 
 def wide_steps(config, num_devices, attention="tree"):
-    """Tokens and logits of every step; everything that divides is spread over the devices."""
+    """The model, its programs and the logits of every step; everything that divides is spread over the devices."""
     sharding = spread_over(config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+    return steps_of(config, sharding, attention)
+
+
+def steps_of(config, sharding, attention="tree"):
     model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
     generator = Generator(model, by_name(attention, sharding))
     prompts = [list(range(1, 12)), [7], [5, 40, 3]]
@@ -87,8 +94,62 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
 ):
     model, _, logits = wide_steps(wide_config, num_devices, attention)
     np.testing.assert_allclose(logits, on_one_device, atol=1e-5)
-    held = nnx.state(model)["layers"]["attention"]["query"].get_raw_value().addressable_shards[0].data
-    assert held.shape == (2, 24 // num_devices, 4, 32)
+    held = {
+        name: kernel[...].addressable_shards[0].data.shape for name, kernel in nnx.state(model.layers.attention).items()
+    }
+    kv_heads_held = 8 if num_devices == 3 else 8 // num_devices
+    assert held == {"query_key_value": (2, kv_heads_held, 3 + 2, 4, 32), "output": (2, 32, 24 // num_devices, 4)}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"heads": "sequence"},
+        {"kv_heads": "sequence"},
+        {"heads": "model"},
+        {"kv_heads": "model"},
+        {"heads": "model", "kv_heads": "sequence"},
+        {"heads": "sequence", "kv_heads": "model"},
+        {"head_dim": "model", "mlp": "model"},
+        {"embed": "model", "heads": "sequence", "kv_heads": "sequence", "mlp": "sequence"},
+    ],
+    ids=str,
+)
+def test_any_cut_of_heads_gives_the_logits_of_one_device(wide_config, on_one_device, axes):
+    sharding = LlamaSharding(mesh=make_mesh({"sequence": 2, "model": 4}), **axes)
+    np.testing.assert_allclose(steps_of(wide_config, sharding)[2], on_one_device, atol=1e-5)
+
+
+def test_one_key_head_of_all_query_heads(wide_config):
+    """Every device makes all queries; those are not gathered, and each multiplies the heads that it has of `output`."""
+    config = dataclasses.replace(wide_config, num_kv_heads=1)
+    model, programs, logits = wide_steps(config, 8)
+    np.testing.assert_allclose(logits, wide_steps(config, 1, "single")[2], atol=1e-5)
+    assert model.layers.attention.output[...].addressable_shards[0].data.shape == (2, 32, 24 // 8, 4)
+    in_layers = [one for one in hlo.collectives(programs.decode.as_text()) if one.count == config.num_layers]
+    states, update = 8 * 4 * 3 * 24 * (config.head_dim + 1), 4 * 3 * config.hidden_size
+    assert sorted((one.kind, one.bytes_payload) for one in in_layers) == [
+        ("all-gather", states),
+        ("all-reduce", update),
+        ("all-reduce", update),
+    ]
+
+
+def test_an_mlp_cut_over_other_devices_costs_a_sum_and_moves_no_kernel(wide_config, on_one_device):
+    def in_layers(program):
+        return Counter(
+            (one.kind, one.bytes_payload)
+            for one in hlo.collectives(program.as_text())
+            if one.count == wide_config.num_layers
+        )
+
+    mesh = make_mesh({"sequence": 2, "model": 4})
+    _, whole, _ = steps_of(wide_config, LlamaSharding(mesh=mesh))
+    _, cut, logits = steps_of(wide_config, LlamaSharding(mesh=mesh, mlp="model"))
+    np.testing.assert_allclose(logits, on_one_device, atol=1e-5)
+    for before, after, tokens in zip(whole, cut, (12 // 2, 1), strict=True):
+        assert in_layers(after) - in_layers(before) == Counter({("all-reduce", 4 * 3 * tokens * 32): 1})
+        assert not in_layers(before) - in_layers(after)
 
 
 def test_heads_on_the_sequence_devices_cost_a_gather_of_a_tokens_heads_and_a_second_sum(wide_config):
@@ -130,10 +191,23 @@ def test_abstract_parameters_allocate_nothing_and_say_where_they_go(mesh):
     config = preset("llama-3.1-405b")
     sharding = LlamaSharding(mesh=mesh, sequence="far", mlp="near", heads="near")
     model = Llama(config, sharding, parameters.abstract(sharding, jnp.bfloat16))
-    gate = nnx.state(model)["layers"]["mlp"]["gate"].get_raw_value()
-    assert isinstance(gate, jax.ShapeDtypeStruct)
-    assert gate.shape == (126, 53248, 16384)
-    assert gate.sharding.shard_shape(gate.shape) == (126, 53248 // 4, 16384)
+    gate_up = nnx.state(model)["layers"]["mlp"]["gate_up"].get_raw_value()
+    assert isinstance(gate_up, jax.ShapeDtypeStruct)
+    assert gate_up.shape == (126, 2, 53248, 16384)
+    assert gate_up.sharding.shard_shape(gate_up.shape) == (126, 2, 53248 // 4, 16384)
+
+
+def test_a_random_parameter_is_its_random_parts(tiny_config, mesh):
+    sharding = LlamaSharding(mesh=mesh, sequence="near", kv_heads="far", mlp="near")
+    declared = {}
+    Llama(tiny_config, sharding, lambda one: declared.setdefault(one.name, one))
+    create = parameters.random(sharding, jnp.float32)
+    for name, sizes in (("layers.attention.query_key_value", [2, 1, 1]), ("layers.mlp.gate_up", [1, 1])):
+        whole, parts = create(declared[name]), [create(part) for part in declared[name].apart()]
+        assert [part.shape[declared[name].part_axis] for part in parts] == sizes
+        np.testing.assert_array_equal(whole, np.concatenate(parts, declared[name].part_axis))
+    with pytest.raises(ValueError, match=r"parts=.*: must add up to dimension 1 of shape=\(2, 3, 4\)"):
+        parameters.Parameter(name="x", shape=(2, 3, 4), axes=("mlp", None, "embed"), parts=(("a", 1), ("b", 1)))
 
 
 def test_weights_on_the_sequence_devices_cost_one_sum_per_layer_and_no_logits_move(tiny_model, tiny_config):

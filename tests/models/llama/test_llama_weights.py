@@ -114,14 +114,18 @@ def check_values(model: Llama, tensors) -> None:
     np.testing.assert_array_equal(model.embedding[...], np.float32(tensors["model.embed_tokens.weight"]))
     np.testing.assert_array_equal(model.head[...], np.float32(tensors["lm_head.weight"]))
     np.testing.assert_array_equal(model.final_norm.scale[...], np.float32(tensors["model.norm.weight"]))
-    np.testing.assert_array_equal(attention.query[...].reshape(2, 16, 16), layer("self_attn.q_proj"))
-    np.testing.assert_array_equal(attention.key[...].reshape(2, 8, 16), layer("self_attn.k_proj"))
+    of_kv_heads = attention.query_key_value[...]  # [layers, KV heads, two query heads, key and value, H, D]
+    np.testing.assert_array_equal(of_kv_heads[:, :, :2].reshape(2, 16, 16), layer("self_attn.q_proj"))
+    np.testing.assert_array_equal(of_kv_heads[:, :, 2].reshape(2, 8, 16), layer("self_attn.k_proj"))
+    np.testing.assert_array_equal(of_kv_heads[:, :, 3].reshape(2, 8, 16), layer("self_attn.v_proj"))
     np.testing.assert_array_equal(attention.output[...].reshape(2, 16, 16), layer("self_attn.o_proj"))
+    np.testing.assert_array_equal(mlp.gate_up[...][:, 0], layer("mlp.gate_proj"))
+    np.testing.assert_array_equal(mlp.gate_up[...][:, 1], layer("mlp.up_proj"))
     np.testing.assert_array_equal(mlp.down[...], layer("mlp.down_proj"))
     np.testing.assert_array_equal(model.layers.mlp_norm.scale[...], layer("post_attention_layernorm"))
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 8])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 8])
 def test_every_tensor_arrives_whatever_the_sharding(folder, load_folder, num_devices):
     check_values(load_folder(folder, num_devices), random_tensors())
 
@@ -151,11 +155,35 @@ def test_weights_can_be_stored_as_bfloat16(folder, load_folder):
 def test_each_device_reads_only_its_part_and_progress_adds_up(folder, load_folder):
     counted = []
     model = load_folder(folder, 8, on_bytes=counted.append)
-    assert {shard.data.shape for shard in model.layers.mlp.gate[...].addressable_shards} == {(2, 3, 16)}
+    assert {shard.data.shape for shard in model.layers.mlp.gate_up[...].addressable_shards} == {(2, 2, 3, 16)}
     # Replicated parameters are read once, sharded ones in pieces: either way each byte once.
     checkpoint_bytes = sum(tensor.nbytes for tensor in random_tensors().values())
     assert sum(counted) == checkpoint_bytes
     assert load.num_parameters(model.config) * 4 == checkpoint_bytes
+
+
+def test_of_kernels_that_lie_together_each_device_reads_its_rows_of_each_tensor(folder, load_folder, monkeypatch):
+    pieces, from_slices = {}, weights.from_slices
+
+    def spying(sharding, dtype, read, on_bytes):
+        def spy(parameter, layer, index):
+            piece = read(parameter, layer, index)
+            assert isinstance(piece, np.memmap), "a view of the file, of which nothing else is read"
+            pieces.setdefault(parameter.name, []).append(piece.shape)
+            return piece
+
+        return from_slices(sharding, dtype, spy, on_bytes)
+
+    monkeypatch.setattr(weights, "from_slices", spying)
+    load_folder(folder, 2)
+    for name, shape in {
+        "layers.attention.query": (1, 2, 4, 16),
+        "layers.attention.key": (1, 1, 4, 16),
+        "layers.attention.value": (1, 1, 4, 16),
+        "layers.mlp.gate": (1, 12, 16),
+        "layers.mlp.up": (1, 12, 16),
+    }.items():
+        assert pieces[name] == [shape] * 4, "of two layers on two devices"
 
 
 def truncate(folder):
@@ -214,6 +242,14 @@ DAMAGES = {
     "transposed": (
         relabel("model.layers.1.mlp.down_proj.weight", shape=[24, 16]),
         r"tensor model.layers.1.mlp.down_proj.weight has shape \[24, 16\]; the configuration needs \[16, 24\]",
+    ),
+    "too few key rows": (
+        configure(num_key_value_heads=4),
+        r"model.safetensors: tensor model.layers.0.self_attn.k_proj.weight has shape \[8, 16\]; .* needs \[16, 16\]",
+    ),
+    "up and gate unlike": (
+        relabel("model.layers.1.mlp.up_proj.weight", shape=[16, 24]),
+        r"tensor model.layers.1.mlp.up_proj.weight has shape \[16, 24\]; the configuration needs \[24, 16\]",
     ),
     "other size in config": (
         configure(vocab_size=48),
