@@ -28,7 +28,9 @@ from models.llama.sampling import Sampling, choose, log_probability
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.cache import KVCache
 
-MOST_ROWS_OF_TRITON_PRODUCTS = 16  # as measured on an H200: docs/log.md
+# As measured on an H200: docs/log.md.
+MOST_ROWS_OF_TRITON_PRODUCTS = 16
+MOST_ROWS_SIDE_BY_SIDE = 128
 TOKENS_PER_DISPATCH_ON_GPUS = 8
 
 
@@ -313,14 +315,23 @@ class Generator:
         lowered = decode.lower(self.parameters, rows, prefixes, cache=cache)
         return lowered.compile(compiler_options=self._decode_options(len(rows.tokens)))
 
-    def _decode_options(self, num_rows: int) -> dict[str, bool]:
+    def _decode_options(self, num_rows: int) -> dict[str, bool | str]:
         """What XLA is told of a decoding program.
 
         Where rows are many cuBLAS reads kernels faster than Triton, which XLA would still choose for some of them.
+        Where they are few, kernels that do not wait for one another run beside each other: writing keys and values,
+        and attention to what each sequence has of its own, beside attention to what they share. On one device only,
+        for XLA does not see that kernels which exchange with other devices wait for these.
         """
-        if not self.sharding.is_on_gpus or num_rows <= MOST_ROWS_OF_TRITON_PRODUCTS:
+        if not self.sharding.is_on_gpus:
             return {}
-        return {"xla_gpu_enable_triton_gemm": False}
+        # Else the product with the head is made twice where its result is also put into an array.
+        options = {"xla_gpu_enable_dynamic_slice_fusion": False}
+        if num_rows > MOST_ROWS_OF_TRITON_PRODUCTS:
+            options["xla_gpu_enable_triton_gemm"] = False
+        if num_rows <= MOST_ROWS_SIDE_BY_SIDE and self.sharding.mesh.size == 1:
+            options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        return options
 
     def _prefill(self, served, parameters, tokens, lengths, rows, *, caches):
         """Level by level, each over those before it: a node's keys depend on all that come before it."""

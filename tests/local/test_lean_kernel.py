@@ -112,8 +112,10 @@ def test_rows_that_no_run_cuts_need_no_merge(call):
         Onto(queries=70, group=2, lengths=(250, 100)),  # two KV heads
         Onto(queries=130, group=4, lengths=(250, 0), logit_size=1e4),
         Onto(queries=30, group=3, head_dim=128),  # three heads do not share rows
-        Onto(queries=12, lengths=(250, 100)),  # in columns, which XLA merges
-        Onto(group=2),
+        Onto(queries=12, lengths=(250, 100)),  # in columns
+        Onto(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
+        Onto(queries=16, group=2, dtype="float16"),
+        Onto(group=2),  # few queries, which XLA merges
     ],
     ids=str,
 )

@@ -71,7 +71,9 @@ def test_a_wait_that_is_left_out_is_found(barrier, call, monkeypatch):
     assert has_race(call)
 
 
-@pytest.mark.parametrize("call, num_ctas", [(Call(kv_heads=3), 2), (SHORT_ROWS, 1)], ids=str)  # one query in flight, two
+@pytest.mark.parametrize(
+    "call, num_ctas", [(Call(kv_heads=3), 2), (SHORT_ROWS, 1)], ids=str
+)  # one query in flight, two
 @pytest.mark.parametrize("barrier", ["key_free.at[slot]", "value_free.at[slot]", "query_free.at[query_slot]"])
 def test_a_wait_that_is_left_out_is_found_where_tiles_are_moved(barrier, call, num_ctas, monkeypatch):
     set_layout(monkeypatch, num_ctas=num_ctas)

@@ -41,12 +41,14 @@ from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, trims_ti
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
-def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables):
+def lean_attention(query, key, value, *, onto=None, shape: LeanShape, config: LeanConfig, **tables):
     """Runs both kernels; every check is the caller's.
 
     Args:
       query: `[rows, G', H]` with `G' <= cols`: the query columns of each row; or `[B, T, K, H]`, if `shape.tokens`.
       key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
+      onto: a state over other keys to merge with, as it is returned, or None; only if `shape.tokens`, and not if
+        `has_whole_rows`, for then nothing is merged.
       tables: of these, those that are not None:
         sequences: int32 `[B, 5]` (first slot, tiles per row, tiles before, first and end of the visible slots), or None
           where all slots are visible, so that `shape.static_tiles` is known.
@@ -60,7 +62,7 @@ def lean_attention(query, key, value, *, shape: LeanShape, config: LeanConfig, *
     attended = _launch_runs(query, key, value, tables, shape, config)
     if has_whole_rows(shape, config):
         return attended
-    return merge_partials(attended, _results(query, shape), tables.get("sequences"), shape, config)
+    return merge_partials(attended, _results(query, shape), tables.get("sequences"), onto, shape, config)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))

@@ -14,11 +14,17 @@ from tree_attn.local.lean_layout import LeanConfig, LeanShape, columns_of, parti
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 
 
-def merge_partials(attended, results, sequences, shape: LeanShape, config: LeanConfig):
-    """Launches it over the partials `attended`; `results` are what it leaves, `sequences` the table of that name."""
+def merge_partials(attended, results, sequences, onto, shape: LeanShape, config: LeanConfig):
+    """Launches it over the partials `attended`; `results` are what it leaves, `sequences` the table of that name.
+
+    `onto` is a state over other keys to merge with, as it is returned, or None.
+    """
+    onto_out, onto_lse = onto or (None, None)
+    optional = {"sequences": sequences, "onto_out": onto_out, "onto_lse": onto_lse}
+    optional = {name: x for name, x in optional.items() if x is not None}
     groups = _merge_warpgroups(shape, config)
     return launch(
-        functools.partial(_merge_partials, groups, shape, config),
+        functools.partial(_merge_partials, tuple(optional), groups, shape, config),
         out_type=results,
         grid=(shape.num_rows, shape.padded_head_dim // MERGE_HEAD_DIMS),
         grid_names=("row", "head_dims"),
@@ -26,7 +32,7 @@ def merge_partials(attended, results, sequences, shape: LeanShape, config: LeanC
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="lean_merge",
-    )(*attended, *(() if sequences is None else (sequences,)))
+    )(*attended, *optional.values())
 
 
 def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
@@ -35,32 +41,40 @@ def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
     return most if shape.num_rows * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
 
 
-def _merge_partials(groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
-    sequences_ref, (out_ref, lse_ref) = (refs[0] if len(refs) == 3 else None), refs[-2:]
+def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+    optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
+    transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
+    block_smem = plgpu.SMEM((shape.cols, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
+    scratch = {"onto_smem": block_smem, "onto_full": plgpu.Barrier()} if "onto_out" in optional else {}
     pl.run_scoped(
-        functools.partial(_merge_scoped, groups, shape, config, accs_ref, stats_ref, sequences_ref, out_ref, lse_ref),
+        functools.partial(_merge_scoped, optional, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref),
         acc_smem=plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32),
         stats_smem=plgpu.SMEM((groups, 2, shape.cols), jnp.float32),
-        out_smem=plgpu.SMEM(
-            (shape.cols, MERGE_HEAD_DIMS),
-            out_ref.dtype,
-            transforms=tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS)),
-        ),
+        out_smem=block_smem,
         lse_smem=plgpu.SMEM((shape.cols,), jnp.float32),
         written=plgpu.Barrier(num_arrivals=groups),
+        **scratch,
         collective_axes="warpgroup",
     )
 
 
 def _merge_scoped(
-    groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, sequences_ref, out_ref, lse_ref, *,
-    acc_smem, stats_smem, out_smem, lse_smem, written,
+    optional, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
+    acc_smem, stats_smem, out_smem, lse_smem, written, onto_smem=None, onto_full=None,
 ):  # fmt: skip
     """Warpgroup i of n folds every n-th partial from the i-th; the first folds their results and writes them."""
     row, block, group = (lax.axis_index(name) for name in ("row", "head_dims", "warpgroup"))
-    first, count = partials_of(shape, config, sequences_ref, row)
+    first, count = partials_of(shape, config, optional.get("sequences"), row)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
     cols = shape.cols
+    # What lies out of bounds, columns beyond G' and head dims beyond H, is read as zeros and not written.
+    block_of = lambda ref: ref.at[*columns_of(shape, row), head_dims]
+    if onto_smem is not None:  # on its way while partials are folded
+
+        @pl.when(group == 0)
+        def _():
+            plgpu.copy_gmem_to_smem(block_of(optional["onto_out"]), onto_smem, onto_full)
+
     at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))  # a dependent load takes longer than all arithmetic here
 
     def step(i, state):
@@ -88,10 +102,15 @@ def _merge_scoped(
         def others(i, state):
             return _fold(state, [(acc_smem.at[i], stats_smem.at[i])], [1.0])
 
-        acc_all, top_all, total_all = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
-        finish(acc_all, top_all, total_all, out_smem, lse_smem)
-        # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[*columns_of(shape, row), head_dims])
+        state = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
+        if onto_smem is not None:
+            lse = load(optional["onto_lse"].at[row], plgpu.Layout.WGMMA.reduce(0))
+            plgpu.barrier_wait(onto_full)
+            out = load(onto_smem.transpose((1, 0)), plgpu.Layout.WGMMA).astype(jnp.float32)
+            is_any = jnp.where(lse > -jnp.inf, 1.0, 0.0)
+            state = _folded(state, [(out, jnp.maximum(lse * LOG2_E, LOWEST), is_any)], [is_any])
+        finish(*state, out_smem, lse_smem)
+        plgpu.copy_smem_to_gmem(out_smem, block_of(out_ref))
 
         @pl.when(block == 0)
         def _():
@@ -110,15 +129,19 @@ def finish(acc, top, total, out_smem, lse_smem) -> None:
 
 def _fold(state, refs, weights):
     """Folds unnormalised partials, read from `refs` all at once, into `state`; each counts `weight` times, 0 or 1."""
-    acc, top, total = state
     per_column = plgpu.Layout.WGMMA.reduce(0)
     accs = [load(acc_ref, plgpu.Layout.WGMMA) for acc_ref, _ in refs]
     tops = [load(stats_ref.at[0], per_column) for _, stats_ref in refs]
     totals = [load(stats_ref.at[1], per_column) for _, stats_ref in refs]
-    new_top = functools.reduce(jnp.maximum, tops, top)
+    return _folded(state, list(zip(accs, tops, totals)), weights)
+
+
+def _folded(state, partials, weights):
+    acc, top, total = state
+    new_top = functools.reduce(jnp.maximum, [part_top for _, part_top, _ in partials], top)
     decay = jnp.exp2(top - new_top)
     acc, total = acc * spread(decay, acc.shape), total * decay
-    for weight, part_acc, part_top, part_total in zip(weights, accs, tops, totals):
+    for weight, (part_acc, part_top, part_total) in zip(weights, partials):
         decay = jnp.exp2(part_top - new_top) * weight
         acc, total = acc + part_acc * spread(decay, acc.shape), total + part_total * decay
     return acc, new_top, total

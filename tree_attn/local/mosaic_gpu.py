@@ -161,7 +161,7 @@ def lean_state(
         if num_slots <= config.block_kv and not placement["is_packed"]:
             # A tile is a row: no run cuts one, whatever the lengths.
             shape, tables["runs"] = shape.replace(static_tiles=1), None
-    is_joined = onto is not None and shape.is_tall and not has_whole_rows(shape, config)
+    is_joined = onto is not None and shape.tokens is not None and not has_whole_rows(shape, config)
     if is_joined:
         tables["onto"] = _laid(onto.out, shape), _rows_of_lse(onto.lse, shape)
     laid = _laid(query, shape)
