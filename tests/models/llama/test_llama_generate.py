@@ -305,12 +305,17 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
 
 
-def test_products_of_many_rows_on_gpus_are_not_tritons(tiny_model, monkeypatch):
-    generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
-    assert generator._decode_options(17) == {}
+def test_what_xla_is_told_of_decoding_on_gpus_depends_on_rows_and_devices(tiny_model, monkeypatch):
+    on_one, on_two = (Generator(tiny_model(n), by_name("tree", tiny_model(n).sharding)) for n in (1, 2))
+    assert on_one._decode_options(17) == {}
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
-    told = [generator._decode_options(rows) for rows in (1, 16, 17)]
-    assert told == [{}, {}, {"xla_gpu_enable_triton_gemm": False}]
+    always = {"xla_gpu_enable_dynamic_slice_fusion": False}
+    by_cublas = {"xla_gpu_enable_triton_gemm": False}
+    side_by_side = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    assert on_one._decode_options(16) == always | side_by_side
+    assert on_one._decode_options(17) == on_one._decode_options(128) == always | by_cublas | side_by_side
+    assert on_one._decode_options(129) == always | by_cublas
+    assert on_two._decode_options(1) == always  # kernels that exchange would wait for one another
 
 
 @pytest.mark.parametrize("dtype, num_rows", [(jnp.float32, 1), (jnp.bfloat16, 3)])
