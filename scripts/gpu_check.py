@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument(
         "--how",
-        help="only a local backend, e.g. mosaic_gpu; or sparq or activations; or ways of tree_decode with this in "
+        help="only a local backend, e.g. mosaic_gpu; or prefix, sparq or activations; or ways of tree_decode with this in "
         "their name, e.g. fused (default: all)",
     )
     parser.add_argument("--go-on", action="store_true", help="leave out local and sparq checks that --out has")
@@ -70,14 +70,16 @@ def run_checks(num_devices: int, out: pathlib.Path, how: str | None) -> int:
 
     rows = []
     if how is None:
-        local = local_checks(sorted(IMPLEMENTATIONS)) if num_devices == 1 else ()
+        local = (local_checks(sorted(IMPLEMENTATIONS)), prefix_checks()) if num_devices == 1 else ()
         checks = itertools.chain(
-            local,
+            *local,
             decode_checks(num_devices),
             prefill_checks(num_devices),
             activation_checks(num_devices),
             sparq_checks(num_devices),
         )
+    elif how == "prefix":
+        checks = prefix_checks()
     elif how in ("sparq", "activations"):
         checks = {"sparq": sparq_checks, "activations": activation_checks}[how](num_devices)
     elif how in IMPLEMENTATIONS:
@@ -117,6 +119,24 @@ def local_checks(implementations):
             labels = dict(what="local", implementation=implementation, options_name=name)
             if _key(labels | case.shape) not in _DONE:
                 yield case.check(call, **labels)
+
+
+def prefix_checks():
+    """bifurcated_decode on one device: what all sequences share, read as columns and as rows, and what each has."""
+    from tree_attn import bifurcated_decode
+
+    def call(query, key, value, *, key_value_seq_lengths, shared, **how):
+        own = dict(key_value_seq_lengths=key_value_seq_lengths - shared)
+        parts = key[0, :shared], value[0, :shared], key[:, shared:], value[:, shared:]
+        return bifurcated_decode(query, *parts, **own, **how)
+
+    for shape, dtype in itertools.product(PREFIX_SHAPES, ("bfloat16", "float16")):
+        shared, own = shape["shared"], np.arange(shape["batch"]) * 7 % (shape["num_keys"] - shape["shared"] + 1)
+        options = dict(key_value_seq_lengths=(shared + np.maximum(own, shape["num_queries"])).astype(np.int32))
+        options |= dict(is_causal=True) if shape["num_queries"] > 1 else {}
+        case = Case(dtype=dtype, options=options, **shape)
+        labels = dict(what="prefix", implementation="mosaic_gpu", shared=shared)
+        yield case.check(functools.partial(call, shared=shared, implementation="mosaic_gpu"), **labels)
 
 
 def decode_checks(num_devices: int, asked: str | None = None):
@@ -279,6 +299,22 @@ LEAN_SHAPES = (
     dict(num_queries=200, num_heads=6, num_kv_heads=3, head_dim=128, num_keys=1920),
     dict(num_queries=9, num_heads=2, num_kv_heads=2, head_dim=256, num_keys=1920),
 )
+# Sequences that share their first keys: as columns, as rows of one and of several heads, and of two blocks; numbers that
+# eight does not divide, and groups whose heads do not share a tile.
+PREFIX_SHAPES = tuple(
+    dict(zip(("batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "shared", "num_keys"), sizes))
+    for sizes in (
+        (16, 1, 8, 8, 128, 2000, 2072),
+        (13, 1, 6, 6, 80, 2000, 2072),
+        (12, 2, 4, 4, 64, 1000, 1104),
+        (40, 1, 8, 8, 128, 2000, 2072),
+        (16, 1, 16, 4, 128, 2000, 2072),
+        (70, 2, 16, 2, 64, 1000, 1104),
+        (20, 1, 12, 4, 128, 2000, 2072),
+        (33, 1, 8, 1, 256, 1000, 1072),
+        (64, 1, 8, 8, 128, 96, 168),
+    )
+)
 # What only an exchange at the end of the lean kernel treats apart: many partials a row, padded head dims, many columns,
 # keys and values that are widened.
 EXCHANGED_SHAPES = (
@@ -293,15 +329,16 @@ EXCHANGED_SHAPES = (
 class Case:
     """One set of inputs, its exact result, and the error that the policy allows (`tree_attn.tolerances`)."""
 
-    batch = 3
-
     def __init__(
         self, *, dtype, options, num_queries, num_heads, num_kv_heads, head_dim, num_keys, stored_dtype=None,
-        num_shards=1, block_size=None,
+        num_shards=1, block_size=None, batch=3, shared=0,
     ):  # fmt: skip
+        self.batch = batch
         self.query, self.key, self.value = _inputs(
-            dtype, (self.batch, num_queries, num_heads, head_dim), (self.batch, num_keys, num_kv_heads, head_dim)
+            dtype, (batch, num_queries, num_heads, head_dim), (batch, num_keys, num_kv_heads, head_dim)
         )
+        for x in (self.key, self.value):  # the first `shared` keys are the same for all
+            x[:, :shared] = x[:1, :shared]
         self.stored_dtype = stored_dtype or dtype
         self.key, self.value = (x.astype(self.stored_dtype).astype(x.dtype) for x in (self.key, self.value))
         if "key_value_seq_lengths" in options:

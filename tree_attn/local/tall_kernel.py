@@ -39,7 +39,7 @@ from tree_attn.local.lean_layout import (
 from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 
 COMPUTING = TALL_ROWS // ROWS  # warpgroups
-MERGE_DIMS = 64
+MERGE_DIMS, MERGED_AT_ONCE = 64, 4
 # Of the 512 registers a thread could have if there were one warpgroup: what computes needs the accumulators.
 COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
 
@@ -287,11 +287,14 @@ def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats
             acc = load(accs_ref.at[first + i, half, :, head_dims], plgpu.Layout.WGMMA)
             return acc, *(load(stats_ref.at[first + i, half, j], per_row) for j in range(2))
 
-        def pair(i, state):
-            # Two are read at once, for a dependent read takes longer than all arithmetic here. Past the end the last
-            # partial is read again and weighs nothing.
-            parts = [partial(jnp.minimum(2 * i + j, count - 1)) for j in range(2)]
-            return _fold(_fold(state, *parts[0]), *parts[1], jnp.where(2 * i + 1 < count, 1.0, 0.0))
+        def some(i, state):
+            # Read at once, for a dependent read takes longer than all arithmetic here. Past the end the last partial is
+            # read again and weighs nothing.
+            indices = [MERGED_AT_ONCE * i + j for j in range(MERGED_AT_ONCE)]
+            parts = [partial(jnp.minimum(index, count - 1)) for index in indices]
+            for index, part in zip(indices, parts):
+                state = _fold(state, *part, jnp.where(index < count, 1.0, 0.0))
+            return state
 
         onto = None
         places = list(pieces(shape, row, half * ROWS, ROWS))
@@ -305,7 +308,7 @@ def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats
             full(LOWEST, (ROWS,), per_row),
             full(0.0, (ROWS,), per_row),
         )
-        state = lax.fori_loop(0, lax.div(count + 1, 2), pair, state)
+        state = lax.fori_loop(0, lax.div(count + MERGED_AT_ONCE - 1, MERGED_AT_ONCE), some, state)
         if onto is not None:
             plgpu.barrier_wait(onto_full)
             out = load(onto_smem, plgpu.Layout.WGMMA)
