@@ -30,8 +30,8 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument(
         "--how",
-        help="only a local backend, e.g. mosaic_gpu; or prefix, sparq or activations; or ways of tree_decode with this in "
-        "their name, e.g. fused (default: all)",
+        help="only a local backend, e.g. mosaic_gpu; or prefix, sparq or activations; or ways of tree_decode with this "
+        "in their name, e.g. fused (default: all)",
     )
     parser.add_argument("--go-on", action="store_true", help="leave out local and sparq checks that --out has")
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
@@ -299,8 +299,8 @@ LEAN_SHAPES = (
     dict(num_queries=200, num_heads=6, num_kv_heads=3, head_dim=128, num_keys=1920),
     dict(num_queries=9, num_heads=2, num_kv_heads=2, head_dim=256, num_keys=1920),
 )
-# Sequences that share their first keys: as columns, as rows of one and of several heads, and of two blocks; numbers that
-# eight does not divide, and groups whose heads do not share a tile.
+# Sequences that share their first keys: as columns, as rows of one and of several heads, and of two blocks; numbers
+# that eight does not divide, and groups whose heads do not share a tile.
 PREFIX_SHAPES = tuple(
     dict(zip(("batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "shared", "num_keys"), sizes))
     for sizes in (
