@@ -6,8 +6,8 @@
 One of: whole (rows that no run cuts), short (those of a tile or two, by length), cut, exchanged (cut, whose kernel ends
 in an exchange, here with itself), tall, shared (tall, of several heads, whose merge takes the suffixes' state along),
 few (as shared, of columns), sparq, grouped (SparQ for groups, by one kernel and through memory), mutant: SparQ without
-the barriers of its reductions, in which racecheck must find hazards. Without the kernel's name (lean, tall, sparq) every
-kernel of the program is watched, and racecheck may take longer than anybody waits.
+the barriers of its reductions, in which racecheck must find hazards. Without the kernel's name (lean, tall, sparq)
+every kernel of the program is watched, and racecheck may take longer than anybody waits.
 """
 
 import sys

@@ -39,7 +39,7 @@ from tree_attn.local.lean_layout import (
 from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 
 COMPUTING = TALL_ROWS // ROWS  # warpgroups
-MERGE_DIMS, MERGED_AT_ONCE = 64, 4
+MERGE_DIMS, MERGED_AT_ONCE = 64, 2
 # Of the 512 registers a thread could have if there were one warpgroup: what computes needs the accumulators.
 COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
 
