@@ -100,7 +100,7 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             levels = [prefix.level(layer) for prefix in prefixes]
             out = attention.prefill(query, key, value, lengths, levels)
-            return out, cache.write_prefix(key, value, layer=layer)
+            return jax.lax.optimization_barrier((out, cache.write_prefix(key, value, layer=layer)))
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
         cache = cache.with_lengths(lengths)
@@ -128,7 +128,7 @@ class Llama(nnx.Module):
                 read = Prefix(cache=dataclasses.replace(cache, lengths=earlier), sequences=each_by_itself)
                 levels = [prefix.level(layer) for prefix in (*prefixes, read)]
                 out = attention.prefill(query, key, value, own, levels)
-                return out, cache.write_prefix(key, value, layer=layer, start=start)
+                return jax.lax.optimization_barrier((out, cache.write_prefix(key, value, layer=layer, start=start)))
 
             x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
             where = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]

@@ -27,6 +27,7 @@ from tree_attn.local import mosaic_gpu
 from tree_attn.reduce import reduce_state
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
+NUM_TOKENS = 4096
 H200 = (pathlib.Path(__file__).parents[1] / "local" / "h200.txtpb").read_text()
 
 
@@ -56,7 +57,10 @@ def main():
     tell(step_of_attention(mesh, 2, 8, {}, num_queries=2, head_dim=80))
     tell(step_of_attention(mesh, 2, 8, {}, num_queries=8))
     tell(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256, **float8))
-    tell(decoding_program(mesh))
+    (decode, of_two), (_, of_six) = (programs_of_a_llama(mesh, num_layers) for num_layers in (2, 6))
+    tell(decode.as_text())
+    temporary = [prefill.memory_analysis().temp_size_in_bytes for prefill in (of_two, of_six)]
+    print(f"prefill needs {temporary[1] - temporary[0]} bytes more for four layers more", flush=True)
 
 
 def step_of_attention(
@@ -74,26 +78,34 @@ def step_of_attention(
     return jax.jit(step).trace(*given, **arrays).lower().compile().as_text()
 
 
-def decoding_program(mesh: Mesh) -> str:
-    """A step of a Llama of two layers, whose weights and keys the devices share."""
+def programs_of_a_llama(mesh: Mesh, num_layers: int):
+    """A step of decoding, and a prefill in chunks, of a Llama whose weights and keys the devices share."""
     from flax import nnx
 
     from models.llama import Llama, LlamaConfig, by_name, parameters, spread_over
     from tree_attn.cache import KVCache
 
     config = LlamaConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=64,
-        max_position=4096,
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=num_layers, num_heads=8, num_kv_heads=4,
+        head_dim=64, max_position=4096,
     )  # fmt: skip
     sharding = spread_over(config, mesh, "seq")
-    structure, state = nnx.split(Llama(config, sharding, parameters.abstract(sharding, jnp.bfloat16)))
+    create = parameters.abstract(sharding, jnp.bfloat16)
+    structure, state = nnx.split(Llama(config, sharding, create, unroll_layers=True))
     attention = by_name("tree", sharding, implementation="xla", reduction="fused")
     shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
-    stored = shape(jnp.bfloat16, P(None, None, "seq"), 2, 1, 512, 4, 64)
+    stored = (shape(jnp.bfloat16, P(None, "seq"), 1, NUM_TOKENS, 4, 64),) * num_layers
     counts = {"lengths": shape(jnp.int32, P(), 1), "overflowed": shape(bool, P(), 1)}
     cache = KVCache(key=stored, value=stored, **counts, mesh=mesh, axis_name="seq", block_size=1)
-    decode = lambda state, tokens, cache: nnx.merge(structure, state).decode(tokens, cache, attention)
-    return jax.jit(decode).trace(state, shape(jnp.int32, P(), 1, 1), cache).lower().compile().as_text()
+    of_state = lambda state: nnx.merge(structure, state)
+    decode = lambda state, tokens, cache: of_state(state).decode(tokens, cache, attention)
+    prefill = lambda state, tokens, lengths, cache: of_state(state).prefill(
+        tokens, lengths, cache, attention, chunk=NUM_TOKENS // 4
+    )
+    tokens = shape(jnp.int32, P(), 1, 1), shape(jnp.int32, P(None, "seq"), 1, NUM_TOKENS)
+    decode = jax.jit(decode, donate_argnums=2).trace(state, tokens[0], cache)
+    prefill = jax.jit(prefill, donate_argnums=3).trace(state, tokens[1], counts["lengths"], cache)
+    return decode.lower().compile(), prefill.lower().compile()
 
 
 def tell(text: str) -> None:

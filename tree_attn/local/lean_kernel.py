@@ -180,7 +180,7 @@ def _attend_runs_scoped(
         step = None if epilogue is None else epilogue.begin(tables.get("rank"))
 
         def segment(row, begin):
-            query_slot = lax.rem(begin.rows_done, query_smem.shape[0])
+            query_slot = begin.query_slot(query_smem.shape[0])
             plgpu.barrier_wait(query_full.at[query_slot])
             first, end = visible_slots(tables, shape, row, (block_kv, cols), per_column)
             key_scale, value_scale = (tables["scales"][i, row.head] if "scales" in tables else None for i in range(2))
@@ -239,7 +239,11 @@ def _attend_runs_scoped(
                 full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
             )
             acc, top, total = lax.fori_loop(0, begin.num_tiles, tile_step, empty)
-            plgpu.barrier_arrive(query_free.at[query_slot])
+
+            @begin.if_query_is_awaited(run, query_smem.shape[0])
+            def _():
+                plgpu.barrier_arrive(query_free.at[query_slot])
+
             acc = acc if value_scale is None else acc * value_scale
             partial = lax.axis_index("cta") + row.index
             if epilogue is not None:

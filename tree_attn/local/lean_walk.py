@@ -53,6 +53,19 @@ class _Segment:
     tiles_done: Any
     rows_done: Any
 
+    def query_slot(self, num_slots: int):
+        """Where the row's query is, of so many places for one."""
+        return 0 if num_slots == 1 else lax.rem(self.rows_done, num_slots)
+
+    def if_query_is_awaited(self, run: _Run, num_slots: int):
+        """Decorates what tells the moving warpgroup that the query's place is free, if that waits for it.
+
+        With one place it does for the next row; with more of them, where the number of rows to come is not known, at
+        the run's end too.
+        """
+        is_awaited = num_slots > 1 or self.tiles_done + self.num_tiles < run.num_tiles
+        return (lambda tell: tell()) if is_awaited is True else pl.when(is_awaited)
+
 
 def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     cta = lax.axis_index("cta")
@@ -79,30 +92,31 @@ def walk(run: _Run, tables, shape: LeanShape, segment) -> Any:
         return carry[3] < run.num_tiles
 
     def step(carry):
-        sequence, row, tile, tiles_done, rows_done = carry
+        sequence, row, tile, tiles_done = carry
         if shape.static_tiles is None:
             first_slot, row_tiles = (tables["sequences"][sequence, i] for i in (FIRST_SLOT, NUM_TILES))
         else:
             first_slot, row_tiles = 0, shape.static_tiles
         num_tiles = jnp.minimum(run.num_tiles - tiles_done, row_tiles - tile)
+        index = sequence * shape.rows_per_sequence + row
         segment(
             _Row(
-                index=sequence * shape.rows_per_sequence + row,
+                index=index,
                 sequence=sequence,
                 head=lax.div(row, shape.col_blocks),
                 col_block=lax.rem(row, shape.col_blocks),
                 first_slot=first_slot,
             ),
-            _Segment(tile=tile, num_tiles=num_tiles, tiles_done=tiles_done, rows_done=rows_done),
+            _Segment(tile=tile, num_tiles=num_tiles, tiles_done=tiles_done, rows_done=index - first_index),
         )
         is_last_row = row == shape.rows_per_sequence - 1
         next_sequence = jnp.where(is_last_row, sequence + 1, sequence)
-        next_row = jnp.where(is_last_row, 0, row + 1)
-        return next_sequence, next_row, jnp.int32(0), tiles_done + num_tiles, rows_done + 1
+        return next_sequence, jnp.where(is_last_row, 0, row + 1), jnp.int32(0), tiles_done + num_tiles
 
-    zero = jnp.int32(0)
-    *_, num_rows = lax.while_loop(is_left, step, (run.sequence, run.row, run.tile, zero, zero))
-    return num_rows
+    # Rows are counted by their numbers, not in the loop: some kernels have no register left for it.
+    first_index = run.sequence * shape.rows_per_sequence + run.row
+    sequence, row, *_ = lax.while_loop(is_left, step, (run.sequence, run.row, run.tile, jnp.int32(0)))
+    return sequence * shape.rows_per_sequence + row - first_index
 
 
 def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_column=None):
@@ -144,7 +158,7 @@ def move_tiles(
     value_dims = value_smem.shape[-1]
 
     def segment(row, begin):
-        query_slot = lax.rem(begin.rows_done, num_queries)
+        query_slot = begin.query_slot(num_queries)
 
         @pl.when(begin.rows_done >= num_queries)
         def _():
@@ -187,7 +201,8 @@ def move_tiles(
     def await_last(i, _):  # so that no arrival is left over
         plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries)])
 
-    lax.fori_loop(jnp.maximum(num_rows - num_queries, 0), num_rows, await_last, None)
+    if num_queries > 1:
+        lax.fori_loop(jnp.maximum(num_rows - num_queries, 0), num_rows, await_last, None)
 
 
 def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:

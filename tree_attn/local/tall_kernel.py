@@ -230,7 +230,9 @@ def _attend_runs_scoped(
                 stats_ref[partial, warpgroup, 0] = top
                 stats_ref[partial, warpgroup, 1] = total
 
-            plgpu.barrier_arrive(query_free.at[0])
+            @begin.if_query_is_awaited(run, num_slots=1)
+            def _():
+                plgpu.barrier_arrive(query_free.at[0])
 
         walk(run, tables, shape, segment)
         plgpu.wait_smem_to_gmem(0)

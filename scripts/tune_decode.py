@@ -1,0 +1,134 @@
+"""What XLA had better be told of a Llama's decoding on one GPU, and how its kernels had better be stored.
+
+    python3 scripts/tune_decode.py products --out docs/results/llama_h200/products_7b.jsonl
+    python3 scripts/tune_decode.py options --out docs/results/llama_h200/xla_options_7b.jsonl
+
+products: the products of layers of Llama 2's 7B shape, with what is between them, by the profiler: query, key and value
+apart or as one kernel, gate and up likewise. options: a step of that model with fewer layers, whose sequences share a
+prompt, by the clock. `told` names what XLA is told besides (`TOLD`); one JSON row per case.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+
+TOLD = {
+    "": {},
+    "no Triton": {"xla_gpu_enable_triton_gemm": False},
+    "merge products": {"xla_gpu_dot_merger_threshold_mb": 1 << 20},
+    "exhaustive": {"xla_gpu_exhaustive_tiling_search": True},
+    "CONCURRENT": {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+    "LHS": {"xla_gpu_command_buffer_scheduling_mode": "LHS"},
+    "launch early": {"xla_gpu_enable_pdl_launch": True},
+    "unroll loops": {"xla_gpu_command_buffer_unroll_loops": True},
+}
+LAYERS = {"products": 4, "options": 8}
+CALLS = 10
+
+
+def main() -> None:
+    """Times every case and writes its row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("products", "options"))
+    parser.add_argument("--config", default="llama-2-7b", help="a published shape")
+    parser.add_argument("--rows", default="1,16,64,256", help="sequences, e.g. 1,16")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt, of options")
+    parser.add_argument("--told", help="names in TOLD, comma-separated (default: those that are of this part)")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    args = parser.parse_args()
+    from models.llama.presets import preset
+    from models.llama.session import choose_devices
+    from tree_attn import measure
+
+    parts = {"products": (products, ",no Triton"), "options": (options, ",CONCURRENT")}
+    cases, told = parts[args.part]
+    config = dataclasses.replace(preset(args.config), num_layers=LAYERS[args.part])
+    names = (told if args.told is None else args.told).split(",")
+    for rows, name in itertools.product(map(int, args.rows.split(",")), names):
+        for found in cases(config, rows, args.context, TOLD[name]):
+            row = {"config": args.config, "layers": config.num_layers, "rows": rows, "told": name} | found
+            row |= {"hardware": measure.hardware(choose_devices(1)), "versions": measure.versions()}
+            row |= {"git_commit": measure.git_commit(), "command": " ".join(["python3", *sys.argv])}
+            with args.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print({key: value for key, value in (row | {"kernels": None}).items() if key in ("rows", "told", *found)})
+
+
+def products(config, rows: int, context: int, told: dict):
+    """Rows `{stored, us_per_layer, kernels}`; `context` is not read."""
+    import jax
+    import jax.numpy as jnp
+
+    from models.llama import parameters
+    from models.llama.layers import RMSNorm
+    from tree_attn.device_time import by_name, device_events
+
+    wide, narrow = config.intermediate_size, config.hidden_size
+    shapes = {"query": narrow, "key": narrow, "value": narrow, "output": narrow, "gate": wide, "up": wide}
+    shapes = {name: (size, narrow) for name, size in shapes.items()} | {"down": (narrow, wide)}
+    keys = iter(jax.random.split(jax.random.key(0), config.num_layers * len(shapes) + 1))
+    draw = lambda shape: (jax.random.normal(next(keys), shape) * shape[-1] ** -0.5).astype(jnp.bfloat16)
+    apart = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(config.num_layers)]
+    of_one = (("query", "key", "value"), ("gate", "up"))
+    together = [{names: jnp.concatenate([layer[name] for name in names]) for names in of_one} for layer in apart]
+    scale = parameters.Parameter(name="scale", shape=(narrow,), axes=("embed",))
+    norm = RMSNorm(scale, config.rms_norm_eps, lambda parameter: jnp.ones(parameter.shape, jnp.bfloat16))
+
+    def run(x, apart, together):
+        for layer, merged in zip(apart, together or [None] * len(apart), strict=True):
+            multiply = lambda x, kernel: jnp.einsum("bd,fd->bf", x, kernel)
+
+            def made(x, names, layer=layer, merged=merged, multiply=multiply):
+                if merged is None:
+                    return [multiply(x, layer[name]) for name in names]
+                return jnp.split(multiply(x, merged[names]), len(names), axis=1)
+
+            query, key, value = made(norm(x), of_one[0])
+            x = x + multiply(query * key + value, layer["output"])
+            gate, up = made(norm(x), of_one[1])
+            x = x + multiply(jax.nn.silu(gate) * up, layer["down"])
+        return x
+
+    x = draw((rows, narrow))
+    for stored, merged in (("apart", None), ("together", together)):
+        compiled = jax.jit(run).lower(x, apart, merged).compile(compiler_options=told)
+        call = lambda compiled=compiled, merged=merged: jax.block_until_ready(compiled(x, apart, merged))
+        for _ in range(3):
+            call()
+        events = device_events(lambda call=call: [call() for _ in range(CALLS)])
+        if not events:
+            raise RuntimeError("the profiler saw no device event: this needs a GPU")
+        kernels = by_name(events, CALLS * config.num_layers)
+        yield {"stored": stored, "us_per_layer": sum(us * n for us, n in kernels.values()), "kernels": kernels}
+
+
+def options(config, rows: int, context: int, told: dict):
+    """One row, `{context, new_tokens, per_token_ms_median}`."""
+    import jax
+
+    from models.llama import Generator, Llama, by_name, parameters, session
+
+    new_tokens = 65
+    config = dataclasses.replace(config, max_position=context + new_tokens)
+    place = session.Place(devices=session.choose_devices(1), two_levels=False)
+    sharding = place.sharding(config)
+    model = Llama(config, sharding, parameters.random(sharding, place.dtype))
+    generator = Generator(model, by_name("single", sharding))
+    usual = generator._decode_options
+    generator._decode_options = lambda num_rows: usual(num_rows) | (told if sharding.is_on_gpus else {})
+    prompts = [[i % config.vocab_size for i in range(context)]] * rows
+    for _ in generator.stream(prompts, new_tokens):  # compiles, and lets clocks rise
+        pass
+    steps = [step.seconds for step in generator.stream(prompts, new_tokens)]
+    jax.clear_caches()
+    first = generator.tokens_per_dispatch + 1
+    median = statistics.median(steps[first:])
+    yield {"context": context, "new_tokens": new_tokens, "per_token_ms_median": 1e3 * median}
+
+
+if __name__ == "__main__":
+    main()
