@@ -146,7 +146,7 @@ def variants() -> list[Call]:
             for head_dim, kind in ((64, {}), (128, {}), (128, lengths), (256, lengths))
         ),
         Onto(**MANY, kv_heads=1, head_dim=128, **lengths),
-        *(Onto(queries=40, group=group, head_dim=128, **lengths) for group in (1, 3, 16)),
+        *(Onto(queries=40, group=group, head_dim=128, **lengths) for group in (1, 3, 8, 16)),
         Call(queries=16, head_dim=128, **lengths),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **kind) for kind in ({}, causal, float8)),
         *(Call(lengths=(100, 7), slots=104, head_dim=128, **kind) for kind in ({}, float8)),  # two tiles, left whole

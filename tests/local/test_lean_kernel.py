@@ -52,10 +52,11 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
     *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
-    # Queries of several heads are read as they lie: a row of tiles has 128, 32 or 8 of each head of a group.
+    # Queries of several heads are read as they lie: a row of tiles has 128, 32 or 16 of each head of a group.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
     Call(queries=40, slots=192, group=4, head_dim=128, lengths=(100,)),
-    Call(queries=9, slots=192, group=16, lengths=(3, 192), logit_size=1e4),
+    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
+    Call(queries=9, slots=192, group=16, lengths=(3, 192)),  # not 16
     Call(layout="packed", queries=11, group=3, head_dim=128, lengths=(90, 0, 70), slots=192, logit_size=1e4),
     # In columns too.
     Call(queries=20, slots=192, kv_heads=3, lengths=(100, 0)),

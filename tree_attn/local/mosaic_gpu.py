@@ -23,6 +23,7 @@ from tree_attn.state import SoftmaxState, merge_state
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 TALL_HEAD_DIMS = (64, 128, 256)
+TALL_GROUPS = (1, 2, 4, 8)  # query heads that share the rows of a tile; to move the queries of 16 takes more registers
 MAX_QUERIES, MAX_GROUP = 8, 16
 MOST_LEAN_COLUMNS = 32  # with more, also of many queries that see the same keys, the tall kernel is as fast or faster
 OLDEST_JAX = (0, 11)
@@ -191,7 +192,7 @@ def lean_shape(query, key, *, num_slots: int, scale: float, soft_cap: float | No
     columns = num_queries * group
     if _is_tall(num_queries, group):
         cols = TALL_ROWS
-        together = group if num_kv_heads > 1 and cols % (8 * group) == 0 else 1  # heads in the rows of a tile
+        together = group if num_kv_heads > 1 and group in TALL_GROUPS else 1  # heads in the rows of a tile
         tokens = cols // together
         blocks = pl.cdiv(columns // together, tokens)
     else:
