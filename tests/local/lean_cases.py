@@ -13,6 +13,7 @@ from tree_attn.local import attend_shard, shard_attention
 
 PAGE = 64
 WHOLE = 128  # slots of which no row is cut in two, for a run has two tiles at least
+GROUPS = ((1, 4), (2, 1), (2, 3), (2, 8), (2, 16))  # KV heads and query heads of each
 MANY = {"queries": 40, "group": 4}  # which are rows of the tensor core, and in the fewer cases columns
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GARBAGE = 300.0  # where no sequence has a key; it would spoil any result it got into
@@ -124,6 +125,7 @@ def variants() -> list[Call]:
     lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
     float8, scaled = {"stored_dtype": "float8_e4m3fn"}, {"options": HEAD_SCALES}
     wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
+    long = {"slots": 704, "first": 640, "lengths": (700, 70)}
     return [
         *(Call(head_dim=head_dim, **kind) for head_dim in HEAD_DIMS for kind in ({}, lengths | causal, lengths | wide)),
         *(Call(head_dim=head_dim, **float8, **kind) for head_dim in HEAD_DIMS for kind in (scaled, lengths | wide)),
@@ -145,8 +147,10 @@ def variants() -> list[Call]:
             Call(**MANY, head_dim=head_dim, **kind)
             for head_dim, kind in ((64, {}), (128, {}), (128, lengths), (256, lengths))
         ),
-        Onto(**MANY, kv_heads=1, head_dim=128, **lengths),
-        *(Onto(queries=40, group=group, head_dim=128, **lengths) for group in (1, 3, 8, 16)),
+        # Of more than two tiles, so that there is a merge, which takes the other state along.
+        *(Onto(queries=40, kv_heads=heads, group=group, head_dim=128, **long) for heads, group in GROUPS),
+        *(Onto(queries=40, head_dim=head_dim, **long) for head_dim in (64, 256)),
+        *(Onto(queries=queries, head_dim=head_dim, **long) for queries, head_dim in ((16, 80), (32, 128), (30, 256))),
         Call(queries=16, head_dim=128, **lengths),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **kind) for kind in ({}, causal, float8)),
         *(Call(lengths=(100, 7), slots=104, head_dim=128, **kind) for kind in ({}, float8)),  # two tiles, left whole

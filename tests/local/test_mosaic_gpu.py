@@ -33,8 +33,14 @@ def lowered(function, *shapes) -> str:
 def test_variants_lower_to_one_kernel_and_a_merge(call):
     text = lowered(call.run, *call.shapes())
     # A run has two tiles at least, here of 128 keys at head dim 64 and for many queries: no row is cut.
-    wide = 128 if call.queries > 8 else 64
-    is_whole = (call.lengths is None and (call.slots == WHOLE or call.head_dim <= wide)) or call.slots <= 64
+    columns, slots = call.queries * call.group, getattr(call, "first", call.slots)
+    is_tall = call.queries > 8 and columns > 32
+    has_wide_tiles = call.head_dim <= 128 if is_tall else call.head_dim == 64
+    if call.lengths is None:
+        is_whole = slots == WHOLE or has_wide_tiles
+    else:
+        is_whole = slots <= 2 * (128 if has_wide_tiles and (is_tall or columns <= 16) else 64)
+    is_whole &= call.layout != "packed"
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == (1 if is_whole else 2)
 
 
