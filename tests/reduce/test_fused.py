@@ -144,7 +144,8 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     assert of_llama == {"collectives": 0, "kernels": 1 + 2 * 4}  # the embedding; new heads, attention, output, MLP
     (growth,) = re.findall(r"prefill needs (-?\d+) bytes more", done.stdout)
     keys_and_values = 2 * 1024 // 4 * 4 * 64 * 2  # of one layer, of a chunk, on one device
-    assert int(growth) < 4 * keys_and_values, "those of a layer are written before the next is begun"
+    # 0.6 to 1.3 MB as compilers differ, and 3.2 where nothing has XLA write those of a layer before it begins the next.
+    assert int(growth) < 8 * keys_and_values
 
 
 @pytest.mark.parametrize("lengths", [None, (4096, 1000, 0, 77)])
