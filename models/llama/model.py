@@ -100,7 +100,7 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             levels = [prefix.level(layer) for prefix in prefixes]
             out = attention.prefill(query, key, value, lengths, levels)
-            return jax.lax.optimization_barrier((out, cache.write_prefix(key, value, layer=layer)))
+            return _written(out, cache.write_prefix(key, value, layer=layer))
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
         cache = cache.with_lengths(lengths)
@@ -128,7 +128,7 @@ class Llama(nnx.Module):
                 read = Prefix(cache=dataclasses.replace(cache, lengths=earlier), sequences=each_by_itself)
                 levels = [prefix.level(layer) for prefix in (*prefixes, read)]
                 out = attention.prefill(query, key, value, own, levels)
-                return jax.lax.optimization_barrier((out, cache.write_prefix(key, value, layer=layer, start=start)))
+                return _written(out, cache.write_prefix(key, value, layer=layer, start=start))
 
             x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
             where = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]
@@ -239,6 +239,14 @@ class Llama(nnx.Module):
             table = self.embedding if self.config.tie_embeddings else self.head
             x = self.final_norm(x)
             return jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
+
+
+def _written(out: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """The same, but nothing goes on with `out` before the cache is written.
+
+    XLA puts off what nobody waits for, and would hold every layer's keys and values beside the cache to the end.
+    """
+    return jax.lax.optimization_barrier((out, cache))
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:

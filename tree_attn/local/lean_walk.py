@@ -63,8 +63,7 @@ class _Segment:
         With one place it does for the next row; with more of them, where the number of rows to come is not known, at
         the run's end too.
         """
-        is_awaited = num_slots > 1 or self.tiles_done + self.num_tiles < run.num_tiles
-        return (lambda tell: tell()) if is_awaited is True else pl.when(is_awaited)
+        return pl.when(num_slots > 1 or self.tiles_done + self.num_tiles < run.num_tiles)
 
 
 def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
@@ -172,9 +171,9 @@ def move_tiles(
             first = row.first_slot + (begin.tile + i) * block_kv
             where = _locate(tables, shape, row, first)
             is_refill = tile >= stages
-            num_seen = (
-                tables["sequences"][row.sequence, SPAN_END] - first if trims_tiles(tables, shape, config) else None
-            )
+            num_seen = None
+            if trims_tiles(tables, shape, config):
+                num_seen = tables["sequences"][row.sequence, SPAN_END] - first
 
             @pl.when(is_refill)
             def _():
