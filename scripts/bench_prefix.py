@@ -3,6 +3,7 @@
     python3 scripts/bench_prefix.py table --out docs/results/prefix_h200/table.jsonl
     python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/table.jsonl     # the README's table
     python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # from where on sharing pays
+    python3 scripts/bench_prefix.py llama --out docs/results/prefix_h200/llama.jsonl        # heads as Llamas have them
 
 Hydragen's microbenchmark: a batch of sequences of one new token each, a prefix that all share, a suffix of their own.
 Device time as in `bench_lean.py`, which this goes with. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
@@ -33,7 +34,7 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A step of `batch` sequences after a prefix that they share."""
+    """A step of `batch` sequences after a prefix that they share. If `ragged`, suffixes have 1 to `suffix` keys."""
 
     batch: int
     prefix: int
@@ -41,6 +42,12 @@ class Case:
     num_heads: int = 8
     num_kv_heads: int = 1
     head_dim: int = 128
+    ragged: bool = False
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Keys of each suffix."""
+        return np.linspace(1 if self.ragged else self.suffix, self.suffix, self.batch).astype(np.int32)
 
     def key_value_bytes(self, keys: int) -> int:
         return 2 * 2 * keys * self.num_kv_heads * self.head_dim
@@ -49,7 +56,7 @@ class Case:
     def limit_us(self) -> float:
         """The prefix's products, and the suffixes and the prefix read once."""
         products = 4 * self.batch * self.num_heads * self.prefix * self.head_dim / PRODUCTS_TFLOPS / 1e6
-        return products + self.key_value_bytes(self.prefix + self.batch * self.suffix) / READ_GB_PER_S / 1e3
+        return products + self.key_value_bytes(self.prefix + int(self.lengths.sum())) / READ_GB_PER_S / 1e3
 
 
 CASES = [Case(batch=b, prefix=p) for b, p in ((64, 2048), (256, 16384), (1024, 2048), (1024, 16384))]
@@ -67,13 +74,15 @@ SMALL = [
     (64, 64),
     (64, 256),
 ]
+LLAMA = [(16, 32), (64, 32), (256, 32), (1024, 32), (16, 8), (64, 8), (256, 8), (16, 2), (64, 2)]  # batch, KV heads
+LLAMA_CASES = [Case(batch=b, prefix=8192, suffix=64, num_heads=32, num_kv_heads=k, ragged=True) for b, k in LLAMA]
 SWITCH_CASES = [Case(batch=b, prefix=p, suffix=64, num_heads=32, num_kv_heads=8) for b, p in SMALL]
 
 
 def main() -> int:
     """Runs one of the parts; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("table", "switch", "markdown", "flashinfer"))
+    parser.add_argument("part", choices=("table", "switch", "llama", "markdown", "flashinfer"))
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; rows in it are not made again")
     parser.add_argument("--ways", help="only those with this in their name")
     parser.add_argument("--cases", help="which of the part's cases, e.g. 0,3 (default: all)")
@@ -85,10 +94,11 @@ def main() -> int:
     if args.part == "markdown":
         label = lambda row: f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}"
         return markdown(args.out, label, [*WAYS, "flashinfer"])
-    rows = Rows(args.out, ("batch", "prefix", "way"))
-    cases = SWITCH_CASES if args.part == "switch" else CASES
-    ways = {name: how for name, how in WAYS.items() if args.part == "table" or name.startswith("mosaic_gpu")}
-    peers = [] if args.ways or args.part == "switch" else _flashinfer_rows()
+    rows = Rows(args.out, ("batch", "prefix", "num_kv_heads", "way"))
+    cases = {"table": CASES, "switch": SWITCH_CASES, "llama": LLAMA_CASES}[args.part]
+    names = {"table": tuple(WAYS), "switch": ("mosaic_gpu", "mosaic_gpu, not shared"), "llama": ("mosaic_gpu", "cudnn")}
+    ways = {name: WAYS[name] for name in names[args.part]}
+    peers = [] if args.ways or args.part != "table" else _flashinfer_rows()
     for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(cases)):
         case = cases[i]
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
@@ -108,27 +118,32 @@ def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dic
 
     heads = (case.num_kv_heads, case.head_dim)
     own_keys = case.suffix if is_shared else case.prefix + case.suffix
-    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes(case.batch * own_keys))))
+    shared_keys = case.prefix if is_shared else 0
+    sets = int(np.ceil(ROTATE_BYTES / case.key_value_bytes(shared_keys + case.batch * own_keys)))
     draw = normals()
     query = draw(case.batch, 1, case.num_heads, case.head_dim)
 
-    def step(query, prefix, own, implementation=implementation):
+    lengths = {"key_value_seq_lengths": jnp.asarray(case.lengths)} if case.ragged else {}
+    prefix_length = jnp.int32(case.prefix) if case.ragged else None  # for the device to know, as in a Llama
+
+    def step(query, prefix, own, prefix_length, lengths, implementation=implementation):
         if is_shared:
-            return bifurcated_decode(query, *prefix, *own, implementation=implementation, return_lse=True)
+            how = dict(implementation=implementation, return_lse=True, prefix_length=prefix_length, **lengths)
+            return bifurcated_decode(query, *prefix, *own, **how)
         return attend(query, *own, implementation=implementation)
 
     caches = []
     for _ in range(sets):
         prefix = tuple(draw(case.prefix, *heads) for _ in range(2 * is_shared))
-        caches.append((prefix, tuple(draw(case.batch, own_keys, *heads) for _ in range(2))))
+        caches.append((prefix, tuple(draw(case.batch, own_keys, *heads) for _ in range(2)), prefix_length, lengths))
     try:
         # The queries that are compared are few, for what the reference takes.
         few = slice(0, 16)
-        prefix, own = caches[0]
+        prefix, own, *_ = caches[0]
         expected = jax.jit(functools.partial(step, implementation="xla"))(
-            query[few], prefix, tuple(x[few] for x in own)
+            query[few], prefix, tuple(x[few] for x in own), prefix_length, {name: x[few] for name, x in lengths.items()}
         )
-        found = jax.jit(step)(query, prefix, own)
+        found = jax.jit(step)(query, *caches[0])
         wrong_by = [
             float(jnp.abs(a[few].astype(jnp.float32) - b.astype(jnp.float32)).max()) for a, b in zip(found, expected)
         ]

@@ -250,6 +250,10 @@ class KVCache:
             # be apart and in order.
             slot = jnp.where(is_mine, slot, num_slots + jnp.arange(num_new, dtype=jnp.int32))
             row = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
+            if slot.size == 1:
+                # One alone XLA would read, choose and put back, by two kernels: a second, which is dropped, avoids it.
+                slot, row = jnp.concatenate([slot, slot + num_slots + 1]), jnp.zeros((2, 1), jnp.int32)
+                new = jnp.broadcast_to(new, (2, *new.shape[1:]))
             where = (row, slice(None), slice(None), slot) if is_by_component else (row, slot)
             at = stored.at[where if layer is None else (layer, *where)]
             return at.set(new, mode="drop", unique_indices=True, indices_are_sorted=num_new == 1)

@@ -60,8 +60,8 @@ def interpreter():
 
 
 def has_race(call: Call, or_is_unawaited: bool = False) -> bool:
-    """Whether the first kernel races, or arrives twice where nobody has waited. JAX 0.12 raises a race; what else it
-    raises is none."""
+    """Whether a kernel races, or arrives twice where nobody has waited. JAX 0.12 raises a race; what else it raises is
+    none."""
     error = ""
     with interpreter() as found:
         try:
@@ -69,7 +69,7 @@ def has_race(call: Call, or_is_unawaited: bool = False) -> bool:
         except jax.errors.JaxRuntimeError as raised:
             error = str(raised)
     is_unawaited = "no threads observed phase" in error
-    return found[0].races_found or "RACE DETECTED" in error or (or_is_unawaited and is_unawaited)
+    return any(races.races_found for races in found) or "RACE DETECTED" in error or (or_is_unawaited and is_unawaited)
 
 
 def interpreted(call: Call, num_kernels: int = 2):

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 from lean_interpreter import check, has_race, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
 
-from tree_attn.local import lean_kernel, lean_walk, mosaic_gpu, tall_kernel
+from tree_attn.local import lean_kernel, lean_merge, lean_walk, mosaic_gpu, tall_kernel
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watched_products")]
 
@@ -98,3 +98,16 @@ def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, monkey
     attention = functools.partial(changed.tall_attention, weights_in_smem=True)
     monkeypatch.setattr(mosaic_gpu, "tall_attention", attention)
     assert has_race(Call(queries=40, kv_heads=1))
+
+
+@pytest.mark.parametrize("kind", ["lean", "tall"])
+def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(kind, monkeypatch):
+    set_layout(monkeypatch)
+    changed = mutant(lean_merge, "plgpu.barrier_wait(written)")
+    monkeypatch.setattr(lean_merge, "fold_partials", changed.fold_partials)
+    if kind == "lean":
+        attention = mutant(lean_kernel, None).lean_attention
+    else:
+        attention = functools.partial(mutant(tall_kernel, None).tall_attention, weights_in_smem=True)
+    monkeypatch.setattr(mosaic_gpu, f"{kind}_attention", attention)
+    assert has_race(Call(queries=40 if kind == "tall" else 1, kv_heads=1, slots=512))

@@ -53,6 +53,6 @@ def full(fill: float, shape, layout):
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
-def spread(x, shape):
-    """`[cols]` to `[..., cols]`."""
-    return lax.broadcast_in_dim(x, shape, [1])
+def spread(x, shape, axis: int = 1):
+    """`[n]` to `shape`, with the n along `axis`."""
+    return lax.broadcast_in_dim(x, shape, [axis])

@@ -1,4 +1,4 @@
-"""The lean kernel's merge: it folds the partial states of each row, in a fixed order."""
+"""The lean kernel's merge, and what the tall kernel's shares with it: a row's partials are folded in a fixed order."""
 
 import functools
 import math
@@ -70,45 +70,18 @@ def _merge_scoped(
     # What lies out of bounds, columns beyond G' and head dims beyond H, is read as zeros and not written.
     block_of = lambda ref: ref.at[*columns_of(shape, row), head_dims]
     if onto_smem is not None:  # on its way while partials are folded
+        onto_lse = load(optional["onto_lse"].at[row], plgpu.Layout.WGMMA.reduce(0))
 
         @pl.when(group == 0)
         def _():
             plgpu.copy_gmem_to_smem(block_of(optional["onto_out"]), onto_smem, onto_full)
 
-    at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))  # a dependent load takes longer than all arithmetic here
+    partial_of = lambda i: (accs_ref.at[first + i, head_dims], stats_ref.at[first + i])
 
-    def step(i, state):
-        indices = [group + groups * (i * at_once + j) for j in range(at_once)]
-        # Past the end the last partial is read again and weighs nothing.
-        partials = [first + jnp.minimum(index, count - 1) for index in indices]
-        refs = [(accs_ref.at[p, head_dims], stats_ref.at[p]) for p in partials]
-        return _fold(state, refs, [jnp.where(index < count, 1.0, 0.0) for index in indices])
-
-    rounds = lax.div(count + groups * at_once - 1, groups * at_once)
-    acc, top, total = lax.fori_loop(0, rounds, step, _empty(cols))
-
-    @pl.when((group > 0) & (group < count))
-    def _():
-        acc_smem[group] = acc
-        stats_smem[group, 0] = top
-        stats_smem[group, 1] = total
-
-    plgpu.barrier_arrive(written)
-
-    @pl.when(group == 0)
-    def _():
-        plgpu.barrier_wait(written)
-
-        def others(i, state):
-            return _fold(state, [(acc_smem.at[i], stats_smem.at[i])], [1.0])
-
-        state = lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total))
+    def end(state):
         if onto_smem is not None:
-            lse = load(optional["onto_lse"].at[row], plgpu.Layout.WGMMA.reduce(0))
             plgpu.barrier_wait(onto_full)
-            out = load(onto_smem.transpose((1, 0)), plgpu.Layout.WGMMA).astype(jnp.float32)
-            is_any = jnp.where(lse > -jnp.inf, 1.0, 0.0)
-            state = _folded(state, [(out, jnp.maximum(lse * LOG2_E, LOWEST), is_any)], [is_any])
+            state = fold_state(state, load(onto_smem.transpose((1, 0)), plgpu.Layout.WGMMA), onto_lse, axis=1)
         finish(*state, out_smem, lse_smem)
         plgpu.copy_smem_to_gmem(out_smem, block_of(out_ref))
 
@@ -118,39 +91,85 @@ def _merge_scoped(
 
         plgpu.wait_smem_to_gmem(0)
 
-
-def finish(acc, top, total, out_smem, lse_smem) -> None:
-    """Leaves `acc / total` and `ln(total 2^top)` in shared memory, for a copy."""
-    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-    store_transposed(out_smem, (acc * spread(inverse, acc.shape)).astype(out_smem.dtype))
-    lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-    plgpu.commit_smem()
+    at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
+    fold_partials(count, partial_of, end, (acc_smem, stats_smem, written), at_once=at_once, axis=1)
 
 
-def _fold(state, refs, weights):
-    """Folds unnormalised partials, read from `refs` all at once, into `state`; each counts `weight` times, 0 or 1."""
-    per_column = plgpu.Layout.WGMMA.reduce(0)
-    accs = [load(acc_ref, plgpu.Layout.WGMMA) for acc_ref, _ in refs]
-    tops = [load(stats_ref.at[0], per_column) for _, stats_ref in refs]
-    totals = [load(stats_ref.at[1], per_column) for _, stats_ref in refs]
-    return _folded(state, list(zip(accs, tops, totals)), weights)
+def fold_partials(count, partial_of, end, left, *, at_once: int, axis: int) -> None:
+    """Warpgroup i of n folds every n-th partial from the i-th; the first then folds their results, and ends.
+
+    Args:
+      count: how many partials there are.
+      partial_of: `(i) -> (acc, stats)`, refs of one as it is left: a sum of weighted values, and `[2, queries]`, the
+        largest logit and the sum of weights.
+      end: `(state)`, called by the first warpgroup with all of them folded, `(acc, top, total)`.
+      left: shared memory for what each warpgroup leaves, `[n, ...]` of both, and the barrier of n arrivals.
+      at_once: so many are read at once: a dependent load takes longer than all arithmetic here.
+      axis: of `acc`, that queries lie along.
+    """
+    accs_smem, stats_smem, written = left
+    groups, *shape = accs_smem.shape
+    group, per_query = lax.axis_index("warpgroup"), plgpu.Layout.WGMMA.reduce(1 - axis)
+
+    def read(refs):
+        acc_ref, stats_ref = refs
+        return load(acc_ref, plgpu.Layout.WGMMA), *(load(stats_ref.at[i], per_query) for i in range(2))
+
+    def step(i, state):
+        indices = [group + groups * (i * at_once + j) for j in range(at_once)]
+        # Past the end the last partial is read again and weighs nothing.
+        partials = [read(partial_of(jnp.minimum(index, count - 1))) for index in indices]
+        return _fold(state, partials, [jnp.where(index < count, 1.0, 0.0) for index in indices], axis)
+
+    empty = (
+        full(0.0, shape, plgpu.Layout.WGMMA),
+        full(LOWEST, shape[axis : axis + 1], per_query),
+        full(0.0, shape[axis : axis + 1], per_query),
+    )
+    rounds = lax.div(count + groups * at_once - 1, groups * at_once)
+    acc, top, total = lax.fori_loop(0, rounds, step, empty)
+
+    @pl.when((group > 0) & (group < count))
+    def _():
+        accs_smem[group] = acc
+        stats_smem[group, 0] = top
+        stats_smem[group, 1] = total
+
+    plgpu.barrier_arrive(written)
+
+    @pl.when(group == 0)
+    def _():
+        plgpu.barrier_wait(written)
+        others = lambda i, state: _fold(state, [read((accs_smem.at[i], stats_smem.at[i]))], [1.0], axis)
+        end(lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total)))
 
 
-def _folded(state, partials, weights):
+def fold_state(state, out, lse, *, axis: int):
+    """Folds a state as it is returned, `out` and `lse`, into one that `fold_partials` ends with."""
+    is_any = jnp.where(lse > -jnp.inf, 1.0, 0.0)
+    partial = (out.astype(jnp.float32), jnp.maximum(lse * LOG2_E, LOWEST), is_any)
+    return _fold(state, [partial], [is_any], axis)
+
+
+def _fold(state, partials, weights, axis: int):
+    """Folds unnormalised partials, all at once, into another; each counts `weight` times, 0 or 1."""
     acc, top, total = state
     new_top = functools.reduce(jnp.maximum, [part_top for _, part_top, _ in partials], top)
     decay = jnp.exp2(top - new_top)
-    acc, total = acc * spread(decay, acc.shape), total * decay
+    acc, total = acc * spread(decay, acc.shape, axis), total * decay
     for weight, (part_acc, part_top, part_total) in zip(weights, partials):
         decay = jnp.exp2(part_top - new_top) * weight
-        acc, total = acc + part_acc * spread(decay, acc.shape), total + part_total * decay
+        acc, total = acc + part_acc * spread(decay, acc.shape, axis), total + part_total * decay
     return acc, new_top, total
 
 
-def _empty(cols: int):
-    """The empty partial: `(acc, top, total)`."""
-    return (
-        full(0.0, (MERGE_HEAD_DIMS, cols), plgpu.Layout.WGMMA),
-        full(LOWEST, (cols,), plgpu.Layout.WGMMA.reduce(0)),
-        full(0.0, (cols,), plgpu.Layout.WGMMA.reduce(0)),
-    )
+def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
+    """Leaves `acc / total`, of queries along `axis`, as rows, and `ln(total 2^top)`, in shared memory, for a copy."""
+    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+    out = (acc * spread(inverse, acc.shape, axis)).astype(out_smem.dtype)
+    if axis == 1:
+        store_transposed(out_smem, out)
+    else:
+        out_smem[...] = out
+    lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    plgpu.commit_smem()

@@ -15,7 +15,7 @@ Sources: Hydragen, section 3.2; LeanAttention, section 4.3, for the schedule; Fl
 """
 
 import functools
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, tiling
+from tree_attn.local.hopper import LOG2_E, LOWEST, full, launch, load, spread, tiling
 from tree_attn.local.lean_kernel import scaled_logits
 from tree_attn.local.lean_layout import (
     ROWS,
@@ -36,6 +36,7 @@ from tree_attn.local.lean_layout import (
     pieces,
     scratch_bytes,
 )
+from tree_attn.local.lean_merge import finish, fold_partials, fold_state
 from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 
 COMPUTING = TALL_ROWS // ROWS  # warpgroups
@@ -86,12 +87,14 @@ def tall_attention(
     onto_out, onto_lse = onto or (None, None)
     optional = {"sequences": sequences, "onto_out": onto_out, "onto_lse": onto_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
+    grid = (shape.num_rows, COMPUTING, shape.head_dim // MERGE_DIMS)
+    groups = 4 if math.prod(grid) <= config.num_ctas else 1
     return launch(
-        functools.partial(_merge_partials, tuple(optional), shape, config),
+        functools.partial(_merge_partials, tuple(optional), groups, shape, config),
         out_type=results,
-        grid=(shape.num_rows, COMPUTING, shape.head_dim // MERGE_DIMS),
+        grid=grid,
         grid_names=("row", "half", "head_dims"),
-        num_threads=1,
+        num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="tall_merge",
@@ -194,8 +197,8 @@ def _attend_runs_scoped(
                     logits = _masked(logits, row.first_slot + (begin.tile + i) * block_kv, first, end)
                 new_top = jnp.maximum(top, logits.max(axis=1) * factor)  # [rows]
                 decay = jnp.exp2(top - new_top)
-                weights = jnp.exp2(logits * factor - _spread(new_top, logits.shape))
-                acc, total = acc * _spread(decay, acc.shape), total * decay + weights.sum(axis=1)
+                weights = jnp.exp2(logits * factor - spread(new_top, logits.shape, axis=0))
+                acc, total = acc * spread(decay, acc.shape, axis=0), total * decay + weights.sum(axis=1)
                 weights = weights.astype(shape.dtype)
                 acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
                 plgpu.barrier_arrive(turn)
@@ -218,7 +221,7 @@ def _attend_runs_scoped(
             pl.when(warpgroup == 0)(take_turn)
             acc = acc if value_scale is None else acc * value_scale
             if has_whole_rows(shape, config):
-                _finish(acc, top, total, own_query, stats_smem.at[warpgroup])
+                finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
                 for offset, size, where in pieces(shape, row.index, warpgroup * ROWS, ROWS):
                     plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], accs_ref.at[where])
                 rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
@@ -265,82 +268,51 @@ def _add_product(acc, weights, values, weights_smem, warpgroup):
     return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
 
-def _finish(acc, top, total, out_smem, lse_smem) -> None:
-    """Leaves `acc / total` and `ln(total 2^top)` in shared memory, for a copy."""
-    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-    out_smem[...] = (acc * _spread(inverse, acc.shape)).astype(out_smem.dtype)
-    lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-    plgpu.commit_smem()
-
-
-def _merge_partials(names, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
-    """Folds the partials of 64 rows, `MERGE_DIMS` head dims of them, in the order of their keys."""
+def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+    """Folds the partials of 64 rows, `MERGE_DIMS` head dims of them; `groups` warpgroups do."""
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     block_smem = plgpu.SMEM((ROWS, MERGE_DIMS), out_ref.dtype, transforms=tiling(out_ref.dtype, MERGE_DIMS))
 
-    def scoped(out_smem, lse_smem, onto_smem=None, onto_full=None):
+    def scoped(accs_smem, group_stats_smem, written, out_smem, lse_smem, onto_smem=None, onto_full=None):
         row, half, block = (lax.axis_index(name) for name in ("row", "half", "head_dims"))
         first, count = partials_of(shape, config, optional.get("sequences"), row)
         head_dims = pl.ds(pl.multiple_of(block * MERGE_DIMS, MERGE_DIMS), MERGE_DIMS)
         rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
-        per_row = plgpu.Layout.WGMMA.reduce(1)
-
-        def partial(i):
-            acc = load(accs_ref.at[first + i, half, :, head_dims], plgpu.Layout.WGMMA)
-            return acc, *(load(stats_ref.at[first + i, half, j], per_row) for j in range(2))
-
-        def some(i, state):
-            # Read at once, for a dependent read takes longer than all arithmetic here. Past the end the last partial is
-            # read again and weighs nothing.
-            indices = [MERGED_AT_ONCE * i + j for j in range(MERGED_AT_ONCE)]
-            parts = [partial(jnp.minimum(index, count - 1)) for index in indices]
-            for index, part in zip(indices, parts):
-                state = _fold(state, *part, jnp.where(index < count, 1.0, 0.0))
-            return state
-
-        onto = None
         places = list(pieces(shape, row, half * ROWS, ROWS))
-        if "onto_out" in optional:  # on its way while partials are folded
+        if onto_smem is not None:  # on its way while partials are folded
+            onto_lse = load(optional["onto_lse"].at[row, rows], plgpu.Layout.WGMMA.reduce(1))
+
+            @pl.when(lax.axis_index("warpgroup") == 0)
+            def _():
+                for offset, size, where in places:
+                    part = onto_smem.at[pl.ds(offset, size)]
+                    plgpu.copy_gmem_to_smem(optional["onto_out"].at[*where, head_dims], part, onto_full)
+
+        def end(state):
+            if onto_smem is not None:
+                plgpu.barrier_wait(onto_full)
+                state = fold_state(state, load(onto_smem, plgpu.Layout.WGMMA), onto_lse, axis=0)
+            finish(*state, out_smem, lse_smem, axis=0)
             for offset, size, where in places:
-                part = onto_smem.at[pl.ds(offset, size)]
-                plgpu.copy_gmem_to_smem(optional["onto_out"].at[*where, head_dims], part, onto_full)
-            onto = load(optional["onto_lse"].at[row, rows], per_row)
-        state = (
-            full(0.0, (ROWS, MERGE_DIMS), plgpu.Layout.WGMMA),
-            full(LOWEST, (ROWS,), per_row),
-            full(0.0, (ROWS,), per_row),
-        )
-        state = lax.fori_loop(0, lax.div(count + MERGED_AT_ONCE - 1, MERGED_AT_ONCE), some, state)
-        if onto is not None:
-            plgpu.barrier_wait(onto_full)
-            out = load(onto_smem, plgpu.Layout.WGMMA)
-            top = jnp.maximum(onto * LOG2_E, LOWEST)
-            state = _fold(state, out.astype(jnp.float32), top, jnp.where(onto > -jnp.inf, 1.0, 0.0))
-        _finish(*state, out_smem, lse_smem)
-        for offset, size, where in places:
-            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
 
-        @pl.when(block == 0)
-        def _():
-            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, rows])
+            @pl.when(block == 0)
+            def _():
+                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, rows])
 
-        plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0)
 
-    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
+        partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
+        left = (accs_smem, group_stats_smem, written)
+        fold_partials(count, partial_of, end, left, at_once=MERGED_AT_ONCE, axis=0)
+
+    scratch = {
+        "accs_smem": plgpu.SMEM((groups, ROWS, MERGE_DIMS), jnp.float32),
+        "group_stats_smem": plgpu.SMEM((groups, 2, ROWS), jnp.float32),
+        "written": plgpu.Barrier(num_arrivals=groups),
+        "out_smem": block_smem,
+        "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
+    }
     if "onto_out" in optional:
         scratch |= {"onto_smem": block_smem, "onto_full": plgpu.Barrier(num_arrivals=max(1, ROWS // shape.tokens))}
     pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")
-
-
-def _fold(state, part_acc, part_top, part_total, weight=1.0):
-    """Folds an unnormalised partial into another; it counts `weight` times, 0 or 1."""
-    acc, top, total = state
-    new_top = jnp.maximum(top, part_top)
-    decay, part_decay = jnp.exp2(top - new_top), jnp.exp2(part_top - new_top) * weight
-    acc = acc * _spread(decay, acc.shape) + part_acc * _spread(part_decay, acc.shape)
-    return acc, new_top, total * decay + part_total * part_decay
-
-
-def _spread(x, shape: tuple[Any, ...]):
-    """`[rows]` to `[rows, ...]`."""
-    return lax.broadcast_in_dim(x, shape, [0])
