@@ -100,14 +100,9 @@ def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, monkey
     assert has_race(Call(queries=40, kv_heads=1))
 
 
-@pytest.mark.parametrize("kind", ["lean", "tall"])
-def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(kind, monkeypatch):
+def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(monkeypatch):
     set_layout(monkeypatch)
     changed = mutant(lean_merge, "plgpu.barrier_wait(written)")
     monkeypatch.setattr(lean_merge, "fold_partials", changed.fold_partials)
-    if kind == "lean":
-        attention = mutant(lean_kernel, None).lean_attention
-    else:
-        attention = functools.partial(mutant(tall_kernel, None).tall_attention, weights_in_smem=True)
-    monkeypatch.setattr(mosaic_gpu, f"{kind}_attention", attention)
-    assert has_race(Call(queries=40 if kind == "tall" else 1, kv_heads=1, slots=512))
+    monkeypatch.setattr(mosaic_gpu, "lean_attention", mutant(lean_kernel, None).lean_attention)
+    assert has_race(Call(kv_heads=1, slots=512))

@@ -92,24 +92,25 @@ def _merge_scoped(
         plgpu.wait_smem_to_gmem(0)
 
     at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
-    fold_partials(count, partial_of, end, (acc_smem, stats_smem, written), at_once=at_once, axis=1)
+    left = (acc_smem, stats_smem, written) if groups > 1 else None
+    fold_partials(count, partial_of, end, acc_smem.shape[1:], at_once=at_once, axis=1, left=left)
 
 
-def fold_partials(count, partial_of, end, left, *, at_once: int, axis: int) -> None:
-    """Warpgroup i of n folds every n-th partial from the i-th; the first then folds their results, and ends.
+def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, left=None) -> None:
+    """Folds the partials of some queries. Of n warpgroups the i-th takes every n-th from the i-th on.
 
     Args:
       count: how many partials there are.
-      partial_of: `(i) -> (acc, stats)`, refs of one as it is left: a sum of weighted values, and `[2, queries]`, the
-        largest logit and the sum of weights.
+      partial_of: `(i) -> (acc, stats)`, refs of one as it is left: a sum of weighted values, of `shape`, and
+        `[2, queries]`, the largest logit and the sum of weights.
       end: `(state)`, called by the first warpgroup with all of them folded, `(acc, top, total)`.
-      left: shared memory for what each warpgroup leaves, `[n, ...]` of both, and the barrier of n arrivals.
       at_once: so many are read at once: a dependent load takes longer than all arithmetic here.
       axis: of `acc`, that queries lie along.
+      left: of several warpgroups, shared memory for what each has folded, `[n, ...]` of accs and of stats, and the
+        barrier of n arrivals. None: there is one.
     """
-    accs_smem, stats_smem, written = left
-    groups, *shape = accs_smem.shape
-    group, per_query = lax.axis_index("warpgroup"), plgpu.Layout.WGMMA.reduce(1 - axis)
+    group, groups = (lax.axis_index("warpgroup"), left[0].shape[0]) if left else (0, 1)
+    per_query = plgpu.Layout.WGMMA.reduce(1 - axis)
 
     def read(refs):
         acc_ref, stats_ref = refs
@@ -128,6 +129,10 @@ def fold_partials(count, partial_of, end, left, *, at_once: int, axis: int) -> N
     )
     rounds = lax.div(count + groups * at_once - 1, groups * at_once)
     acc, top, total = lax.fori_loop(0, rounds, step, empty)
+    if left is None:
+        end((acc, top, total))
+        return
+    accs_smem, stats_smem, written = left
 
     @pl.when((group > 0) & (group < count))
     def _():

@@ -15,7 +15,6 @@ Sources: Hydragen, section 3.2; LeanAttention, section 4.3, for the schedule; Fl
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ from tree_attn.local.lean_merge import finish, fold_partials, fold_state
 from tree_attn.local.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 
 COMPUTING = TALL_ROWS // ROWS  # warpgroups
-MERGE_DIMS, MERGED_AT_ONCE = 64, 2
+MERGED_AT_ONCE = 2  # partials of 64 head dims
 # Of the 512 registers a thread could have if there were one warpgroup: what computes needs the accumulators.
 COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
 
@@ -87,14 +86,15 @@ def tall_attention(
     onto_out, onto_lse = onto or (None, None)
     optional = {"sequences": sequences, "onto_out": onto_out, "onto_lse": onto_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
-    grid = (shape.num_rows, COMPUTING, shape.head_dim // MERGE_DIMS)
-    groups = 4 if math.prod(grid) <= config.num_ctas else 1
+    # What an SM reads of partials is what takes time, so where rows are few each is many CTAs' work.
+    ctas = lambda dims: shape.num_rows * COMPUTING * (shape.head_dim // dims)
+    dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
     return launch(
-        functools.partial(_merge_partials, tuple(optional), groups, shape, config),
+        functools.partial(_merge_partials, tuple(optional), dims, shape, config),
         out_type=results,
-        grid=grid,
+        grid=(shape.num_rows, COMPUTING, shape.head_dim // dims),
         grid_names=("row", "half", "head_dims"),
-        num_threads=groups,
+        num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="tall_merge",
@@ -268,25 +268,22 @@ def _add_product(acc, weights, values, weights_smem, warpgroup):
     return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
 
-def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
-    """Folds the partials of 64 rows, `MERGE_DIMS` head dims of them; `groups` warpgroups do."""
+def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+    """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
-    block_smem = plgpu.SMEM((ROWS, MERGE_DIMS), out_ref.dtype, transforms=tiling(out_ref.dtype, MERGE_DIMS))
+    block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=tiling(out_ref.dtype, dims))
 
-    def scoped(accs_smem, group_stats_smem, written, out_smem, lse_smem, onto_smem=None, onto_full=None):
+    def scoped(out_smem, lse_smem, onto_smem=None, onto_full=None):
         row, half, block = (lax.axis_index(name) for name in ("row", "half", "head_dims"))
         first, count = partials_of(shape, config, optional.get("sequences"), row)
-        head_dims = pl.ds(pl.multiple_of(block * MERGE_DIMS, MERGE_DIMS), MERGE_DIMS)
+        head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
         rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
         places = list(pieces(shape, row, half * ROWS, ROWS))
         if onto_smem is not None:  # on its way while partials are folded
+            for offset, size, where in places:
+                part = onto_smem.at[pl.ds(offset, size)]
+                plgpu.copy_gmem_to_smem(optional["onto_out"].at[*where, head_dims], part, onto_full)
             onto_lse = load(optional["onto_lse"].at[row, rows], plgpu.Layout.WGMMA.reduce(1))
-
-            @pl.when(lax.axis_index("warpgroup") == 0)
-            def _():
-                for offset, size, where in places:
-                    part = onto_smem.at[pl.ds(offset, size)]
-                    plgpu.copy_gmem_to_smem(optional["onto_out"].at[*where, head_dims], part, onto_full)
 
         def end(state):
             if onto_smem is not None:
@@ -303,16 +300,9 @@ def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, ac
             plgpu.wait_smem_to_gmem(0)
 
         partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
-        left = (accs_smem, group_stats_smem, written)
-        fold_partials(count, partial_of, end, left, at_once=MERGED_AT_ONCE, axis=0)
+        fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
 
-    scratch = {
-        "accs_smem": plgpu.SMEM((groups, ROWS, MERGE_DIMS), jnp.float32),
-        "group_stats_smem": plgpu.SMEM((groups, 2, ROWS), jnp.float32),
-        "written": plgpu.Barrier(num_arrivals=groups),
-        "out_smem": block_smem,
-        "lse_smem": plgpu.SMEM((ROWS,), jnp.float32),
-    }
+    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
     if "onto_out" in optional:
         scratch |= {"onto_smem": block_smem, "onto_full": plgpu.Barrier(num_arrivals=max(1, ROWS // shape.tokens))}
     pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")
