@@ -47,8 +47,6 @@ class Pass:
     attend: Attend
     sharding: LlamaSharding
     token_axis: str | None
-    next: object = None
-    prefix_kv: object = None
 
     def clashes(self, axis: str) -> bool:
         """Whether a logical axis is cut over devices of the sequence: an array can have one of the two."""
@@ -110,10 +108,6 @@ class SelfAttention(nnx.Module):
         """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
         with jax.named_scope("project"):
             query, key, value = _query_key_value(x, self.query_key_value[...], shared)
-            from models.llama import prefetch_trial as pt
-            if shared.prefix_kv is not None:
-                for kv in shared.prefix_kv(layer):
-                    pt.prefetch("kv", kv, query)
         with jax.named_scope("rope"):
             query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
         with jax.named_scope("attend"):
@@ -234,8 +228,6 @@ class GatedMLP(nnx.Module):
 
 def _gated(x, gate_up, down, product=_product, constrain=lambda hidden: hidden, **how):
     made = product(x, gate_up)
-    from models.llama import prefetch_trial as pt
-    pt.prefetch("down", down, made)
     hidden = jax.nn.silu(made[:, :, 0]) * made[:, :, 1]
     return jnp.einsum("btf,df->btd", constrain(hidden), down, **how)
 
@@ -264,10 +256,6 @@ class LlamaLayer(nnx.Module):
         with jax.named_scope("attention"):
             update, cache = self.attention(self.attention_norm(x), cache, layer, shared)
             x = shared.sharding.constrain(x + update, "batch", shared.token_axis, "embed")
-            from models.llama import prefetch_trial as pt
-            pt.prefetch("gate_up", self.mlp.gate_up[...], x)
         with jax.named_scope("mlp"):
             x = x + self.mlp(self.mlp_norm(x), shared)
-            if shared.next is not None and shared.token_axis is None:
-                pt.prefetch("qkv", shared.next.attention.query_key_value[...], x)
             return shared.sharding.constrain(x, "batch", shared.token_axis, "embed"), cache

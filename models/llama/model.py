@@ -193,13 +193,7 @@ class Llama(nnx.Module):
         if self.unroll_layers:
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
-                    shared = dataclasses.replace(shared, next=self.layers[i + 1] if i + 1 < len(self.layers) else None)
                     x, cache = layer(x, cache, i, shared)
-            from models.llama import prefetch_trial as pt
-            tokens = list(pt.TOKENS)
-            pt.TOKENS.clear()
-            if tokens and token_axis is None:
-                x = x + sum(t[0] for t in tokens).astype(x.dtype)
             return x, cache
         structure, stacked = nnx.split(self.layers)
 
