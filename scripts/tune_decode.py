@@ -25,6 +25,10 @@ TOLD = {
     "LHS": {"xla_gpu_command_buffer_scheduling_mode": "LHS"},
     "launch early": {"xla_gpu_enable_pdl_launch": True},
     "unroll loops": {"xla_gpu_command_buffer_unroll_loops": True},
+    "no split": {"xla_gpu_experimental_force_split_k": 1},
+    "cuDNN": {"xla_gpu_cudnn_gemm_fusion_level": 3},
+    "fusion v2": {"xla_gpu_experimental_gemm_fusion_v2": True},
+    "PDL": {"xla_gpu_enable_pdl": True},
 }
 LAYERS = {"products": 4, "options": 8}
 CALLS = 10
