@@ -87,7 +87,7 @@ class SelfAttention(nnx.Module):
                 Parameter(
                     name="layers.attention.query_key_value",
                     shape=(config.num_layers, config.num_kv_heads, group + 2, config.head_dim, config.hidden_size),
-                    axes=("layers", "kv_heads", None, "head_dim", "embed"),
+                    axes=("layers", "kv_heads", None, "kv_head_dim", "embed"),
                     fan_in=config.hidden_size,
                     parts=(("query", group), ("key", 1), ("value", 1)),
                 )
@@ -128,7 +128,8 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _query_key_value(x: jax.Array, kernel: jax.Array, shared: Pass) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`[B, T, D]` times `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`."""
-    made = (_to_all_heads if shared.joins("kv_heads") else _to_heads)(x, kernel, shared)
+    joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if shared.joins(axis)]
+    made = _to_all_heads(x, kernel, *joined, shared) if joined else _to_heads(x, kernel, shared)
     query = made[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
     if not shared.clashes("heads"):
         query = shared.sharding.constrain(query, "batch", shared.token_axis, "heads", "head_dim")
@@ -145,17 +146,18 @@ def _to_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
     return shared.sharding.constrain(_product(x, kernel), "batch", shared.token_axis, *heads)
 
 
-def _to_all_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
-    """The same in decoding with a kernel cut as the sequence is: each device makes its heads, and is given all."""
+def _to_all_heads(x: jax.Array, kernel: jax.Array, cut: int, shared: Pass) -> jax.Array:
+    """The same in decoding with a kernel whose dimension `cut` is as the sequence: each makes its part, and has all."""
     axes, mesh = as_tuple(shared.sharding.sequence), shared.sharding.mesh
 
     def of_shard(x, kernel):
-        gathered = gather_activations(_product(x, kernel), axes, mesh)  # [devices, B, T, KV heads of one, G + 2, H]
-        return jnp.moveaxis(gathered, 0, 2).reshape(*x.shape[:2], -1, *kernel.shape[1:-1])
+        gathered = gather_activations(_product(x, kernel), axes, mesh)  # [devices, B, T, K, G + 2, H], but for the cut
+        whole = list(kernel.shape[:-1])
+        whole[cut] = -1
+        return jnp.moveaxis(gathered, 0, 2 + cut).reshape(*x.shape[:2], *whole)
 
-    return jax.shard_map(
-        of_shard, mesh=mesh, axis_names=set(axes), in_specs=(P(), P(axes)), out_specs=P(), check_vma=False
-    )(x, kernel)
+    specs = dict(in_specs=(P(), P(*[None] * cut, axes)), out_specs=P())
+    return jax.shard_map(of_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, kernel)
 
 
 def _from_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:

@@ -10,18 +10,22 @@ from models.llama.config import LlamaConfig
 
 MeshAxes = str | tuple[str, ...] | None
 
+# What an H200 reads while a gather over NCCL adds 15 us to a step (docs/log.md): of less, each device reads all.
+LEAST_BYTES_CUT_OVER_HEAD_DIM = 64 << 20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaSharding:
     """Maps logical axes to axes of `mesh`; None is replicated.
 
     `sequence` carries keys, values and, in prefill, tokens; it must name an axis, for the attention folds over it.
-    Weights are replicated unless said otherwise. `heads`, `kv_heads`, `mlp` and `vocab` may name the same mesh axis as
-    `sequence`: a weight has no sequence axis, so the same devices then hold a slice of the weights each, beside the
-    keys and values, of all heads, of their part of the sequence.
+    Weights are replicated unless said otherwise. `heads`, `kv_heads`, `kv_head_dim`, `mlp` and `vocab` may name the
+    same mesh axis as `sequence`: a weight has no sequence axis, so the same devices then hold a slice of the weights
+    each, beside the keys and values, of all heads, of their part of the sequence.
 
-    `kv_heads` cuts the one kernel that makes queries, keys and values, with each KV head its query heads; `heads` cuts
-    the kernel that takes them in again, and queries unless over the sequence's axes.
+    `kv_heads` cuts the one kernel that makes queries, keys and values, with each KV head its query heads; or
+    `kv_head_dim` does, of every head its dimensions, for more devices than KV heads. `heads` and `head_dim` cut the
+    kernel that takes them in again, and queries unless over the sequence's axes.
 
     Raises:
       ValueError: an axis that the mesh lacks, or one axis named twice in a tuple.
@@ -38,6 +42,7 @@ class LlamaSharding:
     embed: MeshAxes = None
     heads: MeshAxes = None
     kv_heads: MeshAxes = None
+    kv_head_dim: MeshAxes = None
     head_dim: MeshAxes = None
     mlp: MeshAxes = None
     vocab: MeshAxes = None
@@ -101,20 +106,24 @@ def spread_over(config: LlamaConfig, mesh: Mesh, sequence: str | tuple[str, ...]
 
     Each device then reads and holds about 1 / n of the model besides 1 / n of the cache: tensor parallelism and context
     parallelism over the same devices (as in NVIDIA's Helix, and vLLM's decode context parallelism). Where KV heads do
-    not divide, each makes all queries, keys and values.
+    not divide, each device makes all queries, keys and values; of a large model only some dimensions of every head.
 
     Example:
       >>> spread_over(preset("smollm2-135m"), jax.make_mesh((8,), ("sequence",))).mlp
       'sequence'
     """
     plain = LlamaSharding(mesh=mesh, sequence=sequence)
-    num_devices = plain.num_shards("sequence")
+    where_divided = lambda size: sequence if size % plain.num_shards("sequence") == 0 else None
+    kv_heads = where_divided(config.num_kv_heads)
+    num_heads = config.num_heads + 2 * config.num_kv_heads
+    is_large = 2 * num_heads * config.head_dim * config.hidden_size >= LEAST_BYTES_CUT_OVER_HEAD_DIM  # a layer's, bf16
     return dataclasses.replace(
         plain,
-        heads=sequence if config.num_heads % num_devices == 0 else None,
-        kv_heads=sequence if config.num_kv_heads % num_devices == 0 else None,
-        mlp=sequence if config.intermediate_size % num_devices == 0 else None,
-        vocab=sequence if config.vocab_size % num_devices == 0 else None,
+        heads=where_divided(config.num_heads),
+        kv_heads=kv_heads,
+        kv_head_dim=where_divided(config.head_dim) if kv_heads is None and is_large else None,
+        mlp=where_divided(config.intermediate_size),
+        vocab=where_divided(config.vocab_size),
     )
 
 

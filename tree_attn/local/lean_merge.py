@@ -151,9 +151,8 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, lef
 
 def fold_state(state, out, lse, *, axis: int):
     """Folds a state as it is returned, `out` and `lse`, into one that `fold_partials` ends with."""
-    is_any = jnp.where(lse > -jnp.inf, 1.0, 0.0)
-    partial = (out.astype(jnp.float32), jnp.maximum(lse * LOG2_E, LOWEST), is_any)
-    return _fold(state, [partial], [is_any], axis)
+    partial = (out.astype(jnp.float32), jnp.maximum(lse * LOG2_E, LOWEST), 1.0)
+    return _fold(state, [partial], [jnp.where(lse > -jnp.inf, 1.0, 0.0)], axis)
 
 
 def _fold(state, partials, weights, axis: int):

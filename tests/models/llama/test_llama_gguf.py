@@ -88,16 +88,19 @@ def checkpoint_tensors(model: Llama) -> dict[str, np.ndarray]:
     return {name: np.asarray(tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("num_devices, is_quantized", [(1, False), (2, False), (8, False), (2, True)])
+@pytest.mark.parametrize(
+    "num_devices, is_quantized, cut",
+    [(1, False, {}), (2, False, {}), (8, False, {}), (2, True, {}), (8, True, {"kv_head_dim": "sequence"})],
+)
 def test_a_model_written_as_gguf_is_read_back(
-    tmp_path, tiny_model, tiny_config, sharding_over, num_devices, is_quantized
+    tmp_path, tiny_model, tiny_config, sharding_over, num_devices, is_quantized, cut
 ):
     written = tiny_model(1)
     write_gguf(tmp_path / "tiny.gguf", written, is_quantized=is_quantized)
     file = GGUFFile(tmp_path / "tiny.gguf")
     # Metadata is float32.
     assert read_config(file) == dataclasses.replace(tiny_config, rms_norm_eps=float(np.float32(1e-5)))
-    sharding = sharding_over(tiny_config, num_devices)
+    sharding = dataclasses.replace(sharding_over(tiny_config, num_devices), **cut)
     read = Llama(tiny_config, sharding, from_gguf(file, sharding, jnp.float32))
     for name, expected in checkpoint_tensors(written).items():
         if is_quantized and expected.ndim == 2:

@@ -58,6 +58,16 @@ def test_spread_over_shards_what_divides_and_replicates_the_rest(tiny_config):
     assert (on_8.mlp, on_8.vocab, on_8.heads) == ("sequence", "sequence", None)
     assert (on_4.heads, on_4.kv_heads) == ("sequence", None)
     assert (on_3.mlp, on_3.vocab) == (None, None)
+    assert {on_3.kv_head_dim, on_4.kv_head_dim, on_8.kv_head_dim} == {None}  # too small to be worth a gather
+
+
+def test_spread_over_cuts_the_heads_of_a_large_model_where_there_are_fewer_of_keys_than_devices():
+    config = dataclasses.replace(preset("llama-3.1-405b"), num_kv_heads=4)
+    sharding = spread_over(config, make_mesh({"sequence": 8}))
+    assert (sharding.kv_heads, sharding.kv_head_dim, sharding.heads) == (None, "sequence", "sequence")
+    attention = nnx.state(Llama(config, sharding, parameters.abstract(sharding, jnp.bfloat16)))["layers"]["attention"]
+    kernel = attention["query_key_value"].get_raw_value()
+    assert kernel.sharding.shard_shape(kernel.shape) == (126, 4, 32 + 2, 128 // 8, 16384)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +120,9 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
         {"kv_heads": "model"},
         {"heads": "model", "kv_heads": "sequence"},
         {"heads": "sequence", "kv_heads": "model"},
+        {"heads": "sequence", "kv_head_dim": "sequence"},
+        {"kv_heads": "model", "kv_head_dim": "sequence"},
+        {"kv_heads": "sequence", "kv_head_dim": "model"},
         {"head_dim": "model", "mlp": "model"},
         {"embed": "model", "heads": "sequence", "kv_heads": "sequence", "mlp": "sequence"},
     ],
@@ -133,6 +146,16 @@ def test_one_key_head_of_all_query_heads(wide_config):
         ("all-reduce", update),
         ("all-reduce", update),
     ]
+
+
+def test_one_key_head_cut_over_its_dimensions_is_gathered_once_a_step(wide_config):
+    config = dataclasses.replace(wide_config, num_kv_heads=1, head_dim=8)
+    sharding = dataclasses.replace(spread_over(config, make_mesh({"sequence": 8})), kv_head_dim="sequence")
+    model, programs, logits = steps_of(config, sharding)
+    np.testing.assert_allclose(logits, wide_steps(config, 1, "single")[2], atol=1e-5)
+    assert model.layers.attention.query_key_value[...].addressable_shards[0].data.shape == (2, 1, 24 + 2, 8 // 8, 32)
+    gathered = [one for one in hlo.collectives(programs.decode.as_text()) if one.kind == "all-gather"]
+    assert 4 * 3 * (24 + 2) * config.head_dim in [one.bytes_payload for one in gathered if one.count == 2]
 
 
 def test_an_mlp_cut_over_other_devices_costs_a_sum_and_moves_no_kernel(wide_config, on_one_device):

@@ -130,6 +130,13 @@ def test_every_tensor_arrives_whatever_the_sharding(folder, load_folder, num_dev
     check_values(load_folder(folder, num_devices), random_tensors())
 
 
+def test_every_tensor_arrives_where_heads_are_cut_over_their_dimensions(folder, load_folder, monkeypatch):
+    monkeypatch.setattr("models.llama.sharding.LEAST_BYTES_CUT_OVER_HEAD_DIM", 0)
+    model = load_folder(folder, 4)
+    assert model.sharding.kv_head_dim == "sequence"
+    check_values(model, random_tensors())
+
+
 def test_many_files_are_one_checkpoint(indexed_folder, load_folder):
     check_values(load_folder(indexed_folder), random_tensors())
 
