@@ -45,22 +45,19 @@ def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, ac
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
     block_smem = plgpu.SMEM((shape.cols, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
-    scratch = {"onto_smem": block_smem, "onto_full": plgpu.Barrier()} if "onto_out" in optional else {}
-    pl.run_scoped(
-        functools.partial(_merge_scoped, optional, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref),
-        acc_smem=plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32),
-        stats_smem=plgpu.SMEM((groups, 2, shape.cols), jnp.float32),
-        out_smem=block_smem,
-        lse_smem=plgpu.SMEM((shape.cols,), jnp.float32),
-        written=plgpu.Barrier(num_arrivals=groups),
-        **scratch,
-        collective_axes="warpgroup",
-    )
+    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((shape.cols,), jnp.float32)}
+    if groups > 1:
+        accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32)
+        scratch["left"] = accs, plgpu.SMEM((groups, 2, shape.cols), jnp.float32), plgpu.Barrier(num_arrivals=groups)
+    if "onto_out" in optional:
+        scratch |= {"onto_smem": block_smem, "onto_full": plgpu.Barrier()}
+    merge = functools.partial(_merge_scoped, optional, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref)
+    pl.run_scoped(merge, **scratch, collective_axes="warpgroup")
 
 
 def _merge_scoped(
     optional, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
-    acc_smem, stats_smem, out_smem, lse_smem, written, onto_smem=None, onto_full=None,
+    out_smem, lse_smem, left=None, onto_smem=None, onto_full=None,
 ):  # fmt: skip
     """Warpgroup i of n folds every n-th partial from the i-th; the first folds their results and writes them."""
     row, block, group = (lax.axis_index(name) for name in ("row", "head_dims", "warpgroup"))
@@ -92,8 +89,7 @@ def _merge_scoped(
         plgpu.wait_smem_to_gmem(0)
 
     at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
-    left = (acc_smem, stats_smem, written) if groups > 1 else None
-    fold_partials(count, partial_of, end, acc_smem.shape[1:], at_once=at_once, axis=1, left=left)
+    fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, left=left)
 
 
 def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, left=None) -> None:
