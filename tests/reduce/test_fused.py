@@ -142,8 +142,9 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     assert max(max(used) for used in registers[6:10]) <= 128, "two CTAs share an SM"
     assert of_wide_steps == [{"collectives": 0, "kernels": 3}] * 2
     assert of_llama == {"collectives": 0, "kernels": 1 + 2 * 4}  # the embedding; new heads, attention, output, MLP
+    (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"put_back"'))
+    assert found["put_back"] == 0, "a new token is scattered: nothing is read, chosen and put back"
     # Four layers more of a prefill hold little more, for a layer's keys and values are written before the next begins.
-    (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"growth"'))
     assert 2 * found["growth"] < found["growth_where_writes_are_put_off"]
 
 
