@@ -92,7 +92,12 @@ def main() -> int:
         print(json.dumps([_time_flashinfer(case) for case in CASES]))
         return 0
     if args.part == "markdown":
-        label = lambda row: f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}"
+
+        def label(row):
+            heads = row["num_heads"], row["num_kv_heads"]
+            kind = "" if heads == (8, 1) else f", {heads[0]}/{heads[1]} heads"
+            return f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}{kind}"
+
         return markdown(args.out, label, [*WAYS, "flashinfer"])
     rows = Rows(args.out, ("batch", "prefix", "num_kv_heads", "way"))
     cases = {"table": CASES, "switch": SWITCH_CASES, "llama": LLAMA_CASES}[args.part]

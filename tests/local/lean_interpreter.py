@@ -59,9 +59,9 @@ def interpreter():
         interpret_pallas_call.reset_gpu_interpret_mode_state()  # a kernel that raised would spoil the next
 
 
-def has_race(call: Call, or_is_unawaited: bool = False) -> bool:
-    """Whether a kernel races, or arrives twice where nobody has waited. JAX 0.12 raises a race; what else it raises is
-    none."""
+def has_race(call: Call, *, kernel: int = 0, or_is_unawaited: bool = False) -> bool:
+    """Whether the first kernel races, or the one named, or arrives twice where nobody has waited. JAX 0.12 raises a
+    race; what else it raises is none."""
     error = ""
     with interpreter() as found:
         try:
@@ -69,7 +69,8 @@ def has_race(call: Call, or_is_unawaited: bool = False) -> bool:
         except jax.errors.JaxRuntimeError as raised:
             error = str(raised)
     is_unawaited = "no threads observed phase" in error
-    return any(races.races_found for races in found) or "RACE DETECTED" in error or (or_is_unawaited and is_unawaited)
+    is_found = any(races.races_found for races in found[kernel : kernel + 1])  # not there if the one before raised
+    return is_found or "RACE DETECTED" in error or (or_is_unawaited and is_unawaited)
 
 
 def interpreted(call: Call, num_kernels: int = 2):

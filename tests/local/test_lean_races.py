@@ -105,4 +105,4 @@ def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(monkeypatch):
     changed = mutant(lean_merge, "plgpu.barrier_wait(written)")
     monkeypatch.setattr(lean_merge, "fold_partials", changed.fold_partials)
     monkeypatch.setattr(mosaic_gpu, "lean_attention", mutant(lean_kernel, None).lean_attention)
-    assert has_race(Call(kv_heads=1, slots=512))
+    assert has_race(Call(kv_heads=1, slots=512), kernel=1)
