@@ -1,10 +1,10 @@
 """Ring Attention, written as well as we can write it: the baseline Tree Attention is compared with.
 
-Between GPUs, call `tree_attn.links.spread_transfers()` before JAX starts them, as this package's commands do: by itself
-NCCL sends 17 to 84 MB at less than half of the link's rate.
+Between GPUs, call `tree_attn.measure.links.spread_transfers()` before JAX starts them, as the commands do. Without it,
+NCCL sends transfers of 17 to 84 MB at less than half of the link's rate.
 """
 
-from ring_baseline.attention import ring_attention
-from ring_baseline.decode import ring_decode
+from tree_attn.ring_baseline.attention import ring_attention
+from tree_attn.ring_baseline.decode import ring_decode
 
 __all__ = ["ring_attention", "ring_decode"]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from ring_baseline.rotate import source, to_next
 from tree_attn.arguments import AttentionOptions, Window
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
+from tree_attn.ring_baseline.rotate import source, to_next
 from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState, merge_state
 

@@ -26,8 +26,8 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from tree_attn import measure
-    from tree_attn.device_time import device_time
+    from tree_attn.measure import latency as measure
+    from tree_attn.measure.device_time import device_time
 
     rng = np.random.default_rng(0)
     for batch in map(int, args.batch.split(",")):

@@ -105,7 +105,7 @@ def run(cases: list[Case], args: argparse.Namespace, with_energy: bool) -> int:
     """Times every implementation on every case; prints a line and writes a row for each."""
     import jax
 
-    from tree_attn import measure
+    from tree_attn.measure import latency as measure
 
     done = {_key(json.loads(line)) for line in args.out.read_text().splitlines()} if args.out.exists() else set()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def _time_jax(case: Case, implementation: str, n_iters: int, with_energy: bool) 
     import jax.numpy as jnp
 
     from tree_attn import attend
-    from tree_attn.device_time import device_time
+    from tree_attn.measure.device_time import device_time
     from tree_attn.tolerances import lse_tolerance, max_abs_error
 
     batch, keys = len(case.lengths), max(case.lengths)

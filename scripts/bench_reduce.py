@@ -61,8 +61,8 @@ def main() -> int:
 
 def transfers(mesh, args):
     """Bare transfers to the next device, by size."""
-    from tree_attn import measure
-    from tree_attn.links import neighbour_gb_per_s
+    from tree_attn.measure import latency as measure
+    from tree_attn.measure.links import neighbour_gb_per_s
 
     for num_bytes in TRANSFER_BYTES:
         rate = neighbour_gb_per_s(mesh, num_bytes, n_iters=args.iters)
@@ -140,8 +140,8 @@ def sharded(mesh, spec, shape, dtype):
 
 def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters: int) -> dict:
     """Medians per call, of `turn` that makes `calls_per_turn`; where it cannot run, why."""
-    from tree_attn import measure
-    from tree_attn.device_time import device_time
+    from tree_attn.measure import latency as measure
+    from tree_attn.measure.device_time import device_time
 
     programs = {}
     try:
@@ -174,7 +174,7 @@ def write(row: dict, args) -> None:
     """Prints a line and appends the row, in process 0."""
     import jax
 
-    from tree_attn import measure
+    from tree_attn.measure import latency as measure
 
     if jax.process_index():
         return

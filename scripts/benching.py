@@ -21,7 +21,7 @@ class Rows:
     def __init__(self, path: pathlib.Path, keys: Sequence[str]):
         import jax
 
-        from tree_attn import measure
+        from tree_attn.measure import latency as measure
 
         self._path, self._keys = path, keys
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -50,7 +50,7 @@ def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
     """The device time of `query = step(query, *cache)`, which runs on one cache after another."""
     import jax
 
-    from tree_attn.device_time import device_time
+    from tree_attn.measure.device_time import device_time
 
     calls = len(caches) * max(1, 8 // len(caches))
     step = jax.jit(step)  # traced once for all steps

@@ -28,10 +28,11 @@ def main() -> int:
     parser.add_argument("--max-batch", type=int, default=4)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
-    from models.llama import Generator, Llama, by_name, parameters, session
-    from models.llama.continuous_batching import stream_queue
-    from models.llama.presets import preset
-    from tree_attn import measure
+    from tree_attn.commands import session
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama import Generator, Llama, by_name, parameters
+    from tree_attn.models.llama.generation.queue import stream_queue
+    from tree_attn.models.llama.presets import preset
 
     config, place = preset(args.config), session.Place(devices=session.choose_devices(1), two_levels=False)
     sharding, rng = place.sharding(config), np.random.default_rng(0)

@@ -141,8 +141,8 @@ def prefix_checks():
 
 def decode_checks(num_devices: int, asked: str | None = None):
     """tree_decode under every reduction, ring_decode in both variants, in every placement; or the ways of one name."""
-    from ring_baseline import ring_decode
     from tree_attn import make_mesh, tree_decode
+    from tree_attn.ring_baseline import ring_decode
 
     flat = dict(mesh=make_mesh({"seq": num_devices}), axis_name="seq")
     ways = [("tree", r, functools.partial(tree_decode, reduction=r, **flat)) for r in ("allreduce", "gather", "fused")]
@@ -169,8 +169,8 @@ def decode_checks(num_devices: int, asked: str | None = None):
 
 def prefill_checks(num_devices: int):
     """ring_attention, striped and contiguous, causal, with lengths and windows."""
-    from ring_baseline import ring_attention
     from tree_attn import make_mesh
+    from tree_attn.ring_baseline import ring_attention
 
     mesh = make_mesh({"seq": num_devices})
     for block_size, name in itertools.product((1, None), ("plain", "lengths", "window")):
@@ -491,7 +491,7 @@ def environment(num_devices: int) -> dict:
     """Hardware, versions, commit and command of a row."""
     import jax
 
-    from tree_attn import measure
+    from tree_attn.measure import latency as measure
 
     return dict(
         n_devices=num_devices,

@@ -25,9 +25,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
-    from models.llama import Generator, Llama, by_name, parameters, session
-    from models.llama.presets import preset
-    from tree_attn import measure
+    from tree_attn.commands import session
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama import Generator, Llama, by_name, parameters
+    from tree_attn.models.llama.presets import preset
 
     config = dataclasses.replace(
         preset(args.config), num_layers=args.layers, max_position=args.context + args.new_tokens
@@ -54,7 +55,7 @@ def main() -> None:
 
 def profile(generator, prompts, new_tokens: int) -> dict[str, tuple[float, float]]:
     """Kernels of the steps after the first token: name -> (microseconds of one launch, launches a step)."""
-    from tree_attn.device_time import by_name, device_events
+    from tree_attn.measure.device_time import by_name, device_events
 
     for _ in generator.stream(prompts, new_tokens):  # compiles, and lets clocks rise
         pass

@@ -26,7 +26,7 @@ KEY_COUNT, HEADS, KV_HEADS, HEAD_DIM, BATCH = 256, 32, 2, 64, 4
 
 def shares(step, strategy: str, reduction: str | None) -> tuple[float, float]:
     """Bytes that one node has to send in a step, (within itself, to the other nodes), by the ring model."""
-    from tree_attn import cost_model
+    from tree_attn.cost import predict as cost_model
 
     sizes = (step.n_devices // NODES, NODES)
     if reduction == "hierarchical":
@@ -45,7 +45,7 @@ def measure_case(case, devices, num_steps: int) -> dict:
     """The row of one strategy: what its steps took and sent, beside its share."""
     import jax
 
-    from tree_attn.commands import comparison_data
+    from tree_attn.commands.compare import data as comparison_data
 
     mesh = case.mesh(devices)
     data = comparison_data.make_data(case.step, mesh, case.axes, seed=0)
@@ -125,9 +125,10 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
     """Measures every strategy; process 0 writes a row for each."""
     import jax
 
-    from tree_attn import distributed, measure
-    from tree_attn.commands import comparison
-    from tree_attn.cost_model import DecodeStep
+    from tree_attn.cluster import join as distributed
+    from tree_attn.commands.compare import cases as comparison
+    from tree_attn.cost.predict import DecodeStep
+    from tree_attn.measure import latency as measure
 
     launch = distributed.initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
     assert launch.num_processes == NODES * TASKS, f"run it as the help shows, in {NODES} nodes of {TASKS} tasks"

@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--told", help="names in TOLD, comma-separated (default: those that are of this part)")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
-    from models.llama.presets import preset
-    from models.llama.session import choose_devices
-    from tree_attn import measure
+    from tree_attn.commands.session import choose_devices
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama.presets import preset
 
     parts = {"products": (products, ",no Triton"), "options": (options, ",CONCURRENT")}
     cases, told = parts[args.part]
@@ -67,9 +67,9 @@ def products(config, rows: int, context: int, told: dict):
     import jax
     import jax.numpy as jnp
 
-    from models.llama import parameters
-    from models.llama.layers import RMSNorm
-    from tree_attn.device_time import by_name, device_events
+    from tree_attn.measure.device_time import by_name, device_events
+    from tree_attn.models.llama import parameters
+    from tree_attn.models.llama.layers import RMSNorm
 
     wide, narrow = config.intermediate_size, config.hidden_size
     shapes = {"query": narrow, "key": narrow, "value": narrow, "output": narrow, "gate": wide, "up": wide}
@@ -114,7 +114,8 @@ def options(config, rows: int, context: int, told: dict):
     """One row, `{context, new_tokens, per_token_ms_median}`."""
     import jax
 
-    from models.llama import Generator, Llama, by_name, parameters, session
+    from tree_attn.commands import session
+    from tree_attn.models.llama import Generator, Llama, by_name, parameters
 
     new_tokens = 65
     config = dataclasses.replace(config, max_position=context + new_tokens)

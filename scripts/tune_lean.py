@@ -37,8 +37,8 @@ def main() -> int:
     args = parser.parse_args()
     import jax
 
-    from tree_attn import measure
-    from tree_attn.local import tuning
+    from tree_attn.kernels import tuning
+    from tree_attn.measure import latency as measure
 
     origin = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,11 +60,12 @@ def _sweep(call):
     import jax
     import jax.numpy as jnp
 
-    from tree_attn.device_time import device_time
-    from tree_attn.local import mosaic_gpu, tuning
-    from tree_attn.local.hopper import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
-    from tree_attn.local.lean_layout import LeanConfig as Config
-    from tree_attn.local.lean_layout import smem_bytes
+    from tree_attn.kernels import tuning
+    from tree_attn.kernels.lean_layout import LeanConfig as Config
+    from tree_attn.kernels.lean_layout import smem_bytes
+    from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+    from tree_attn.local import mosaic_gpu
+    from tree_attn.measure.device_time import device_time
 
     batch, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call
     query = jax.random.normal(jax.random.key(0), (batch, 1, num_heads, head_dim), jnp.bfloat16)

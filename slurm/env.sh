@@ -10,7 +10,7 @@ export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 
 # Not set here: NCCL_P2P_NVL_CHUNKSIZE, by which a ring's transfers run at the link's rate. The commands set it where it
-# is not (tree_attn/links.py says why).
+# is not (tree_attn/measure/links.py says why).
 
 # Not set, for no value is right everywhere: NCCL_SOCKET_IFNAME and NCCL_IB_HCA. Where NCCL or Gloo picks a network that
 # does not reach the other nodes (docker0, a management network), name the one that does: NCCL_SOCKET_IFNAME=ib0.

@@ -1,6 +1,6 @@
 """A machine to reckon with by hand: four GPUs a node, and every number different, so that no mix-up cancels."""
 
-from tree_attn.machine import Cost, Line, LinkLevel, Machine
+from tree_attn.cost.machine import Cost, Line, LinkLevel, Machine
 
 
 def cost(alpha_us: float, round_us: float, bytes_per_s: float) -> Cost:

@@ -15,9 +15,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_baseline import ring_decode
-from tree_attn import cost_model, hlo, make_mesh, tree_decode
-from tree_attn.cost_model import DecodeStep
+from tree_attn import make_mesh, tree_decode
+from tree_attn.cost import predict as cost_model
+from tree_attn.cost.predict import DecodeStep
+from tree_attn.measure import hlo
+from tree_attn.ring_baseline import ring_decode
 
 N_LAYERS = 5
 LOWERED, COMPILED = "lowered", "compiled"

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh
-from tree_attn.launch import Launch
+from tree_attn.cluster.launch import Launch
 from tree_attn.mesh import axis_tuple, bound_axis_sizes, by_node
 
 
@@ -66,9 +66,9 @@ def test_unequal_nodes_have_no_second_axis(monkeypatch):
 def test_devices_by_node(monkeypatch):
     """One process per node, or one per device; processes that nobody has joined cannot be placed."""
     devices = [SimpleNamespace(process_index=index) for index in (0, 0, 1, 2, 3)]
-    monkeypatch.setattr("tree_attn.distributed.current", lambda: Launch(source="slurm", hosts=("a", "b", "a", "b")))
+    monkeypatch.setattr("tree_attn.cluster.join.current", lambda: Launch(source="slurm", hosts=("a", "b", "a", "b")))
     assert by_node(devices) == {"a": [*devices[:2], devices[3]], "b": [devices[2], devices[4]]}
-    monkeypatch.setattr("tree_attn.distributed.current", lambda: None)
+    monkeypatch.setattr("tree_attn.cluster.join.current", lambda: None)
     monkeypatch.setattr("jax.process_count", lambda: 4)
     with pytest.raises(ValueError, match=r"call tree_attn\.distributed\.initialize"):
         by_node(devices)

@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_baseline import ring_decode
-from tree_attn import cost_model, make_mesh, measure, tree_decode
+from tree_attn import make_mesh, tree_decode
+from tree_attn.cost import predict as cost_model
+from tree_attn.measure import latency as measure
+from tree_attn.ring_baseline import ring_decode
 
 TOLERANCE = 0.10
 HEAD_DIM = 128

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, hlo, make_mesh, storage_order
+from tree_attn import SoftmaxState, make_mesh, storage_order
+from tree_attn.measure import hlo
 from tree_attn.shared_prefix import PrefixLevel, bifurcated_decode, hydragen_decode
 
 GARBAGE = 300.0  # where a node or a suffix has no key

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ring_baseline import ring_attention, ring_decode
 from tree_attn import (
     SoftmaxState,
     attend,
@@ -21,6 +20,7 @@ from tree_attn import (
     tree_decode,
 )
 from tree_attn.cache import CacheFullError, KVCache
+from tree_attn.ring_baseline import ring_attention, ring_decode
 
 QUERY, KEY = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 12, 2, 8), np.float32)
 PROMPT = np.zeros((2, 12, 4, 8), np.float32)

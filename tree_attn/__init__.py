@@ -1,30 +1,70 @@
-"""tree-attn: exact attention over a KV cache that is sharded along the sequence. Touches no device at import."""
+"""tree-attn: exact attention over a KV cache that is sharded along the sequence.
 
-from tree_attn.decode import tree_decode
-from tree_attn.local import attend
-from tree_attn.mesh import make_mesh
-from tree_attn.placement import Shard, storage_order
-from tree_attn.ragged import lean_decode, paged_decode
-from tree_attn.shared_prefix import PrefixLevel, bifurcated_decode, hydragen_decode
-from tree_attn.sparse import SparqOptions, sparq_decode
-from tree_attn.state import SoftmaxState, empty_like, merge_segments, merge_state, merge_states
+Each public name is imported on first use, so `import tree_attn` costs little and touches no device.
+"""
 
-__all__ = [
-    "PrefixLevel",
-    "Shard",
-    "SoftmaxState",
-    "SparqOptions",
-    "attend",
-    "bifurcated_decode",
-    "empty_like",
-    "hydragen_decode",
-    "lean_decode",
-    "make_mesh",
-    "merge_segments",
-    "merge_state",
-    "merge_states",
-    "paged_decode",
-    "sparq_decode",
-    "storage_order",
-    "tree_decode",
-]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tree_attn.arguments import Window as Window
+    from tree_attn.cache import KVCache as KVCache
+    from tree_attn.cluster.join import initialize as initialize
+    from tree_attn.decode import tree_decode as tree_decode
+    from tree_attn.energy_function import attention_moments as attention_moments
+    from tree_attn.energy_function import energy as energy
+    from tree_attn.local import attend as attend
+    from tree_attn.mesh import make_mesh as make_mesh
+    from tree_attn.placement import Shard as Shard
+    from tree_attn.placement import storage_order as storage_order
+    from tree_attn.ragged import lean_decode as lean_decode
+    from tree_attn.ragged import paged_decode as paged_decode
+    from tree_attn.shared_prefix import PrefixLevel as PrefixLevel
+    from tree_attn.shared_prefix import bifurcated_decode as bifurcated_decode
+    from tree_attn.shared_prefix import hydragen_decode as hydragen_decode
+    from tree_attn.sparq import SparqOptions as SparqOptions
+    from tree_attn.sparq import sparq_decode as sparq_decode
+    from tree_attn.state import SoftmaxState as SoftmaxState
+    from tree_attn.state import empty_like as empty_like
+    from tree_attn.state import merge_segments as merge_segments
+    from tree_attn.state import merge_state as merge_state
+    from tree_attn.state import merge_states as merge_states
+
+_MODULE_OF = {
+    "KVCache": "cache",
+    "PrefixLevel": "shared_prefix",
+    "Shard": "placement",
+    "SoftmaxState": "state",
+    "SparqOptions": "sparq",
+    "Window": "arguments",
+    "attend": "local",
+    "attention_moments": "energy_function",
+    "bifurcated_decode": "shared_prefix",
+    "empty_like": "state",
+    "energy": "energy_function",
+    "hydragen_decode": "shared_prefix",
+    "initialize": "cluster.join",
+    "lean_decode": "ragged",
+    "make_mesh": "mesh",
+    "merge_segments": "state",
+    "merge_state": "state",
+    "merge_states": "state",
+    "paged_decode": "ragged",
+    "sparq_decode": "sparq",
+    "storage_order": "placement",
+    "tree_decode": "decode",
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str):
+    """Imports the module that defines `name`, the first time that it is asked for (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tree_attn' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tree_attn.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,7 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
       axis_shapes: axis name -> size, fastest link first, e.g. `{"device": 4, "node": 2}` for `axis_name=("device",
         "node")`: four neighbours in each of two nodes. (`mesh.axis_names` then lists them slowest first.) Or the names
         alone: `("device", "node")` has the sizes of the real topology, the devices of each node and the nodes, as
-        `tree_attn.distributed.initialize` found them, and `("device",)` is all devices, node by node.
+        `tree_attn.initialize` found them, and `("device",)` is all devices, node by node.
       devices: which devices, in order; default: the first ones of `jax.devices()`. For names alone in any order, all.
     Raises:
       ValueError: a size is not positive, or there are fewer devices than the axes ask for; for names alone, the nodes
@@ -46,16 +46,16 @@ def by_node(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
     """The devices of each node, in order; a node is a machine, whether one process runs on it or many.
 
     Raises:
-      ValueError: the devices are of several processes, and `tree_attn.distributed.initialize` has not joined them.
+      ValueError: the devices are of several processes, and `tree_attn.initialize` has not joined them.
     """
-    from tree_attn.distributed import current
+    from tree_attn.cluster.join import current
 
     launch = current()
     hosts = launch.hosts if launch is not None else ()
     nodes: dict[str, list[jax.Device]] = {}
     for device in devices:
         if (hosts and device.process_index >= len(hosts)) or (not hosts and jax.process_count() > 1):
-            raise ValueError("which node a device is on is not known: call tree_attn.distributed.initialize() first")
+            raise ValueError("which node a device is on is not known: call tree_attn.initialize() first")
         nodes.setdefault(hosts[device.process_index] if hosts else "here", []).append(device)
     return nodes
 

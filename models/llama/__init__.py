@@ -1,15 +1,15 @@
 """Llama 2, 3, 3.1, 3.2 and SmolLM2 in Flax NNX, decoding over a KV cache that is sharded along the sequence."""
 
-from models.llama.attention import ATTENTIONS, Attention, by_name
-from models.llama.config import Llama3RopeScaling, LlamaConfig, from_huggingface
-from models.llama.continuous_batching import stream_queue
-from models.llama.generate import Generation, generate, rank_samples
-from models.llama.generator import Generator
-from models.llama.memory import Memory
-from models.llama.model import Llama
-from models.llama.presets import PRESETS, preset
-from models.llama.sampling import Sampling
-from models.llama.sharding import LlamaSharding, spread_over
+from tree_attn.models.llama.attention import ATTENTIONS, Attention, by_name
+from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig, from_huggingface
+from tree_attn.models.llama.generation.generate import Generation, generate, rank_samples
+from tree_attn.models.llama.generation.generator import Generator
+from tree_attn.models.llama.generation.memory import Memory
+from tree_attn.models.llama.generation.queue import stream_queue
+from tree_attn.models.llama.generation.sampling import Sampling
+from tree_attn.models.llama.model import Llama
+from tree_attn.models.llama.presets import PRESETS, preset
+from tree_attn.models.llama.sharding import LlamaSharding, spread_over
 
 __all__ = [
     "ATTENTIONS",

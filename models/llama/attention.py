@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-import ring_baseline
 import tree_attn
-from models.llama.config import LlamaConfig
-from models.llama.sharding import LlamaSharding, as_tuple
+from tree_attn import ring_baseline
 from tree_attn.arguments import AttentionOptions, one_of
 from tree_attn.cache import KVCache
-from tree_attn.local import attend, attend_shard, check_implementation, mosaic_gpu, sparq_layout
+from tree_attn.kernels import sparq_shape as sparq_layout
+from tree_attn.local import attend, attend_shard, check_implementation, mosaic_gpu
+from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.placement import Shard, storage_order
 from tree_attn.reduce import check_reduction
 from tree_attn.shared_prefix import PrefixLevel, hydragen_decode
-from tree_attn.sparse import SparqOptions, sparq_decode
+from tree_attn.sparq import SparqOptions, sparq_decode
 from tree_attn.state import SoftmaxState, merge_state
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.llama.config import LlamaConfig
-from models.llama.parameters import Create, Parameter
-from models.llama.rope import apply_rotation
-from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.cache import KVCache
+from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.parameters import Create, Parameter
+from tree_attn.models.llama.rope import apply_rotation
+from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from models.llama.attention import Attention, Prefix, num_tokens_before
-from models.llama.config import LlamaConfig
-from models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
-from models.llama.parameters import Create, Parameter, of_layer
-from models.llama.rope import rotation
-from models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.cache import KVCache
+from tree_attn.models.llama.attention import Attention, Prefix, num_tokens_before
+from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
+from tree_attn.models.llama.parameters import Create, Parameter, of_layer
+from tree_attn.models.llama.rope import rotation
+from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import sum_activations
 
 

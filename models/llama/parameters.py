@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from models.llama.sharding import LlamaSharding
+from tree_attn.models.llama.sharding import LlamaSharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

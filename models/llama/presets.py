@@ -2,7 +2,7 @@
 
 import functools
 
-from models.llama.config import Llama3RopeScaling, LlamaConfig
+from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig
 
 
 def _llama_2(num_layers: int, hidden_size: int, intermediate_size: int, num_heads: int, num_kv_heads: int):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama.config import Llama3RopeScaling, LlamaConfig
+from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.llama.config import LlamaConfig
+from tree_attn.models.llama.config import LlamaConfig
 
 MeshAxes = str | tuple[str, ...] | None
 

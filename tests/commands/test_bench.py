@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from models.llama import Generator, LlamaConfig, presets
 from tree_attn import cli
+from tree_attn.models.llama import Generator, LlamaConfig, presets
 
 SIZES = dict(hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64)
 

@@ -11,11 +11,14 @@ import jax
 import numpy as np
 import pytest
 
-from tree_attn import cli, distributed, make_mesh, measure, reference
+from tree_attn import cli, make_mesh, reference
+from tree_attn.cluster import join as distributed
+from tree_attn.cluster.launch import Launch
 from tree_attn.commands import compare as compare_command
-from tree_attn.commands import comparison, comparison_data
-from tree_attn.cost_model import DecodeStep
-from tree_attn.launch import Launch
+from tree_attn.commands.compare import cases as comparison
+from tree_attn.commands.compare import data as comparison_data
+from tree_attn.cost.predict import DecodeStep
+from tree_attn.measure import latency as measure
 
 # The fields that were agreed, all of them.
 FIELDS = [

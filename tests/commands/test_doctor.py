@@ -5,8 +5,9 @@ import json
 import jax
 import pytest
 
-from tree_attn import cli, machine
+from tree_attn import cli
 from tree_attn.commands import doctor
+from tree_attn.cost import machine
 from tree_attn.local import IMPLEMENTATIONS
 from tree_attn.reduce import REDUCTIONS
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import Llama, LlamaConfig, evaluation, parameters, session
 from tree_attn import cli
 from tree_attn.commands import eval as command
+from tree_attn.commands import session
+from tree_attn.models.llama import Llama, LlamaConfig, parameters
+from tree_attn.models.llama.evaluation import tasks as evaluation
 
 
 class Letters:

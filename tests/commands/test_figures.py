@@ -7,9 +7,12 @@ import pathlib
 import pytest
 from abacus import make_machine
 
-from tree_attn import cli, cost_model, machine
-from tree_attn.commands import paper_figures, rows
-from tree_attn.commands.paper_figures import GPUS, LENGTHS
+from tree_attn import cli
+from tree_attn.commands import rows
+from tree_attn.commands.figures import paper as paper_figures
+from tree_attn.commands.figures.paper import GPUS, LENGTHS
+from tree_attn.cost import machine
+from tree_attn.cost import predict as cost_model
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "compare_4xh200_4processes"
 H200 = machine.load("NVIDIA H200")

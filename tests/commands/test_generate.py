@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from models.llama import session
 from tree_attn.cli import main
+from tree_attn.commands import session
 
 pytestmark = pytest.mark.usefixtures("optimized")
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -101,7 +101,7 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
     status, _, error = run(capsys, *arguments, "11")
     assert status == 2
     assert f"{tmp_path} holds the results of another sweep: max_new_tokens is 10 there and 11 here" in error
-    monkeypatch.setattr("models.llama.session.load_with_progress", None)  # would fail if it were called
+    monkeypatch.setattr("tree_attn.commands.session.load_with_progress", None)  # would fail if it were called
     _, complete, _ = run(capsys, *arguments, "10")
     assert complete[:-1] == whole[:-1]
     assert path.read_text() == content

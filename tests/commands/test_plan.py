@@ -6,8 +6,10 @@ import json
 import pytest
 from abacus import make_machine
 
-from tree_attn import cli, cost_model, machine
-from tree_attn.cost_model import DecodeStep
+from tree_attn import cli
+from tree_attn.cost import machine
+from tree_attn.cost import predict as cost_model
+from tree_attn.cost.predict import DecodeStep
 
 CLUSTER = ("--nodes", "16", "--gpus-per-node", "8", "--keys", "5120000")
 

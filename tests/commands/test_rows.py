@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 
-from tree_attn import machine
 from tree_attn.commands import rows
+from tree_attn.cost import machine
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 H200 = machine.load("NVIDIA H200")

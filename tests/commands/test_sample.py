@@ -5,9 +5,10 @@ import types
 
 import pytest
 
-from models.llama import LlamaConfig, parameters, session
-from models.llama.load import Checkpoint
 from tree_attn.cli import main
+from tree_attn.commands import session
+from tree_attn.models.llama import LlamaConfig, parameters
+from tree_attn.models.llama.checkpoint.open import Checkpoint
 
 CONFIG = LlamaConfig(
     num_layers=1,

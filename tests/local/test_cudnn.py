@@ -14,11 +14,11 @@ from assertions import assert_attention, assert_gradients, assert_same_bits
 from attention_cases import KEYS, OPTIONS, Case
 from dense import dense_attention
 
-from ring_baseline import ring_attention
 from tree_attn import Shard, attend, make_mesh, storage_order
 from tree_attn.arguments import AttentionOptions
 from tree_attn.local import cudnn
 from tree_attn.masking import visibility
+from tree_attn.ring_baseline import ring_attention
 
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason="runs with TREE_ATTN_TEST_GPU=1 where JAX finds a CUDA GPU"

@@ -9,7 +9,8 @@ import pytest
 from assertions import assert_attention
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, attend, hlo, make_mesh, tree_decode
+from tree_attn import SoftmaxState, attend, make_mesh, tree_decode
+from tree_attn.measure import hlo
 
 N = 8
 SINKS = np.linspace(-1, 3, N).astype(np.float32)

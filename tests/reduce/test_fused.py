@@ -14,12 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, tree_decode
-from tree_attn.local import lean_layout, mosaic_gpu
+from tree_attn.kernels import lean_layout
+from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
+from tree_attn.kernels.exchange import PARTIAL_WORDS, Buffers
+from tree_attn.kernels.schedule import lean_schedule
+from tree_attn.local import mosaic_gpu
 from tree_attn.reduce import reduce_state
-from tree_attn.reduce.epilogue_kernel import PARTIALS_AT_ONCE
-from tree_attn.reduce.exchange_kernel import PARTIAL_WORDS, Buffers
 from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX
-from tree_attn.schedule import lean_schedule
 
 # The functions have the names of their modules, which `import` would give.
 MODULE = sys.modules["tree_attn.reduce.fused"]
@@ -122,10 +123,10 @@ def test_between_nodes_it_leaves_the_link_to_another():
 
 
 @pytest.mark.skipif(
-    WHEELS is None, reason="runs with TREE_ATTN_TEST_CUDA_WHEELS=DIR, see tests/local/test_lean_compiled.py"
+    WHEELS is None, reason="runs with TREE_ATTN_TEST_CUDA_WHEELS=DIR, see tests/kernels/test_lean_compiled.py"
 )
 def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
-    script = pathlib.Path(__file__).with_name("compile_fused.py")
+    script = pathlib.Path(__file__).parents[1] / "kernels" / "compile_fused.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([WHEELS, *sys.path])}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -12,7 +12,8 @@ import pytest
 from assertions import assert_rounded_once, assert_state
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, machine, make_mesh, merge_states
+from tree_attn import SoftmaxState, make_mesh, merge_states
+from tree_attn.cost import machine
 from tree_attn.reduce import check_reduction, hierarchical, reduce_state
 
 ROWS, H = (2, 3, 4), 5

@@ -12,8 +12,8 @@ from dense import dense_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ring_baseline import ring_attention
 from tree_attn import Shard, make_mesh, storage_order
+from tree_attn.ring_baseline import ring_attention
 
 TOKENS = 24
 OPTIONS = {

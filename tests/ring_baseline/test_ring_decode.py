@@ -12,8 +12,8 @@ from attention_cases import HEAD_SCALES, KEYS, NARROW, OPTIONS, Case
 from dense import dense_attention
 from jax.sharding import PartitionSpec as P
 
-from ring_baseline import ring_decode
 from tree_attn import attend, make_mesh, storage_order, tree_decode
+from tree_attn.ring_baseline import ring_decode
 
 VARIANTS = ["overlapped", "public"]
 

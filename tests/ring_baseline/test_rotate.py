@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ring_baseline.rotate import source, to_next
 from tree_attn import make_mesh
+from tree_attn.ring_baseline.rotate import source, to_next
 
 AXES = ("device", "node")
 MESHES = {

@@ -95,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Times and prints; returns 0. Wrong arguments raise before a weight is made."""
-    from models.llama import session
-    from models.llama.attention import CHUNKING, check_cache_dtype, check_choice, check_prefill_chunk
-    from tree_attn import measure
-    from tree_attn.commands import comparison, processes
+    from tree_attn.commands import processes, session
+    from tree_attn.commands.compare import cases as comparison
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama.attention import CHUNKING, check_cache_dtype, check_choice, check_prefill_chunk
 
     config, contexts, samples, levels, attentions, sparq = _checked(args)
     processes.join(args, args.devices)
@@ -137,7 +137,7 @@ class _Rows(list):
     """Rows on disk, written by the first process; another has none, and asks nothing of the file."""
 
     def __init__(self, folder: pathlib.Path, sweep: dict[str, Any]):
-        from tree_attn import measure
+        from tree_attn.measure import latency as measure
 
         self._writer = measure.JsonlWriter(folder / "results.jsonl", sweep=sweep) if _is_first() else None
         super().__init__(self._writer.rows if self._writer else [])
@@ -149,10 +149,10 @@ class _Rows(list):
 
 
 def _checked(args: argparse.Namespace):
-    from models.llama.attention import ATTENTIONS, check_sharing
-    from models.llama.presets import preset
     from tree_attn.arguments import NARROW_DTYPES, one_of
     from tree_attn.commands import prompting
+    from tree_attn.models.llama.attention import ATTENTIONS, check_sharing
+    from tree_attn.models.llama.presets import preset
 
     config = preset(args.config)
     if args.cache_dtype is not None:
@@ -188,7 +188,7 @@ def _integers(name: str, text: str) -> list[int]:
 
 def _options_of(name: str, args: argparse.Namespace, sparq) -> dict[str, Any]:
     """What `by_name` is given for one of the attentions."""
-    from models.llama.attention import REDUCING
+    from tree_attn.models.llama.attention import REDUCING
 
     return {"reduction": args.reduction if name in REDUCING else None, "sparq": sparq if name == "sparq" else None}
 
@@ -213,7 +213,7 @@ def _sweep(args: argparse.Namespace, num_devices: int, sparq) -> dict[str, Any]:
 
 
 def _random_model(args: argparse.Namespace, config, place, longest: int):
-    from models.llama import Llama, parameters
+    from tree_attn.models.llama import Llama, parameters
 
     # Published limits are the training's; time does not know them.
     config = dataclasses.replace(config, max_position=max(config.max_position, longest + args.new_tokens))
@@ -222,7 +222,8 @@ def _random_model(args: argparse.Namespace, config, place, longest: int):
 
 
 def _own_model(args: argparse.Namespace, place):
-    from models.llama import Llama, parameters, session
+    from tree_attn.commands import session
+    from tree_attn.models.llama import Llama, parameters
 
     checkpoint = session.open_with_progress(args.model)
     sharding = _sharding(args, checkpoint.config, place)
@@ -231,7 +232,7 @@ def _own_model(args: argparse.Namespace, place):
 
 
 def _sharding(args: argparse.Namespace, config, place):
-    from models.llama import LlamaSharding
+    from tree_attn.models.llama import LlamaSharding
 
     spread = place.sharding(config)
     return LlamaSharding(mesh=spread.mesh, sequence=spread.sequence) if args.replicate_weights else spread
@@ -251,8 +252,10 @@ def _prompts(vocab_size: int, context: int, batch: int, levels: int, args: argpa
 def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
-    from models.llama import Generator, by_name, memory
-    from tree_attn import cost_model, measure
+    from tree_attn.cost import predict as cost_model
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama import Generator, by_name
+    from tree_attn.models.llama.generation import memory
 
     attention = by_name(name, model.sharding, **_options_of(name, args, sparq))
     chunk = args.prefill_chunk if attention.prefills_in_chunks else None
@@ -310,8 +313,8 @@ def _bytes_per_device(model, generator, prompts: Sequence[Sequence[int]]) -> tup
     """
     from flax import nnx
 
-    from models.llama import memory
-    from tree_attn import measure
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama.generation import memory
 
     weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:

@@ -50,8 +50,9 @@ def run(args: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
-    from models.llama import load, session
-    from models.llama.generator import check_request
+    from tree_attn.commands import session
+    from tree_attn.models.llama.checkpoint import open as load
+    from tree_attn.models.llama.generation.generator import check_request
 
     devices = session.choose_devices(args.devices)
     many, one = session.Place(devices=devices), session.Place(devices=devices[:1])
@@ -80,7 +81,8 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
     import rich.console
     from rich import progress
 
-    from models.llama import Generator, by_name, generate
+    from tree_attn.models.llama import Generator, by_name
+    from tree_attn.models.llama.generation import generate
 
     generator = Generator(model, by_name(name, model.sharding))
     console = rich.console.Console(stderr=True)
@@ -102,7 +104,8 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
 
 def _costs(compiled) -> dict[str, float | int | None]:
     """Memory and communication of the compiled step for one token, per device; attention's share of the latter too."""
-    from tree_attn import hlo, hlo_text, measure
+    from tree_attn.measure import hlo, hlo_text
+    from tree_attn.measure import latency as measure
 
     text = compiled.as_text()
     instructions = [one for computation in hlo_text.parse(text).computations.values() for one in computation.values()]

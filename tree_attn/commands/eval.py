@@ -63,9 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints and draws; returns 0. Wrong arguments raise before a model is fetched."""
-    from models.llama import session
-    from tree_attn import measure
-    from tree_attn.commands import plots
+    from tree_attn.commands import plots, session
+    from tree_attn.measure import latency as measure
 
     plan = _checked(args)
     text = args.text.read_text()
@@ -111,7 +110,7 @@ class _Plan:
 
     def cases(self, context: int, head_dim: int) -> dict[Any, int]:
         """Methods for a context, and the compression that each was asked for."""
-        from models.llama.evaluation import Method, methods_for
+        from tree_attn.models.llama.evaluation.tasks import Method, methods_for
 
         found = {Method(name="dense"): 1}
         for ratio in self.ratios:
@@ -128,15 +127,15 @@ class _Plan:
 
     def groups(self) -> list[tuple[str, Any, int | None]]:
         """Task, sizes and depth in percent (None: of a task without) of all samples that are read together."""
-        from models.llama.evaluation import TASKS
+        from tree_attn.models.llama.evaluation.tasks import TASKS
 
         depths = {task: self.depths if TASKS[task].has_depth else [None] for task in self.tasks}
         return [(task, sizes, depth) for task in self.tasks for sizes in self.sizes for depth in depths[task]]
 
 
 def _checked(args: argparse.Namespace) -> _Plan:
-    from models.llama.evaluation import TASKS, Sizes
     from tree_attn.arguments import one_of
+    from tree_attn.models.llama.evaluation.tasks import TASKS, Sizes
 
     if args.cache_dtype is not None:
         one_of("--cache-dtype", args.cache_dtype, ("float8_e4m3fn",))  # sparse attentions know no scales
@@ -172,9 +171,9 @@ def _evaluate(args, checkpoint, text: str, plan: _Plan, writer) -> None:
     """Appends the rows that are missing."""
     import jax
 
-    from models.llama import session
-    from models.llama.evaluation import Scorer, make_samples, score
+    from tree_attn.commands import session
     from tree_attn.commands.report import progress
+    from tree_attn.models.llama.evaluation.tasks import Scorer, make_samples, score
 
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     cases = {sizes.context: plan.cases(sizes.context, config.head_dim) for sizes in plan.sizes}
@@ -228,8 +227,9 @@ def _row(args, config, place, group: tuple, method, ratio: int, scores: list[flo
     import jax
     import jax.numpy as jnp
 
-    from models.llama.evaluation import TASKS
-    from tree_attn import cost_model, measure
+    from tree_attn.cost import predict as cost_model
+    from tree_attn.measure import latency as measure
+    from tree_attn.models.llama.evaluation.tasks import TASKS
 
     task, sizes, depth = group
     elements = method.transfer_elements(sizes.context, config.head_dim)

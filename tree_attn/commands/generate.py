@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, request: prompting.Request, tokens) -> dict:
     """Prints the new tokens as they come, those saved first; returns what `--json` says of them."""
-    from models.llama.tokenizer import TextStream
+    from tree_attn.models.llama.checkpoint.tokenizer import TextStream
 
     tokenizer, saved = request.checkpoint.tokenizer, tokens.load()
     stream = TextStream(tokenizer)
@@ -87,7 +87,8 @@ def _generate(args: argparse.Namespace, request: prompting.Request, tokens) -> d
 
 def _generate_all(args: argparse.Namespace, request: prompting.Request) -> dict:
     """Prints what came of several prompts; returns what `--json` says of them."""
-    from models.llama import generate, session
+    from tree_attn.commands import session
+    from tree_attn.models.llama.generation import generate
 
     generator, tokenizer = prompting.load_generator(args, request), request.checkpoint.tokenizer
     with session.phase(f"generating from {len(request.prompts)} prompts ..."):
@@ -107,7 +108,8 @@ def _generate_all(args: argparse.Namespace, request: prompting.Request) -> dict:
 
 
 def _new_tokens(args: argparse.Namespace, request: prompting.Request, done: list[int], on_token):
-    from models.llama import generate, session
+    from tree_attn.commands import session
+    from tree_attn.models.llama.generation import generate
 
     generator = prompting.load_generator(args, request)
     with session.phase("compiling ..."):

@@ -10,8 +10,8 @@ HELP = """\
 Predicts one step of decoding on a cluster, by every reduction of Tree Attention and by Ring Attention: time, bytes sent
 and memory of each device, and which to choose, with the reason. Touches no device.
 
-The numbers come from the cost model (tree_attn/cost_model.py) and a machine's parameters: the package's own, or a file
-that `tree-attn doctor --distributed --machine-out FILE` wrote on a machine of yours. Links that nobody measured are
+The numbers come from the cost model (tree_attn/cost) and a machine's parameters: the package's own, or a file that
+`tree-attn doctor --distributed --machine-out FILE` wrote on a machine of yours. Links that nobody measured are
 assumed, and every output says so.
 
 examples:
@@ -53,14 +53,14 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
         `machine` and `links` (where their parameters are from), `step`, `axis_sizes`, `strategies` (the fastest first:
-        the fields of `tree_attn.cost_model.Prediction`, `latency_us` and `fits`), `left_out` (label -> why it cannot
+        the fields of `tree_attn.cost.predict.Prediction`, `latency_us` and `fits`), `left_out` (label -> why it cannot
         run there), `choice` (a label, or None where nothing fits) and `reason`.
 
     Raises:
         ValueError: an option out of range, named.
     """
     from tree_attn.commands import rows
-    from tree_attn.cost_model import DecodeStep
+    from tree_attn.cost.predict import DecodeStep
 
     for name in ("nodes", "gpus_per_node"):
         size = getattr(args, name)
@@ -98,8 +98,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
 def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every strategy that can run, the fastest first; and for each that cannot, why."""
-    from tree_attn import cost_model
     from tree_attn.commands import rows
+    from tree_attn.cost import predict as cost_model
 
     found, left_out = [], {}
     asked = [("tree", reduction) for reduction in cost_model.candidates(len(axis_sizes))]
@@ -117,7 +117,7 @@ def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict
 
 
 def _check_size(step, reduction) -> None:
-    from tree_attn.cost_model import STATE_BYTES
+    from tree_attn.cost.predict import STATE_BYTES
     from tree_attn.reduce.fused import MAX_ELEMENTS
 
     elements = step.packed_state_bytes // STATE_BYTES

@@ -15,9 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def join(args: argparse.Namespace, n_devices: int | None):
-    """`tree_attn.distributed.initialize` with these options; NCCL then makes the most of links."""
-    from tree_attn import links
-    from tree_attn.distributed import initialize
+    """`tree_attn.initialize` with these options; NCCL then makes the most of links."""
+    from tree_attn.cluster.join import initialize
+    from tree_attn.measure import links
 
     links.spread_transfers()
     several = (args.coordinator_address, args.num_processes, args.process_id)

@@ -124,10 +124,11 @@ class Request:
 
 def open_request(args: argparse.Namespace) -> Request:
     """Joins the other processes, if any, and opens the model. Wrong options raise before a model is fetched."""
-    from models.llama import Sampling, session
-    from models.llama.attention import check_cache_dtype, check_choice, check_prefill_chunk
-    from models.llama.generator import check_request
     from tree_attn.arguments import NARROW_DTYPES, one_of
+    from tree_attn.commands import session
+    from tree_attn.models.llama import Sampling
+    from tree_attn.models.llama.attention import check_cache_dtype, check_choice, check_prefill_chunk
+    from tree_attn.models.llama.generation.generator import check_request
 
     if args.cache_dtype is not None:
         one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
@@ -152,7 +153,8 @@ def open_request(args: argparse.Namespace) -> Request:
 
 def load_generator(args: argparse.Namespace, request: Request):
     """Reads the model onto its devices: a `Generator` with the attention that was asked for."""
-    from models.llama import Generator, by_name, session
+    from tree_attn.commands import session
+    from tree_attn.models.llama import Generator, by_name
 
     sharding = request.place.sharding(request.checkpoint.config)
     attention = by_name(args.attention, sharding, reduction=args.reduction, sparq=request.sparq)

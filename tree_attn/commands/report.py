@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tree_attn import cost_model
-from tree_attn.commands.comparison import Case
+from tree_attn.commands.compare.cases import Case
+from tree_attn.cost import predict as cost_model
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-from tree_attn import cost_model, machine
-from tree_attn.cost_model import DecodeStep, Prediction
-from tree_attn.machine import Machine
+from tree_attn.cost import machine
+from tree_attn.cost import predict as cost_model
+from tree_attn.cost.machine import Machine
+from tree_attn.cost.predict import DecodeStep, Prediction
 
 # The fixed cost of a program call, by kind of device, which rows without a `long_chain` share among their steps: the
 # median `program_us` of the steps in docs/results/reduce_2xh200. What it was in the older rows, nobody measured.

@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
-    from models.llama import generate, rank_samples, session
-    from models.llama.attention import check_sharing
+    from tree_attn.commands import session
+    from tree_attn.models.llama import rank_samples
+    from tree_attn.models.llama.attention import check_sharing
+    from tree_attn.models.llama.generation import generate
 
     for name in ("num_samples", "top"):
         if getattr(args, name) < 1:
@@ -86,7 +88,7 @@ def _print(args: argparse.Namespace, request: prompting.Request, generator, rank
 
 def _held(args: argparse.Namespace, request: prompting.Request, generator) -> dict[str, int | bool]:
     """What the tokens that samples have in common take: all of the prompt but its last token, which each one keeps."""
-    from models.llama import memory
+    from tree_attn.models.llama.generation import memory
 
     num_tokens = len(request.prompt_ids) - 1
     once = num_tokens * memory.bytes_per_token(generator)

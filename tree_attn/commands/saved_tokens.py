@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tree_attn.measure import JsonlWriter
+from tree_attn.measure.latency import JsonlWriter
 
 FILE = "tokens.jsonl"
 

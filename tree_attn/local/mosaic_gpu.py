@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from tree_attn.devices import default_platform
+from tree_attn.kernels.lean import lean_attention, lean_exchange
+from tree_attn.kernels.lean_layout import TALL_ROWS, LeanConfig, LeanShape, has_whole_rows, num_partials
+from tree_attn.kernels.schedule import MIN_TILES_PER_RUN, run_table, sequence_offsets
+from tree_attn.kernels.tall import tall_attention
+from tree_attn.kernels.tuning import lean_config
 from tree_attn.local import xla
-from tree_attn.local.lean_kernel import lean_attention, lean_exchange
-from tree_attn.local.lean_layout import TALL_ROWS, LeanConfig, LeanShape, has_whole_rows, num_partials
-from tree_attn.local.tall_kernel import tall_attention
-from tree_attn.local.tuning import lean_config
 from tree_attn.masking import Visibility
-from tree_attn.schedule import MIN_TILES_PER_RUN, run_table, sequence_offsets
 from tree_attn.state import SoftmaxState, merge_state
 
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from tree_attn import distributed, machine
 from tree_attn.arguments import one_of
-from tree_attn.cost_model import LEVELS, candidates, cheapest_reduction
+from tree_attn.cluster import join as distributed
+from tree_attn.cost import machine
+from tree_attn.cost.predict import LEVELS, candidates, cheapest_reduction
 from tree_attn.devices import default_platform
 from tree_attn.local import ShardAttention
 from tree_attn.reduce.all_to_all import all_to_all

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tree_attn.local import ShardAttention
-from tree_attn.peer_memory import peer_memory
-from tree_attn.reduce.epilogue_kernel import PARTIALS_AT_ONCE, Epilogue
-from tree_attn.reduce.exchange_kernel import (
+from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, Epilogue
+from tree_attn.kernels.exchange import (
     MAX_CTAS,
     NUM_CTAS,
     PARTIAL_WORDS,
@@ -21,6 +19,8 @@ from tree_attn.reduce.exchange_kernel import (
     exchange_gather,
     exchange_sum,
 )
+from tree_attn.local import ShardAttention
+from tree_attn.reduce.peer_memory import peer_memory
 from tree_attn.state import SoftmaxState
 
 MAX_ELEMENTS = 1 << 18  # of one device; beyond, sending 8 bytes for 4 costs more than is saved

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models.llama import Llama, LlamaConfig, LlamaSharding, hub, load, parameters, spread_over
 from tree_attn.mesh import make_mesh
+from tree_attn.models.llama import Llama, LlamaConfig, LlamaSharding, parameters, spread_over
+from tree_attn.models.llama.checkpoint import hub
+from tree_attn.models.llama.checkpoint import open as load
 
 
 @pytest.fixture(scope="session")

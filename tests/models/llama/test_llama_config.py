@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from models.llama import PRESETS, Llama3RopeScaling, LlamaConfig, from_huggingface, preset
-from models.llama.load import num_parameters
+from tree_attn.models.llama import PRESETS, Llama3RopeScaling, LlamaConfig, from_huggingface, preset
+from tree_attn.models.llama.checkpoint.open import num_parameters
 
 LLAMA_3_2_1B = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import Generator, Llama, by_name, load, weights
+from tree_attn.models.llama import Generator, Llama, by_name
+from tree_attn.models.llama.checkpoint import huggingface as weights
+from tree_attn.models.llama.checkpoint import open as load
 
 REASON = "needs torch and transformers: pip install torch==2.13.0 transformers accelerate"
 torch = pytest.importorskip("torch", reason=REASON)

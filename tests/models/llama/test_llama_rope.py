@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.llama import Llama3RopeScaling
-from models.llama.rope import apply_rotation, frequency_divisors, inverse_frequencies, rotation
+from tree_attn.models.llama import Llama3RopeScaling
+from tree_attn.models.llama.rope import apply_rotation, frequency_divisors, inverse_frequencies, rotation
 
 
 def rotate(config, heads, first_position):

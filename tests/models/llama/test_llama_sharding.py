@@ -10,9 +10,18 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters, preset, spread_over
-from tree_attn import hlo
+from tree_attn.measure import hlo
 from tree_attn.mesh import make_mesh
+from tree_attn.models.llama import (
+    Generator,
+    Llama,
+    LlamaConfig,
+    LlamaSharding,
+    by_name,
+    parameters,
+    preset,
+    spread_over,
+)
 
 KINDS = ("all-gather", "all-reduce")
 

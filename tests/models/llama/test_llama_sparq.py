@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.llama import Generator, by_name, generate, memory
 from tree_attn import SoftmaxState, SparqOptions, merge_states, sparq_decode
+from tree_attn.models.llama import Generator, by_name
+from tree_attn.models.llama.generation import generate, memory
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
 COUNT = 6

@@ -1,0 +1,1 @@
+"""Scores a model on tasks made of a text, under sparse attention methods."""

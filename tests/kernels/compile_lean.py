@@ -1,0 +1,47 @@
+"""Compiles every variant of the kernels for an H200 that is not there, and prints a line of JSON for each.
+
+With the argument `grouped` only SparQ's for groups of query heads, without it all others.
+
+A program of its own, for ptxas reports registers and spills on the process's output: what it says of a kernel comes
+before that variant's line.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+import jax
+import numpy as np
+import sparq_cases
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from lean_cases import variants
+
+from tree_attn.kernels import tuning
+from tree_attn.local import mosaic_gpu
+
+H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+SMS = 132
+
+
+def main():
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
+    chosen, choose = [], mosaic_gpu.lean_config
+    mosaic_gpu.unavailable = lambda: None
+    mosaic_gpu.lean_config = lambda *args, **kwargs: chosen.append(choose(*args, **kwargs)) or chosen[-1]
+    tuning.device_kind = lambda: "NVIDIA H200"
+    is_grouped = sys.argv[1:] == ["grouped"]
+    for call in () if is_grouped else variants():
+        jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
+        print(json.dumps({"call": str(call), "ctas_per_sm": -(-chosen[-1].num_ctas // SMS)}), flush=True)
+    for call in sparq_cases.COMPILED_GROUPED if is_grouped else sparq_cases.COMPILED:
+        jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
+        print(json.dumps({"call": f"sparq {call}", "ctas_per_sm": 0}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Mosaic GPU's interpreter, for tests: it runs kernels on the CPU and finds races between their threads."""
+
+import contextlib
+import faulthandler
+import functools
+
+import jax
+import numpy as np
+import pytest
+from assertions import assert_attention
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from lean_cases import Call
+
+from tree_attn.kernels import tall as tall_kernel
+from tree_attn.kernels.lean_layout import LeanConfig
+from tree_attn.local import mosaic_gpu
+
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="runs with JAX 0.11 or newer, whose interpreter knows transposed operands"
+)
+SECONDS = 120  # for a test that takes four
+
+
+@pytest.fixture
+def time_limit():
+    """A barrier that nobody answers hangs for good, in threads that no exception reaches: then the process ends."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def small_layout(time_limit, monkeypatch):
+    """Five CTAs, which no number of tiles here is a multiple of, so that runs begin and end within rows."""
+    set_layout(monkeypatch)
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    # The interpreter has no products whose left operand is in registers.
+    through_smem = functools.partial(tall_kernel.tall_attention, weights_in_smem=True)
+    monkeypatch.setattr(mosaic_gpu, "tall_attention", through_smem)
+
+
+def set_layout(monkeypatch, **layout):
+    config = LeanConfig(**{"num_ctas": 5, "block_kv": 64, "num_stages": 2} | layout)
+    monkeypatch.setattr(mosaic_gpu, "lean_config", lambda shape, is_static: config)
+
+
+@contextlib.contextmanager
+def interpreter():
+    """Yields the list of what was found in each kernel interpreted; JAX itself keeps the last kernel's races only."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+
+    kept = gpu_callbacks.GPURaceDetectionState
+    found = []
+    gpu_callbacks.GPURaceDetectionState = lambda *args, **kwargs: found.append(kept(*args, **kwargs)) or found[-1]
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield found
+    finally:
+        gpu_callbacks.GPURaceDetectionState = kept
+        interpret_pallas_call.reset_gpu_interpret_mode_state()  # a kernel that raised would spoil the next
+
+
+def has_race(call: Call, *, kernel: int = 0, or_is_unawaited: bool = False) -> bool:
+    """Whether the first kernel races, or the one named, or arrives twice where nobody has waited. JAX 0.12 raises a
+    race; what else it raises is none."""
+    error = ""
+    with interpreter() as found:
+        try:
+            jax.block_until_ready(jax.jit(call.run)(*call.inputs()))
+        except jax.errors.JaxRuntimeError as raised:
+            error = str(raised)
+    is_unawaited = "no threads observed phase" in error
+    is_found = any(races.races_found for races in found[kernel : kernel + 1])  # not there if the one before raised
+    return is_found or "RACE DETECTED" in error or (or_is_unawaited and is_unawaited)
+
+
+def interpreted(call: Call, num_kernels: int = 2):
+    """The result of `call`, in which no race may be found."""
+    with interpreter() as found:
+        state = jax.block_until_ready(jax.jit(call.run)(*call.inputs()))
+    assert [races.races_found for races in found] == [False] * num_kernels
+    return state
+
+
+def check(call: Call, num_kernels: int = 2):
+    """Asserts that `call` is exact, has no race, and takes so many kernels."""
+    lengths = {"key_value_seq_lengths": np.array(call.valid)}
+    assert_attention(interpreted(call, num_kernels), *call.arrays(), **lengths, **call.options)

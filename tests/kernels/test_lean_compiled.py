@@ -1,0 +1,102 @@
+"""Kernels compiled ahead of time for Hopper (sm_90a): no register is spilled, and their CTAs fit an SM."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import sparq_cases
+from lean_cases import variants
+
+from tree_attn.kernels.sparq_attend import CTAS_PER_SM
+from tree_attn.local import mosaic_gpu
+
+WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
+REGISTERS_PER_SM = 65536
+REGISTER_UNIT = 8  # per thread, as the hardware hands them out
+THREADS = {
+    "lean_attention": 2 * 128,
+    "tall_attention": 3 * 128,
+    "sparq_components": 128,
+    "sparq_select": 128,
+    "sparq_best": 128,
+    "sparq_attend": 128,
+}  # of a CTA
+MOST_OF_MERGE = 168  # registers; its CTAs are small, and come and go
+
+pytestmark = pytest.mark.skipif(
+    WHEELS is None,
+    reason="runs with TREE_ATTN_TEST_CUDA_WHEELS=DIR, where pip install --no-deps --target DIR has put "
+    "jax-cuda12-plugin and jax-cuda12-pjrt of JAX's version, and nvidia-cuda-nvcc-cu12",
+)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What ptxas said of each variant: `{call: (CTAs per SM, {kernel: (registers, spilled bytes)})}`."""
+    script = pathlib.Path(__file__).with_name("compile_lean.py")
+    path = os.pathsep.join([WHEELS, *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,  # it takes three minutes of a core that it has for itself
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return parsed(done.stdout)
+
+
+def parsed(output: str):
+    said, result = {}, {}
+    for line in output.splitlines():
+        if entry := re.search(r"Function properties for (\w+?)_mosaic_gpu_kernel", line):
+            kernel = entry[1]
+        elif spills := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spilled = int(spills[1]) + int(spills[2])
+        elif used := re.search(r"Used (\d+) registers", line):
+            said[kernel] = int(used[1]), spilled
+        elif line.startswith("{"):
+            variant = json.loads(line)
+            result[variant["call"]], said = (variant["ctas_per_sm"], said), {}
+    return result
+
+
+def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
+    registers, spilled = kernel
+    handed_out = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+    per_sm = handed_out * THREADS[name] * ctas_per_sm
+    assert per_sm <= REGISTERS_PER_SM, f"{ctas_per_sm} CTAs of {name} per SM at {registers} registers"
+    assert spilled == 0, name
+
+
+@pytest.mark.parametrize("call", variants(), ids=str)
+def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
+    ctas_per_sm, kernels = compiled[str(call)]
+    name = "tall_attention" if mosaic_gpu._is_tall(call.queries, call.group) else "lean_attention"
+    assert_fits(name, kernels[name], ctas_per_sm)
+
+
+@pytest.mark.parametrize("call", sparq_cases.COMPILED, ids=str)
+def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
+    _, kernels = compiled[f"sparq {call}"]
+    assert "sparq_select" in kernels
+    for name, ctas_per_sm in {
+        "sparq_select": 3 if call.slots <= 4096 else 2,
+        "sparq_components": 6,
+        "sparq_best": 3,
+        "sparq_attend": CTAS_PER_SM,
+    }.items():
+        if name in kernels:  # of equal ones JAX compiles one
+            assert_fits(name, kernels[name], ctas_per_sm)
+
+
+def test_no_merge_spills(compiled):
+    merges = [kernel for _, kernels in compiled.values() for name, kernel in kernels.items() if "merge" in name]
+    assert len(merges) > 10  # of equal ones JAX compiles one
+    assert {spilled for _, spilled in merges} == {0}
+    assert max(registers for registers, _ in merges) <= MOST_OF_MERGE

@@ -1,0 +1,177 @@
+"""Reading GGUF: a file written here is read back, and what is damaged or another model is refused."""
+
+import dataclasses
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tree_attn.models.llama import Llama, Llama3RopeScaling
+from tree_attn.models.llama.checkpoint import gguf as llama_gguf
+from tree_attn.models.llama.checkpoint.gguf import GGUFFile, from_gguf, read_config
+from tree_attn.models.llama.checkpoint.safetensors import CheckpointError
+from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.rope import frequency_divisors
+
+gguf = pytest.importorskip("gguf", reason="needs gguf: pip install 'tree-attn[demo]'")
+
+
+def pairs_together(heads: np.ndarray) -> np.ndarray:
+    """Puts rows half a head apart next to each other, as converters to GGUF do: the inverse of reading."""
+    num_heads, head_dim, hidden_size = heads.shape
+    return heads.reshape(num_heads, 2, head_dim // 2, hidden_size).swapaxes(1, 2).reshape(-1, hidden_size)
+
+
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def write_gguf(
+    path, model: Llama, *, metadata=(), tensors=(), without=(), architecture="llama", is_quantized=False
+) -> None:
+    """Writes a model; `metadata` and `tensors` are added or replace, `without` names tensors that are left out."""
+    config: LlamaConfig = model.config
+    values = {
+        "llama.block_count": config.num_layers,
+        "llama.context_length": config.max_position,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_heads,
+        "llama.attention.head_count_kv": config.num_kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": config.rope_theta,
+        "llama.vocab_size": config.vocab_size,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        **dict(metadata),
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(key, value)
+    for name, tensor in {**checkpoint_tensors(model), **dict(tensors)}.items():
+        if name not in without:
+            if is_quantized and tensor.ndim == 2:
+                writer.add_tensor(name, gguf.quants.quantize(tensor, Q8_0), raw_dtype=Q8_0)
+            else:
+                writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def checkpoint_tensors(model: Llama) -> dict[str, np.ndarray]:
+    attention, mlp = model.layers.attention, model.layers.mlp
+    tensors = {
+        "token_embd.weight": model.embedding[...],
+        "output_norm.weight": model.final_norm.scale[...],
+        "output.weight": model.head[...],
+    }
+    for i in range(model.config.num_layers):
+        hidden_size = model.config.hidden_size
+        group = model.config.group_size
+        of_kv_heads = np.asarray(attention.query_key_value[...][i])
+        query = of_kv_heads[:, :group].reshape(-1, model.config.head_dim, hidden_size)
+        layer = {
+            "attn_norm": model.layers.attention_norm.scale[...][i],
+            "attn_q": pairs_together(query),
+            "attn_k": pairs_together(of_kv_heads[:, group]),
+            "attn_v": of_kv_heads[:, group + 1].reshape(-1, hidden_size),
+            "attn_output": attention.output[...][i].reshape(hidden_size, -1),
+            "ffn_norm": model.layers.mlp_norm.scale[...][i],
+            "ffn_gate": mlp.gate_up[...][i, 0],
+            "ffn_up": mlp.gate_up[...][i, 1],
+            "ffn_down": mlp.down[...][i],
+        }
+        tensors |= {f"blk.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+    return {name: np.asarray(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "num_devices, is_quantized, cut",
+    [(1, False, {}), (2, False, {}), (8, False, {}), (2, True, {}), (8, True, {"kv_head_dim": "sequence"})],
+)
+def test_a_model_written_as_gguf_is_read_back(
+    tmp_path, tiny_model, tiny_config, sharding_over, num_devices, is_quantized, cut
+):
+    written = tiny_model(1)
+    write_gguf(tmp_path / "tiny.gguf", written, is_quantized=is_quantized)
+    file = GGUFFile(tmp_path / "tiny.gguf")
+    # Metadata is float32.
+    assert read_config(file) == dataclasses.replace(tiny_config, rms_norm_eps=float(np.float32(1e-5)))
+    sharding = dataclasses.replace(sharding_over(tiny_config, num_devices), **cut)
+    read = Llama(tiny_config, sharding, from_gguf(file, sharding, jnp.float32))
+    for name, expected in checkpoint_tensors(written).items():
+        if is_quantized and expected.ndim == 2:
+            expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q8_0), Q8_0)
+        np.testing.assert_array_equal(checkpoint_tensors(read)[name], expected, err_msg=name)
+
+
+def test_of_kernels_that_lie_together_each_device_reads_its_rows_of_each_tensor(
+    tmp_path, tiny_model, tiny_config, sharding_over, monkeypatch
+):
+    write_gguf(tmp_path / "tiny.gguf", tiny_model(1))
+    read, rows = [], GGUFFile.rows
+    monkeypatch.setattr(GGUFFile, "rows", lambda file, name, of: read.append((name, len(of))) or rows(file, name, of))
+    file, sharding = GGUFFile(tmp_path / "tiny.gguf"), sharding_over(tiny_config, 2)
+    Llama(tiny_config, sharding, from_gguf(file, sharding, jnp.float32))
+    for name, num_rows in {"attn_q": 32, "attn_k": 16, "attn_v": 16, "ffn_gate": 64, "ffn_up": 64}.items():
+        assert [count for of, count in read if of == f"blk.1.{name}.weight"] == [num_rows // 2] * 2
+
+
+def test_quantized_tensors_are_dequantized_row_by_row(smollm2_path):
+    file = GGUFFile(smollm2_path)
+    name = "blk.3.ffn_up.weight"
+    tensor = file.tensors[name]
+    assert tensor.tensor_type.name == "Q4_1"
+    whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    assert whole.shape == (1536, 576)
+    np.testing.assert_array_equal(file.rows(name, slice(192, 384)), whole[192:384])
+
+
+def test_the_scaling_of_llama_3_is_found_from_its_table(tmp_path, tiny_model, tiny_config):
+    scaling = Llama3RopeScaling(factor=32.0)
+    frequencies = 500000.0 ** (-np.arange(0, tiny_config.head_dim, 2) / tiny_config.head_dim)
+    table = {"rope_freqs.weight": frequency_divisors(frequencies, scaling).astype(np.float32)}
+    write_gguf(tmp_path / "scaled.gguf", tiny_model(1), metadata={"llama.rope.freq_base": 500000.0}, tensors=table)
+    assert read_config(GGUFFile(tmp_path / "scaled.gguf")).rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "qwen2"}, "general.architecture='qwen2': must be 'llama'"),
+        ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts are not supported"),
+        ({"metadata": {"llama.rope.dimension_count": 4}}, "llama.rope.dimension_count=4: must be 8"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type='yarn'"),
+        ({"tensors": {"rope_freqs.weight": np.float32([1, 2, 3, 4])}}, "rope_freqs.weight is not the scaling"),
+        ({"without": ["blk.1.ffn_up.weight"]}, "wrong.gguf: tensor blk.1.ffn_up.weight is missing"),
+        (
+            {"tensors": {"blk.0.ffn_up.weight": np.zeros((32, 64), np.float32)}},
+            r"tensor blk.0.ffn_up.weight has shape \[32, 64\]; the configuration needs \[64, 32\]",
+        ),
+    ],
+)
+def test_another_model_is_refused_by_key_or_tensor(tmp_path, tiny_model, sharding_over, changes, message):
+    write_gguf(tmp_path / "wrong.gguf", tiny_model(1), **changes)
+    file = GGUFFile(tmp_path / "wrong.gguf")
+    with pytest.raises(CheckpointError, match=message):
+        config = read_config(file)
+        Llama(config, sharding_over(config, 1), from_gguf(file, sharding_over(config, 1), jnp.float32))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 100, 20_000])
+def test_a_truncated_file_is_refused(tmp_path, tiny_model, num_bytes):
+    path = tmp_path / "cut.gguf"
+    write_gguf(path, tiny_model(1))
+    assert path.stat().st_size > 20_000
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(CheckpointError, match=r"cut.gguf: truncated or not GGUF"):
+        GGUFFile(path)
+
+
+def test_without_the_gguf_package_it_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'tree-attn\[demo\]'"):
+        llama_gguf.GGUFFile(tmp_path / "model.gguf")

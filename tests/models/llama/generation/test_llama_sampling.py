@@ -1,0 +1,62 @@
+"""Choosing tokens: greedy ties, and which tokens each option can draw."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tree_attn.models.llama import Sampling
+from tree_attn.models.llama.generation.sampling import choose
+
+KEY = jax.random.key(0)
+
+
+def draws(sampling: Sampling, logits, count: int = 400) -> np.ndarray:
+    """Tokens drawn from one row of logits under `count` keys."""
+    return np.asarray(choose(jnp.tile(jnp.asarray(logits), (count, 1)), sampling, jax.random.split(KEY, count)))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 8])
+def test_greedy_in_pieces_is_argmax_and_ties_go_to_the_lowest_token(num_shards):
+    logits = jnp.round(4 * jax.random.normal(jax.random.key(1), (64, 16)))
+    expected = np.argmax(np.asarray(logits), axis=-1)
+    assert (np.sum(np.asarray(logits) == np.max(np.asarray(logits), -1, keepdims=True), -1) > 1).any()
+    np.testing.assert_array_equal(choose(logits, Sampling(), jax.random.split(KEY, 64), num_shards), expected)
+
+
+def test_top_k_draws_only_the_k_most_likely():
+    assert set(draws(Sampling(temperature=2.0, top_k=2), [0.0, 3.0, 1.0, 2.9])) == {1, 3}
+
+
+def test_top_k_above_the_vocabulary_is_all_of_it():
+    assert set(draws(Sampling(temperature=5.0, top_k=100), [0.0, 0.1, 0.2])) == {0, 1, 2}
+
+
+def test_top_p_draws_the_fewest_tokens_that_reach_p():
+    logits = np.log([0.5, 0.3, 0.15, 0.05]).astype(np.float32)
+    assert set(draws(Sampling(temperature=1.0, top_p=0.7), logits)) == {0, 1}
+    assert set(draws(Sampling(temperature=1.0, top_p=0.4), logits)) == {0}
+    assert set(draws(Sampling(temperature=1.0, top_p=1.0), logits)) == {0, 1, 2, 3}
+
+
+def test_temperature_draws_in_proportion():
+    logits = np.log([0.8, 0.2]).astype(np.float32)
+    assert np.mean(draws(Sampling(temperature=1.0), logits, 4000)) == pytest.approx(0.2, abs=0.03)
+    # At half the temperature probabilities are squared: 0.04 / 0.68.
+    assert np.mean(draws(Sampling(temperature=0.5), logits, 4000)) == pytest.approx(0.059, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)

@@ -1,0 +1,91 @@
+"""Prefix trees in plain integers: nothing is lost, nothing that pays is held twice."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tree_attn.models.llama.generation.prefix_tree import MIN_SHARED_KEYS, Node, share, unshared
+
+PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8)
+
+
+def paths(tree):
+    """For each row the nodes on its path, the root's first."""
+    rows = range(len(tree.remainders))
+    return [[node for level in tree.levels for node in level if row in node.rows] for row in rows]
+
+
+@given(prompts=PROMPTS, min_shared=st.integers(1, 12))
+def test_a_path_and_its_remainder_are_the_prompt(prompts, min_shared):
+    tree = share(prompts, min_shared)
+    for prompt, path, remainder in zip(prompts, paths(tree), tree.remainders, strict=True):
+        assert [*itertools.chain.from_iterable(node.tokens for node in path), *remainder] == prompt
+        assert remainder
+    for depth, level in enumerate(tree.levels):
+        rows = [row for node in level for row in node.rows]
+        assert level and len(set(rows)) == len(rows)
+        for node in level:
+            assert len(node.tokens) * (len(node.rows) - 1) >= min_shared
+            assert not depth or any(set(node.rows) <= set(above.rows) for above in tree.levels[depth - 1])
+
+
+@given(prompts=PROMPTS, min_shared=st.integers(1, 12))
+def test_no_rows_hold_in_common_what_would_pay(prompts, min_shared):
+    """Of any rows that agree in their first tokens, those that no node holds for all of them save too little."""
+    tree = share(prompts, min_shared)
+    for end in range(1, 10):
+        groups = {}
+        for row, prompt in enumerate(prompts):
+            if len(prompt) > end:  # the last token is always a row's own
+                groups.setdefault(tuple(prompt[:end]), []).append(row)
+        for rows in groups.values():
+            held = sum(len(node.tokens) for node in paths(tree)[rows[0]] if set(rows) <= set(node.rows))
+            assert (end - held) * (len(rows) - 1) < min_shared
+
+
+@given(prompts=PROMPTS)
+def test_with_no_threshold_every_common_prefix_is_held_once(prompts):
+    tree = share(prompts, min_shared=1)
+    held = tree.num_shared + sum(map(len, tree.remainders))
+    assert held == len({tuple(p[:end]) for p in prompts for end in range(1, len(p))}) + len(prompts)
+    assert held + tree.num_saved == sum(map(len, prompts))
+
+
+def test_two_levels():
+    prompts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 7], [8]]
+    tree = share(prompts, min_shared=1)
+    assert tree.levels == ((Node(tokens=(1,), rows=(0, 1, 2)),), (Node(tokens=(2, 3), rows=(0, 1)),))
+    assert tree.remainders == ((4,), (5,), (7,), (8,))
+    assert tree.served == ((), (((0,),),), (((0, 1, 2),), ((0, 1),)))
+    assert (tree.num_shared, tree.num_saved, tree.num_slots) == (3, 4, 1 + 2 + 4)
+
+
+def test_what_does_not_pay_goes_to_the_nodes_below():
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7, 7, 7, 0], [1, 7, 7, 7, 3], [1, 9]]
+    assert share(prompts, min_shared=4).levels == ((Node(tokens=(1,), rows=(0, 1, 2, 3, 4)),),)
+    assert share(prompts[:4], min_shared=4).levels == (
+        (Node(tokens=(1, 2, 3, 4), rows=(0, 1)), Node(tokens=(1, 7, 7, 7), rows=(2, 3))),
+    )
+
+
+def test_equal_prompts_keep_their_last_token_to_themselves():
+    tree = share([[5, 6, 7]] * 3, min_shared=1)
+    assert tree.levels == ((Node(tokens=(5, 6), rows=(0, 1, 2)),),)
+    assert tree.remainders == ((7,),) * 3
+
+
+@pytest.mark.parametrize("num_samples, shared", [(2, 0), (3, 1)])
+def test_by_default_small_work_is_not_shared(num_samples, shared):
+    prompt = [0] * (MIN_SHARED_KEYS // 2 + 1)
+    assert len(share([prompt] * num_samples).levels) == shared
+
+
+def test_a_comb_branches_more_often_than_python_recurses():
+    prompts = [[0] * length + [1] for length in range(1100)]
+    assert len(share(prompts, min_shared=1).levels) > 1000
+
+
+def test_nothing_is_shared_of_one_prompt():
+    assert share([[1, 2, 3]], min_shared=1) == unshared([[1, 2, 3]])

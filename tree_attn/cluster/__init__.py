@@ -1,0 +1,1 @@
+"""Joins several processes into one program: detection, roll call, watchdog."""

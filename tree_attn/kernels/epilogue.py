@@ -1,0 +1,194 @@
+"""The exchange of `reduction="fused"` as the end of LeanAttention's kernel, whose parts of a state it merges first.
+
+The parts stay on their device, in words like those that travel: `tests/reduce/epilogue_model.py` says that every order
+in which CTAs run ends well.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, memref, scf
+
+from tree_attn.kernels import mlir as ops
+from tree_attn.kernels.exchange import (
+    LOWEST,
+    NUM_CTAS,
+    Buffers,
+    Place,
+    both_ways,
+    count_step,
+    locate,
+    merged_results,
+    step_number,
+)
+
+# Partials that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With more, a
+# kernel that ends so would need more than the 128 registers that let two CTAs share an SM.
+PARTIALS_AT_ONCE = 9
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """The exchange as the end of the kernel that makes partial states, so that a step is one launch.
+
+    Partials go to words of 8 bytes too, in this device's own buffer, which bear the step's number: who merges them
+    reads until it is there, and nobody need wait for a CTA, or for a copy to end. Each of `num_ctas` CTAs begins,
+    leaves its partials, if any, and ends, all in its first warpgroup; the first `NUM_CTAS` exchange, and wait for the
+    others' partials, which wait for nobody. So there must be room for one CTA more than `NUM_CTAS` at a time, which
+    nothing checks: a Hopper GPU has more SMs.
+
+    In all of them `rank_ref` is of `exchange`'s rank, or None.
+    """
+
+    buffers: Buffers
+    num_ctas: int
+
+    def begin(self, rank_ref):
+        """The number of the step, which the others take."""
+
+        def emit(place):
+            return mgpu.FragmentedArray.splat(step_number(self.buffers, place), (), is_signed=True)
+
+        return self._inline(emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+
+    def leave(self, rank_ref, step, partial, acc, top, total, columns: int) -> None:
+        """Partial number `partial`: `acc [Hp, cols]`, `top` and `total [cols]` of the product's layout.
+
+        Of `cols` those from `columns` on are padding, and left out.
+        """
+        head_dim = acc.shape[0]
+
+        def emit(place, step, partial, *state):
+            step, partial = step.registers.item(), partial.registers.item()
+            thread, index = gpu.thread_id(gpu.Dimension.x), ir.IndexType.get()
+            first = _partial_words(self.buffers, place, arith.index_cast(index, partial), head_dim, columns)
+            at = functools.partial(arith.constant, index)
+
+            def store(x, dim, column, is_mine=None):
+                wanted = arith.cmpi(arith.CmpIPredicate.ult, column, at(columns))
+                with mgpu.when(wanted if is_mine is None else arith.andi(wanted, is_mine)):
+                    word = arith.addi(arith.muli(dim, at(columns)), column)
+                    ops.send(ops.plus(first, ops.words(word)), x, step)
+
+            of_dims, *of_columns = state
+            of_dims.foreach(lambda x, where: store(x, *where))
+            # All threads have them, the first four for all columns.
+            is_mine = arith.cmpi(arith.CmpIPredicate.ult, thread, at(4))
+            for i, x in enumerate(of_columns):
+                x.foreach(lambda x, where, i=i: store(x, at(head_dim + i), *where, is_mine))
+
+        per_column = plgpu.Layout.WGMMA.reduce(0)
+        self._inline(
+            emit, rank_ref, (step, _SCALAR), (partial, _SCALAR), (acc, plgpu.Layout.WGMMA), (top, per_column),
+            (total, per_column),
+        )  # fmt: skip
+
+    def end(self, rank_ref, step, spans_ref, out_ref, lse_ref, padded_head_dim: int) -> None:
+        """Exchanges: `spans_ref` of which partials are of a row, and `out_ref`, `lse_ref` of the results."""
+
+        def emit(place, step, spans_ref, out_ref, lse_ref):
+            step = step.registers.item()
+            cta = gpu.block_id(gpu.Dimension.x)
+            exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, arith.constant(ir.IndexType.get(), NUM_CTAS))
+            with mgpu.when(exchanges):
+                words = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
+                purpose = _merging_partials(words, padded_head_dim, self.num_ctas, step, spans_ref, out_ref, lse_ref)
+                for way in both_ways(*purpose, self.buffers, place, step):
+                    way()
+            count_step(self.buffers, place, step, self.num_ctas)
+
+        refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
+        self._inline(emit, rank_ref, (step, _SCALAR), *refs)
+
+    def _inline(self, emit, rank_ref, *given, returned=None):
+        given = ([] if rank_ref is None else [(rank_ref, plgpu.RefType())]) + list(given)
+
+        @plgpu.inline_mgpu(arg_types=tuple(kind for _, kind in given), return_type=returned)
+        def emitted(_, *values):
+            if rank_ref is None:
+                return emit(locate(self.buffers, None), *values)
+            return emit(locate(self.buffers, values[0]), *values[1:])
+
+        return emitted(*(value for value, _ in given))
+
+
+def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):
+    """States of which each row's parts are still to be merged: every thread does so for its element.
+
+    `words(partial, columns=...)` is the address of a partial's words; each is read until it bears the number of `step`.
+    """
+    i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
+    at = functools.partial(arith.constant, index)
+    real = functools.partial(arith.constant, f32)
+    count, place, receive = merged_results(merged_ref, merged_lse_ref)
+    rows, columns, _ = ir.MemRefType(merged_ref.type).shape
+    at_once = min(-(-num_ctas // rows) + 1, PARTIALS_AT_ONCE)
+
+    def sent(element):
+        row, column, dim, is_lse = place(element)
+        first, end = (arith.index_cast(index, memref.load(spans_ref, [row, at(i)])) for i in range(2))
+        loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
+        with ir.InsertionPoint(loop.body):
+            top, total, acc = loop.inner_iter_args
+            are_parts, addresses = [], []
+            for i in range(at_once):
+                partial = arith.addi(loop.induction_variable, at(i))
+                are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, partial, end))
+                of_partial = words(partial, columns=columns)
+                three = (arith.addi(arith.muli(d, at(columns)), column) for d in (at(head_dim), at(head_dim + 1), dim))
+                addresses.append([ops.plus(of_partial, ops.words(word)) for word in three])
+            until = scf.WhileOp([ops.i64()] * 3 * at_once, [])
+            with ir.InsertionPoint(until.before.blocks.append()):
+                found = [ops.load_relaxed(address) for three in addresses for address in three]
+                is_missing = arith.constant(i1, 0)
+                for i, word in enumerate(found):
+                    number = arith.trunci(ops.i32(), arith.shrui(word, ops.constant(32)))
+                    is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
+                    is_missing = arith.ori(is_missing, arith.andi(is_old, are_parts[i // 3]))
+                scf.ConditionOp(is_missing, found)
+            with ir.InsertionPoint(until.after.blocks.append(*[ops.i64()] * 3 * at_once)):
+                scf.YieldOp([])
+            payloads = [arith.bitcast(f32, arith.trunci(ops.i32(), word)) for word in until.results]
+            nothing = (real(LOWEST), real(0.0), real(0.0))
+            parts = [
+                [arith.select(is_part, x, other) for x, other in zip(payloads[3 * i : 3 * i + 3], nothing)]
+                for i, is_part in enumerate(are_parts)
+            ]
+            scf.YieldOp(_folded(parts, top, total, acc))
+        return _finished(*loop.results, is_lse)
+
+    return count, sent, receive
+
+
+def _folded(parts, top, total, acc):
+    """Unnormalised `(top, total, acc)` with those of `parts`."""
+    new_top = functools.reduce(arith.maximumf, [part_top for part_top, _, _ in parts], top)
+    decay = ops.exp2(arith.subf(top, new_top))
+    total, acc = arith.mulf(total, decay), arith.mulf(acc, decay)
+    for part_top, part_total, part_acc in parts:
+        decay = ops.exp2(arith.subf(part_top, new_top))
+        total = arith.addf(total, arith.mulf(decay, part_total))
+        acc = arith.addf(acc, arith.mulf(decay, part_acc))
+    return new_top, total, acc
+
+
+def _finished(top, total, acc, is_lse):
+    """What an element of `out` or of lse is of a merged row."""
+    real = functools.partial(arith.constant, ir.F32Type.get())
+    is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, real(0.0))
+    lse = arith.mulf(arith.addf(top, ops.log2(total)), real(math.log(2)))
+    lse = arith.select(is_empty, real(-math.inf), lse)
+    return arith.select(is_lse, lse, arith.select(is_empty, real(0.0), arith.divf(acc, total)))
+
+
+def _partial_words(buffers: Buffers, place: Place, partial, head_dim: int, columns: int):
+    """Address of the words of a partial: for each of `head_dim` head dims, then max and sum, `columns` of them."""
+    size = ops.constant((head_dim + 2) * columns * ops.WORD_BYTES)
+    offset = arith.muli(arith.index_cast(ops.i64(), partial), size)
+    return ops.plus(place.own, ops.constant(buffers.partials_offset), offset)

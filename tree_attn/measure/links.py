@@ -1,0 +1,127 @@
+"""How fast devices exchange data: bare transfers, which no ring can beat, and small collectives."""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from tree_attn.measure.latency import latency_us
+
+TRANSFER_CHUNK_BYTES = 64 * 1024
+
+
+def spread_transfers() -> None:
+    """Has NCCL spread a transfer to a neighbour over more channels, so that rings run at the link's rate from 40 MB on.
+
+    Of p GPUs of a host NCCL gives a transfer 32 / p channels of some 20 GB/s each, and doubles them only while each has
+    more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send: 16 MB by default (its `addP2pToPlan`), so that 42 MB between
+    eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB each channel has 2 MB at the most. On
+    four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 2 %
+    (docs/log.md). Call it before JAX starts its devices; what the environment says already stays.
+
+    Example:
+        >>> spread_transfers()  # then ring_decode, ring_attention
+    """
+    os.environ.setdefault("NCCL_P2P_NVL_CHUNKSIZE", str(TRANSFER_CHUNK_BYTES))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Level:
+    """What the links along one mesh axis do, all groups of that axis at once; medians.
+
+    Attributes:
+        axis: name of the mesh axis.
+        size: devices along it.
+        sum_us, gather_us: one all-reduce and one all-gather of 4 kB per device, in a chain of dependent ones.
+        neighbour_gb_per_s: see `neighbour_gb_per_s`.
+    """
+
+    axis: str
+    size: int
+    sum_us: float
+    gather_us: float
+    neighbour_gb_per_s: float
+
+
+def measure_levels(mesh: Mesh, num_bytes: int | None = None) -> list[Level]:
+    """Times the links along every axis of more than one device, fastest axis first.
+
+    Args:
+        num_bytes: size of one transfer to a neighbour, as for `neighbour_gb_per_s`.
+
+    Example:
+        >>> measure_levels(make_mesh(("device", "node")))
+    """
+    return [
+        Level(
+            axis=axis,
+            size=mesh.shape[axis],
+            sum_us=_collective_us(mesh, lambda x, axis=axis: jax.lax.pmean(x, axis)),
+            gather_us=_collective_us(mesh, lambda x, axis=axis: jax.lax.all_gather(x, axis)[0]),
+            neighbour_gb_per_s=neighbour_gb_per_s(mesh, num_bytes, axis_name=axis),
+        )
+        for axis in reversed(mesh.axis_names)
+        if mesh.shape[axis] > 1
+    ]
+
+
+def _collective_us(mesh: Mesh, collective) -> float:
+    """The median time of `collective`, [1, 1024] -> [1, 1024] float32 on each device, from chains of them."""
+    axes = tuple(mesh.axis_names)
+    shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
+    whole = jax.jit(shard_map(lambda: jnp.ones((1, 1024), jnp.float32), in_specs=()))()
+    long_chain = None if _is_emulated(mesh) else 64
+    return latency_us(shard_map(collective, in_specs=P(axes)), whole, chain=16, long_chain=long_chain).median_us
+
+
+def _is_emulated(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def neighbour_gb_per_s(
+    mesh: Mesh, num_bytes: int | None = None, n_iters: int = 10, axis_name: str | None = None
+) -> float | None:
+    """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
+
+    From chains of `ppermute`s, each sending what the one before received, as `measure.latency_us` times them.
+
+    Args:
+        axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
+        num_bytes: size of one transfer; default 256 MB, and 4 MB between emulated devices. A device holds a few such
+            buffers meanwhile.
+
+    Returns:
+        GB/s, or None where there is one device.
+
+    Example:
+        >>> neighbour_gb_per_s(make_mesh({"device": 8}))
+    """
+    axes = tuple(mesh.axis_names)
+    ring = axes if axis_name is None else axis_name
+    ring_size = mesh.devices.size if axis_name is None else mesh.shape[axis_name]
+    if ring_size == 1:
+        return None
+    is_emulated = _is_emulated(mesh)
+    if num_bytes is None:
+        num_bytes = 4_000_000 if is_emulated else 256_000_000
+    num_hops = 2 if is_emulated else 16
+    permutation = [(i, (i + 1) % ring_size) for i in range(ring_size)]
+    num_elements = max(1, num_bytes // 4)
+
+    def send(x):
+        for _ in range(num_hops):  # unrolled: a loop of single hops would copy each arrival into its carry
+            x = jax.lax.ppermute(x, ring, permutation)
+        return x
+
+    def fill():
+        return jnp.full((1, num_elements), jax.lax.axis_index(axes), jnp.float32)
+
+    shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
+    whole = jax.jit(shard_map(fill, in_specs=()))()
+    long_chain = None if is_emulated else 4
+    timing = latency_us(shard_map(send, in_specs=P(axes)), whole, n_iters=n_iters, long_chain=long_chain)
+    return num_hops * num_elements * 4 / timing.median_us / 1e3
