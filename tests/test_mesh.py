@@ -70,7 +70,7 @@ def test_devices_by_node(monkeypatch):
     assert by_node(devices) == {"a": [*devices[:2], devices[3]], "b": [devices[2], devices[4]]}
     monkeypatch.setattr("tree_attn.cluster.join.current", lambda: None)
     monkeypatch.setattr("jax.process_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"call tree_attn\.distributed\.initialize"):
+    with pytest.raises(ValueError, match=r"call tree_attn\.initialize"):
         by_node(devices)
 
 
