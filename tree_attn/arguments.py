@@ -87,6 +87,14 @@ def one_of(name: str, given, allowed) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
 
 
+def check_integer(name: str, given, *, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless `given` is an integer from `least` to `most`."""
+    is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not is_integer or given < least or (most is not None and given > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
+
+
 def check_arrays(query, key, value) -> None:
     """Raises ValueError or TypeError unless query `[B, T, N, H]`, key and value `[B, S, K, H]` belong together."""
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, merge_states, reference, sparq_decode, storage_order
 from tree_attn import sparq as sparse
-from tree_attn.cost import predict as cost_model
 from tree_attn.measure import hlo
+from tree_attn.sparq.transfers import sparq_transfer_elements
 
 B, S, H = 2, 24, 16
 LENGTHS = np.array([24, 13], np.int32)
@@ -196,7 +196,7 @@ def test_what_is_read_is_equation_11():
     read = gathered_elements(functools.partial(sparq_decode, implementation="xla", **how), query, key, value)
     small = B * 2 * 5  # r components of q
     mean_and_writes = 4 * H
-    per_head = cost_model.sparq_transfer_elements(num_keys=S, head_dim=H, num_components=5, num_kept=7)
+    per_head = sparq_transfer_elements(num_keys=S, head_dim=H, num_components=5, num_kept=7)
     assert read - small == B * 2 * (per_head - mean_and_writes)
 
 

@@ -227,13 +227,13 @@ def _row(args, config, place, group: tuple, method, ratio: int, scores: list[flo
     import jax
     import jax.numpy as jnp
 
-    from tree_attn.cost import predict as cost_model
     from tree_attn.measure import latency as measure
     from tree_attn.models.llama.evaluation.tasks import TASKS
+    from tree_attn.sparq import transfers
 
     task, sizes, depth = group
     elements = method.transfer_elements(sizes.context, config.head_dim)
-    dense = cost_model.dense_transfer_elements(num_keys=sizes.context, head_dim=config.head_dim)
+    dense = transfers.dense_transfer_elements(num_keys=sizes.context, head_dim=config.head_dim)
     cache_dtype = jnp.dtype(args.cache_dtype or place.dtype)
     ablation = {name: value for name, value in _ablation(method).items() if value is not None}
     return ({} if depth is None else {"depth_percent": depth}) | ablation | {

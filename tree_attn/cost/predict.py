@@ -34,46 +34,6 @@ LEVELS = ("allreduce", "gather", "fused")  # what can be a level of a hierarchic
 Reduction = str | tuple[str, ...]
 
 
-def dense_transfer_elements(*, num_keys: int, head_dim: int) -> int:
-    """SparQ Attention, equation 3, elements that dense attention moves per KV head and step: `2 S d_h + 2 d_h`.
-
-    K and V are read, one key and one value written.
-    """
-    _check_positive(num_keys=num_keys, head_dim=head_dim)
-    return 2 * num_keys * head_dim + 2 * head_dim
-
-
-def sparq_transfer_elements(*, num_keys: int, head_dim: int, num_components: int, num_kept: int) -> int:
-    """SparQ Attention, equation 11: `S r + 2 k d_h + 4 d_h`.
-
-    r components of every key, k keys and values whole; a key and a value are written, the mean is read and written.
-
-    Example:
-        >>> sparq_transfer_elements(num_keys=4096, head_dim=128, num_components=32, num_kept=128)
-        164352
-    """
-    _check_positive(num_keys=num_keys, head_dim=head_dim, num_components=num_components, num_kept=num_kept)
-    return num_keys * num_components + 2 * num_kept * head_dim + 4 * head_dim
-
-
-def h2o_transfer_elements(*, num_keys: int, head_dim: int, num_kept: int) -> int:
-    """SparQ Attention, appendix G, for H2O: `2 k d_h + 2 d_h + 2 S`; the last are its scores, read and written."""
-    _check_positive(num_keys=num_keys, head_dim=head_dim, num_kept=num_kept)
-    return 2 * num_kept * head_dim + 2 * head_dim + 2 * num_keys
-
-
-def lm_infinite_transfer_elements(*, head_dim: int, num_kept: int) -> int:
-    """SparQ Attention, appendix G, for LM-Infinite: `2 k d_h + 2 d_h`."""
-    _check_positive(head_dim=head_dim, num_kept=num_kept)
-    return 2 * num_kept * head_dim + 2 * head_dim
-
-
-def flexgen_transfer_elements(*, num_keys: int, head_dim: int, num_kept: int) -> int:
-    """SparQ Attention, appendix G, for FlexGen's top-k: `S d_h + k d_h + 2 d_h`; all of K is read."""
-    _check_positive(num_keys=num_keys, head_dim=head_dim, num_kept=num_kept)
-    return num_keys * head_dim + num_kept * head_dim + 2 * head_dim
-
-
 def ring_memory_elements(*, b: int, t: int, d: int, d_kv: int | None = None) -> int:
     """Equation 8, peak memory of Ring Attention per device in elements: `4 b t d + 2 b d` (GQA: `4 b t d_kv + 2 b d`).
 

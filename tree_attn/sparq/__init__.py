@@ -18,12 +18,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AttentionOptions, check_arrays, default_scale, one_of
+from tree_attn.arguments import AttentionOptions, check_arrays, check_integer, default_scale, one_of
 from tree_attn.kernels import sparq_attend as sparq_attend_kernel
 from tree_attn.kernels import sparq_select as sparq_kernel
 from tree_attn.kernels import sparq_shape as sparq_layout
@@ -65,20 +64,13 @@ class SparqOptions:
         one_of("score_temperature", self.score_temperature, SCORE_TEMPERATURES)
         one_of("selection", self.selection, SELECTIONS)
         one_of("reallocate", self.reallocate, (None, True, False))
-        _check_integer("num_components", self.num_components, least=1)
-        _check_integer("num_keys", self.num_keys, least=1)
-        _check_integer("local_window", self.local_window, least=0, most=self.num_keys)
+        check_integer("num_components", self.num_components, least=1)
+        check_integer("num_keys", self.num_keys, least=1)
+        check_integer("local_window", self.local_window, least=0, most=self.num_keys)
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raises ValueError if `num_components` is more than the components that there are."""
-        _check_integer("num_components", self.num_components, least=1, most=head_dim)
-
-
-def _check_integer(name: str, given, *, least: int, most: int | None = None) -> None:
-    is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not is_integer or given < least or (most is not None and given > most):
-        upper = "" if most is None else f" and at most {most}"
-        raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
+        check_integer("num_components", self.num_components, least=1, most=head_dim)
 
 
 def sparq_decode(

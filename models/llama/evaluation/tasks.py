@@ -21,13 +21,12 @@ from jax.typing import DTypeLike
 
 from tree_attn import SparqOptions, attend
 from tree_attn.cache import KVCache
-from tree_attn.cost import predict as cost_model
 from tree_attn.models.llama.attention import by_name, empty_cache
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
 from tree_attn.models.llama.evaluation.baselines import flexgen_decode, h2o_decode, key_scores, lm_infinite_decode
 from tree_attn.models.llama.model import Llama
 from tree_attn.models.llama.sharding import LlamaSharding
-from tree_attn.sparq import SCORE_TEMPERATURES
+from tree_attn.sparq import SCORE_TEMPERATURES, transfers
 
 MIN_PASSAGE = 128  # tokens of a context that must be text beside what a task adds to it
 TOKENS_AT_ONCE = 32  # of a tail, so that the keys that SparQ gathers for each of them fit
@@ -61,16 +60,16 @@ class Method:
         """Elements moved per KV head and step at a length, by the paper's equations 3 and 11 and appendix G."""
         sizes = dict(num_keys=num_keys, head_dim=head_dim)
         if self.name == "dense":
-            return cost_model.dense_transfer_elements(**sizes)
+            return transfers.dense_transfer_elements(**sizes)
         if self.is_sparq:
-            return cost_model.sparq_transfer_elements(
+            return transfers.sparq_transfer_elements(
                 num_components=self.num_components, num_kept=self.num_keys, **sizes
             )
         if self.name == "h2o":
-            return cost_model.h2o_transfer_elements(num_kept=self.num_keys, **sizes)
+            return transfers.h2o_transfer_elements(num_kept=self.num_keys, **sizes)
         if self.name == "flexgen":
-            return cost_model.flexgen_transfer_elements(num_kept=self.num_keys, **sizes)
-        return cost_model.lm_infinite_transfer_elements(head_dim=head_dim, num_kept=self.num_keys)
+            return transfers.flexgen_transfer_elements(num_kept=self.num_keys, **sizes)
+        return transfers.lm_infinite_transfer_elements(head_dim=head_dim, num_kept=self.num_keys)
 
     def attend(self, query, cache: KVCache, layer, lengths, scores):
         """`(out, scores)` of the last T queries, causal, as `Attention.decode`; `scores` is what H2O keeps."""
@@ -118,7 +117,7 @@ def methods_for(ratio: float, num_keys: int, head_dim: int, num_kept: int) -> li
       >>> [method.name for method in methods_for(1 / 4, num_keys=1024, head_dim=64, num_kept=64)]
       ['sparq', 'sparq_mean', 'h2o', 'lm_infinite']
     """
-    target = ratio * cost_model.dense_transfer_elements(num_keys=num_keys, head_dim=head_dim)
+    target = ratio * transfers.dense_transfer_elements(num_keys=num_keys, head_dim=head_dim)
     nearest = lambda make, budgets: min(
         map(make, budgets), key=lambda method: abs(method.transfer_elements(num_keys, head_dim) - target)
     )
