@@ -1,0 +1,126 @@
+"""What an installation puts where: one top-level package, beside which a user's own `models` folder goes on working."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+USER_MODEL = "WHOSE = 'the user'\n"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> pathlib.Path:
+    """A copy of what is built, so that building leaves nothing in the repository."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for folder in ("tree_attn", "models", "ring_baseline"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy / file)
+    return copy
+
+
+def build(checkout: pathlib.Path, hook: str, folder: pathlib.Path) -> pathlib.Path:
+    """Builds by setuptools' hook `build_wheel` or `build_editable` (PEP 517, PEP 660), as pip does."""
+    code = f"import setuptools.build_meta as build; print(build.{hook}({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module", params=["build_wheel", "build_editable"])
+def installed(request, checkout, tmp_path_factory):
+    """Returns the interpreter of a fresh environment that holds tree-attn and its dependencies, and the wheel."""
+    folder = tmp_path_factory.mktemp(request.param)
+    wheel = build(checkout, request.param, folder)
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    site = folder / "env" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # A path file names one folder; the path files inside that folder, such as an editable tree-attn's, are not read.
+    folders = [path for path in sys.path if pathlib.Path(path).name in ("site-packages", "dist-packages")]
+    (site / "dependencies.pth").write_text("\n".join(folders) + "\n")
+    return folder / "env" / "bin" / "python", wheel
+
+
+@pytest.fixture
+def project(tmp_path) -> pathlib.Path:
+    """A user's project with a `models` package of its own."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text(USER_MODEL)
+    (tmp_path / "models" / "resnet.py").write_text(USER_MODEL)
+    return tmp_path
+
+
+def run(python: pathlib.Path, code: str, cwd: pathlib.Path, **variables) -> str:
+    done = subprocess.run(
+        [python, "-c", code],
+        cwd=cwd,
+        env={"JAX_PLATFORMS": "cpu"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+BOTH = (
+    "import models.resnet, tree_attn.models.llama, tree_attn.ring_baseline\n"
+    "assert models.WHOSE == models.resnet.WHOSE == 'the user'\n"
+    "assert tree_attn.models.llama.LlamaConfig and tree_attn.ring_baseline.ring_decode and tree_attn.tree_decode\n"
+    "print(tree_attn.__file__)"
+)
+
+
+def test_one_top_level_package_and_all_of_it(installed):
+    """The wheel holds every module and every data file of the repository, under one top-level name."""
+    _, wheel = installed
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    if "editable" in wheel.name:
+        assert all(name.startswith("__editable__") for name in top), top
+        return
+    assert top == {"tree_attn"}
+    expected = {f"tree_attn/{path.relative_to(ROOT / 'tree_attn')}" for path in (ROOT / "tree_attn").rglob("*.py")}
+    for folder in ("models", "ring_baseline"):
+        expected |= {f"tree_attn/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+    expected |= {"tree_attn/py.typed", "tree_attn/kernels/tuning.json", "tree_attn/cost/machines/nvidia_h200.json"}
+    assert expected <= set(names), expected - set(names)
+
+
+def test_in_a_folder_with_models_of_its_own(installed, project):
+    run(installed[0], BOTH, cwd=project)
+
+
+def test_beside_a_project_that_a_path_file_names(installed, project, tmp_path_factory):
+    python, _ = installed
+    site = next((python.parent.parent / "lib").glob("python*/site-packages"))
+    path_file = site / "a_project.pth"
+    path_file.write_text(f"{project}\n")
+    try:
+        run(python, BOTH, cwd=tmp_path_factory.mktemp("elsewhere"))
+    finally:
+        path_file.unlink()
+
+
+def test_beside_a_wheel_that_has_models_at_its_top(installed, project):
+    """Both in one site-packages: neither writes a file of the other's."""
+    python, _ = installed
+    site = next((python.parent.parent / "lib").glob("python*/site-packages"))
+    assert not (site / "models").exists()
+    shutil.copytree(project / "models", site / "models")
+    try:
+        run(python, BOTH, cwd=project.parent)
+    finally:
+        shutil.rmtree(site / "models")
+
+
+def test_the_command_runs_where_the_path_begins_with_such_a_folder(installed, project):
+    code = "from tree_attn.cli import main; main(['generate', '--help'])"
+    assert "tree-attn generate" in run(installed[0], code, cwd=project, PYTHONPATH=".")
+    run(installed[0], "import tree_attn.commands.generate, tree_attn.commands.session", cwd=project, PYTHONPATH=".")
