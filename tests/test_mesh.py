@@ -1,8 +1,8 @@
 """Meshes: axis types, the order of devices, and which axes are bound where."""
 
+import dataclasses
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import make_mesh
-from tree_attn.cluster.launch import Launch
-from tree_attn.mesh import axis_tuple, bound_axis_sizes, by_node
+from tree_attn import make_mesh, topology
+from tree_attn.mesh import axis_tuple, bound_axis_sizes, node_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    process_index: int
 
 
 def test_axes_are_of_type_auto_whatever_jax_defaults_to():
@@ -41,7 +45,7 @@ def test_devices_may_be_given():
 
 def test_names_alone_take_the_real_nodes_whatever_the_order_of_ranks(monkeypatch):
     devices = jax.devices()
-    monkeypatch.setattr("tree_attn.mesh.by_node", lambda _: {"n1": devices[0::2], "n2": devices[1::2]})
+    monkeypatch.setattr("tree_attn.topology.by_node", lambda _: {"n1": devices[0::2], "n2": devices[1::2]})
     mesh = make_mesh(("device", "node"))
     assert dict(mesh.shape) == {"device": 4, "node": 2}
     assert mesh.axis_names == ("node", "device")  # slowest first, as where sizes are given
@@ -55,7 +59,7 @@ def test_one_process_is_one_node():
 
 def test_unequal_nodes_have_no_second_axis(monkeypatch):
     devices = jax.devices()
-    monkeypatch.setattr("tree_attn.mesh.by_node", lambda _: {"n1": devices[:5], "n2": devices[5:]})
+    monkeypatch.setattr("tree_attn.topology.by_node", lambda _: {"n1": devices[:5], "n2": devices[5:]})
     with pytest.raises(ValueError, match=r"as many devices on every node, got {'n1': 5, 'n2': 3}: use one axis"):
         make_mesh(("device", "node"))
     assert make_mesh(("all",)).devices.shape == (8,)
@@ -63,15 +67,27 @@ def test_unequal_nodes_have_no_second_axis(monkeypatch):
         make_mesh(("device", "node", "rack"))
 
 
-def test_devices_by_node(monkeypatch):
-    """One process per node, or one per device; processes that nobody has joined cannot be placed."""
-    devices = [SimpleNamespace(process_index=index) for index in (0, 0, 1, 2, 3)]
-    monkeypatch.setattr("tree_attn.cluster.join.current", lambda: Launch(source="slurm", hosts=("a", "b", "a", "b")))
-    assert by_node(devices) == {"a": [*devices[:2], devices[3]], "b": [devices[2], devices[4]]}
-    monkeypatch.setattr("tree_attn.cluster.join.current", lambda: None)
-    monkeypatch.setattr("jax.process_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"call tree_attn\.initialize"):
-        by_node(devices)
+@pytest.mark.parametrize(
+    "n_devices, sizes", [(8, (4, 2)), (16, (4, 4)), (6, (3, 2)), (12, (4, 3)), (7, None), (1, None)]
+)
+def test_without_nodes_the_axes_are_the_closest_factors(n_devices, sizes):
+    expected = sizes and dict(zip(("device", "node"), sizes))
+    assert node_axes(n_devices) == expected
+    assert node_axes([Device(0)] * n_devices) == expected
+
+
+def test_the_axes_of_known_nodes_are_the_nodes(monkeypatch):
+    """Four nodes of four devices, a process per device, numbered across nodes as a scheduler may; then other parts."""
+    devices = [Device(index) for index in range(16)]
+    monkeypatch.setattr(topology, "_nodes", ("a", "b", "c", "d") * 4)
+    assert node_axes(devices) == node_axes(16) == {"device": 4, "node": 4}
+    mesh = make_mesh(node_axes(devices), topology.node_by_node(devices))
+    assert [[device.process_index % 4 for device in node] for node in mesh.devices] == [[n] * 4 for n in range(4)]
+
+    monkeypatch.setattr(topology, "_nodes", ("a", "b") * 8)
+    assert node_axes(devices) == node_axes(16) == {"device": 8, "node": 2}
+    monkeypatch.setattr(topology, "_nodes", ("a",) * 12 + ("b",) * 4)  # unequal parts: as without nodes
+    assert node_axes(devices) == node_axes(16) == {"device": 4, "node": 4}
 
 
 @pytest.mark.parametrize("given, expected", [("seq", ("seq",)), (("a", "b"), ("a", "b"))])

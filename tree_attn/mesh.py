@@ -1,5 +1,6 @@
 """Meshes and their axes, in one helper each: axis types, axis order and what is bound where."""
 
+import collections
 import math
 from collections.abc import Sequence
 
@@ -7,7 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from tree_attn import topology
+
 AxisName = str | tuple[str, ...]
+NODE_AXES = ("device", "node")  # inside a node and between nodes, the fastest links first
 
 
 def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -28,7 +32,7 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
       >>> mesh = make_mesh(("device", "node"))
     """
     if isinstance(axis_shapes, tuple):
-        return _real_mesh(axis_shapes, by_node(jax.devices() if devices is None else devices))
+        return _real_mesh(axis_shapes, topology.by_node(jax.devices() if devices is None else devices))
     is_size = lambda size: isinstance(size, int | np.integer) and size >= 1
     if not axis_shapes or not all(is_size(size) for size in axis_shapes.values()):
         raise ValueError(f"axis_shapes must name axes of size at least 1, got {axis_shapes}")
@@ -42,22 +46,31 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
     return Mesh(np.array(devices[:needed]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def by_node(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
-    """The devices of each node, in order; a node is a machine, whether one process runs on it or many.
+def node_axes(devices: Sequence[jax.Device] | int) -> dict[str, int] | None:
+    """Returns the sizes of the two axes of a hierarchical reduction, `{"device": near, "node": far}`.
 
-    Raises:
-      ValueError: the devices are of several processes, and `tree_attn.initialize` has not joined them.
+    Several nodes with equal parts of the devices, more than one on each: the devices of a node, and the nodes.
+    Otherwise the two factors of the number of devices that are closest to each other, the larger one first.
+
+    Args:
+      devices: devices of the mesh, of which each node's stand together (see `topology.node_by_node`). Or their number,
+        for as many on each process that `tree_attn.initialize` joined.
+    Returns:
+      axis name -> size as `make_mesh` takes it; None for a number without two factors above 1.
+
+    Example:
+      >>> node_axes(16)
+      {'device': 4, 'node': 4}
+      >>> mesh = make_mesh(node_axes(devices), topology.node_by_node(devices))
     """
-    from tree_attn.cluster.join import current
-
-    launch = current()
-    hosts = launch.hosts if launch is not None else ()
-    nodes: dict[str, list[jax.Device]] = {}
-    for device in devices:
-        if (hosts and device.process_index >= len(hosts)) or (not hosts and jax.process_count() > 1):
-            raise ValueError("which node a device is on is not known: call tree_attn.initialize() first")
-        nodes.setdefault(hosts[device.process_index] if hosts else "here", []).append(device)
-    return nodes
+    is_number = isinstance(devices, int)
+    count = devices if is_number else len(devices)
+    on_nodes = collections.Counter(topology.nodes() if is_number else map(topology.node_of, devices))
+    num_nodes = len(on_nodes)
+    if 1 < num_nodes < count and len(set(on_nodes.values())) == 1 and count % num_nodes == 0:
+        return dict(zip(NODE_AXES, (count // num_nodes, num_nodes)))
+    small = next((size for size in range(math.isqrt(count), 1, -1) if count % size == 0), None)
+    return small and dict(zip(NODE_AXES, (count // small, small)))
 
 
 def _real_mesh(names: tuple[str, ...], nodes: dict[str, list[jax.Device]]) -> Mesh:

@@ -323,13 +323,6 @@ def test_a_partial_oracle_is_recorded(tmp_path, capsys, monkeypatch):
     assert checked == {16: (4, 1, 1)}
 
 
-@pytest.mark.parametrize(
-    "n_devices, levels", [(8, (4, 2)), (16, (4, 4)), (6, (3, 2)), (12, (4, 3)), (7, None), (1, None)]
-)
-def test_two_levels(n_devices, levels):
-    assert comparison.two_levels(n_devices) == levels
-
-
 def test_several_processes_make_one_set_of_rows(tmp_path):
     """Two processes of two emulated devices; the first writes and prints, the second is silent."""
     with socket.socket() as probe:

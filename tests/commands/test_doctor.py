@@ -78,7 +78,7 @@ def test_distributed_of_one_process(capsys):
 
 def test_distributed_tables_name_the_levels(capsys, monkeypatch):
     halves = lambda devices: {"n1": devices[:2], "n2": devices[2:]}
-    monkeypatch.setattr("tree_attn.mesh.by_node", halves)
+    monkeypatch.setattr("tree_attn.topology.by_node", halves)
     assert cli.main(["doctor", "--distributed", "--devices", "4"]) == 0
     text = capsys.readouterr().out
     assert "inside a node" in text and "across nodes" in text
@@ -86,7 +86,7 @@ def test_distributed_tables_name_the_levels(capsys, monkeypatch):
 
 def test_machine_out_measures_what_plan_reads(capsys, tmp_path, monkeypatch):
     halves = lambda devices: {"n1": devices[:2], "n2": devices[2:]}
-    monkeypatch.setattr("tree_attn.mesh.by_node", halves)
+    monkeypatch.setattr("tree_attn.topology.by_node", halves)
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--distributed", "--devices", "4", "--machine-out", str(path)]) == 0
     text = capsys.readouterr().out

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from tree_attn import topology
 from tree_attn.cluster import launch as launches
 from tree_attn.cluster import relay, rollcall
 from tree_attn.cluster.launch import Launch
@@ -88,10 +89,11 @@ def initialize(
         raise ValueError(f"n_devices must be a multiple of num_processes={launch.num_processes}, got {n_devices}")
     if launch.num_processes == 1:
         _state.launch = _alone(launch)
-        return _state.launch
-    if n_devices is not None:
-        request_cpu_devices(n_devices // launch.num_processes)
-    _state.launch = _join(launch, timeout_s, silence_s)
+    else:
+        if n_devices is not None:
+            request_cpu_devices(n_devices // launch.num_processes)
+        _state.launch = _join(launch, timeout_s, silence_s)
+    topology.record(_state.launch.hosts)
     return _state.launch
 
 

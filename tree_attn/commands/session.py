@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tree_attn import topology
 from tree_attn.devices import ensure_devices, request_cpu_devices
-from tree_attn.mesh import make_mesh
+from tree_attn.mesh import make_mesh, node_axes
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint.open import Checkpoint, open_checkpoint
 from tree_attn.models.llama.config import LlamaConfig
@@ -31,28 +32,21 @@ class Place:
     two_levels: bool = False
 
     def __post_init__(self) -> None:
-        if self.two_levels and self._near == 1:
+        if self.two_levels and node_axes(self.devices) is None:
             raise ValueError(
                 f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1"
             )
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """Mesh axes of the sequence, fastest link first."""
-        return ("near", "far") if self.two_levels else ("sequence",)
-
-    @property
-    def _near(self) -> int:
-        """Devices of the inner level: all but the smallest factor, for the fast links reach most neighbours."""
-        count = len(self.devices)
-        return count // next((factor for factor in range(2, count) if count % factor == 0), count)
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axes of the sequence and their sizes, fastest links first."""
+        return node_axes(self.devices) if self.two_levels else {"seq": len(self.devices)}
 
     def sharding(self, config: LlamaConfig) -> LlamaSharding:
-        """The sequence over all devices; MLP and vocabulary too where they divide."""
-        near = self._near
-        sizes = (near, len(self.devices) // near) if self.two_levels else (len(self.devices),)
-        mesh = make_mesh(dict(zip(self.axes, sizes, strict=True)), self.devices)
-        return spread_over(config, mesh, sequence=self.axes if self.two_levels else self.axes[0])
+        """Returns the sharding with the sequence over all devices; MLP and vocabulary too where they divide."""
+        axes = tuple(self.axis_sizes)
+        mesh = make_mesh(self.axis_sizes, self.devices)
+        return spread_over(config, mesh, sequence=axes if self.two_levels else axes[0])
 
     @property
     def dtype(self) -> DTypeLike:
@@ -63,7 +57,7 @@ class Place:
 def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
     """The requested number of devices, emulated if there are too few; by default up to 8 accelerators, or 8 emulated.
 
-    Of several processes, all devices: each must have a part in what the others wait for.
+    Of several processes, all devices, node by node: each must have a part in what the others wait for.
 
     Raises:
       ValueError: the number is not positive, or not that of all devices of several processes.
@@ -71,7 +65,7 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
     if jax.distributed.is_initialized():  # to count processes would start JAX too early where there is one
         if requested not in (None, jax.device_count()):
             raise ValueError(f"devices={requested} must be all {jax.device_count()} devices of all processes")
-        return tuple(jax.devices())
+        return tuple(topology.node_by_node(jax.devices()))
     if requested is not None:
         return tuple(ensure_devices(requested))
     request_cpu_devices(DEFAULT_DEVICES)  # whether they are needed is known only once JAX has started

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
+from tree_attn import topology
 from tree_attn.arguments import one_of
-from tree_attn.cluster import join as distributed
 from tree_attn.cost import machine
 from tree_attn.cost.predict import LEVELS, candidates, cheapest_reduction
 from tree_attn.devices import default_platform
@@ -90,10 +90,8 @@ def _run_cheapest(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], r
 def _machine() -> machine.Machine | None:
     """What is known of the machine that programs run on, with as many GPUs per node as there are."""
     known = machine.load(jax.local_devices()[0].device_kind) if default_platform() == "gpu" else None
-    launch = distributed.current()
-    if known is None or (launch is None and jax.process_count() > 1):
-        return known
-    return dataclasses.replace(known, gpus_per_node=jax.device_count() // (launch.num_nodes if launch else 1))
+    num_nodes = topology.num_nodes() if known else None
+    return dataclasses.replace(known, gpus_per_node=jax.device_count() // num_nodes) if num_nodes else known
 
 
 def check_reduction(reduction: Reduction, axes: tuple[str, ...]) -> Reduction:

@@ -159,16 +159,17 @@ def _start(args: argparse.Namespace, steps) -> _Session:
     from tree_attn.devices import ensure_devices
     from tree_attn.measure import links
     from tree_attn.measure.latency import JsonlWriter
-    from tree_attn.mesh import by_node, make_mesh
+    from tree_attn.mesh import make_mesh
+    from tree_attn.topology import is_first_process, node_by_node
 
     processes.join(args, args.devices)
     # Node by node, for the levels of a hierarchical reduction; a scheduler may number the ranks otherwise.
-    devices = [device for node in by_node(ensure_devices(args.devices)).values() for device in node]
+    devices = node_by_node(ensure_devices(args.devices))
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     emulated = devices[0].platform == "cpu"
     mesh = make_mesh({"device": args.devices}, devices)
-    is_first = jax.process_index() == 0
+    is_first = is_first_process()
     if is_first and emulated:
         print("Devices are emulated on the CPU: its times say nothing about accelerators.")
     return _Session(

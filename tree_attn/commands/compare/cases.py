@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from jax.sharding import Mesh
 
 from tree_attn import tree_decode
 from tree_attn.arguments import AttentionOptions
-from tree_attn.cluster import join as distributed
 from tree_attn.commands.compare import data as comparison_data
 from tree_attn.cost import predict as cost_model
 from tree_attn.cost.predict import DecodeStep
@@ -23,7 +21,7 @@ from tree_attn.local import choose
 from tree_attn.masking import visibility
 from tree_attn.measure import hlo
 from tree_attn.measure import latency as measure
-from tree_attn.mesh import make_mesh
+from tree_attn.mesh import NODE_AXES, make_mesh, node_axes
 from tree_attn.placement import Shard
 from tree_attn.reduce import REDUCTIONS
 from tree_attn.tolerances import relative_out_tolerance
@@ -33,7 +31,6 @@ KEY_FIELDS = (
     "strategy", "reduction", "implementation", "n_devices", "n_processes", "batch", "num_keys", "num_heads",
     "num_kv_heads", "head_dim", "dtype", "hardware", "jax_version",
 )  # fmt: skip
-AXES = ("device", "node")  # fastest link first
 _RESULT_FIELDS = (
     "latency_us_median", "latency_us_p10", "latency_us_p90", "program_us", "n_iters", "chain", "long_chain", "timing",
     "compile_s",
@@ -68,7 +65,7 @@ class Case:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that the keys are sharded over, fastest links first: their shards come in this order."""
-        return AXES[: len(self.axis_sizes)]
+        return NODE_AXES[: len(self.axis_sizes)]
 
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """The devices as one axis, or as two for "hierarchical"."""
@@ -97,25 +94,14 @@ def plan(
     for step, asked in itertools.product(steps, implementations):
         case = functools.partial(Case, step=step, implementation=asked or _automatic_implementation(step, platform))
         for reduction in reductions:
-            sizes = two_levels(step.n_devices) if reduction == "hierarchical" else None
-            cases.append(case(strategy="tree", reduction=reduction, axis_sizes=sizes or (step.n_devices,)))
+            axes = node_axes(step.n_devices) if reduction == "hierarchical" else None
+            sizes = tuple(axes.values()) if axes else (step.n_devices,)
+            cases.append(case(strategy="tree", reduction=reduction, axis_sizes=sizes))
         beside = asked or _automatic_implementation(step, platform, beside_transfers=True)
         for strategy in ("ring_overlapped", "ring_public"):
             ring = case(strategy=strategy, reduction=None, implementation=beside, axis_sizes=(step.n_devices,))
             cases.append(ring)
     return cases
-
-
-def two_levels(n_devices: int) -> tuple[int, int] | None:
-    """The devices of a node and the nodes, where there are several nodes that have equal parts of `n_devices`.
-
-    Otherwise two factors of it, the larger first and as equal as they can be: 8 -> (4, 2); None if it has none.
-    """
-    launch = distributed.current()
-    if launch is not None and 1 < launch.num_nodes < n_devices and n_devices % launch.num_nodes == 0:
-        return n_devices // launch.num_nodes, launch.num_nodes
-    small = next((size for size in range(math.isqrt(n_devices), 1, -1) if n_devices % size == 0), None)
-    return small and (n_devices // small, small)
 
 
 def new_row(case: Case, *, hardware: str, git_commit: str | None, command: str) -> dict[str, Any]:

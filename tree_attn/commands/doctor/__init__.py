@@ -163,17 +163,15 @@ def _try_implementation(name: str) -> str | None:
 
 def _reductions(devices) -> dict[str, str | None]:
     """Every reduction, tried on a small step over all devices; None where it ran and agreed with the oracle."""
-    from tree_attn.commands.compare.cases import AXES, two_levels
-    from tree_attn.mesh import make_mesh
+    from tree_attn.mesh import make_mesh, node_axes
     from tree_attn.reduce import REDUCTIONS
 
     found: dict[str, str | None] = {}
     for name in REDUCTIONS:
-        sizes = two_levels(len(devices)) if name == "hierarchical" else (len(devices),)
-        if sizes is None:
+        axes = node_axes(devices) if name == "hierarchical" else {"seq": len(devices)}
+        if axes is None:
             found[name] = f"it needs two mesh axes, and {len(devices)} devices do not factor into two"
         else:
-            axes = dict(zip(AXES, sizes))
             found[name] = _try_reduction(name, make_mesh(axes, devices), tuple(axes))
     return found
 
