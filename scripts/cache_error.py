@@ -1,6 +1,6 @@
 """What narrow caches do to SmolLM2's next tokens: logits and greedy choices beside those of the model in float32.
 
-    python3 scripts/cache_error.py --text bible.txt --out docs/results/cache_error_smollm2.jsonl
+    python3 scripts/cache_error.py --text bible.txt --out docs/results/cache_error_smollm2/results.jsonl
 
 Eight questions with the 128 tokens that the float32 model answers, and passages of `--text` of 1,024 tokens with the
 128 that follow: contexts are read in the model's dtype, and the tokens after them attend to the cache, all of them
