@@ -20,11 +20,10 @@ from flax import nnx
 
 from tree_attn import make_mesh
 from tree_attn.measure import latency as measure
-from tree_attn.models.llama import Generator, Llama, by_name, parameters, spread_over
+from tree_attn.models.llama import Generator, Llama, by_name, generate, parameters, spread_over
 from tree_attn.models.llama.attention import empty_cache
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint import open as load
-from tree_attn.models.llama.generation import generate
 from tree_attn.models.llama.generation.int8_scales import MARGIN, cache_scales
 
 TAIL = 128

@@ -1,33 +1,62 @@
-"""Llama 2, 3, 3.1, 3.2 and SmolLM2 in Flax NNX, decoding over a KV cache that is sharded along the sequence."""
+"""Llama 2, 3, 3.1, 3.2 and SmolLM2 in Flax NNX, decoding over a KV cache that is sharded along the sequence.
 
-from tree_attn.models.llama.attention import ATTENTIONS, Attention, by_name
-from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig, from_huggingface
-from tree_attn.models.llama.generation.generate import Generation, generate, rank_samples
-from tree_attn.models.llama.generation.generator import Generator
-from tree_attn.models.llama.generation.memory import Memory
-from tree_attn.models.llama.generation.queue import stream_queue
-from tree_attn.models.llama.generation.sampling import Sampling
-from tree_attn.models.llama.model import Llama
-from tree_attn.models.llama.presets import PRESETS, preset
-from tree_attn.models.llama.sharding import LlamaSharding, spread_over
+Each public name is imported on first use, as in `tree_attn`.
+"""
 
-__all__ = [
-    "ATTENTIONS",
-    "PRESETS",
-    "Attention",
-    "Generation",
-    "Generator",
-    "Llama",
-    "Llama3RopeScaling",
-    "LlamaConfig",
-    "LlamaSharding",
-    "Memory",
-    "Sampling",
-    "by_name",
-    "from_huggingface",
-    "generate",
-    "preset",
-    "rank_samples",
-    "spread_over",
-    "stream_queue",
-]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tree_attn.models.llama.attention import ATTENTIONS as ATTENTIONS
+    from tree_attn.models.llama.attention import Attention as Attention
+    from tree_attn.models.llama.attention import by_name as by_name
+    from tree_attn.models.llama.config import Llama3RopeScaling as Llama3RopeScaling
+    from tree_attn.models.llama.config import LlamaConfig as LlamaConfig
+    from tree_attn.models.llama.config import from_huggingface as from_huggingface
+    from tree_attn.models.llama.generation.generate import Generation as Generation
+    from tree_attn.models.llama.generation.generate import generate as generate
+    from tree_attn.models.llama.generation.generate import rank_samples as rank_samples
+    from tree_attn.models.llama.generation.generator import Generator as Generator
+    from tree_attn.models.llama.generation.memory import Memory as Memory
+    from tree_attn.models.llama.generation.queue import stream_queue as stream_queue
+    from tree_attn.models.llama.generation.sampling import Sampling as Sampling
+    from tree_attn.models.llama.model import Llama as Llama
+    from tree_attn.models.llama.presets import PRESETS as PRESETS
+    from tree_attn.models.llama.presets import preset as preset
+    from tree_attn.models.llama.sharding import LlamaSharding as LlamaSharding
+    from tree_attn.models.llama.sharding import spread_over as spread_over
+
+_MODULE_OF = {
+    "ATTENTIONS": "attention",
+    "PRESETS": "presets",
+    "Attention": "attention",
+    "Generation": "generation.generate",
+    "Generator": "generation.generator",
+    "Llama": "model",
+    "Llama3RopeScaling": "config",
+    "LlamaConfig": "config",
+    "LlamaSharding": "sharding",
+    "Memory": "generation.memory",
+    "Sampling": "generation.sampling",
+    "by_name": "attention",
+    "from_huggingface": "config",
+    "generate": "generation.generate",
+    "preset": "presets",
+    "rank_samples": "generation.generate",
+    "spread_over": "sharding",
+    "stream_queue": "generation.queue",
+}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str):
+    """Imports the module that defines `name`, the first time that it is asked for (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tree_attn.models.llama' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tree_attn.models.llama.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -81,8 +81,7 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
     import rich.console
     from rich import progress
 
-    from tree_attn.models.llama import Generator, by_name
-    from tree_attn.models.llama.generation import generate
+    from tree_attn.models.llama import Generator, by_name, generate
 
     generator = Generator(model, by_name(name, model.sharding))
     console = rich.console.Console(stderr=True)

@@ -88,7 +88,7 @@ def _generate(args: argparse.Namespace, request: prompting.Request, tokens) -> d
 def _generate_all(args: argparse.Namespace, request: prompting.Request) -> dict:
     """Prints what came of several prompts; returns what `--json` says of them."""
     from tree_attn.commands import session
-    from tree_attn.models.llama.generation import generate
+    from tree_attn.models.llama import generate
 
     generator, tokenizer = prompting.load_generator(args, request), request.checkpoint.tokenizer
     with session.phase(f"generating from {len(request.prompts)} prompts ..."):
@@ -109,7 +109,7 @@ def _generate_all(args: argparse.Namespace, request: prompting.Request) -> dict:
 
 def _new_tokens(args: argparse.Namespace, request: prompting.Request, done: list[int], on_token):
     from tree_attn.commands import session
-    from tree_attn.models.llama.generation import generate
+    from tree_attn.models.llama import generate
 
     generator = prompting.load_generator(args, request)
     with session.phase("compiling ..."):

@@ -37,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
     from tree_attn.commands import session
-    from tree_attn.models.llama import rank_samples
+    from tree_attn.models.llama import generate, rank_samples
     from tree_attn.models.llama.attention import check_sharing
-    from tree_attn.models.llama.generation import generate
 
     for name in ("num_samples", "top"):
         if getattr(args, name) < 1:

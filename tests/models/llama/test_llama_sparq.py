@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tree_attn import SoftmaxState, SparqOptions, merge_states, sparq_decode
-from tree_attn.models.llama import Generator, by_name
-from tree_attn.models.llama.generation import generate, memory
+from tree_attn.models.llama import Generator, by_name, generate
+from tree_attn.models.llama.generation import memory
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
 COUNT = 6

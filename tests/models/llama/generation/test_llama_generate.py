@@ -13,8 +13,17 @@ from flax import nnx
 
 from tree_attn.cache import KVCache
 from tree_attn.measure import latency as measure
-from tree_attn.models.llama import Generator, Llama, LlamaSharding, Sampling, by_name, parameters, stream_queue
-from tree_attn.models.llama.generation import generate, memory
+from tree_attn.models.llama import (
+    Generator,
+    Llama,
+    LlamaSharding,
+    Sampling,
+    by_name,
+    generate,
+    parameters,
+    stream_queue,
+)
+from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation.int8_scales import cache_scales
 from tree_attn.sparq import SparqOptions
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tree_attn.models.llama import Generation, Generator, LlamaSharding, Sampling, by_name, rank_samples
-from tree_attn.models.llama.generation import generate, memory
+from tree_attn.models.llama import Generation, Generator, LlamaSharding, Sampling, by_name, generate, rank_samples
+from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation.prefix_tree import MIN_SHARED_KEYS, unshared
 
 # A root for three rows, below it a node for two of them, and a row that shares nothing.
