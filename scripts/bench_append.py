@@ -26,7 +26,7 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.measure.device_time import device_time
 
     rng = np.random.default_rng(0)
@@ -50,8 +50,8 @@ def main() -> None:
             timed = device_time(run, cache, new, slots, calls=WRITES)
             row = dict(batch=batch, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", way=name)
             row |= dict(us_per_write=timed.median_us, kernels=timed.kernels)
-            row |= dict(hardware=measure.hardware(jax.local_devices()[:1]), versions=measure.versions())
-            row |= dict(git_commit=measure.git_commit(), command=" ".join(["python3", *sys.argv]))
+            row |= dict(hardware=provenance.hardware(jax.local_devices()[:1]), versions=provenance.versions())
+            row |= dict(git_commit=provenance.git_commit(), command=" ".join(["python3", *sys.argv]))
             with args.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(f"{batch:,} sequences, {name}: {timed.median_us:.1f} us a write", flush=True)

@@ -105,12 +105,12 @@ def run(cases: list[Case], args: argparse.Namespace, with_energy: bool) -> int:
     """Times every implementation on every case; prints a line and writes a row for each."""
     import jax
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
     done = {_key(json.loads(line)) for line in args.out.read_text().splitlines()} if args.out.exists() else set()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    hardware = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit()}
-    origin = hardware | {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv]), "n_devices": 1}
+    hardware = {"hardware": provenance.hardware(jax.local_devices()[:1]), "git_commit": provenance.git_commit()}
+    origin = hardware | {"versions": provenance.versions(), "command": " ".join(["python3", *sys.argv]), "n_devices": 1}
     start = time.monotonic()
     cases = [
         case for case in cases if not {_key(case.row() | {"implementation": x}) for x in _implementations()} <= done

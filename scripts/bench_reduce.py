@@ -61,12 +61,12 @@ def main() -> int:
 
 def transfers(mesh, args):
     """Bare transfers to the next device, by size."""
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.measure.links import neighbour_gb_per_s
 
     for num_bytes in TRANSFER_BYTES:
         rate = neighbour_gb_per_s(mesh, num_bytes, n_iters=args.iters)
-        write({"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": measure.nccl_settings()}, args)
+        write({"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": provenance.nccl_settings()}, args)
 
 
 def exchanges(mesh):
@@ -140,12 +140,12 @@ def sharded(mesh, spec, shape, dtype):
 
 def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters: int) -> dict:
     """Medians per call, of `turn` that makes `calls_per_turn`; where it cannot run, why."""
-    from tree_attn.measure import latency as measure
     from tree_attn.measure.device_time import device_time
+    from tree_attn.measure.latency import latency_us
 
     programs = {}
     try:
-        timing = measure.latency_us(
+        timing = latency_us(
             turn,
             *arrays,
             n_iters=n_iters,
@@ -174,11 +174,11 @@ def write(row: dict, args) -> None:
     """Prints a line and appends the row, in process 0."""
     import jax
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
     if jax.process_index():
         return
-    origin = gpu_check.environment(args.devices) | {"versions": measure.versions()}
+    origin = gpu_check.environment(args.devices) | {"versions": provenance.versions()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as file:
         file.write(json.dumps(row | origin) + "\n")

@@ -21,15 +21,15 @@ class Rows:
     def __init__(self, path: pathlib.Path, keys: Sequence[str]):
         import jax
 
-        from tree_attn.measure import latency as measure
+        from tree_attn.measure import provenance
 
         self._path, self._keys = path, keys
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         self._done = {self._key(row) for row in rows}
         path.parent.mkdir(parents=True, exist_ok=True)
-        hardware = measure.hardware(jax.local_devices()[:1])
-        self._origin = {"hardware": hardware, "git_commit": measure.git_commit(), "n_devices": 1}
-        self._origin |= {"versions": measure.versions(), "command": " ".join(["python3", *sys.argv])}
+        hardware = provenance.hardware(jax.local_devices()[:1])
+        self._origin = {"hardware": hardware, "git_commit": provenance.git_commit(), "n_devices": 1}
+        self._origin |= {"versions": provenance.versions(), "command": " ".join(["python3", *sys.argv])}
 
     def add(self, labels: dict, measured: Callable[[], dict]) -> None:
         """Makes the row of `labels`, unless it is there, writes it and prints a line."""

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from tree_attn import make_mesh
-from tree_attn.measure import latency as measure
+from tree_attn.measure import provenance
 from tree_attn.models.llama import Generator, Llama, by_name, generate, parameters, spread_over
 from tree_attn.models.llama.attention import empty_cache
 from tree_attn.models.llama.checkpoint import hub
@@ -73,7 +73,7 @@ def main() -> None:
         row = {"model_dtype": model_dtype, "cache_dtype": cache_dtype or model_dtype}
         row |= {"margin": margin, "scales_from": measured_over, "passages": args.passages}
         row |= {"answers": _errors(got[0], exact[0]), "passages_of_text": _errors(got[1], exact[1])}
-        row |= {"git_commit": measure.git_commit(), "versions": measure.versions()}
+        row |= {"git_commit": provenance.git_commit(), "versions": provenance.versions()}
         print(json.dumps(row))
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
     from tree_attn.commands import session
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
     from tree_attn.models.llama.generation.queue import stream_queue
     from tree_attn.models.llama.presets import preset
@@ -54,8 +54,8 @@ def main() -> int:
         row = _compared(of_queue, [(int(step.tokens[0]), np.asarray(step.logits[0], np.float32)) for step in steps])
         failed += not row["passed"]
         row |= dict(config=args.config, prompt_tokens=len(prompt), max_batch=args.max_batch, queue_s=queue_s)
-        row |= dict(hardware=measure.hardware(list(place.devices)), versions=measure.versions())
-        row |= dict(git_commit=measure.git_commit(), command=" ".join(["python3", *sys.argv]))
+        row |= dict(hardware=provenance.hardware(list(place.devices)), versions=provenance.versions())
+        row |= dict(git_commit=provenance.git_commit(), command=" ".join(["python3", *sys.argv]))
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
     print(f"{len(prompts)} sequences in {queue_s:.2f} s, {failed} failed")

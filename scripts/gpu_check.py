@@ -491,14 +491,14 @@ def environment(num_devices: int) -> dict:
     """Hardware, versions, commit and command of a row."""
     import jax
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
     return dict(
         n_devices=num_devices,
         n_processes=jax.process_count(),
-        hardware=measure.hardware(jax.devices()),
+        hardware=provenance.hardware(jax.devices()),
         jax_version=jax.__version__,
-        git_commit=measure.git_commit(),
+        git_commit=provenance.git_commit(),
         command=" ".join(["python3", *sys.argv]),
     )
 

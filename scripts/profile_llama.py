@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
     from tree_attn.commands import session
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
     from tree_attn.models.llama.presets import preset
 
@@ -44,8 +44,8 @@ def main() -> None:
         row = {"config": args.config, "context": args.context, "samples": samples, "new_tokens": args.new_tokens}
         row |= {"layers": args.layers, "us_per_step": sum(us * count for us, count in kernels.values())}
         row |= {"kernels": kernels}
-        row |= {"hardware": measure.hardware(list(place.devices)), "versions": measure.versions()}
-        row |= {"git_commit": measure.git_commit(), "command": " ".join(["python3", *sys.argv])}
+        row |= {"hardware": provenance.hardware(list(place.devices)), "versions": provenance.versions()}
+        row |= {"git_commit": provenance.git_commit(), "command": " ".join(["python3", *sys.argv])}
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{samples:,} x {args.context:,}: {row['us_per_step']:,.0f} us a step of {args.layers} layers")

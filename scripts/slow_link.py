@@ -128,7 +128,8 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
     from tree_attn.cluster import join as distributed
     from tree_attn.commands.compare import cases as comparison
     from tree_attn.cost.predict import DecodeStep
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
+    from tree_attn.measure.rows import RowWriter
 
     launch = distributed.initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
     assert launch.num_processes == NODES * TASKS, f"run it as the help shows, in {NODES} nodes of {TASKS} tasks"
@@ -152,10 +153,10 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
         "dtype": "float32",
         "n_nodes": NODES,
         "n_processes": jax.process_count(),
-        "hardware": f"{NODES} nodes, network namespaces of one machine: {measure.hardware(devices)}",
+        "hardware": f"{NODES} nodes, network namespaces of one machine: {provenance.hardware(devices)}",
         "jax_version": jax.__version__,
     }
-    writer = measure.JsonlWriter(out / "results.jsonl", facts) if jax.process_index() == 0 else None
+    writer = RowWriter(out / "results.jsonl", facts) if jax.process_index() == 0 else None
     cases = comparison.plan([step], (), [None], "cpu")
     (hierarchical,) = (case for case in cases if case.reduction == "hierarchical")
     rows = [measure_case(case, devices, num_steps) for case in cases]
@@ -163,7 +164,7 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
     for row in rows:
         if writer is not None:
             command = "srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out DIR"
-            writer.append(row | facts | {"git_commit": measure.git_commit(), "command": command})
+            writer.append(row | facts | {"git_commit": provenance.git_commit(), "command": command})
             print(f"{_name(row)}: {row['latency_us_median'] / 1e3:.1f} ms, {row['bytes_sent_per_node_across']:,.0f} B")
 
 

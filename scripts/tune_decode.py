@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
     from tree_attn.commands.session import choose_devices
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.models.llama.presets import preset
 
     parts = {"products": (products, ",no Triton"), "options": (options, ",CONCURRENT")}
@@ -55,8 +55,8 @@ def main() -> None:
     for rows, name in itertools.product(map(int, args.rows.split(",")), names):
         for found in cases(config, rows, args.context, TOLD[name]):
             row = {"config": args.config, "layers": config.num_layers, "rows": rows, "told": name} | found
-            row |= {"hardware": measure.hardware(choose_devices(1)), "versions": measure.versions()}
-            row |= {"git_commit": measure.git_commit(), "command": " ".join(["python3", *sys.argv])}
+            row |= {"hardware": provenance.hardware(choose_devices(1)), "versions": provenance.versions()}
+            row |= {"git_commit": provenance.git_commit(), "command": " ".join(["python3", *sys.argv])}
             with args.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print({key: value for key, value in (row | {"kernels": None}).items() if key in ("rows", "told", *found)})

@@ -38,16 +38,16 @@ def main() -> int:
     import jax
 
     from tree_attn.kernels import tuning
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
-    origin = {"hardware": measure.hardware(jax.local_devices()[:1]), "git_commit": measure.git_commit()}
+    origin = {"hardware": provenance.hardware(jax.local_devices()[:1]), "git_commit": provenance.git_commit()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     chosen = [CALLS[int(i)] for i in args.calls.split(",")] if args.calls else CALLS
     best = {}
     for call in chosen:
         rows = list(_sweep(call))
         with args.out.open("a") as file:
-            file.writelines(json.dumps(row | origin | {"versions": measure.versions()}) + "\n" for row in rows)
+            file.writelines(json.dumps(row | origin | {"versions": provenance.versions()}) + "\n" for row in rows)
         fastest = min((row for row in rows if row["device_us_median"]), key=lambda row: row["device_us_median"])
         best[fastest["kind"]] = fastest["config"]
         print(fastest["kind"], fastest["config"], f"{fastest['device_us_median']:.1f} us", flush=True)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh, tree_decode
 from tree_attn.cost import predict as cost_model
-from tree_attn.measure import latency as measure
+from tree_attn.measure.latency import chain_calls
+from tree_attn.measure.memory import compiled_memory
 from tree_attn.ring_baseline import ring_decode
 
 TOLERANCE = 0.10
@@ -35,7 +36,7 @@ def peak_bytes(strategy: str, hidden_size: int, num_keys: int, n_devices: int) -
     heads = (hidden_size // HEAD_DIM, HEAD_DIM)
     query = jax.ShapeDtypeStruct((1, 1, *heads), "float32", sharding=NamedSharding(mesh, P()))
     key = jax.ShapeDtypeStruct((1, num_keys, *heads), "float32", sharding=NamedSharding(mesh, P(None, "device")))
-    memory = measure.compiled_memory(jax.jit(decode).lower(query, key, key).compile())
+    memory = compiled_memory(jax.jit(decode).lower(query, key, key).compile())
     return memory.argument_bytes + memory.temp_bytes
 
 
@@ -99,8 +100,8 @@ def test_timing_in_a_chain_adds_no_memory():
     decode = functools.partial(tree_decode, axis_name="device", mesh=mesh, reduction="gather", implementation="xla")
     query = jax.ShapeDtypeStruct((1, 1, 4, HEAD_DIM), "float32", sharding=NamedSharding(mesh, P()))
     key = jax.ShapeDtypeStruct((1, 98_304, 4, HEAD_DIM), "float32", sharding=NamedSharding(mesh, P(None, "device")))
-    lowered = jax.jit(measure.chain_calls(decode, 8)).lower(query, key, key)
-    chained = measure.compiled_memory(lowered.compile())
+    lowered = jax.jit(chain_calls(decode, 8)).lower(query, key, key)
+    chained = compiled_memory(lowered.compile())
     once = peak_bytes("gather", 512, 98_304, 8)
     assert chained.argument_bytes + chained.temp_bytes == pytest.approx(once, rel=0.01)
 

@@ -18,7 +18,8 @@ from tree_attn.commands import compare as compare_command
 from tree_attn.commands.compare import cases as comparison
 from tree_attn.commands.compare import data as comparison_data
 from tree_attn.cost.predict import DecodeStep
-from tree_attn.measure import latency as measure
+from tree_attn.measure import latency
+from tree_attn.measure.rows import RowWriter
 
 # The fields that were agreed, all of them.
 FIELDS = [
@@ -154,7 +155,7 @@ def test_other_options_need_another_folder(finished, capsys):
 def test_a_row_with_an_error_is_tried_again_and_stands_once(tmp_path, capsys, monkeypatch):
     options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
     with monkeypatch.context() as broken:
-        broken.setattr(measure, "latency_us", None)
+        broken.setattr(latency, "latency_us", None)
         assert compare(tmp_path, *options) == 0
     assert all("TypeError" in row["error"] for row in last_line(capsys)["rows"])
     assert compare(tmp_path, *options) == 0
@@ -172,11 +173,11 @@ def test_a_peer_that_dies_is_no_row(tmp_path, capsys, monkeypatch, kind):
         monkeypatch.setattr(distributed, "current", lambda: Launch(source="slurm", num_processes=2, hosts=("n1", "n2")))
         raise kind("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [n2]:1")
 
-    monkeypatch.setattr(measure, "latency_us", lose)
+    monkeypatch.setattr(latency, "latency_us", lose)
     assert compare(tmp_path, *options) == 2
     message = capsys.readouterr().err
     assert "compare: rank 0 on n1: error: lost the other processes: UNKNOWN: Gloo" in message
-    assert measure.JsonlWriter(tmp_path / "results.jsonl").rows == []
+    assert RowWriter(tmp_path / "results.jsonl").rows == []
 
 
 def test_what_cannot_run_is_a_row_with_its_reason_and_the_others_go_on(tmp_path, capsys):

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Times and prints; returns 0. Wrong arguments raise before a weight is made."""
     from tree_attn.commands import processes, session
     from tree_attn.commands.compare import cases as comparison
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.models.llama.attention import CHUNKING, check_cache_dtype, check_choice, check_prefill_chunk
 
     config, contexts, samples, levels, attentions, sparq = _checked(args)
@@ -123,9 +123,9 @@ def run(args: argparse.Namespace) -> int:
                 prompts = _prompts(model.config.vocab_size, context, batch, level, args)
                 row = {"context": context, "levels": level} | _time(args, model, place, prompts, name, sparq)
             row |= {
-                "hardware": measure.hardware(list(devices)), "versions": measure.versions(),
-                "nccl": measure.nccl_settings(),
-                "git_commit": measure.git_commit(), "command": args.command_line,
+                "hardware": provenance.hardware(list(devices)), "versions": provenance.versions(),
+                "nccl": provenance.nccl_settings(),
+                "git_commit": provenance.git_commit(), "command": args.command_line,
             }  # fmt: skip
             rows.append(row)
     if _is_first():
@@ -137,9 +137,9 @@ class _Rows(list):
     """Rows on disk, written by the first process; another has none, and asks nothing of the file."""
 
     def __init__(self, folder: pathlib.Path, sweep: dict[str, Any]):
-        from tree_attn.measure import latency as measure
+        from tree_attn.measure.rows import RowWriter
 
-        self._writer = measure.JsonlWriter(folder / "results.jsonl", sweep=sweep) if _is_first() else None
+        self._writer = RowWriter(folder / "results.jsonl", sweep=sweep) if _is_first() else None
         super().__init__(self._writer.rows if self._writer else [])
 
     def append(self, row: dict) -> None:
@@ -253,7 +253,7 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
     import numpy as np
 
     from tree_attn.cost import predict as cost_model
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure.memory import compiled_memory, runtime_peak_memory_bytes
     from tree_attn.models.llama import Generator, by_name
     from tree_attn.models.llama.generation import memory
 
@@ -268,15 +268,15 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
     )
     programs = generator.programs(prompts, args.new_tokens)
     predicted, devices = memory.predict(generator, prompts, args.new_tokens), list(place.devices)
-    earlier_peak = measure.runtime_peak_memory_bytes(devices)
+    earlier_peak = runtime_peak_memory_bytes(devices)
     if args.warm_up:  # of as many new tokens: with fewer, caches and so programs could be others
         for _ in itertools.islice(generator.stream(prompts, args.new_tokens), 2 + generator.tokens_per_dispatch):
             pass
     seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
     later = np.array(seconds[1:])
     weights, cache = _bytes_per_device(model, generator, prompts)
-    compiled = {phase: measure.compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
-    peak = measure.runtime_peak_memory_bytes(devices)
+    compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
+    peak = runtime_peak_memory_bytes(devices)
     kind = place.devices[0].device_kind
     limits_us = (
         cost_model.memory_limit_us(weights + cache, kind),
@@ -313,12 +313,12 @@ def _bytes_per_device(model, generator, prompts: Sequence[Sequence[int]]) -> tup
     """
     from flax import nnx
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure.memory import bytes_per_device
     from tree_attn.models.llama.generation import memory
 
-    weights = measure.bytes_per_device(nnx.state(model, nnx.Param))
+    weights = bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
-        weights -= measure.bytes_per_device(model.embedding[...])
+        weights -= bytes_per_device(model.embedding[...])
     tree = generator.prefix_tree(prompts)
     texts = [*(node.tokens for level in tree.levels for node in level), *tree.remainders]
     cache = sum(memory.bytes_read(generator, len(text)) for text in texts)

@@ -104,7 +104,7 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
 def _costs(compiled) -> dict[str, float | int | None]:
     """Memory and communication of the compiled step for one token, per device; attention's share of the latter too."""
     from tree_attn.measure import hlo, hlo_text
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure.memory import compiled_memory
 
     text = compiled.as_text()
     instructions = [one for computation in hlo_text.parse(text).computations.values() for one in computation.values()]
@@ -112,7 +112,7 @@ def _costs(compiled) -> dict[str, float | int | None]:
     in_attention = {one.name for one in instructions if "/attend/" in one.attributes}
     everything = hlo.collectives(text)
     attention = [collective for collective in everything if collective.name in in_attention]
-    memory = measure.compiled_memory(compiled)
+    memory = compiled_memory(compiled)
     return {
         "peak_memory_bytes": None if memory is None else memory.peak_bytes,
         "collectives": sum(collective.count for collective in everything),

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints and draws; returns 0. Wrong arguments raise before a model is fetched."""
     from tree_attn.commands import plots, session
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure.rows import RowWriter
 
     plan = _checked(args)
     text = args.text.read_text()
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }  # fmt: skip
     sweep |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}
-    writer = measure.JsonlWriter(args.out / "results.jsonl", sweep=sweep)
+    writer = RowWriter(args.out / "results.jsonl", sweep=sweep)
     _evaluate(args, checkpoint, text, plan, writer)
     files = {} if args.no_plots else plots.draw_evaluation(writer.rows, args.out)
     if args.json:
@@ -227,7 +227,7 @@ def _row(args, config, place, group: tuple, method, ratio: int, scores: list[flo
     import jax
     import jax.numpy as jnp
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
     from tree_attn.models.llama.evaluation.tasks import TASKS
     from tree_attn.sparq import transfers
 
@@ -245,8 +245,8 @@ def _row(args, config, place, group: tuple, method, ratio: int, scores: list[flo
         "cache_dtype": cache_dtype.name, "unit": TASKS[task].unit, "higher_is_better": TASKS[task].higher_is_better,
         "scores": scores,
         "context": sizes.context, "tail": args.tail, "samples": args.samples, "seed": args.seed, "model": args.model,
-        "dtype": jnp.dtype(place.dtype).name, "hardware": measure.hardware(list(place.devices)),
-        "jax_version": jax.__version__, "git_commit": measure.git_commit(), "command": args.command_line,
+        "dtype": jnp.dtype(place.dtype).name, "hardware": provenance.hardware(list(place.devices)),
+        "jax_version": jax.__version__, "git_commit": provenance.git_commit(), "command": args.command_line,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tree_attn.measure.latency import JsonlWriter
+from tree_attn.measure.rows import RowWriter
 
 FILE = "tokens.jsonl"
 
@@ -29,7 +29,7 @@ class SavedTokens:
     def __init__(self, args: argparse.Namespace, generation: Mapping[str, Any], *, is_first: bool):
         """Opens `args.out`, where another generation than this one is a ValueError; nothing without `--out`."""
         self._every, self._max_new_tokens, self._pending = args.save_every, args.max_new_tokens, []
-        self._writer = JsonlWriter(args.out / FILE, generation) if args.out is not None and is_first else None
+        self._writer = RowWriter(args.out / FILE, generation) if args.out is not None and is_first else None
         self._count = sum(len(row["ids"]) for row in self._rows)
 
     def load(self) -> Saved:

@@ -1,6 +1,6 @@
 """What a program costs the device alone: its kernels' time, from the profiler, without launches and gaps.
 
-Around kernels of a few microseconds `measure.latency_us` times their enqueueing; this does not.
+Around kernels of a few microseconds `latency.latency_us` times their enqueueing; this does not.
 """
 
 import collections

@@ -87,7 +87,7 @@ def neighbour_gb_per_s(
 ) -> float | None:
     """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
 
-    From chains of `ppermute`s, each sending what the one before received, as `measure.latency_us` times them.
+    From chains of `ppermute`s, each sending what the one before received, as `latency.latency_us` times them.
 
     Args:
         axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from tree_attn.measure import latency as measure
+from tree_attn.measure.memory import bytes_per_device, compiled_memory
 from tree_attn.models.llama.generation.generator import Generator, check_request, rooms
 
 
@@ -54,12 +54,12 @@ def predict(
     tree = generator.prefix_tree(prompts, share_prefixes)
     levels = generator.lay_out(tree, max_new_tokens)
     inputs = *((texts.tokens, texts.lengths) for texts in levels), generator.new_rows(len(prompts))
-    needs = map(measure.compiled_memory, generator.compile_programs(tree, levels))
+    needs = map(compiled_memory, generator.compile_programs(tree, levels))
     prefill, decode = (None if need is None else need.peak_bytes - need.argument_bytes for need in needs)
     return Memory(
-        weights=measure.bytes_per_device(generator.parameters),
-        cache=measure.bytes_per_device([texts.cache for texts in levels]),
-        inputs=measure.bytes_per_device(inputs),
+        weights=bytes_per_device(generator.parameters),
+        cache=bytes_per_device([texts.cache for texts in levels]),
+        inputs=bytes_per_device(inputs),
         prefill=prefill,
         decode=decode,
     )

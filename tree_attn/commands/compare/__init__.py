@@ -158,7 +158,7 @@ def _start(args: argparse.Namespace, steps) -> _Session:
 
     from tree_attn.devices import ensure_devices
     from tree_attn.measure import links
-    from tree_attn.measure.latency import JsonlWriter
+    from tree_attn.measure.rows import RowWriter
     from tree_attn.mesh import make_mesh
     from tree_attn.topology import is_first_process, node_by_node
 
@@ -182,7 +182,7 @@ def _start(args: argparse.Namespace, steps) -> _Session:
             step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps
         },
         is_first=is_first,
-        writer=JsonlWriter(args.out / "results.jsonl", _sweep(args, devices))
+        writer=RowWriter(args.out / "results.jsonl", _sweep(args, devices))
         if is_first
         else _NoWriter(args.out / "results.jsonl"),
     )
@@ -192,11 +192,11 @@ def _sweep(args: argparse.Namespace, devices: Sequence[Any]) -> dict[str, Any]:
     """What rows must have in common to lie in one file: what decides which rows there are, and their values."""
     import jax
 
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
     options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
     lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
-    where = {"n_processes": jax.process_count(), "hardware": measure.hardware(devices)}
+    where = {"n_processes": jax.process_count(), "hardware": provenance.hardware(devices)}
     how = {"jax_version": jax.__version__}
     return {name: getattr(args, name) for name in options} | lists | where | how
 
@@ -216,9 +216,9 @@ class _NoWriter:
 
 def _new_rows(cases, session: _Session, command: str) -> list[dict]:
     from tree_attn.commands.compare import cases as comparison
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
-    hardware, commit = measure.hardware(session.devices), measure.git_commit()
+    hardware, commit = provenance.hardware(session.devices), provenance.git_commit()
     return [comparison.new_row(case, hardware=hardware, git_commit=commit, command=command) for case in cases]
 
 

@@ -19,8 +19,8 @@ from tree_attn.cost import predict as cost_model
 from tree_attn.cost.predict import DecodeStep
 from tree_attn.local import choose
 from tree_attn.masking import visibility
-from tree_attn.measure import hlo
-from tree_attn.measure import latency as measure
+from tree_attn.measure import hlo, latency, provenance
+from tree_attn.measure.memory import compiled_memory, runtime_peak_memory_bytes
 from tree_attn.mesh import NODE_AXES, make_mesh, node_axes
 from tree_attn.placement import Shard
 from tree_attn.reduce import REDUCTIONS
@@ -120,7 +120,7 @@ def new_row(case: Case, *, hardware: str, git_commit: str | None, command: str) 
         else None
     )
     return row | {
-        "hardware": hardware, "jax_version": jax.__version__, "nccl": measure.nccl_settings(),
+        "hardware": hardware, "jax_version": jax.__version__, "nccl": provenance.nccl_settings(),
         "git_commit": git_commit, "command": command,
     }  # fmt: skip
 
@@ -150,9 +150,9 @@ def check_case(case: Case, devices: Sequence[jax.Device], seed: int) -> dict[str
     mesh = case.mesh(devices)
     fields, compiled = _compile(case, mesh, seed)
     data = _data(case, mesh, seed)
-    before = measure.runtime_peak_memory_bytes(devices)
+    before = runtime_peak_memory_bytes(devices)
     output = jax.block_until_ready(compiled(*data))
-    after = measure.runtime_peak_memory_bytes(devices)
+    after = runtime_peak_memory_bytes(devices)
     if after is not None:
         # The high-water mark cannot be set back: if an earlier program reached higher, all we have is a bound.
         fields |= (
@@ -172,7 +172,7 @@ def time_case(
     step_collectives: dict[str, int] | None,
     on_sample: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Times a case; returns the row's fields that this settles: those of `measure.Timing`.
+    """Times a case; returns the row's fields that this settles: those of `latency.Timing`.
 
     Raises:
         RuntimeError: a timed program does not run the `step_collectives` of one step (None: unknown) for each of its
@@ -187,7 +187,7 @@ def time_case(
                 f"a chain of {num_steps} steps runs {counts}, and one step {step_collectives}: not timed"
             )
 
-    timing = measure.latency_us(
+    timing = latency.latency_us(
         case.decode(mesh),
         *_data(case, mesh, seed),
         n_iters=n_iters,
@@ -213,7 +213,7 @@ def _compile(case: Case, mesh: Mesh, seed: int) -> tuple[dict[str, Any], jax.sta
     start = time.perf_counter()
     compiled = lowered.compile()
     fields: dict[str, Any] = {"compile_s": time.perf_counter() - start}
-    memory = measure.compiled_memory(compiled)
+    memory = compiled_memory(compiled)
     fields["peak_memory_bytes_compiled"] = memory and memory.peak_bytes
     try:
         fields["collectives_lowered"] = hlo.counts(lowered.as_text(dialect="hlo"))

@@ -70,15 +70,14 @@ def examine_distributed(launch, n_devices: int | None = None) -> dict[str, Any]:
     import jax
 
     from tree_attn.devices import ensure_devices
-    from tree_attn.measure import latency as measure
-    from tree_attn.measure import links
+    from tree_attn.measure import links, provenance
     from tree_attn.mesh import make_mesh
 
     devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
     levels = links.measure_levels(make_mesh(("device", "node"), devices))
     return {
         "launch": dataclasses.asdict(launch),
-        "hardware": measure.hardware(devices),
+        "hardware": provenance.hardware(devices),
         "n_devices": len(devices),
         "levels": [dataclasses.asdict(level) for level in levels],
     }
@@ -90,12 +89,12 @@ def measure_machine(n_devices: int | None, command: str) -> machine.Machine:
 
     from tree_attn.commands.doctor import calibrate
     from tree_attn.devices import ensure_devices
-    from tree_attn.measure import latency as measure
+    from tree_attn.measure import provenance
 
     devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
     measured = calibrate.measure_machine(devices)
-    where = {"hardware": measure.hardware(devices), "n_processes": jax.process_count(), "command": command}
-    where |= {"git_commit": measure.git_commit(), "versions": measure.versions()}
+    where = {"hardware": provenance.hardware(devices), "n_processes": jax.process_count(), "command": command}
+    where |= {"git_commit": provenance.git_commit(), "versions": provenance.versions()}
     return dataclasses.replace(measured, provenance=where | {"points": measured.provenance})
 
 
@@ -109,18 +108,17 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
     import jax
 
     from tree_attn.devices import ensure_devices
-    from tree_attn.measure import latency as measure
-    from tree_attn.measure import links
+    from tree_attn.measure import links, provenance
     from tree_attn.mesh import make_mesh
 
     devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
     mesh = make_mesh({"device": len(devices)}, devices)
     return {
-        "hardware": measure.hardware(devices),
+        "hardware": provenance.hardware(devices),
         "devices": [_describe(device) for device in devices],
         "links": {"neighbour_gb_per_s": links.neighbour_gb_per_s(mesh), "nvidia_smi_topo": _nvidia_smi_topo()},
-        "versions": measure.versions(),
-        "git_commit": measure.git_commit(),
+        "versions": provenance.versions(),
+        "git_commit": provenance.git_commit(),
         "implementations": _implementations(),
         "reductions": _reductions(devices),
     }

@@ -46,7 +46,7 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     Exchanges are timed as the library does them (`reduce_state`), among all devices of a node (and all nodes) and among
     pairs, so that launch and latency can be told apart, by what they add to a step of local attention: in a chain of
     their own they would wait for the host, which they do not where a GPU has other work meanwhile (docs/log.md). Bare
-    transfers are timed in chains of dependent ones (`measure.latency_us`).
+    transfers are timed in chains of dependent ones (`latency.latency_us`).
 
     Raises:
         ValueError: there is one device, and nothing to exchange.

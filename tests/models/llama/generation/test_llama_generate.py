@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tree_attn.cache import KVCache
-from tree_attn.measure import latency as measure
+from tree_attn.measure.memory import bytes_per_device
 from tree_attn.models.llama import (
     Generator,
     Llama,
@@ -303,7 +303,7 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     stream = generator.stream(prompts, 7, **how)
     next(stream)
     logits = next(stream).logits
-    results = measure.bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
+    results = bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
     # Of two steps, for after the first token the next one is on its way, with a few integers of each row.
     assert 0 <= alive() - before - (predicted.cache + predicted.inputs + 2 * results) <= 16 * len(prompts)
     parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
