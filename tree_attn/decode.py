@@ -8,7 +8,8 @@ from tree_attn.arguments import AttentionOptions, Window
 from tree_attn.local import shard_attention
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
-from tree_attn.reduce import all_to_all, check_reduction, reduce_state
+from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.reduce.all_to_all import all_to_all
 from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState
 

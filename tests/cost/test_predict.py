@@ -81,7 +81,7 @@ def test_bytes_of_fused_and_of_a_tuple_of_levels():
     mixed = cost_model.level_bytes_sent_per_device(step, ("fused", "allreduce"), axis_sizes=(4, 2))
     assert mixed == (3 * 2 * packed, state)
     assert cost_model.bytes_sent_per_device(step, "tree", ("fused", "allreduce"), axis_sizes=(4, 2)) == sum(mixed)
-    with pytest.raises(ValueError, match=r"a tuple of one of the former for each of 2 axes, got \('fused',\)"):
+    with pytest.raises(ValueError, match=r"a tuple of the first three for each of 2 axes, got \('fused',\)"):
         cost_model.bytes_sent_per_device(step, "tree", ("fused",), axis_sizes=(4, 2))
 
 

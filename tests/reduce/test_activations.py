@@ -2,7 +2,6 @@
 
 import functools
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh
+from tree_attn.reduce import fused
 from tree_attn.reduce.activations import MOST_SENT, gather_activations, sum_activations
 from tree_attn.reduce.fused import OLDEST_JAX
 
-FUSED = sys.modules["tree_attn.reduce.fused"]  # the function has the name of its module
 needs_new_jax = pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")
 
 
@@ -54,7 +53,7 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_axes():
     ],
 )
 def test_few_numbers_go_by_the_kernel_and_others_by_a_collective(way, sizes, axes, elements, is_by_kernel, monkeypatch):
-    monkeypatch.setattr(FUSED, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(fused, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
     mesh = make_mesh(sizes)
     x = jax.ShapeDtypeStruct((sizes["seq"], elements), jnp.bfloat16)
     text = over(mesh, axes, way).trace(x).lower(lowering_platforms=("cuda",)).as_text()

@@ -19,11 +19,9 @@ from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
 from tree_attn.kernels.exchange import PARTIAL_WORDS, Buffers
 from tree_attn.kernels.schedule import lean_schedule
 from tree_attn.local import mosaic_gpu
-from tree_attn.reduce import reduce_state
+from tree_attn.reduce import fused, reduce_state
 from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX
 
-# The functions have the names of their modules, which `import` would give.
-MODULE = sys.modules["tree_attn.reduce.fused"]
 COLLECTIVE = r"stablehlo\.(?:all_|reduce_scatter|collective_)"
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 needs_new_jax = pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")
@@ -76,7 +74,7 @@ def test_an_old_jax_is_refused():
 )
 def test_who_meets_whom(axes, expected):
     mesh = make_mesh({"device": 3, "node": 2})
-    groups = MODULE._groups(axes, mesh)
+    groups = fused._groups(axes, mesh)
     assert [tuple(device.id for device in group) for group in groups] == expected
     index = jax.shard_map(
         lambda: jax.lax.axis_index(axes)[None], mesh=mesh, in_specs=(), out_specs=P(mesh.axis_names), check_vma=False
@@ -91,7 +89,7 @@ def test_devices_that_it_cannot_know_are_asked_for():
     """Within a caller's own `shard_map` over a part of the devices, no mesh says which."""
     with pytest.raises(NotImplementedError, match="fused needs mesh"):
         traced_in_shard_map = jax.shard_map(
-            lambda: MODULE._groups(("seq",), None) and jnp.zeros(1), mesh=make_mesh({"seq": 2}), in_specs=(),
+            lambda: fused._groups(("seq",), None) and jnp.zeros(1), mesh=make_mesh({"seq": 2}), in_specs=(),
             out_specs=P("seq"), check_vma=False,
         )  # fmt: skip
         jax.jit(traced_in_shard_map).trace()
@@ -100,7 +98,7 @@ def test_devices_that_it_cannot_know_are_asked_for():
 @pytest.fixture
 def anywhere(monkeypatch):
     """An address that nothing is at; the programs are not run."""
-    monkeypatch.setattr(MODULE, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(fused, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
 
 
 @needs_new_jax
@@ -169,7 +167,7 @@ def test_rows_have_the_partials_of_the_schedule(lengths):
 
 
 def test_what_cannot_end_the_attention_s_kernel():
-    exchange = MODULE.Exchange(None, Buffers(table=0, num_ranks=2, capacity=MAX_ELEMENTS))
+    exchange = fused.Exchange(None, Buffers(table=0, num_ranks=2, capacity=MAX_ELEMENTS))
     result = lambda rows, columns: jax.ShapeDtypeStruct((rows, columns, 128), jnp.bfloat16)
     can = lambda rows=16, columns=1, ctas=132, partials=148: (
         exchange.epilogue(result(rows, columns), ctas, partials, 128) is not None

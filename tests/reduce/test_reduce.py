@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, merge_states
 from tree_attn.cost import machine
-from tree_attn.reduce import check_reduction, hierarchical, reduce_state
+from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.reduce.hierarchical import hierarchical
 
 ROWS, H = (2, 3, 4), 5
 TOPOLOGIES = [({"seq": n}, reduction) for n in (1, 2, 3, 5, 8) for reduction in ("allreduce", "gather")] + [
@@ -101,7 +101,7 @@ def test_on_a_known_machine_none_is_what_costs_least(axis_sizes, elements, tried
     """The H200's numbers, in nodes of four; states that are only shapes."""
     caplog.set_level(logging.INFO, "tree_attn")
     known = dataclasses.replace(machine.load("NVIDIA H200"), gpus_per_node=4)
-    monkeypatch.setattr(sys.modules["tree_attn.reduce"], "_machine", lambda: known)
+    monkeypatch.setattr("tree_attn.reduce._machine", lambda: known)
     state = SoftmaxState(jnp.zeros((elements // 129, 128)), jnp.zeros(elements // 129))
     on_device = lambda state: reduce_state(state, tuple(axis_sizes), None)
     mapped = jax.shard_map(on_device, mesh=make_mesh(axis_sizes), in_specs=P(), out_specs=P(), check_vma=False)

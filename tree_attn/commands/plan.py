@@ -117,13 +117,14 @@ def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict
 
 
 def _check_size(step, reduction) -> None:
+    from tree_attn.cost.machine import KINDS
     from tree_attn.cost.predict import STATE_BYTES
-    from tree_attn.reduce.fused import MAX_ELEMENTS
 
     elements = step.packed_state_bytes // STATE_BYTES
-    kinds = reduction if isinstance(reduction, tuple) else (reduction,)
-    if "fused" in kinds and elements > MAX_ELEMENTS:
-        raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS:,} elements, and this state has {elements:,}")
+    for name in reduction if isinstance(reduction, tuple) else (reduction,):
+        most = KINDS[name].max_elements if name in KINDS else None
+        if most is not None and elements > most:
+            raise NotImplementedError(f"{name} exchanges up to {most:,} elements, and this state has {elements:,}")
 
 
 def _choose(strategies: list[dict[str, Any]], step, machine) -> tuple[str | None, str]:

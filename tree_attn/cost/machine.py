@@ -35,12 +35,14 @@ class Kind:
             of n nodes. For NCCL's collectives as NCCL's own model counts them (src/graph/tuning.cc).
         sent: what each of p devices sends in all of them, in multiples of its payload.
         is_collective: NCCL does it, and not a kernel of ours.
+        max_elements: elements of the largest state that it exchanges; None for any.
     """
 
     exchanges: int
     rounds: Callable[[int, int], tuple[int, int]]
     sent: Callable[[int], float]
     is_collective: bool = True
+    max_elements: int | None = None
 
 
 _once = lambda m, n: (int(n == 1), int(n > 1))
@@ -51,8 +53,9 @@ KINDS = {
     ),
     # A ring through all devices, node by node.
     "gather": Kind(exchanges=1, rounds=lambda m, n: (m * n - n, n - 1), sent=lambda p: p - 1),
-    # Everyone to everyone at once; 4 bytes travel as 8, with the number of the step.
-    "fused": Kind(exchanges=1, rounds=_once, sent=lambda p: 2 * (p - 1), is_collective=False),
+    # Everyone to everyone at once; 4 bytes travel as 8, with the number of the step. Beyond the limit
+    # they cost more than is saved.
+    "fused": Kind(exchanges=1, rounds=_once, sent=lambda p: 2 * (p - 1), is_collective=False, max_elements=1 << 18),
     # Everyone to the next: one hop of a ring.
     "neighbour": Kind(exchanges=1, rounds=_once, sent=lambda p: 1),
 }

@@ -30,7 +30,7 @@ LINK_BYTES_PER_S = {"H200": 215e9}
 
 STATE_BYTES = 4  # softmax states travel as float32, whatever the dtype of K and V
 STRATEGIES = ("tree", "ring_overlapped", "ring_public")
-LEVELS = ("allreduce", "gather", "fused")  # what can be a level of a hierarchical reduction, or be all of one
+AXIS_REDUCTIONS = ("allreduce", "gather", "fused")  # over one axis, or over all axes at once
 Reduction = str | tuple[str, ...]
 
 
@@ -208,7 +208,9 @@ def level_bytes_sent_per_device(
 ) -> tuple[float, ...]:
     """As `bytes_sent_per_device` of tree attention, for each exchange: one, or one per axis if hierarchical."""
     exchanges = _exchanges(reduction, (step.n_devices,) if axis_sizes is None else axis_sizes)
-    if math.prod(size for _, size, _ in exchanges) != step.n_devices or (reduction not in LEVELS and not axis_sizes):
+    if math.prod(size for _, size, _ in exchanges) != step.n_devices or (
+        reduction not in AXIS_REDUCTIONS and not axis_sizes
+    ):
         raise ValueError(
             f"axis_sizes must be the axes' sizes, with product n_devices={step.n_devices}, got {axis_sizes}"
         )
@@ -253,7 +255,7 @@ def candidates(num_axes: int) -> list[Reduction]:
         >>> candidates(1)
         ['allreduce', 'gather', 'fused']
     """
-    return [*LEVELS, *(itertools.product(LEVELS, repeat=num_axes) if num_axes > 1 else ())]
+    return [*AXIS_REDUCTIONS, *(itertools.product(AXIS_REDUCTIONS, repeat=num_axes) if num_axes > 1 else ())]
 
 
 def cheapest_reduction(
@@ -433,13 +435,17 @@ def _check_positive(**sizes) -> None:
 
 def _exchanges(reduction: Reduction, axis_sizes: Sequence[int]) -> list[tuple[str, int, int]]:
     """The exchanges of a reduction in order: kind, how many devices meet, and how far apart they are counted."""
-    if reduction in LEVELS:
+    if reduction in AXIS_REDUCTIONS:
         return [(reduction, math.prod(axis_sizes), 1)]
     kinds = ("gather",) * len(axis_sizes) if reduction == "hierarchical" else reduction
-    if not isinstance(kinds, tuple) or len(kinds) != len(axis_sizes) or not all(kind in LEVELS for kind in kinds):
+    if (
+        not isinstance(kinds, tuple)
+        or len(kinds) != len(axis_sizes)
+        or not all(kind in AXIS_REDUCTIONS for kind in kinds)
+    ):
         raise ValueError(
-            f"reduction must be one of {', '.join(map(repr, LEVELS))}, 'hierarchical', or a tuple of one of the former "
-            f"for each of {len(axis_sizes)} axes, got {reduction!r}"
+            f"reduction must be one of {', '.join(map(repr, AXIS_REDUCTIONS))}, 'hierarchical', or a tuple of the "
+            f"first three for each of {len(axis_sizes)} axes, got {reduction!r}"
         )
     return [(kind, size, math.prod(axis_sizes[:i])) for i, (kind, size) in enumerate(zip(kinds, axis_sizes))]
 

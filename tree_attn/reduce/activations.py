@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from tree_attn.reduce.fused import fused_gather, fused_sum
+from tree_attn.reduce.fused import fused_gather, fused_sum, why_not
 
 # Numbers that a device sends to all others together, 8 bytes each: on two H200s XLA is faster from somewhere between
 # 65,536 and 131,072 of them on.
@@ -39,9 +39,6 @@ def gather_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.A
 def _cheapest(fused: Callable, collective: Callable, x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
     # A kernel can run where all axes are mapped only: XLA knows no way to cut it over the rest.
     is_mapped = set(axes) == set(mesh.axis_names)
-    if is_mapped and 0 < x.size * (mesh.size - 1) <= MOST_SENT:
-        try:
-            return fused(x, axes, mesh)
-        except NotImplementedError:
-            pass  # no GPUs, or of several hosts, or an old JAX
-    return collective(x, axes)
+    is_small = 0 < x.size * (mesh.size - 1) <= MOST_SENT
+    can_run = is_mapped and is_small and why_not(x.size, axes, mesh) is None
+    return fused(x, axes, mesh) if can_run else collective(x, axes)

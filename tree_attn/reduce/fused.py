@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from tree_attn.cost.machine import KINDS
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, Epilogue
 from tree_attn.kernels.exchange import (
     MAX_CTAS,
@@ -23,7 +24,7 @@ from tree_attn.local import ShardAttention
 from tree_attn.reduce.peer_memory import peer_memory
 from tree_attn.state import SoftmaxState
 
-MAX_ELEMENTS = 1 << 18  # of one device; beyond, sending 8 bytes for 4 costs more than is saved
+MAX_ELEMENTS = KINDS["fused"].max_elements  # of one device's state
 OLDEST_JAX = (0, 11)
 
 
@@ -85,17 +86,31 @@ def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) 
     return exchange_gather(x.reshape(-1), rank, buffers).reshape(-1, *x.shape)
 
 
+def why_not(elements: int, axes: tuple[str, ...], mesh: Mesh | None = None) -> str | None:
+    """Returns the reason why no state of `elements` can be exchanged over `axes`, or None where it can."""
+    try:
+        _meeting_place(axes, mesh, elements)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[jax.Array | None, Buffers]:
-    """This device's rank, as the kernel takes it, and the buffers in which the devices along `axes` meet."""
+    """Returns this device's rank, as the kernel takes it, and the buffers in which the devices along `axes` meet."""
+    group, buffers = _meeting_place(axes, mesh, elements)
+    is_alone = all(device.process_index != other.process_index for device, other in itertools.pairwise(group))
+    return None if is_alone else jax.lax.axis_index(axes).astype(jnp.int32)[None], buffers
+
+
+def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Buffers]:
+    """Returns the first group of devices that meet along `axes`, and the buffers of all groups."""
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"fused was run with JAX 0.11 and newer only, this is {jax.__version__}")
     if elements > MAX_ELEMENTS:
         raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
     groups = _groups(axes, mesh)
     buffers = Buffers(table=0, num_ranks=len(groups[0]), capacity=MAX_ELEMENTS)
-    buffers = buffers.replace(table=peer_memory(groups, buffers.num_bytes))
-    is_alone = all(device.process_index != other.process_index for device, other in itertools.pairwise(groups[0]))
-    return None if is_alone else jax.lax.axis_index(axes).astype(jnp.int32)[None], buffers
+    return groups[0], buffers.replace(table=peer_memory(groups, buffers.num_bytes))
 
 
 def _groups(axes: tuple[str, ...], mesh: Mesh | None) -> tuple[tuple[jax.Device, ...], ...]:

@@ -22,7 +22,7 @@ from tree_attn.state import SoftmaxState
 
 HEAD_DIM = 128
 NUM_ROWS = (8, 2032)  # queries times heads: states of 4 kB and of 1 MB
-COLLECTIVES = tuple(kind for kind in cost_model.LEVELS if KINDS[kind].is_collective)
+COLLECTIVES = tuple(kind for kind in cost_model.AXIS_REDUCTIONS if KINDS[kind].is_collective)
 LEAST_US = 0.1  # of what noise says takes no time
 MOST_BYTES_PER_S = 1e15  # where noise says that more bytes take no more time
 
