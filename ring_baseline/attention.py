@@ -1,13 +1,14 @@
 """Ring Attention over a whole prompt: queries, keys and values are all sharded along the sequence."""
 
 import dataclasses
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AttentionOptions, Window
+from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
@@ -16,24 +17,17 @@ from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState, merge_state
 
 
+@takes_options(without=("query_positions",), is_causal=True)
 def ring_attention(
-    query: Float[Array, "B S N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[AnyArray, "B S N H"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
     *,
     axis_name: AxisName,
     mesh: Mesh | None = None,
-    key_value_seq_lengths: Int[Array, " B"] | None = None,
     block_size: int | None = 1,
-    is_causal: bool = True,
-    local_window_size: int | Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
-    implementation: str | None = None,
     return_lse: bool = False,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]:
     """Exact self-attention of a prompt sharded along its sequence, by rotating K and V p - 1 times.
 
@@ -47,11 +41,15 @@ def ring_attention(
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`
         (`tree_attn.placement.storage_order`); S a multiple of devices x block_size. The query stored at index i is at
         position `storage_order(...)[i]`. key and value may both be float8_e4m3fn or int8.
-      key_value_seq_lengths: int32 `[B]`, length of each prompt; queries past it are padding, their result is defined
-        (they see the valid keys) and meaningless.
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work.
-      The other arguments, the result and the errors are those of `tree_attn.tree_decode`; the result is sharded as
-      the query is.
+      options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
+        `key_value_seq_lengths` is the length of each prompt; queries past it are padding, whose result is defined (they
+        see the valid keys) and meaningless.
+      axis_name, mesh, return_lse: as in `tree_attn.tree_decode`.
+    Returns:
+      `out [B, S, N, Hv]`, sharded as the query is; with `return_lse`, `(out, lse)`.
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `tree_attn.tree_decode`.
 
     Example:
       >>> order = storage_order(S, num_shards=8, block_size=1)
@@ -60,17 +58,7 @@ def ring_attention(
     Source: Ring Attention (Liu et al. 2023) with the striping of Brandon et al. 2023; Tree Attention, section 5.3.
     """
     axes = axis_tuple(axis_name)
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        scale=scale,
-        implementation=implementation,
-    )
+    attention = AttentionOptions(**options)
     _check_self_attention(query, key)
 
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
@@ -88,7 +76,7 @@ def ring_attention(
         return SoftmaxState(state.out.astype(query.dtype), state.lse)
 
     state = over_shards(
-        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=True
+        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=True
     )
     return (state.out, state.lse) if return_lse else state.out
 

@@ -1,13 +1,14 @@
 """Ring Attention decoding: the query stays, every shard of K and V visits every device."""
 
 import dataclasses
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AttentionOptions, Window, one_of
+from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, one_of, takes_options
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
@@ -18,26 +19,18 @@ from tree_attn.state import SoftmaxState, merge_states
 VARIANTS = ("overlapped", "public")
 
 
+@takes_options()
 def ring_decode(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[AnyArray, "B T N H"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
     *,
     axis_name: AxisName,
     mesh: Mesh | None = None,
-    key_value_seq_lengths: Int[Array, " B"] | None = None,
     block_size: int | None = None,
-    is_causal: bool = False,
-    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
-    local_window_size: int | Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
-    implementation: str | None = None,
     variant: str = "overlapped",
     return_lse: bool = False,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of a replicated query over sequence-sharded keys, by rotating K and V: the baseline.
 
@@ -59,18 +52,7 @@ def ring_decode(
     """
     axes = axis_tuple(axis_name)
     one_of("variant", variant, VARIANTS)
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_positions=query_positions,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        scale=scale,
-        implementation=implementation,
-    )
+    attention = AttentionOptions(**options)
     rotate = _overlapped if variant == "overlapped" else _public
 
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
@@ -84,7 +66,7 @@ def ring_decode(
         return merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
 
     state = over_shards(
-        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
+        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
     )
     return (state.out, state.lse) if return_lse else state.out
 

@@ -1,47 +1,88 @@
-"""The shared vocabulary as one bundle of options, and its checks.
+"""The shared vocabulary: the attention options, declared once, and the checks of arguments.
 
 A wrong call is one clear error before anything is compiled or moved.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 import numbers
-from functools import partial
+import typing
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import AbstractArray, Array, Float, Int
 
 ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
-NARROW_DTYPES = ("float8_e4m3fn", "int8")  # in which caches keep what is given in another
+NARROW_DTYPES = ("float8_e4m3fn", "int8")  # caches may keep keys and values in these, beside a wider query
 STORED_DTYPES = (*ATTENTION_DTYPES, *NARROW_DTYPES)  # of key and value
+AnyArray = jax.Array | np.ndarray
 Window = tuple[int | None, int | None]
+_Function = TypeVar("_Function", bound=Callable)
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key_value_seq_lengths", "query_positions", "sinks", "key_scale", "value_scale"],
-    meta_fields=["is_causal", "local_window_size", "logits_soft_cap", "scale", "implementation"],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """The options every attention function takes, as one argument. Meanings: `tree_attn.local.attend`.
+class RaggedOptionArguments(TypedDict, total=False):
+    """The attention options that say nothing about lengths and positions: those of packed and paged batches.
 
-    Arrays are pytree leaves, the rest is static. `check` raises; the constructor does not, since JAX rebuilds
-    pytrees around placeholders.
+    Meanings: `tree_attn.attend`.
     """
 
-    key_value_seq_lengths: Int[Array, " B"] | None = None
-    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None
-    sinks: Float[Array, " N"] | None = None
-    key_scale: Float[Array, " K"] | None = None
-    value_scale: Float[Array, " K"] | None = None
-    is_causal: bool = False
-    local_window_size: int | Window | None = None
-    logits_soft_cap: float | None = None
-    scale: float | None = None
-    implementation: str | None = None
+    is_causal: bool
+    local_window_size: int | Window | None
+    logits_soft_cap: float | None
+    sinks: Float[AnyArray, " N"] | None
+    scale: float | None
+    key_scale: Float[AnyArray, " K"] | None
+    value_scale: Float[AnyArray, " K"] | None
+    implementation: str | None
+
+
+class OptionArguments(RaggedOptionArguments, total=False):
+    """The attention options, as keyword arguments. Meanings: `tree_attn.attend`.
+
+    An option is declared here, or in the class above, and nowhere else: `AttentionOptions` has one field for each, and
+    `takes_options` writes them into the signatures of the functions that take them.
+    """
+
+    key_value_seq_lengths: Int[AnyArray, " B"] | None
+    query_positions: Int[AnyArray, "B T"] | Int[AnyArray, " T"] | None
+
+
+_DEFAULTS = {"is_causal": False}  # None for every other option
+_OPTIONS = typing.get_type_hints(OptionArguments)
+
+
+def _is_array(annotation) -> bool:
+    return any(isinstance(x, type) and issubclass(x, AbstractArray) for x in typing.get_args(annotation))
+
+
+_Fields: Any = dataclasses.make_dataclass(
+    "_Fields",
+    [(name, annotation, _DEFAULTS.get(name)) for name, annotation in _OPTIONS.items()],
+    frozen=True,
+    kw_only=True,
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[name for name, annotation in _OPTIONS.items() if _is_array(annotation)],
+    meta_fields=[name for name, annotation in _OPTIONS.items() if not _is_array(annotation)],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions(_Fields):
+    """The attention options as one argument: a field for each of `OptionArguments`. Meanings: `tree_attn.attend`.
+
+    Arrays are pytree leaves, the other fields are static. `check` raises; the constructor does not, because JAX
+    rebuilds pytrees around placeholders.
+
+    Example:
+      >>> options = AttentionOptions(is_causal=True, scale=0.1)
+    """
 
     def check(self, query, key, value, *, num_keys: int) -> None:
         """Raises ValueError or TypeError, naming the argument, unless options and arrays fit each other.
@@ -57,9 +98,9 @@ class AttentionOptions:
         _check_positions(self.query_positions, batch, num_queries)
         _check_window(self.local_window_size)
         cap, scale = self.logits_soft_cap, self.scale
-        if cap is not None and not (_is_real(cap) and 0 < cap < math.inf):
+        if cap is not None and not (is_real(cap) and 0 < cap < math.inf):
             raise ValueError(f"logits_soft_cap must be None or a positive number, got {cap!r}")
-        if scale is not None and not (_is_real(scale) and math.isfinite(scale)):
+        if scale is not None and not (is_real(scale) and math.isfinite(scale)):
             raise ValueError(f"scale must be None (H ** -0.5) or a finite Python number, got {scale!r}")
         if self.sinks is not None and jnp.shape(self.sinks) != (num_heads,):
             raise ValueError(f"sinks must have shape [N] = ({num_heads},), got {jnp.shape(self.sinks)}")
@@ -67,7 +108,7 @@ class AttentionOptions:
             check_head_scale(name, getattr(self, name), num_kv_heads=key.shape[-2])
 
     def head_scales(self, num_kv_heads: int) -> Float[Array, "2 K"] | None:
-        """Returns `key_scale` over `value_scale`, float32 `[2, K]`, None where both are: what kernels are given."""
+        """Returns `key_scale` over `value_scale` as kernels take them, float32 `[2, K]`; None where both are None."""
         if self.key_scale is None and self.value_scale is None:
             return None
         ones = jnp.ones(num_kv_heads, jnp.float32)
@@ -76,23 +117,88 @@ class AttentionOptions:
         )
 
 
+def takes_options(
+    *, without: tuple[str, ...] = (), only: tuple[str, ...] | None = None, **defaults
+) -> Callable[[_Function], _Function]:
+    """Declares that the keyword arguments `**options` of a function are attention options.
+
+    The function annotates them `Unpack[OptionArguments]`, or another class of options, which type checkers read.
+    `help` and `inspect.signature` show each option with its annotation and default.
+
+    Args:
+      without: options of that class that the function does not take.
+      only: the options that it takes, where these are the shorter list; None: all but `without`.
+      defaults: the defaults that differ from those of `AttentionOptions`.
+    Returns:
+      A decorator. The decorated function raises TypeError for a keyword argument that it does not take, with its name
+      and the options that there are.
+
+    Example:
+      >>> @takes_options(without=("sinks",), is_causal=True)
+      ... def prefill(query, key, value, **options: Unpack[OptionArguments]):
+      ...     return AttentionOptions(**options)
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *parameters, keywords = signature.parameters.values()
+        (declared,) = typing.get_args(keywords.annotation)
+        options = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(field.name, field.default),
+                annotation=field.type,
+            )
+            for field in dataclasses.fields(AttentionOptions)
+            if field.name in typing.get_type_hints(declared) and field.name not in without
+            if only is None or field.name in only
+        ]
+        names = [option.name for option in options]
+        known = {*names, *(parameter.name for parameter in parameters)}
+
+        @functools.wraps(function)
+        def checked(*args, **keyword_arguments):
+            for name in keyword_arguments:
+                if name not in known:
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}; "
+                        f"its attention options are {', '.join(names)}"
+                    )
+            return function(*args, **(defaults | keyword_arguments))
+
+        checked.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
+        return typing.cast(_Function, checked)
+
+    return decorate
+
+
 def default_scale(scale: float | None, head_dim: int) -> float:
     """Returns `scale`, or the field's default `head_dim ** -0.5`."""
     return float(head_dim) ** -0.5 if scale is None else float(scale)
 
 
-def one_of(name: str, given, allowed) -> None:
-    """Raises ValueError unless `given` is one of `allowed`."""
-    if given not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {given!r}")
+def one_of(name: str, value, allowed) -> None:
+    """Raises ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def check_integer(name: str, given, *, least: int, most: int | None = None) -> None:
-    """Raises ValueError unless `given` is an integer from `least` to `most`."""
-    is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not is_integer or given < least or (most is not None and given > most):
+def is_integer(x) -> bool:
+    """Returns whether `x` is an integer of Python or numpy, and no bool."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def is_real(x) -> bool:
+    """Returns whether `x` is a real number of Python or numpy, and no bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def check_integer(name: str, value, *, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless `value` is an integer of at least `least` and, where it is given, at most `most`."""
+    if not is_integer(value) or value < least or (most is not None and value > most):
         upper = "" if most is None else f" and at most {most}"
-        raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {given!r}")
+        raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {value!r}")
 
 
 def check_arrays(query, key, value) -> None:
@@ -152,7 +258,7 @@ def _check_window(window) -> None:
     if window is None:
         return
     pair = window if isinstance(window, tuple) else (window,)
-    is_side = lambda side: isinstance(side, int | np.integer) and not isinstance(side, bool) and side >= 0
+    is_side = lambda side: is_integer(side) and side >= 0
     if isinstance(window, tuple) and (len(window) != 2 or not all(side is None or is_side(side) for side in pair)):
         raise ValueError(f"local_window_size must be (left, right), each None or an integer >= 0, got {window!r}")
     if not isinstance(window, tuple) and not is_side(window):
@@ -181,7 +287,3 @@ def concrete(x) -> np.ndarray | None:
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
-
-
-def _is_real(x) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)

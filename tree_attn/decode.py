@@ -1,10 +1,12 @@
 """Tree Attention decoding: each device attends to its shard of the keys, then partial results meet in collectives."""
 
+from typing import Unpack
+
 import jax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AttentionOptions, Window
+from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
 from tree_attn.local import shard_attention
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
@@ -14,27 +16,19 @@ from tree_attn.sharded import over_shards
 from tree_attn.state import SoftmaxState
 
 
+@takes_options()
 def tree_decode(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[AnyArray, "B T N H"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
     *,
     axis_name: AxisName,
     mesh: Mesh | None = None,
-    key_value_seq_lengths: Int[Array, " B"] | None = None,
     block_size: int | None = None,
-    is_causal: bool = False,
-    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
-    local_window_size: int | Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
-    implementation: str | None = None,
     reduction: str | tuple[str, ...] | None = None,
     shard_heads: bool = False,
     return_lse: bool = False,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of a replicated query over keys and values sharded along the sequence.
 
@@ -50,12 +44,7 @@ def tree_decode(
         Contiguous placement may have any S (the array is padded, a copy, where the devices do not divide it).
       axis_name: mesh axis, or an ordered tuple of axes, fastest link first. Any number of devices.
       mesh: the mesh, unless the axes are bound or a context mesh is set.
-      key_value_seq_lengths: int32 `[B]`, valid keys over all shards; may end anywhere, shards may hold nothing.
       block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn.
-      is_causal, query_positions, local_window_size, logits_soft_cap, sinks, scale, key_scale, value_scale: as in
-        `tree_attn.local.attend`; the T queries are the last T positions of each sequence unless `query_positions` says
-        otherwise.
-      implementation: the kernel on each device, see `tree_attn.local.attend`.
       reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "fused" (one kernel,
         for the GPUs of one host), "hierarchical" or a tuple of one of the former per axis; None: the cheapest that can
         run, by the cost model, see `tree_attn.reduce.reduce_state`.
@@ -63,6 +52,8 @@ def tree_decode(
         one all-to-all of a p-th of what a gather sends. The result is sharded over `axis_name` along N, and inside a
         `shard_map` it is this device's heads. `reduction` must be None.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
+      options: the attention options of `tree_attn.attend`. Lengths count the valid keys over all shards; they may end
+        anywhere, and a shard may hold no valid key. `implementation` is the kernel on each device.
     Returns:
       `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. Where a
       query sees no key: `out = 0, lse = -inf`.
@@ -80,18 +71,7 @@ def tree_decode(
     reduction = check_reduction(reduction, axes)
     if shard_heads and reduction is not None:
         raise ValueError(f"reduction must be None with shard_heads=True, which has one of its own, got {reduction!r}")
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_positions=query_positions,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        scale=scale,
-        implementation=implementation,
-    )
+    attention = AttentionOptions(**options)
 
     def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
         local = shard_attention(query, key, value, options, shard)
@@ -102,7 +82,7 @@ def tree_decode(
             return reduce_state(local, axes, reduction, mesh)
 
     state = over_shards(
-        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False,
+        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False,
         shard_heads=shard_heads,
     )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out

@@ -10,38 +10,35 @@ sources) and appendix F (safe softmax: the maximum that is subtracted does not c
 """
 
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AttentionOptions, Window, check_arrays, default_scale
+from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, check_arrays, default_scale, takes_options
 from tree_attn.local import attend_shard
-from tree_attn.masking import sink_state
+from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
 from tree_attn.sharded import over_shards
-from tree_attn.state import SoftmaxState, finite_max, from_sums, merge_state, numerator_and_denominator
+from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_denominator
 
 MAX_ORDER = 4
 
 
+@takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))
 def energy(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
-    source: Float[Array, "B T N Hv"],
+    query: Float[AnyArray, "B T N H"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
+    source: Float[AnyArray, "B T N Hv"],
     *,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
-    key_value_seq_lengths: Int[Array, " B"] | None = None,
     block_size: int | None = None,
-    is_causal: bool = False,
-    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
-    local_window_size: int | Window | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N"]:
     """The energy of each query under its own source: `F(zeta) = log sum_a exp(scale q . k_a + zeta . v_a)`.
 
@@ -52,7 +49,7 @@ def energy(
     Args:
       source: zeta, `[B, T, N, Hv]`, query's dtype: one vector per query and head, as values have.
       axis_name, mesh, block_size: None for one device; else as in `tree_attn.tree_decode`.
-      The other arguments as in `tree_attn.local.attend`. There is no soft cap: it would bend zeta . v as well.
+      options: as in `tree_attn.attend`. There is no soft cap, which would bend zeta . v as well.
     Returns:
       float32 `[B, T, N]`, natural log; -inf where a query sees no key.
     Raises:
@@ -64,40 +61,38 @@ def energy(
     Source: Tree Attention, equations 6, 7, 25 to 28; Algorithm 1.
     """
     check_arrays(query, key, value)
-    _check_source(query, value, source, scale)
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_positions=query_positions,
-        sinks=sinks,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        scale=default_scale(scale, query.shape[-1]),
-        implementation="xla",  # differentiated any number of times, which the fused kernels are not
-    )
+    _check_source(query, value, source, options.get("scale"))
+    scale = default_scale(options.pop("scale", None), query.shape[-1])
+    # XLA's attention can be differentiated any number of times, the fused kernels cannot.
+    attention = AttentionOptions(**options, scale=scale, implementation="xla")
     # scale [q, zeta / scale] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys, so the
     # kernel's tiling and masks serve unchanged. Of the values one column is kept, since only the lse is wanted.
-    query = jnp.concatenate([query, source / jnp.asarray(options.scale, source.dtype)], axis=-1)
+    query = jnp.concatenate([query, source / jnp.asarray(scale, source.dtype)], axis=-1)
     key = jnp.concatenate([key, value], axis=-1)
     value = value[..., :1]
     if axis_name is None:
-        options.check(query, key, value, num_keys=key.shape[1])
-        state = attend_shard(query, key, value, options, Shard())
-        return (state if sinks is None else merge_state(state, sink_state(sinks, state))).lse
+        attention.check(query, key, value, num_keys=key.shape[1])
+        return add_sinks(attend_shard(query, key, value, attention, Shard()), attention.sinks).lse
 
     def body(query, key, value, options, shard) -> SoftmaxState:
         return _reduce_energy(attend_shard(query, key, value, options, shard), axis_tuple(axis_name))
 
     return over_shards(
-        body, query, key, value, options, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
+        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
     ).lse
 
 
+@takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))
 def attention_moments(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[AnyArray, "B T N H"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
     order: int,
-    **options,
+    *,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    block_size: int | None = None,
+    **options: Unpack[OptionArguments],
 ) -> tuple[Array, ...]:
     """Cumulants of the values under the attention distribution, from derivatives of `energy` at zeta = 0.
 
@@ -107,7 +102,7 @@ def attention_moments(
 
     Args:
       order: the highest order wanted, 1 to 4 (an array of order r has `Hv ** r` numbers per query).
-      options: the keyword arguments of `energy`.
+      axis_name, mesh, block_size, options: as in `energy`.
     Returns:
       `(order 1, ..., order `order`)`, float32.
     Raises:
@@ -122,10 +117,11 @@ def attention_moments(
     if not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
         raise ValueError(f"order must be an integer from 1 to {MAX_ORDER}, got {order!r}")
     rows = (*query.shape[:3], value.shape[-1])
+    sharding = {"axis_name": axis_name, "mesh": mesh, "block_size": block_size}
 
     # Queries do not interact, so one shared source vector differentiates all of them at once.
     def shared_source(zeta: Float[Array, " Hv"]) -> Float[Array, "B T N"]:
-        return energy(query, key, value, jnp.broadcast_to(zeta[None, None, None, :], rows), **options)
+        return energy(query, key, value, jnp.broadcast_to(zeta[None, None, None, :], rows), **sharding, **options)
 
     derivatives: list[Callable] = [shared_source]
     for _ in range(order):

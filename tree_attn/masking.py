@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import AttentionOptions, Window
+from tree_attn.arguments import AnyArray, AttentionOptions, Window
 from tree_attn.placement import Shard
-from tree_attn.state import SoftmaxState
+from tree_attn.state import SoftmaxState, merge_state
 
 
 @partial(
@@ -150,6 +150,11 @@ def sink_state(sinks: Float[Array, " N"], like: SoftmaxState) -> SoftmaxState:
     """
     lse = jnp.broadcast_to(jnp.asarray(sinks, like.lse.dtype)[None, None, :], like.lse.shape)
     return SoftmaxState(jnp.zeros_like(like.out), lse)
+
+
+def add_sinks(state: SoftmaxState, sinks: Float[AnyArray, " N"] | None) -> SoftmaxState:
+    """Merges the sinks into a state over all keys, once; None leaves it as it is."""
+    return state if sinks is None else merge_state(state, sink_state(sinks, state))
 
 
 def _positions(batch, num_queries, num_keys, lengths, query_positions) -> Int[Array, "B T"]:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from tree_attn.arguments import check_integer, is_integer
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["num_shards", "block_size"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +69,8 @@ def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> n
       >>> storage_order(8, num_shards=2, block_size=2)   # array([0, 1, 4, 5, 2, 3, 6, 7])
     """
     check_block_size(block_size)
-    for name, count, least in (("num_tokens", num_tokens, 0), ("num_shards", num_shards, 1)):
-        if not isinstance(count, int | np.integer) or count < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
+    check_integer("num_tokens", num_tokens, least=0)
+    check_integer("num_shards", num_shards, least=1)
     unit = num_shards * (block_size or 1)
     if num_tokens % unit:
         raise ValueError(f"num_tokens must be a multiple of num_shards * block_size = {unit}, got {num_tokens}")
@@ -81,6 +82,5 @@ def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> n
 
 def check_block_size(block_size: int | None) -> None:
     """Raises ValueError unless `block_size` is None (contiguous) or an integer of at least 1 (block-cyclic)."""
-    is_int = isinstance(block_size, int) and not isinstance(block_size, bool)
-    if block_size is not None and not (is_int and block_size >= 1):
+    if block_size is not None and not (is_integer(block_size) and block_size >= 1):
         raise ValueError(f"block_size must be None (contiguous) or an integer of at least 1, got {block_size!r}")

@@ -3,14 +3,23 @@
 Both are LeanAttention on a Hopper GPU (`implementation="mosaic_gpu"`), and plain XLA elsewhere.
 """
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from tree_attn.arguments import AttentionOptions, Window, check_dtypes, default_scale, one_of
-from tree_attn.local import mosaic_gpu, xla
-from tree_attn.masking import Visibility, sink_state, visibility
+from tree_attn.arguments import (
+    AnyArray,
+    AttentionOptions,
+    RaggedOptionArguments,
+    check_dtypes,
+    default_scale,
+    takes_options,
+)
+from tree_attn.local import check_implementation, choose, mosaic_gpu, xla
+from tree_attn.masking import Visibility, add_sinks, visibility
 from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_segments, merge_state
 
@@ -18,44 +27,40 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 _XLA_CHUNK = 1024  # packed keys whose states XLA holds at once
 
 
+@takes_options()
 def lean_decode(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "total K H"],
-    value: Float[Array, "total K H"],
-    cu_seqlens: Int[Array, " B+1"],
+    query: Float[AnyArray, "B T N H"],
+    key: Num[AnyArray, "total K H"],
+    value: Num[AnyArray, "total K H"],
+    cu_seqlens: Int[AnyArray, " B+1"],
     *,
-    is_causal: bool = False,
-    local_window_size: int | Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
-    implementation: str | None = None,
-) -> SoftmaxState:
+    return_lse: bool = False,
+    **options: Unpack[RaggedOptionArguments],
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Exact attention over a packed ragged batch: sequence b's keys are `key[cu_seqlens[b] : cu_seqlens[b + 1]]`.
 
     logits = cap(scale key_scale query . key),    lse = log sum exp(logits),
     out    = value_scale sum exp(logits - lse) value
 
-    Every CTA gets the same number of tiles whatever the lengths, which only the device need know: changing them from
-    step to step compiles nothing and asks nothing of the host.
+    Every CTA gets the same number of KV tiles whatever the lengths. Lengths are values on the device: changing them
+    from step to step compiles nothing and does not wait for the host.
 
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence; bfloat16 or float16 (float32 too under "xla").
       key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query`, float8_e4m3fn, or int8 under
         "xla"; the kernel needs `total` to be a multiple of 8.
       cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`.
-      is_causal, local_window_size, logits_soft_cap, sinks, scale, key_scale, value_scale: as in `attend`.
-      implementation: "mosaic_gpu" or "xla"; None takes the first that can run.
+      return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
+      options: the attention options of `tree_attn.attend`, but for lengths and positions. `implementation` is
+        "mosaic_gpu" or "xla"; None takes the first that can run.
     Returns:
-      `SoftmaxState(out [B, T, N, H] in query's dtype, lse float32 [B, T, N])`; an empty sequence has 0 and -inf.
+      `out [B, T, N, H]` in query's dtype; with `return_lse`, `(out, lse)`. An empty sequence has 0 and -inf.
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
       NotImplementedError: the named implementation cannot do it, or cannot run here.
 
     Example:
-      >>> out, lse = lean_decode(query, key, value, jnp.array([0, 5, 5, 2053]))
+      >>> out = lean_decode(query, key, value, jnp.array([0, 5, 5, 2053]))
 
     Source: LeanAttention, section 4.3 (lean ragged batching).
     """
@@ -63,56 +68,50 @@ def lean_decode(
     _check_arrays(query, key, value, rank=3)
     _check_cu_seqlens(cu_seqlens, query.shape[0], key.shape[0])
     starts, ends = (jnp.asarray(x, jnp.int32) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
-    options = AttentionOptions(
-        key_value_seq_lengths=ends - starts,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        scale=scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
-    view = _checked_view(query, key, value, key.shape[0], options)
+    attention = AttentionOptions(key_value_seq_lengths=ends - starts, **options)
+    view = _checked_view(query, key, value, key.shape[0], attention)
     spans = tuple(starts[:, None] + slots for slots in view.slot_ranges())
-    how = dict(scale=default_scale(scale, query.shape[-1]), soft_cap=logits_soft_cap)
-    scales = options.head_scales(key.shape[-2])
-    if _choose(implementation, query, key[None], value[None], view) == "xla":
-        state = _packed_by_xla(query, key, value, spans, scales=scales, **how)
+    scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.logits_soft_cap
+    scales = attention.head_scales(key.shape[-2])
+    if _choose(query, key[None], value[None], view, attention, scales) == "xla":
+        state = _packed_by_xla(query, key, value, spans, scale=scale, soft_cap=soft_cap, scales=scales)
     else:
         state = mosaic_gpu.lean_state(
-            query, key[None], value[None], spans, num_slots=key.shape[0], is_packed=True, scales=scales, **how
-        )
-    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+            query, key[None], value[None], spans, num_slots=key.shape[0], is_packed=True, scale=scale,
+            soft_cap=soft_cap, scales=scales,
+        )  # fmt: skip
+    state = add_sinks(state, attention.sinks)
+    return (state.out, state.lse) if return_lse else state.out
 
 
+@takes_options()
 def paged_decode(
-    query: Float[Array, "B T N H"],
-    key_pages: Float[Array, "P page K H"],
-    value_pages: Float[Array, "P page K H"],
-    page_table: Int[Array, "B pages"],
-    key_value_seq_lengths: Int[Array, " B"],
+    query: Float[AnyArray, "B T N H"],
+    key_pages: Num[AnyArray, "P page K H"],
+    value_pages: Num[AnyArray, "P page K H"],
+    page_table: Int[AnyArray, "B pages"],
+    key_value_seq_lengths: Int[AnyArray, " B"],
     *,
-    is_causal: bool = False,
-    local_window_size: int | Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
-    implementation: str | None = None,
-) -> SoftmaxState:
+    return_lse: bool = False,
+    **options: Unpack[RaggedOptionArguments],
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Exact attention over a paged cache: slot s of sequence b is `key_pages[page_table[b, s // page], s % page]`.
+
+    The formula is that of `lean_decode`.
 
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence.
       key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 64 keys.
       page_table: int32 `[B, pages]`; entries beyond a sequence's length are not read, but must name some page.
       key_value_seq_lengths: int32 `[B]`, at most `pages * page`.
-      Others, returns and raises: as `lean_decode`.
+      return_lse, options: as in `lean_decode`.
+    Returns:
+      As `lean_decode`.
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `lean_decode`.
 
     Example:
-      >>> out, lse = paged_decode(query, key_pages, value_pages, jnp.array([[4, 0], [2, 2]]), jnp.array([200, 30]))
+      >>> out = paged_decode(query, key_pages, value_pages, jnp.array([[4, 0], [2, 2]]), jnp.array([200, 30]))
 
     Source: LeanAttention, section 4.3; pages as in vLLM (PagedAttention).
     """
@@ -121,31 +120,21 @@ def paged_decode(
     if page_table.ndim != 2 or page_table.shape[0] != query.shape[0]:
         raise ValueError(f"page_table must be [B, pages] with B = {query.shape[0]}, got {page_table.shape}")
     num_slots = page_table.shape[1] * key_pages.shape[1]
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        scale=scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
-    view = _checked_view(query, key_pages, value_pages, num_slots, options)
-    how = dict(scale=default_scale(scale, query.shape[-1]), soft_cap=logits_soft_cap)
-    scales = options.head_scales(key_pages.shape[-2])
-    if _choose(implementation, query, key_pages, value_pages, view, is_paged=True) == "xla":
+    attention = AttentionOptions(key_value_seq_lengths=key_value_seq_lengths, **options)
+    view = _checked_view(query, key_pages, value_pages, num_slots, attention)
+    scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.logits_soft_cap
+    scales = attention.head_scales(key_pages.shape[-2])
+    if _choose(query, key_pages, value_pages, view, attention, scales, page_size=key_pages.shape[1]) == "xla":
         gather = lambda pages: pages[page_table].reshape(query.shape[0], num_slots, *pages.shape[2:])
-        state = xla.attend(
-            query, gather(key_pages), gather(value_pages),
-            scale=how["scale"], logits_soft_cap=logits_soft_cap, visible=view, scales=scales,
-        )  # fmt: skip
+        keys, values = gather(key_pages), gather(value_pages)
+        state = xla.attend(query, keys, values, scale=scale, logits_soft_cap=soft_cap, visible=view, scales=scales)
     else:
         state = mosaic_gpu.lean_state(
             query, key_pages, value_pages, view.slot_ranges(), num_slots=num_slots,
-            pages=page_table.astype(jnp.int32), scales=scales, **how,
+            pages=page_table.astype(jnp.int32), scale=scale, soft_cap=soft_cap, scales=scales,
         )  # fmt: skip
-    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+    state = add_sinks(state, attention.sinks)
+    return (state.out, state.lse) if return_lse else state.out
 
 
 def _checked_view(query, key, value, num_slots: int, options: AttentionOptions) -> Visibility:
@@ -177,15 +166,15 @@ def _check_arrays(query, key, value, rank: int) -> None:
     check_dtypes(query, key, value)
 
 
-def _choose(implementation: str | None, query, key, value, view: Visibility, is_paged: bool = False) -> str:
-    if implementation is not None:
-        one_of("implementation", implementation, IMPLEMENTATIONS)
-    reason = mosaic_gpu.unavailable() or mosaic_gpu.unsupported(query, key, value, logits_soft_cap=None, visible=view)
-    if reason is None and is_paged and key.shape[1] % mosaic_gpu.PAGE_MULTIPLE:
-        reason = f"mosaic_gpu needs pages of a multiple of {mosaic_gpu.PAGE_MULTIPLE} keys, not {key.shape[1]}"
-    if implementation == "mosaic_gpu" and reason is not None:
-        raise NotImplementedError(f"implementation='mosaic_gpu' cannot run: {reason}")
-    return implementation or ("xla" if reason is not None else "mosaic_gpu")
+def _choose(query, key, value, view: Visibility, options: AttentionOptions, scales, page_size: int = 0) -> str:
+    check_implementation(options.implementation, IMPLEMENTATIONS)
+    obstacles, unit = {}, mosaic_gpu.PAGE_MULTIPLE
+    if page_size % unit:
+        obstacles["mosaic_gpu"] = f"mosaic_gpu needs pages of a multiple of {unit} keys, not {page_size}"
+    return choose(
+        query, key, value, implementation=options.implementation, candidates=IMPLEMENTATIONS, obstacles=obstacles,
+        logits_soft_cap=options.logits_soft_cap, visible=view, scales=scales,
+    )  # fmt: skip
 
 
 def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | None, scales) -> SoftmaxState:

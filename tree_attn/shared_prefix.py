@@ -14,14 +14,24 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
-from tree_attn.arguments import AttentionOptions, check_arrays, check_head_scale, check_lengths, one_of
+from tree_attn.arguments import (
+    AnyArray,
+    AttentionOptions,
+    OptionArguments,
+    check_arrays,
+    check_head_scale,
+    check_lengths,
+    one_of,
+    takes_options,
+)
 from tree_attn.local import attend_shard
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
@@ -49,8 +59,8 @@ class PrefixLevel:
       >>> level = PrefixLevel(key=key, value=value, sequences=((0, 1, 2), (3,)))    # two nodes, a batch of four
     """
 
-    key: Float[Array, "nodes S K H"]
-    value: Float[Array, "nodes S K Hv"]
+    key: Num[AnyArray, "nodes S K H"]
+    value: Num[AnyArray, "nodes S K Hv"]
     sequences: tuple[tuple[int, ...], ...]
     lengths: Int[Array, " nodes"] | None = None
     block_size: int | None = None
@@ -74,26 +84,20 @@ class PrefixLevel:
             )
 
 
+@takes_options(without=("query_positions", "local_window_size"))
 def hydragen_decode(
-    query: Float[Array, "B T N H"],
+    query: Float[AnyArray, "B T N H"],
     levels: Sequence[PrefixLevel],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
     *,
-    key_value_seq_lengths: Int[Array, " B"] | None = None,
-    is_causal: bool = False,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
-    implementation: str | None = None,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     block_size: int | None = None,
     shard_suffix: str = "sequence",
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of each sequence over the nodes of its path in a prefix tree, and its own suffix.
 
@@ -104,12 +108,13 @@ def hydragen_decode(
       query: `[B, T, N, H]`; the T tokens' own keys are in the suffix.
       levels: the tree, any number of levels; keys of a node precede those of deeper nodes and of the suffix.
       key: `[B, S, K, H]`; value: `[B, S, K, Hv]`: the suffixes. S may be 0.
-      key_value_seq_lengths: int32 `[B]`, valid keys of each suffix; default: all.
-      is_causal: query t sees the suffix up to its own position (prefixes it sees whole); the T queries are its last.
-      logits_soft_cap, sinks, scale, key_scale, value_scale, implementation: as in `tree_attn.local.attend`.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; None: all on one device. Nodes are sharded
         along their keys, each level by its own `block_size`; inside a `shard_map` they are this device's part.
       shard_suffix: "sequence", as in `tree_decode`, or "batch": each device has the suffixes of its part of the batch.
+      return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
+      options: the attention options of `tree_attn.attend`, but for positions and windows. Lengths are those of the
+        suffixes. With `is_causal`, query t sees the suffix up to its own position, and prefixes whole; the T queries
+        are the suffix's last.
     Returns:
       As `tree_decode`.
     Raises:
@@ -122,16 +127,7 @@ def hydragen_decode(
 
     Source: Hydragen, sections 3.1 to 3.3.
     """
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        is_causal=is_causal,
-        logits_soft_cap=logits_soft_cap,
-        scale=scale,
-        implementation=implementation,
-    )
+    attention = AttentionOptions(**options)
     one_of("shard_suffix", shard_suffix, ("sequence", "batch"))
     levels = tuple(levels)
     if axis_name is None:
@@ -151,21 +147,28 @@ def hydragen_decode(
         return reduce_state(state, axes, reduction, mesh) if axes else state
 
     state = over_shards(
-        body, query, key, value, options, axis_name=axes or None, mesh=mesh, block_size=block_size,
+        body, query, key, value, attention, axis_name=axes or None, mesh=mesh, block_size=block_size,
         shard_query=False, shard_batch=by_batch and bool(axes), levels=levels,
     )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
 
 
+@takes_options(without=("query_positions", "local_window_size"))
 def bifurcated_decode(
-    query: Float[Array, "B T N H"],
-    prefix_key: Float[Array, "S K H"],
-    prefix_value: Float[Array, "S K Hv"],
-    key: Float[Array, "B D K H"],
-    value: Float[Array, "B D K Hv"],
+    query: Float[AnyArray, "B T N H"],
+    prefix_key: Num[AnyArray, "S K H"],
+    prefix_value: Num[AnyArray, "S K Hv"],
+    key: Num[AnyArray, "B D K H"],
+    value: Num[AnyArray, "B D K Hv"],
     *,
-    prefix_length: Int[Array, ""] | int | None = None,
-    **how,
+    prefix_length: Int[AnyArray, ""] | int | None = None,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | None = None,
+    block_size: int | None = None,
+    shard_suffix: str = "sequence",
+    reduction: str | tuple[str, ...] | None = None,
+    return_lse: bool = False,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of many samples over one context that they share, and each over its own continuation.
 
@@ -177,7 +180,11 @@ def bifurcated_decode(
       prefix_key: `[S, K, H]`; prefix_value: `[S, K, Hv]`: the context, held once.
       key: `[B, D, K, H]`; value: `[B, D, K, Hv]`: what each sample has added.
       prefix_length: valid keys of the context; default: all.
-      how: the keyword arguments of `hydragen_decode`.
+      axis_name, mesh, block_size, shard_suffix, reduction, return_lse, options: as in `hydragen_decode`.
+    Returns:
+      As `hydragen_decode`.
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `hydragen_decode`.
 
     Example:
       >>> out = bifurcated_decode(query, prefix_key, prefix_value, key, value, key_value_seq_lengths=lengths)
@@ -193,7 +200,10 @@ def bifurcated_decode(
         lengths=None if prefix_length is None else jnp.asarray(prefix_length, jnp.int32)[None],
         sequences=(tuple(range(query.shape[0])),),
     )
-    return hydragen_decode(query, [level], key, value, **how)
+    return hydragen_decode(
+        query, [level], key, value, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_suffix=shard_suffix,
+        reduction=reduction, return_lse=return_lse, **options,
+    )  # fmt: skip
 
 
 def _with_level(

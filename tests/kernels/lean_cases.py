@@ -75,9 +75,9 @@ class Call:
     def run(self, query, key, value, *rest):
         options = self.options | {"implementation": "mosaic_gpu"}
         if self.layout == "packed":
-            return lean_decode(query, key, value, *rest, **options)
+            return lean_decode(query, key, value, *rest, return_lse=True, **options)
         if self.layout == "paged":
-            return paged_decode(query, key, value, *rest, **options)
+            return paged_decode(query, key, value, *rest, return_lse=True, **options)
         lengths = {"key_value_seq_lengths": rest[0]} if rest else {}
         return attend(query, key, value, **lengths, **options)
 

@@ -1,54 +1,122 @@
 """Attention on one device: one meaning, one file per backend.
 
-A backend is a module with
-  unavailable() -> str | None                  why it cannot run on this machine
-  unsupported(query, key, value, *, logits_soft_cap, visible, scales) -> str | None   which option it cannot do
-  attend(query, key, value, *, scale, logits_soft_cap, visible, scales) -> SoftmaxState
-where key and value may be float8_e4m3fn or int8, and `scales` is None or float32 [2, K], of each head's K and V.
-That of mosaic_gpu takes `onto` besides, a state over other keys to merge with, and `exchange`, which merges with other
-devices, for its kernels merge anyway.
+`attend` is the public function. Methods over several devices use `shard_attention`, which picks a backend and leaves
+the run to its caller: a kernel can merge its state with those of other devices as it is made. The contracts are written
+down here as types: `Backend`, `ShardAttention`, `Exchange` and `Epilogue`.
 """
 
+import dataclasses
 import logging
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, Protocol, Unpack
 
-from jaxtyping import Array, Float, Int
+import jax
+from jaxtyping import Float, Num
 
-from tree_attn.arguments import AttentionOptions, Window, check_arrays, default_scale, one_of
+from tree_attn.arguments import (
+    AnyArray,
+    AttentionOptions,
+    OptionArguments,
+    check_arrays,
+    default_scale,
+    one_of,
+    takes_options,
+)
 from tree_attn.local import cudnn, flash_attn, mosaic_gpu, xla
-from tree_attn.masking import sink_state, visibility
+from tree_attn.masking import Visibility, add_sinks, visibility
 from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_state
 
+
+class Backend(Protocol):
+    """A module of this folder: one way to compute attention on one device.
+
+    key and value may be float8_e4m3fn or int8. `scales` is None or float32 `[2, K]`: each head's scale of keys and of
+    values. Sinks are merged by the caller.
+    """
+
+    def unavailable(self) -> str | None:
+        """Returns why the backend cannot run on this machine, or None."""
+
+    def unsupported(
+        self, query, key, value, *, logits_soft_cap: float | None, visible: Visibility, scales=None
+    ) -> str | None:
+        """Returns which option of a call the backend cannot do, or None."""
+
+    def attend(
+        self, query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None
+    ) -> SoftmaxState:
+        """Computes the state; arguments are checked already. `mosaic_gpu.attend` also takes `onto` and `exchange`."""
+
+
+class Exchange(Protocol):
+    """The merge with the states of other devices, as a backend sees it: `tree_attn.reduce.fused` has the one there is.
+
+    A backend whose kernel leaves partial states asks for an `epilogue` first, and ends its kernel in it. Every other
+    backend calls `merge` on its finished state.
+    """
+
+    @property
+    def rank(self) -> jax.Array | None:
+        """This device's rank, int32 `[1]`, as kernels take it; None where each process has one device."""
+
+    def merge(self, state: SoftmaxState) -> SoftmaxState:
+        """Returns the state over all devices, in a kernel of its own."""
+
+    def epilogue(
+        self, result: jax.ShapeDtypeStruct, num_ctas: int, num_partials: int, padded_head_dim: int
+    ) -> "Epilogue | None":
+        """Returns the exchange as the end of a kernel that makes partial states; None if this kernel cannot end in it.
+
+        Args:
+          result: the merged `out`, `[output tiles, columns, H]`.
+          num_ctas: of the kernel.
+          num_partials: the partial states that it leaves, each of `columns` columns and `padded_head_dim` head dims.
+        """
+
+
+class Epilogue(Protocol):
+    """The exchange inside a kernel. `tree_attn.kernels.lean` calls it, in the first warpgroup of each CTA.
+
+    Each CTA calls `begin` once, `leave` once for each partial state that it makes, and `end` once. `rank_ref` is the
+    reference of `Exchange.rank`, or None.
+    """
+
+    def begin(self, rank_ref: Any) -> Any:
+        """Returns the number of the step, which `leave` and `end` take."""
+
+    def leave(self, rank_ref: Any, step: Any, partial: Any, acc: Any, top: Any, total: Any, columns: int) -> None:
+        """Leaves partial state number `partial`: `acc [Hp, cols]`, `top [cols]`, `total [cols]`, unnormalised."""
+
+    def end(self, rank_ref: Any, step: Any, spans_ref: Any, out_ref: Any, lse_ref: Any, padded_head_dim: int) -> None:
+        """Merges the partial states of all devices into the results; `spans_ref` has those of each output tile."""
+
+
 # Also the order in which `implementation=None` tries them: flash_attn repeats K and V per query head, so it is named
 # or not used at all.
-IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn}
+IMPLEMENTATIONS: Mapping[str, Backend] = {
+    "mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn,
+}  # fmt: skip
 _AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
 # The lean kernel keeps every SM to its end, and a transfer's own kernels wait for one: a ring is faster beside cuDNN.
 _BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
 _log = logging.getLogger("tree_attn")
 
 
+@takes_options()
 def attend(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K Hv"],
+    query: Float[AnyArray, "B T N H"],
+    key: Num[AnyArray, "B S K H"],
+    value: Num[AnyArray, "B S K Hv"],
     *,
-    key_value_seq_lengths: Int[Array, " B"] | None = None,
-    is_causal: bool = False,
-    query_positions: Int[Array, "B T"] | Int[Array, " T"] | None = None,
-    local_window_size: int | Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    scale: float | None = None,
-    key_scale: Float[Array, " K"] | None = None,
-    value_scale: Float[Array, " K"] | None = None,
     shard: Shard | None = None,
-    implementation: str | None = None,
+    **options: Unpack[OptionArguments],
 ) -> SoftmaxState:
-    """Exact attention of `query` over the keys on this device, with its log-sum-exp.
+    """Exact attention of `query` over the keys on this device, as a state to merge with those of other keys.
+
+    `tree_attn.merge_state` folds such states. Every other attention function returns `out`, and `(out, lse)` with
+    `return_lse=True`; this one always returns both, as a `SoftmaxState`.
 
     logits = cap(scale key_scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
     out    = value_scale sum exp(logits - lse) value
@@ -79,23 +147,12 @@ def attend(
     Source: Tree Attention, Algorithm 3, line 2.
     """
     shard = Shard() if shard is None else shard
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths,
-        query_positions=query_positions,
-        sinks=sinks,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
-        scale=scale,
-        implementation=implementation,
-    )
+    attention = AttentionOptions(**options)
     check_arrays(query, key, value)
-    options.check(query, key, value, num_keys=key.shape[1] * shard.num_shards)
-    check_implementation(implementation)
-    state = attend_shard(query, key, value, options, shard)
-    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+    attention.check(query, key, value, num_keys=key.shape[1] * shard.num_shards)
+    check_implementation(attention.implementation)
+    state = attend_shard(query, key, value, attention, shard)
+    return add_sinks(state, attention.sinks)
 
 
 def attend_shard(
@@ -109,63 +166,109 @@ def attend_shard(
     beside_transfers: bool = False,
     onto: SoftmaxState | None = None,
 ) -> SoftmaxState:
-    """Attention over one shard's keys, without sinks (they join once, for all shards); options are checked already.
+    """Computes attention over one shard's keys, without sinks (they join once, for all shards).
 
     Args:
-      query_shard: the queries are a prompt's own, stored as its keys are: of which shard; instead of `query_positions`.
+      options: checked already.
+      query_shard: the shard of a prompt that the queries are, stored as its keys are; it gives their positions.
       beside_transfers: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
       onto: a state over other keys, with which the result is merged, or None.
     """
-    how = dict(query_shard=query_shard, beside_transfers=beside_transfers)
-    return shard_attention(query, key, value, options, shard, **how).run(onto=onto)
+    attention = shard_attention(
+        query, key, value, options, shard, query_shard=query_shard, beside_transfers=beside_transfers
+    )
+    return attention.run(onto=onto)
 
 
-class ShardAttention(NamedTuple):
-    """`attend_shard` yet to be run: by who can merge its state with those of other devices as it is made.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardAttention:
+    """Attention over one shard's keys, checked and with its backend picked, yet to be run.
 
-    run:  `(onto=None, exchange=None) -> SoftmaxState`; with a `reduce.fused.Exchange`, the state over all shards
-    num_elements:  of that state
+    A reduction that can merge states as a kernel makes them calls `run` with its `Exchange`; the others call `run()`.
     """
 
-    run: Callable[..., SoftmaxState]
-    num_elements: int
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    implementation: str
+    scale: float
+    arguments: dict[str, Any]  # the keyword arguments of the backend's `attend`, but for `scale`
 
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the state, `out` and lse together."""
+        return math.prod(self.query.shape[:3]) * (self.value.shape[-1] + 1)
 
-def shard_attention(
-    query, key, value, options: AttentionOptions, shard: Shard, *, query_shard=None, beside_transfers=False
-) -> ShardAttention:
-    """What `attend_shard` of these arguments would run; what cannot run raises now."""
-    sizes = dict(batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1])
-    visible = visibility(options, shard=shard, query_shard=query_shard, **sizes)
-    how = dict(logits_soft_cap=options.logits_soft_cap, visible=visible, scales=options.head_scales(key.shape[2]))
-    name = choose(query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **how)
-    how["scale"] = default_scale(options.scale, query.shape[-1])
-
-    def run(onto=None, exchange=None) -> SoftmaxState:
-        if name == "mosaic_gpu":
-            return mosaic_gpu.attend(query, key, value, onto=onto, exchange=exchange, **how)
-        state = IMPLEMENTATIONS[name].attend(query, key, value, **how)
+    def run(self, *, onto: SoftmaxState | None = None, exchange: Exchange | None = None) -> SoftmaxState:
+        """Returns the state over the shard's keys, merged with `onto`; with `exchange`, over all devices."""
+        arrays, arguments = (self.query, self.key, self.value), self.arguments | {"scale": self.scale}
+        if self.implementation == "mosaic_gpu":  # its kernels merge anyway
+            return mosaic_gpu.attend(*arrays, onto=onto, exchange=exchange, **arguments)
+        state = IMPLEMENTATIONS[self.implementation].attend(*arrays, **arguments)
         state = state if onto is None else merge_state(state, onto)
         return state if exchange is None else exchange.merge(state)
 
-    return ShardAttention(run, math.prod(query.shape[:3]) * (value.shape[-1] + 1))
+
+def shard_attention(
+    query,
+    key,
+    value,
+    options: AttentionOptions,
+    shard: Shard,
+    *,
+    query_shard: Shard | None = None,
+    beside_transfers: bool = False,
+) -> ShardAttention:
+    """Returns what `attend_shard` of these arguments runs; raises NotImplementedError for what cannot run."""
+    visible = visibility(
+        options,
+        batch=query.shape[0],
+        num_queries=query.shape[1],
+        num_slots=key.shape[1],
+        shard=shard,
+        query_shard=query_shard,
+    )
+    arguments = {
+        "logits_soft_cap": options.logits_soft_cap,
+        "visible": visible,
+        "scales": options.head_scales(key.shape[2]),
+    }
+    name = choose(
+        query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **arguments
+    )
+    scale = default_scale(options.scale, query.shape[-1])
+    return ShardAttention(query=query, key=key, value=value, implementation=name, scale=scale, arguments=arguments)
 
 
-def choose(query, key, value, *, implementation: str | None, beside_transfers: bool = False, **how) -> str:
+def choose(
+    query,
+    key,
+    value,
+    *,
+    implementation: str | None,
+    beside_transfers: bool = False,
+    candidates: tuple[str, ...] | None = None,
+    obstacles: Mapping[str, str] | None = None,
+    **arguments,
+) -> str:
     """Returns the backend that will run: the named one, or the first of the automatic order that can.
 
-    `beside_transfers` as in `attend_shard`; `how` are the keyword arguments of a backend's `unsupported`.
-
+    Args:
+      beside_transfers: as in `attend_shard`.
+      candidates: the backends to try where none is named, in order; default: the automatic order.
+      obstacles: by backend, why it cannot run although the backend itself knows no reason.
+      arguments: the keyword arguments of a backend's `unsupported`.
     Raises:
       NotImplementedError: the named backend cannot run here, or cannot do what is asked; with the reason.
     """
+    reason_against = lambda name: (obstacles or {}).get(name) or why_not(name, query, key, value, **arguments)
     if implementation is not None:
-        reason = why_not(implementation, query, key, value, **how)
+        reason = reason_against(implementation)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
         return implementation
-    for name in _BESIDE_TRANSFERS if beside_transfers else _AUTOMATIC:
-        reason = why_not(name, query, key, value, **how)
+    for name in candidates or (_BESIDE_TRANSFERS if beside_transfers else _AUTOMATIC):
+        reason = reason_against(name)
         if reason is None:
             _log.info("implementation=None picked %r", name)
             return name
@@ -173,20 +276,27 @@ def choose(query, key, value, *, implementation: str | None, beside_transfers: b
     raise AssertionError("xla does everything")
 
 
-def check_implementation(implementation: str | None) -> None:
-    """Raises ValueError unless `implementation` is None or the name of a backend."""
+def check_implementation(implementation: str | None, candidates: tuple[str, ...] | None = None) -> None:
+    """Raises ValueError unless `implementation` is None or one of the `candidates`, by default all backends."""
     if implementation is not None:
-        one_of("implementation", implementation, sorted(IMPLEMENTATIONS))
+        one_of("implementation", implementation, candidates or sorted(IMPLEMENTATIONS))
 
 
-def why_not(name: str, query, key, value, **how) -> str | None:
-    """Returns why backend `name` cannot compute this attention here, or None if it can."""
+def why_not(name: str, query, key, value, **arguments) -> str | None:
+    """Returns why backend `name` cannot compute this attention here, or None if it can.
+
+    Args:
+      arguments: the keyword arguments of a backend's `unsupported`.
+    """
     backend = IMPLEMENTATIONS[name]
-    return backend.unavailable() or backend.unsupported(query, key, value, **how)
+    return backend.unavailable() or backend.unsupported(query, key, value, **arguments)
 
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Backend",
+    "Epilogue",
+    "Exchange",
     "ShardAttention",
     "attend",
     "attend_shard",
