@@ -4,7 +4,7 @@
     python3 scripts/bench_lean.py figures --out docs/results/lean_h200/figures.jsonl    # LeanAttention's 7, 8 and 12
     python3 scripts/bench_lean.py energy --out docs/results/lean_h200/energy.jsonl      # its Figure 13, by NVML
     python3 scripts/bench_lean.py plot --out docs/results/lean_h200/figures.jsonl       # plots beside the rows
-    python3 scripts/bench_lean.py markdown --out docs/results/lean_h200/table.jsonl     # the README's table
+    python3 scripts/bench_lean.py markdown --out docs/results/lean_h200/table.jsonl     # docs/results.md's table
 
 Device time by the profiler, host launches and gaps between kernels excluded; each of 8 or more unrolled steps depends
 on the one before, and K and V rotate over more memory than the L2 cache holds. FlashInfer (optional) runs in a process
@@ -283,15 +283,16 @@ def markdown(path: pathlib.Path) -> int:
     """Prints device times, one line per case, in microseconds."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     names = {"mosaic_gpu": "mosaic_gpu", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
-    print(f"| step | heads | {' | '.join(names.values())} | limit |")
-    print("|---|---|" + "---|" * (len(names) + 1))
+    print(f"| step | heads | {' | '.join(names.values())} | limit | commit |")
+    print("|---|---|" + "---|" * (len(names) + 2))
     cases = {_key(row)[:-1]: row for row in rows}
     for key, row in cases.items():
         times = {r["implementation"]: r["device_us_median"] for r in rows if _key(r)[:-1] == key}
         step = f"{row['batch']} x {row['max_keys']:,}"
         step = f"{row['batch']} ragged, longest {row['max_keys']:,}" if row["is_ragged"] else step
         cells = " | ".join(f"{times[name]:.1f}" if name in times else "" for name in names)
-        print(f"| {step} | {row['num_heads']}/{row['num_kv_heads']} | {cells} | {row['limit_us']:.1f} |")
+        heads = f"{row['num_heads']}/{row['num_kv_heads']}"
+        print(f"| {step} | {heads} | {cells} | {row['limit_us']:.1f} | {row['git_commit']} |")
     return 0
 
 

@@ -1,7 +1,7 @@
 """SparQ on one GPU: beside dense attention, itself in XLA, and the time to read what equation 11 counts.
 
     python3 scripts/bench_sparq.py table --out docs/results/sparq_h200/table.jsonl
-    python3 scripts/bench_sparq.py markdown --out docs/results/sparq_h200/table.jsonl     # the README's table
+    python3 scripts/bench_sparq.py markdown --out docs/results/sparq_h200/table.jsonl     # docs/results.md's table
 
 One new token per sequence; the cache holds keys twice, and the mean of the values, as `KVCache` does on request. Device
 time as in `bench_lean.py`. `way` "no mean" leaves the mean value out, as is the default for groups of query heads. Set

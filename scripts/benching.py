@@ -101,13 +101,14 @@ def normals(dtype="bfloat16"):
 
 
 def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str]) -> int:
-    """Prints device times, one line per case, in microseconds."""
+    """Prints device times, one line per case, in microseconds, with the commits that its rows were measured at."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    print(f"| step | {' | '.join(ways)} | limit |")
-    print("|---|" + "---|" * (len(ways) + 1))
+    print(f"| step | {' | '.join(ways)} | limit | commit |")
+    print("|---|" + "---|" * (len(ways) + 2))
     for case in dict.fromkeys(map(label, rows)):
         own = [row for row in rows if label(row) == case]
         times = {row["way"]: row.get("device_us_median") for row in own}
         cells = " | ".join(f"{times[way]:,.1f}" if times.get(way) else "" for way in ways)
-        print(f"| {case} | {cells} | {own[0]['limit_us']:,.1f} |")
+        commits = ", ".join(dict.fromkeys(row["git_commit"] for row in own))
+        print(f"| {case} | {cells} | {own[0]['limit_us']:,.1f} | {commits} |")
     return 0

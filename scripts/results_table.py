@@ -1,25 +1,28 @@
-"""Prints the README's tables from raw rows of `tree-attn compare`, `bench_reduce.py` and `tree-attn bench llama`.
+"""Prints tables of README.md and docs/results.md from raw rows of `compare`, `bench_reduce.py` and `bench llama`.
 
-python3 scripts/results_table.py docs/results/compare_8xh200_8processes/results.jsonl
-python3 scripts/results_table.py docs/results/reduce_8xh200/steps.jsonl
-python3 scripts/results_table.py docs/results/llama_h200/{eight_gpus_8processes,one_gpu}.jsonl
-python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
+    python3 scripts/results_table.py --keys 640000 docs/results/compare_8xh200_8processes/results.jsonl
+    python3 scripts/results_table.py docs/results/reduce_8xh200/steps.jsonl
+    python3 scripts/results_table.py docs/results/llama_h200/{eight_gpus_8processes,one_gpu}.jsonl
+    python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
+
+Every line names the commit that its row was measured at.
 """
 
+import argparse
 import json
 import pathlib
 import re
-import sys
 
 from bench_reduce import HEAD_DIM
 from benching import READ_GB_PER_S
 
 
-def table(rows: list[dict]) -> str:
-    """A Markdown table: latency, its ratio to the fastest of the same length, traffic, the ring's rate, memory."""
+def compare_table(rows: list[dict]) -> str:
+    """Returns a Markdown table: latency, its ratio to the fastest of the same length, traffic, link rate, memory."""
     lines = [
-        "| keys | strategy | latency, us (p10 to p90) | over fastest | sent per device | GB/s (bare link) | memory |",
-        "|---|---|---|---|---|---|---|",
+        "| keys | strategy | latency, us (p10 to p90) | over fastest | sent per device | GB/s (bare link) | memory "
+        "| commit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         fastest = min(r["latency_us_median"] for r in rows if r["num_keys"] == row["num_keys"])
@@ -33,24 +36,27 @@ def table(rows: list[dict]) -> str:
             _sent(row),
             rate,
             f"{row['peak_memory_bytes_compiled'] / 1e6:,.0f} MB",
+            row["git_commit"][:7],
         )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def steps_table(rows: list[dict]) -> str:
-    """A Markdown table: steps by keys per GPU, without a reduction and with each, and what "fused" adds."""
+    """Returns a Markdown table: steps by keys per GPU, without a reduction and with each, and what "fused" adds."""
     reductions = list(dict.fromkeys(row["reduction"] for row in rows))
     named = ["local only" if name == "none" else name or "picked" for name in reductions]
     lines = [
-        "| " + " | ".join(["keys per GPU", *named, "fused adds", "reading K and V"]) + " |",
-        "|---" * (len(named) + 3) + "|",
+        "| " + " | ".join(["GPUs", "keys per GPU", *named, "fused adds", "reading K and V", "commit"]) + " |",
+        "|---" * (len(named) + 5) + "|",
     ]
-    for keys in dict.fromkeys(row["keys_per_device"] for row in rows):
-        us = {row["reduction"]: row["us_median"] for row in rows if row["keys_per_device"] == keys}
-        limit = 4 * keys * rows[0]["heads"] * HEAD_DIM / READ_GB_PER_S / 1e3
+    for setting in dict.fromkeys((row["n_devices"], row["keys_per_device"], row["git_commit"][:7]) for row in rows):
+        gpus, keys, commit = setting
+        same = [row for row in rows if (row["n_devices"], row["keys_per_device"], row["git_commit"][:7]) == setting]
+        us = {row["reduction"]: row["us_median"] for row in same}
+        limit = 4 * keys * same[0]["heads"] * HEAD_DIM / READ_GB_PER_S / 1e3
         shown = [*(us[name] for name in reductions), us["fused"] - us["none"], limit]
-        lines.append("| " + " | ".join([f"{keys:,}", *(f"{x:,.1f}" for x in shown)]) + " |")
+        lines.append("| " + " | ".join([f"{gpus}", f"{keys:,}", *(f"{x:,.1f}" for x in shown), commit]) + " |")
     return "\n".join(lines)
 
 
@@ -59,11 +65,11 @@ PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
 
 
 def llama_table(rows: list[dict]) -> str:
-    """A Markdown table: prefill, a token's time and its roofline, the paper's time on other hardware, memory."""
+    """Returns a Markdown table: prefill, a token's time, its roofline, the paper's time on other hardware, memory."""
     lines = [
         "| GPUs | context | attention | new tokens | prefill, s | ms per token (p10 to p90) | roofline, ms | over it "
-        "| prefill + 10, s | the paper's, 8 H100 | GB predicted (measured) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| prefill + 10, s | the paper's, 8 H100 | GB predicted (measured) | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         median, roofline = row["per_token_ms_median"], row["roofline_ms"]
@@ -83,26 +89,37 @@ def llama_table(rows: list[dict]) -> str:
             f"{row['prefill_plus_10_tokens_s']:.2f}",
             "" if papers is None else f"{papers:.2f}",
             f"{row['predicted_bytes_per_device'] / 1e9:.1f}" + (f" ({measured / 1e9:.1f})" if measured else ""),
+            row["git_commit"][:7],
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
 def _context(row: dict) -> str:
-    """Tokens before the new ones, and how many sequences have them."""
-    own = row.get("problem_tokens")
-    levels = f" + {own} a {'problem' if row['levels'] == 2 else 'sequence'}" if own else ""
+    """Returns the tokens before the new ones, and how many sequences have them."""
+    problem_tokens = row.get("problem_tokens")
+    levels = f" + {problem_tokens} a {'problem' if row['levels'] == 2 else 'sequence'}" if problem_tokens else ""
     return f"{row['context']:,}{levels}" + (f", {row['batch']:,} sequences" if row["batch"] > 1 else "")
 
 
 def _sent(row: dict) -> str:
-    """Counted in the compiled program, or by the formula where a kernel sends, which the program does not show."""
+    """Returns megabytes counted in the compiled program, or by the formula where a kernel sends them itself."""
     is_counted = row["reduction"] != "fused"
     sent = row["bytes_sent_per_device_compiled" if is_counted else "bytes_sent_per_device_predicted"]
     return f"{sent / 1e6:,.3f} MB" + ("" if is_counted else " (formula)")
 
 
+def main() -> None:
+    """Reads the rows of all files and prints the table that fits their fields."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=pathlib.Path, help="JSON Lines, as the commands write them")
+    parser.add_argument("--keys", type=int, help="rows of `compare` with this many keys only")
+    args = parser.parse_args()
+    rows = [json.loads(line) for path in args.files for line in path.read_text().splitlines()]
+    rows = [row for row in rows if args.keys in (None, row.get("num_keys"))]
+    table_of = {"per_token_ms_median": llama_table, "keys_per_device": steps_table, "strategy": compare_table}
+    print(next(make for field, make in table_of.items() if field in rows[0])(rows))
+
+
 if __name__ == "__main__":
-    given = [json.loads(line) for path in sys.argv[1:] for line in pathlib.Path(path).read_text().splitlines()]
-    kinds = {"per_token_ms_median": llama_table, "keys_per_device": steps_table, "strategy": table}
-    print(next(made for field, made in kinds.items() if field in given[0])(given))
+    main()

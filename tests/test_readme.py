@@ -1,41 +1,88 @@
-"""The README's example runs as it stands, in an interpreter of its own (it chooses its devices)."""
+"""The public documents against reality: examples run, tables come from rows, the tree names every file."""
 
+import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECODING, CHECKPOINT = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+# Runs after the README's loop, with its names: prompt and new tokens in their natural order, attended to all at once.
+COMPARE_WITH_DENSE = """
+import numpy as np
+from dense import dense_attention
+
+query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(draw(0, 1024), *(draw(i, 1) for i in (1, 2, 3))))
+expected, _ = dense_attention(query, key, value, is_causal=True)
+np.testing.assert_allclose(prompt_out[:, np.argsort(order)], expected[:, :1024], atol=1e-5)
+np.testing.assert_allclose(out, expected[:, -1:], atol=1e-5)
+"""
 
 
-def test_python_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    # In the README the import of tree_attn comes first, so this also shows that it touches no device.
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120, cwd=ROOT)
+def run(source: str) -> str:
+    """Runs Python source in an interpreter of its own, for it chooses its devices, and returns what it prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "(1, 1, 32, 128)"
+    return done.stdout.strip()
+
+
+def test_the_decode_loop_equals_dense_attention():
+    # The import of tree_attn comes first in it, so this also shows that the import touches no device.
+    assert run(DECODING + COMPARE_WITH_DENSE) == "(1, 1, 8, 64) [1027]"
+
+
+def test_the_checkpoint_answers():
+    assert run(CHECKPOINT) == "The capital of France is Paris."
+
+
+def test_the_readme_is_short_and_has_its_two_commands():
+    assert len(README.encode()) <= 9_000
+    assert re.search(r"^python3 -m pip install .* && tree-attn demo$", README, flags=re.MULTILINE)
+    assert re.search(r"^python3 -m pip install .* && python3 -m pytest$", README, flags=re.MULTILINE)
+
+
+def test_the_picture_is_made_by_the_command_beside_it(tmp_path):
+    (script, picture) = re.search(r"`python3 (scripts/\S+) (docs/figures/\S+)`", README).groups()
+    assert f"]({picture})" in README and (ROOT / picture).exists()
+    subprocess.run([sys.executable, script, str(tmp_path / "picture.png")], check=True, cwd=ROOT)
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_the_tree_names_what_exists_and_all_of_it():
-    (tree,) = re.findall(r"## Files\n+```\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    named, folder = set(), ROOT
+    (tree,) = re.findall(r"## The tree\n.*?```\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), flags=re.DOTALL)
+    named, folders = set(), [ROOT]
     for line in tree.splitlines():
-        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
-        if line.startswith(" "):
-            named |= {folder / name for name in names}
-        else:
-            folder = ROOT / names[0]
-            named.add(folder)
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = folders[depth] / line.split()[0]
+        folders[depth + 1 :] = [path]
+        named.add(path)
     assert [str(path) for path in named if not path.exists()] == []
-    for folder in (ROOT / "tree_attn", ROOT / "models" / "llama"):
-        modules = {path for path in folder.glob("*.py") if path.name != "__init__.py"}
-        assert [str(path) for path in modules - named] == []
+    for folder in ("tree_attn", "ring_baseline", "models", "scripts"):
+        modules = {path for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"}
+        assert sorted(str(path.relative_to(ROOT)) for path in modules - named) == []
 
 
-def test_tables_are_made_from_the_raw_rows():
-    readme = (ROOT / "README.md").read_text()
-    tables = re.findall(r"<!-- made by: python3 (.*?) -->\n(.*?)<!-- end", readme, flags=re.DOTALL)
-    assert len(tables) == 8
+@pytest.mark.parametrize("document, count", [("README.md", 1), ("docs/results.md", 9)])
+def test_tables_are_made_from_the_raw_rows(document, count):
+    text = (ROOT / document).read_text()
+    tables = re.findall(r"<!-- made by: python3 (.*?) -->\n(.*?)<!-- end", text, flags=re.DOTALL)
+    assert len(tables) == count
     for command, table in tables:
-        made = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT)
-        assert made.stdout == table
+        printed = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT)
+        assert printed.stdout == table
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document):
+    links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (document.parent / link).exists()] == []

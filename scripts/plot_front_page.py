@@ -1,0 +1,78 @@
+"""Draws README's picture: one decoding step by tree and by ring, on eight and on four H200s.
+
+    python3 scripts/plot_front_page.py docs/figures/tree_and_ring.png
+"""
+
+import json
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent
+FOLDERS = ("compare_8xh200_8processes", "compare_4xh200_4processes_spread")
+KEYS = (640_000, 81_920)
+# Rows name the commit that they were measured at; this is the day of those commits.
+DATE_OF_COMMIT = {"d6a7619": "22 November 2026", "d649ccb": "22 November 2026"}
+BARS = {  # (strategy, reduction) -> label, colour
+    ("tree", "fused"): ("tree (fused reduction)", "#1b7837"),
+    ("ring_overlapped", None): ("ring, transfers overlapped", "#9970ab"),
+    ("ring_public", None): ("ring, public form", "#c2a5cf"),
+}
+GROUP = len(BARS) + 1  # bars of one group, and a gap
+
+
+def main(path: pathlib.Path) -> None:
+    """Reads the committed rows, draws one bar for each strategy, and writes the picture to `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = [rows_of(folder, num_keys) for folder in FOLDERS for num_keys in KEYS]
+    figure, axes = plt.subplots(figsize=(8.4, 5), layout="constrained")
+    for place, rows in enumerate(groups):
+        for bar, (strategy, (label, colour)) in enumerate(BARS.items()):
+            us = rows[strategy]["latency_us_median"]
+            y = place * GROUP + bar
+            axes.barh(y, us, height=0.9, color=colour, label=label if place == 0 else None)
+            axes.text(us * 1.08, y, f"{us:,.0f}", va="center", fontsize=9)
+    middles = [place * GROUP + (len(BARS) - 1) / 2 for place in range(len(groups))]
+    axes.set_yticks(middles, [group_label(rows) for rows in groups])
+    axes.set(xscale="log", xlim=(10, 60_000), xlabel="one decoding step, microseconds (median; log scale)")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(BARS), frameon=False, fontsize=9)
+    figure.suptitle(title(groups), fontsize=9.5, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def rows_of(folder: str, num_keys: int) -> dict[tuple[str, str | None], dict]:
+    """Returns the row of each strategy, of one folder of results and one length."""
+    text = (ROOT / "docs/results" / folder / "results.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    return {(row["strategy"], row["reduction"]): row for row in rows if row["num_keys"] == num_keys}
+
+
+def group_label(rows: dict) -> str:
+    """Returns GPUs, keys and commit of one group of bars, and the ring's rate beside that of its bare link."""
+    ring = rows["ring_overlapped", None]
+    link = f"ring at {ring['sent_gb_per_s']:.0f} of {ring['neighbour_gb_per_s']:.0f} GB/s"
+    return f"{ring['n_devices']} GPUs, {ring['num_keys']:,} keys\n{link}\n({ring['git_commit']})"
+
+
+def title(groups: list[dict]) -> str:
+    """Returns what all rows have in common: hardware, heads, dtype, versions and date."""
+    rows = [row for group in groups for strategy, row in group.items() if strategy in BARS]
+    (setting,) = {(row["num_heads"], row["num_kv_heads"], row["head_dim"], row["dtype"]) for row in rows}
+    ((jax_version, batch),) = {(row["jax_version"], row["batch"]) for row in rows}
+    (hardware,) = {row["hardware"].partition(" x ")[2] for row in rows}
+    (date,) = {DATE_OF_COMMIT[row["git_commit"]] for row in rows}
+    heads, kv_heads, head_dim, dtype = setting
+    return (
+        f"{hardware}s of one host, NVLink, one process per GPU; {heads} query and {kv_heads} KV heads of {head_dim}, "
+        f"{dtype}, batch {batch}\nlocal kernels: mosaic_gpu (tree), cuDNN (ring); JAX {jax_version}; measured {date}"
+    )
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
