@@ -1,6 +1,6 @@
 """Draws README's picture: one decoding step by tree and by ring, on eight and on four H200s.
 
-    python3 scripts/plot_front_page.py docs/figures/tree_and_ring.png
+python3 scripts/plot_front_page.py docs/figures/tree_and_ring.png
 """
 
 import json

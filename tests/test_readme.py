@@ -77,8 +77,8 @@ def test_tables_are_made_from_the_raw_rows(document, count):
     tables = re.findall(r"<!-- made by: python3 (.*?) -->\n(.*?)<!-- end", text, flags=re.DOTALL)
     assert len(tables) == count
     for command, table in tables:
-        printed = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, check=True, cwd=ROOT)
-        assert printed.stdout == table
+        script = [sys.executable, *command.split()]
+        assert subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT).stdout == table
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
