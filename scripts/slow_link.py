@@ -26,13 +26,13 @@ KEY_COUNT, HEADS, KV_HEADS, HEAD_DIM, BATCH = 256, 32, 2, 64, 4
 
 def shares(step, strategy: str, reduction: str | None) -> tuple[float, float]:
     """Bytes that one node has to send in a step, (within itself, to the other nodes), by the ring model."""
-    from tree_attn.cost import predict as cost_model
+    from tree_attn.cost import predict
 
     sizes = (step.n_devices // NODES, NODES)
     if reduction == "hierarchical":
-        packed = cost_model.bytes_sent_per_device(step, strategy, "gather") / (step.n_devices - 1)
+        packed = predict.bytes_sent_per_device(step, strategy, "gather") / (step.n_devices - 1)
         return tuple(sizes[0] * (size - 1) * packed for size in sizes)
-    per_device = cost_model.bytes_sent_per_device(step, strategy, reduction)
+    per_device = predict.bytes_sent_per_device(step, strategy, reduction)
     return (sizes[0] - 1) * per_device, per_device
 
 
@@ -127,7 +127,7 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
 
     from tree_attn.cluster import join as distributed
     from tree_attn.commands.compare import cases as comparison
-    from tree_attn.cost.predict import DecodeStep
+    from tree_attn.cost.step import DecodeStep
     from tree_attn.measure import provenance
     from tree_attn.measure.rows import RowWriter
 

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh, tree_decode
-from tree_attn.cost import predict as cost_model
-from tree_attn.cost.predict import DecodeStep
+from tree_attn.cost import equations, predict, step
+from tree_attn.cost.step import DecodeStep
 from tree_attn.measure import hlo
 from tree_attn.ring_baseline import ring_decode
 
@@ -101,16 +101,16 @@ def test_counts_of_two_levels(reduction, once, n_layers):
 @pytest.mark.parametrize("n_devices", [3, 8])
 def test_allreduce_sends_equation_14(n_devices):
     step = make_step(n_devices)
-    elements = cost_model.tree_volume_elements(b=2, d=4 * 16, n_h=4, p=n_devices)
+    elements = equations.tree_volume_elements(b=2, d=4 * 16, n_h=4, p=n_devices)
     for text in texts(tree("allreduce"), make_mesh({"device": n_devices}), step).values():
         assert hlo.total_bytes_sent_per_device(text) == pytest.approx(4 * elements)
-    assert cost_model.bytes_sent_per_device(step, "tree", "allreduce") == pytest.approx(4 * elements)
+    assert predict.bytes_sent_per_device(step, "tree", "allreduce") == pytest.approx(4 * elements)
 
 
 @pytest.mark.parametrize("dtype, num_keys", [("bfloat16", 192), ("float32", 1920)])
 def test_tree_traffic_depends_on_neither_dtype_nor_number_of_keys(dtype, num_keys):
     step = make_step(8, dtype, num_keys=num_keys)
-    elements = cost_model.tree_volume_elements(b=2, d=4 * 16, n_h=4, p=8)
+    elements = equations.tree_volume_elements(b=2, d=4 * 16, n_h=4, p=8)
     for text in texts(tree("allreduce"), make_mesh({"device": 8}), step).values():
         assert hlo.total_bytes_sent_per_device(text) == pytest.approx(4 * elements)
 
@@ -120,7 +120,7 @@ def test_gather_sends_one_packed_state_to_everyone(n_devices):
     step = make_step(n_devices)
     for text in texts(tree("gather"), make_mesh({"device": n_devices}), step).values():
         assert hlo.total_bytes_sent_per_device(text) == (n_devices - 1) * 2 * 4 * (16 + 1) * 4
-    predicted = cost_model.bytes_sent_per_device(step, "tree", "gather")
+    predicted = predict.bytes_sent_per_device(step, "tree", "gather")
     assert predicted == pytest.approx((n_devices - 1) * 2 * 4 * (16 + 1) * 4)
 
 
@@ -129,7 +129,7 @@ def test_hierarchical_sends_each_level_once():
     for text in texts(tree("hierarchical"), make_mesh({"device": 4, "node": 2}), step).values():
         sent = hlo.total_bytes_sent_per_device(text)
         assert sent == (3 + 1) * 2 * 4 * (16 + 1) * 4
-        predicted = cost_model.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(4, 2))
+        predicted = predict.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(4, 2))
         assert predicted == pytest.approx(sent)
 
 
@@ -137,20 +137,20 @@ def test_hierarchical_sends_each_level_once():
 def test_rings_send_equation_10(n_devices):
     step = make_step(n_devices)
     mesh = make_mesh({"device": n_devices})
-    elements = cost_model.ring_volume_elements(b=2, t=24, d=4 * 16, p=n_devices, d_kv=2 * 16)
+    elements = equations.ring_volume_elements(b=2, t=24, d=4 * 16, p=n_devices, d_kv=2 * 16)
     for text in texts(ring("public"), mesh, step).values():
         assert hlo.total_bytes_sent_per_device(text) == 4 * elements
     for text in texts(ring("overlapped"), mesh, step).values():
         assert hlo.total_bytes_sent_per_device(text) == pytest.approx(4 * elements * (n_devices - 1) / n_devices)
-    assert cost_model.bytes_sent_per_device(step, "ring_public") == 4 * elements
-    assert cost_model.bytes_sent_per_device(step, "ring_overlapped") * n_devices == 4 * elements * (n_devices - 1)
+    assert predict.bytes_sent_per_device(step, "ring_public") == 4 * elements
+    assert predict.bytes_sent_per_device(step, "ring_overlapped") * n_devices == 4 * elements * (n_devices - 1)
 
 
 def test_rings_move_keys_and_values_in_their_own_dtype():
     """As written; XLA's CPU compiler then widens 16-bit collectives to float32, which a GPU's does not."""
     text = texts(ring("overlapped"), make_mesh({"device": 8}), make_step(8, "bfloat16"))[LOWERED]
     assert {item.dtype for item in hlo.collectives(text)} == {"bf16"}
-    assert hlo.total_bytes_sent_per_device(text) == 2 * 7 / 8 * cost_model.ring_volume_elements(
+    assert hlo.total_bytes_sent_per_device(text) == 2 * 7 / 8 * equations.ring_volume_elements(
         b=2, t=24, d=4 * 16, p=8, d_kv=2 * 16
     )
 
@@ -166,4 +166,4 @@ def test_float32_states_for_bfloat16_keys():
     for reduction in ("allreduce", "gather"):
         text = texts(tree(reduction), make_mesh({"device": 8}), make_step(8, "bfloat16"))[LOWERED]
         assert {item.dtype for item in hlo.collectives(text)} == {"f32"}
-        assert jnp.dtype("float32").itemsize == cost_model.STATE_BYTES
+        assert jnp.dtype("float32").itemsize == step.STATE_BYTES

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh, tree_decode
-from tree_attn.cost import predict as cost_model
+from tree_attn.cost import equations
 from tree_attn.measure.latency import chain_calls
 from tree_attn.measure.memory import compiled_memory
 from tree_attn.ring_baseline import ring_decode
@@ -48,13 +48,13 @@ def shard_bytes(hidden_size: int, num_keys: int, n_devices: int) -> int:
 @pytest.mark.parametrize("reduction", ["allreduce", "gather"])
 @pytest.mark.parametrize("hidden_size, num_keys", SWEEP)
 def test_tree_follows_equation_9(hidden_size, num_keys, reduction):
-    equation_9 = 4 * cost_model.tree_memory_elements(b=1, t=num_keys // 8, d=hidden_size, n_h=hidden_size // HEAD_DIM)
+    equation_9 = 4 * equations.tree_memory_elements(b=1, t=num_keys // 8, d=hidden_size, n_h=hidden_size // HEAD_DIM)
     assert peak_bytes(reduction, hidden_size, num_keys, 8) == pytest.approx(equation_9, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("hidden_size, num_keys", [(512, 24_576), (2048, 24_576), (2048, 98_304)])
 def test_ring_on_two_devices_follows_equation_8(hidden_size, num_keys):
-    equation_8 = 4 * cost_model.ring_memory_elements(b=1, t=num_keys // 2, d=hidden_size)
+    equation_8 = 4 * equations.ring_memory_elements(b=1, t=num_keys // 2, d=hidden_size)
     assert peak_bytes("ring_overlapped", hidden_size, num_keys, 2) == pytest.approx(equation_8, rel=TOLERANCE)
 
 
@@ -63,7 +63,7 @@ def test_ring_on_more_devices_adds_the_cache_it_may_not_overwrite(strategy, n_de
     """Equation 8 counts the shard in use and the one arriving. After the first hop neither is the device's own, whose
     keys and values must be kept for the next step: 2 b t d more."""
     hidden_size, num_keys = 2048, 12_288 * n_devices
-    equation_8 = 4 * cost_model.ring_memory_elements(b=1, t=num_keys // n_devices, d=hidden_size)
+    equation_8 = 4 * equations.ring_memory_elements(b=1, t=num_keys // n_devices, d=hidden_size)
     own_cache = 2 * shard_bytes(hidden_size, num_keys, n_devices)
     assert peak_bytes(strategy, hidden_size, num_keys, n_devices) == pytest.approx(
         equation_8 + own_cache, rel=TOLERANCE

@@ -9,7 +9,7 @@ from abacus import cost, make_machine
 from tree_attn import make_mesh
 from tree_attn.commands.doctor import calibrate
 from tree_attn.commands.doctor.calibrate import COLLECTIVES, Point
-from tree_attn.cost.machine import Line, LinkLevel
+from tree_attn.cost.machine import AlphaBeta, LinkClass
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 
@@ -17,8 +17,8 @@ RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 NODE, NETWORK = cost(7, 2, 2e9), cost(17, 19, 2e8)
 ABACUS = make_machine()
 SHARED = make_machine(
-    node=LinkLevel(source="measured: by hand", costs=dict.fromkeys(calibrate.COLLECTIVES, NODE)),
-    network=LinkLevel(source="measured: by hand", costs=dict.fromkeys(calibrate.COLLECTIVES, NETWORK)),
+    node=LinkClass(source="measured: by hand", costs=dict.fromkeys(calibrate.COLLECTIVES, NODE)),
+    network=LinkClass(source="measured: by hand", costs=dict.fromkeys(calibrate.COLLECTIVES, NETWORK)),
 )
 
 
@@ -56,9 +56,9 @@ def test_with_one_size_of_groups_the_launch_has_the_latency_too():
     collective_us, found = calibrate.fit_collectives({"device": collectives((4,))})
     assert found["device"].round_us == 0
     for point in collectives((4,)):
-        how = calibrate.KINDS[point.kind]
-        us = how.exchanges * found["device"].lines[0].alpha_us
-        us += how.sent(4) * point.payload_bytes / found["device"].lines[0].bytes_per_s * 1e6
+        how = calibrate.EXCHANGES[point.kind]
+        us = how.num_exchanges * found["device"].lines[0].alpha_us
+        us += how.payloads_sent(4) * point.payload_bytes / found["device"].lines[0].bytes_per_s * 1e6
         assert collective_us + us == pytest.approx(point.us, rel=1e-6)
 
 
@@ -68,7 +68,7 @@ def test_without_collectives_there_is_nothing_to_fit():
 
 def test_a_kernel_of_ours_is_fitted_by_itself():
     measured = points(ABACUS, "fused", (2, 4))
-    found = make_machine(node=LinkLevel(source="", costs={"fused": calibrate.fit(measured, is_across=False)}))
+    found = make_machine(node=LinkClass(source="", costs={"fused": calibrate.fit(measured, is_across=False)}))
     for point in measured:
         assert found.exchange_us("fused", point.payload_bytes, point.size) == pytest.approx(point.us, rel=1e-6)
 
@@ -84,9 +84,9 @@ def test_rows_of_h200s_are_explained_within_a_tenth():
         ]
     collective_us, found = calibrate.fit_collectives({"device": measured})
     for point in measured:
-        fitted, how = found["device"], calibrate.KINDS[point.kind]
-        us = how.exchanges * (fitted.lines[0].alpha_us + fitted.round_us * how.rounds(point.size, 1)[0])
-        us += how.sent(point.size) * point.payload_bytes / fitted.lines[0].bytes_per_s * 1e6
+        fitted, how = found["device"], calibrate.EXCHANGES[point.kind]
+        us = how.num_exchanges * (fitted.lines[0].alpha_us + fitted.round_us * how.rounds(point.size, 1)[0])
+        us += how.payloads_sent(point.size) * point.payload_bytes / fitted.lines[0].bytes_per_s * 1e6
         assert collective_us + us == pytest.approx(point.us, rel=0.1)
 
 
@@ -123,7 +123,7 @@ def test_noise_makes_nothing_negative():
     ]
     fitted = calibrate.fit(falling, is_across=False)
     assert fitted.lines[0].alpha_us > 0 and fitted.lines[0].bytes_per_s == calibrate.MOST_BYTES_PER_S
-    assert calibrate.lines(falling) == (Line(alpha_us=9.0, bytes_per_s=calibrate.MOST_BYTES_PER_S),)
+    assert calibrate.lines(falling) == (AlphaBeta(alpha_us=9.0, bytes_per_s=calibrate.MOST_BYTES_PER_S),)
 
 
 def test_lines_bend_where_larger_transfers_are_faster_and_pass_over_a_dent():

@@ -17,7 +17,7 @@ from tree_attn.cluster.launch import Launch
 from tree_attn.commands import compare as compare_command
 from tree_attn.commands.compare import cases as comparison
 from tree_attn.commands.compare import data as comparison_data
-from tree_attn.cost.predict import DecodeStep
+from tree_attn.cost.step import DecodeStep
 from tree_attn.measure import latency
 from tree_attn.measure.rows import RowWriter
 

@@ -11,8 +11,7 @@ from tree_attn import cli
 from tree_attn.commands import rows
 from tree_attn.commands.figures import paper as paper_figures
 from tree_attn.commands.figures.paper import GPUS, LENGTHS
-from tree_attn.cost import machine
-from tree_attn.cost import predict as cost_model
+from tree_attn.cost import machine, predict
 
 RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "compare_4xh200_4processes"
 H200 = machine.load("NVIDIA H200")
@@ -77,7 +76,7 @@ def test_figure_3_predicts_two_levels_beyond_a_node(measured):
     """128 GPUs are 16 nodes of 8, so that the best tree is the best reduction over two axes."""
     predicted = values(paper_figures.figure_3(measured, H200), "5,120,000 keys", "tree", False)
     step = dataclasses.replace(rows.step(measured[0]), num_keys=5_120_000, n_devices=128)
-    best = cost_model.predict(step, "tree", ("fused", "gather"), machine=H200, axis_sizes=(8, 16))
+    best = predict.predict_step(step, "tree", ("fused", "gather"), machine=H200, axis_sizes=(8, 16))
     assert predicted[128] == best.latency_us
 
 

@@ -7,9 +7,8 @@ import pytest
 from abacus import make_machine
 
 from tree_attn import cli
-from tree_attn.cost import machine
-from tree_attn.cost import predict as cost_model
-from tree_attn.cost.predict import DecodeStep
+from tree_attn.cost import machine, predict
+from tree_attn.cost.step import DecodeStep
 
 CLUSTER = ("--nodes", "16", "--gpus-per-node", "8", "--keys", "5120000")
 
@@ -26,7 +25,7 @@ def test_every_strategy_has_what_the_model_says(capsys):
     assert {one["label"] for one in document["strategies"]} >= {"tree gather", "ring overlapped", "ring public"}
     for one in document["strategies"]:
         reduction = tuple(one["reduction"]) if isinstance(one["reduction"], list) else one["reduction"]
-        predicted = cost_model.predict(
+        predicted = predict.predict_step(
             step, one["strategy"], reduction, machine=machine.load("NVIDIA H200"), axis_sizes=(8, 16)
         )
         assert one["latency_us"] == predicted.latency_us
@@ -40,8 +39,8 @@ def test_the_choice_is_the_librarys(capsys, sizes):
     options = ["--gpus-per-node", str(sizes[0]), "--nodes", str(sizes[1] if len(sizes) > 1 else 1), "--keys", "100000"]
     document = planned(capsys, *options)
     h200 = dataclasses.replace(machine.load("NVIDIA H200"), gpus_per_node=sizes[0])
-    cheapest = cost_model.cheapest_reduction(
-        cost_model.candidates(len(sizes)), elements=16 * 129, axis_sizes=sizes, machine=h200
+    cheapest = predict.cheapest_reduction(
+        predict.candidates(len(sizes)), elements=16 * 129, axis_sizes=sizes, machine=h200
     )
     best = document["strategies"][0]
     assert document["choice"] == best["label"] and document["reason"].startswith(best["label"])

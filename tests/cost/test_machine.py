@@ -7,7 +7,7 @@ import pytest
 from abacus import cost, make_machine
 
 from tree_attn.cost import machine
-from tree_attn.cost.machine import Cost, Line, LinkLevel
+from tree_attn.cost.machine import AlphaBeta, ExchangeCost, LinkClass
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_cheapest_line_holds():
 def test_what_cannot_run_over_a_link_says_so():
     with pytest.raises(NotImplementedError, match="no cost of 'fused' is known over links measured: by hand too"):
         make_machine().exchange_us("fused", 4000, 8)
-    with pytest.raises(ValueError, match=r"kind must be one of .* got 'pigeon'"):
+    with pytest.raises(ValueError, match=r"exchange must be one of .* got 'pigeon'"):
         make_machine().exchange_us("pigeon", 4000, 8)
 
 
@@ -81,11 +81,11 @@ def test_a_file_that_is_no_machine(content, message, tmp_path):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Line(alpha_us=-1, bytes_per_s=1), "alpha_us and bytes_per_s must be positive"),
-        (lambda: Cost(round_us=0, lines=()), "round_us and lines must be there"),
+        (lambda: AlphaBeta(alpha_us=-1, bytes_per_s=1), "alpha_us and bytes_per_s must be positive"),
+        (lambda: ExchangeCost(round_us=0, lines=()), "round_us and lines must be there"),
         (
-            lambda: LinkLevel(source="", costs={"pigeon": cost(1, 1, 1)}),
-            r"costs must be of the kinds .* got \['pigeon'\]",
+            lambda: LinkClass(source="", costs={"pigeon": cost(1, 1, 1)}),
+            r"costs must be of the exchanges .* got \['pigeon'\]",
         ),
         (lambda: dataclasses.replace(make_machine(), gpus_per_node=0), "gpus_per_node must be at least 1, got 0"),
         (lambda: dataclasses.replace(make_machine(), memory_bytes=0), "memory_bytes and read_bytes_per_s must be"),

@@ -5,9 +5,9 @@ import math
 import pytest
 from abacus import make_machine
 
-from tree_attn.cost import machine
-from tree_attn.cost import predict as cost_model
-from tree_attn.cost.predict import DecodeStep, cheapest_reduction
+from tree_attn.cost import equations, limits, machine, predict, step
+from tree_attn.cost.predict import cheapest_reduction
+from tree_attn.cost.step import DecodeStep
 
 PAPER = dict(b=2, t=80_000, d=2048)  # section 6.3: 640,000 keys on 8 devices, hidden size 2048; here with batch 2
 
@@ -19,85 +19,83 @@ def make_step(**changes) -> DecodeStep:
 
 
 def test_equations_in_elements():
-    assert cost_model.ring_memory_elements(**PAPER) == 4 * 2 * 80_000 * 2048 + 2 * 2 * 2048  # 8
-    assert cost_model.tree_memory_elements(**PAPER, n_h=16) == 2 * 2 * 80_000 * 2048 + 2 * 2 * 2048 + 2 * 2 * 16  # 9
-    assert cost_model.ring_volume_elements(**PAPER, p=8) == 2 * 2 * 80_000 * 2048 * 8  # 10
-    assert cost_model.allreduce_volume_elements(100, p=4) == 150.0  # 12
-    assert cost_model.tree_volume_elements(b=2, d=2048, n_h=16, p=8) == 2 * 7 / 8 * (2 * 2048 + 2 * 2 * 16)  # 14
+    assert equations.ring_memory_elements(**PAPER) == 4 * 2 * 80_000 * 2048 + 2 * 2 * 2048  # 8
+    assert equations.tree_memory_elements(**PAPER, n_h=16) == 2 * 2 * 80_000 * 2048 + 2 * 2 * 2048 + 2 * 2 * 16  # 9
+    assert equations.ring_volume_elements(**PAPER, p=8) == 2 * 2 * 80_000 * 2048 * 8  # 10
+    assert equations.allreduce_volume_elements(100, p=4) == 150.0  # 12
+    assert equations.tree_volume_elements(b=2, d=2048, n_h=16, p=8) == 2 * 7 / 8 * (2 * 2048 + 2 * 2 * 16)  # 14
 
 
 def test_paper_claim_ring_memory_is_twice_tree_memory():
-    ratio = cost_model.ring_memory_elements(**PAPER) / cost_model.tree_memory_elements(**PAPER, n_h=16)
+    ratio = equations.ring_memory_elements(**PAPER) / equations.tree_memory_elements(**PAPER, n_h=16)
     assert ratio == pytest.approx(2, rel=1e-4)
 
 
 def test_paper_figure_4_gap_doubles_with_hidden_size():
     """Section 6.2: doubling the hidden size from 2048 to 4096 doubles the gap, 524 MB to 1040 MB."""
     gap = lambda d: (
-        cost_model.ring_memory_elements(b=1, t=64_000, d=d)
-        - cost_model.tree_memory_elements(b=1, t=64_000, d=d, n_h=d // 128)
+        equations.ring_memory_elements(b=1, t=64_000, d=d)
+        - equations.tree_memory_elements(b=1, t=64_000, d=d, n_h=d // 128)
     )
     assert gap(4096) / gap(2048) == pytest.approx(2, rel=1e-4)
     assert 2 * gap(2048) == pytest.approx(524e6, rel=0.01)  # bfloat16; the t that their 524 MB implies
 
 
 def test_grouped_queries_shrink_only_keys_and_values():
-    assert cost_model.ring_memory_elements(b=1, t=10, d=64, d_kv=16) == 4 * 10 * 16 + 2 * 64
-    assert cost_model.tree_memory_elements(b=1, t=10, d=64, n_h=4, d_kv=16) == 2 * 10 * 16 + 2 * 64 + 2 * 4
-    assert cost_model.ring_volume_elements(b=1, t=10, d=64, p=3, d_kv=16) == 2 * 10 * 16 * 3
+    assert equations.ring_memory_elements(b=1, t=10, d=64, d_kv=16) == 4 * 10 * 16 + 2 * 64
+    assert equations.tree_memory_elements(b=1, t=10, d=64, n_h=4, d_kv=16) == 2 * 10 * 16 + 2 * 64 + 2 * 4
+    assert equations.ring_volume_elements(b=1, t=10, d=64, p=3, d_kv=16) == 2 * 10 * 16 * 3
     multi, grouped = make_step(), make_step(num_kv_heads=4)
-    assert cost_model.bytes_sent_per_device(multi, "tree", "allreduce") == cost_model.bytes_sent_per_device(
+    assert predict.bytes_sent_per_device(multi, "tree", "allreduce") == predict.bytes_sent_per_device(
         grouped, "tree", "allreduce"
     )
     for ring in ("ring_overlapped", "ring_public"):
-        assert cost_model.bytes_sent_per_device(multi, ring) == 4 * cost_model.bytes_sent_per_device(grouped, ring)
+        assert predict.bytes_sent_per_device(multi, ring) == 4 * predict.bytes_sent_per_device(grouped, ring)
 
 
 def test_bytes_of_a_step_are_the_equations_times_the_itemsize():
     step = make_step(batch=2)
     sizes = dict(b=2, t=80_000, d=2048)
-    assert cost_model.peak_memory_bytes(step, "tree") == 2 * cost_model.tree_memory_elements(**sizes, n_h=16)
+    assert predict.peak_memory_bytes(step, "tree") == 2 * equations.tree_memory_elements(**sizes, n_h=16)
     for ring in ("ring_overlapped", "ring_public"):
-        assert cost_model.peak_memory_bytes(step, ring) == 2 * cost_model.ring_memory_elements(**sizes)
-    equation_10 = 2 * cost_model.ring_volume_elements(**sizes, p=8)
-    assert cost_model.bytes_sent_per_device(step, "ring_public") == equation_10
-    assert cost_model.bytes_sent_per_device(step, "ring_overlapped") == equation_10 * 7 / 8
-    equation_14 = 4 * cost_model.tree_volume_elements(b=2, d=2048, n_h=16, p=8)
-    assert cost_model.bytes_sent_per_device(step, "tree", "allreduce") == equation_14
+        assert predict.peak_memory_bytes(step, ring) == 2 * equations.ring_memory_elements(**sizes)
+    equation_10 = 2 * equations.ring_volume_elements(**sizes, p=8)
+    assert predict.bytes_sent_per_device(step, "ring_public") == equation_10
+    assert predict.bytes_sent_per_device(step, "ring_overlapped") == equation_10 * 7 / 8
+    equation_14 = 4 * equations.tree_volume_elements(b=2, d=2048, n_h=16, p=8)
+    assert predict.bytes_sent_per_device(step, "tree", "allreduce") == equation_14
 
 
 def test_gather_and_hierarchical_bytes():
     step = make_step()
     packed = 16 * 129 * 4
-    assert cost_model.bytes_sent_per_device(step, "tree", "gather") == 7 * packed
-    assert cost_model.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(4, 2)) == (3 + 1) * packed
+    assert predict.bytes_sent_per_device(step, "tree", "gather") == 7 * packed
+    assert predict.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(4, 2)) == (3 + 1) * packed
     with pytest.raises(ValueError, match=r"axis_sizes must be .* n_devices=8, got \(3, 2\)"):
-        cost_model.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(3, 2))
+        predict.bytes_sent_per_device(step, "tree", "hierarchical", axis_sizes=(3, 2))
 
 
 def test_bytes_of_fused_and_of_a_tuple_of_levels():
     step, packed, state = make_step(), 16 * 129 * 4, 16 * 130 * 4
-    assert cost_model.bytes_sent_per_device(step, "tree", "fused") == 7 * 2 * packed
-    mixed = cost_model.level_bytes_sent_per_device(step, ("fused", "allreduce"), axis_sizes=(4, 2))
+    assert predict.bytes_sent_per_device(step, "tree", "fused") == 7 * 2 * packed
+    mixed = predict.exchange_bytes_sent_per_device(step, ("fused", "allreduce"), axis_sizes=(4, 2))
     assert mixed == (3 * 2 * packed, state)
-    assert cost_model.bytes_sent_per_device(step, "tree", ("fused", "allreduce"), axis_sizes=(4, 2)) == sum(mixed)
+    assert predict.bytes_sent_per_device(step, "tree", ("fused", "allreduce"), axis_sizes=(4, 2)) == sum(mixed)
     with pytest.raises(ValueError, match=r"a tuple of the first three for each of 2 axes, got \('fused',\)"):
-        cost_model.bytes_sent_per_device(step, "tree", ("fused",), axis_sizes=(4, 2))
+        predict.bytes_sent_per_device(step, "tree", ("fused",), axis_sizes=(4, 2))
 
 
 def test_one_device_sends_nothing_by_tree_or_by_the_ring_without_its_last_hop():
     step = make_step(n_devices=1)
-    assert cost_model.bytes_sent_per_device(step, "tree", "allreduce") == 0
-    assert cost_model.bytes_sent_per_device(step, "tree", "gather") == 0
-    assert cost_model.bytes_sent_per_device(step, "ring_overlapped") == 0
+    assert predict.bytes_sent_per_device(step, "tree", "allreduce") == 0
+    assert predict.bytes_sent_per_device(step, "tree", "gather") == 0
+    assert predict.bytes_sent_per_device(step, "ring_overlapped") == 0
 
 
 def test_limits():
     step = make_step()
-    assert cost_model.read_limit_us(step, "NVIDIA H200") == pytest.approx(2 * 80_000 * 2048 * 2 / 4.3e12 * 1e6)
-    assert cost_model.link_limit_us(215e9, "NVIDIA H200") == pytest.approx(1e6)
-    assert cost_model.read_limit_us(step, "cpu") is None
-    assert cost_model.link_limit_us(1, "cpu") is None
+    assert limits.read_limit_us(step, "NVIDIA H200") == pytest.approx(2 * 80_000 * 2048 * 2 / 4.3e12 * 1e6)
+    assert limits.read_limit_us(step, "cpu") is None
 
 
 def test_uneven_shards_count_the_fullest_device():
@@ -106,7 +104,7 @@ def test_uneven_shards_count_the_fullest_device():
 
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float16", 2), ("float32", 4), ("float64", 8)])
 def test_itemsize(dtype, size):
-    assert cost_model.itemsize(dtype) == size
+    assert step.itemsize(dtype) == size
 
 
 @pytest.mark.parametrize(
@@ -119,10 +117,10 @@ def test_itemsize(dtype, size):
         (lambda: make_step(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads, got num_heads=16"),
         (lambda: make_step(dtype="int8"), "dtype must be a floating dtype such as .* got 'int8'"),
         (lambda: make_step(dtype="floaty"), "dtype must be a floating dtype such as .* got 'floaty'"),
-        (lambda: cost_model.ring_memory_elements(b=1, t=0, d=4), "t must be an integer of at least 1, got 0"),
-        (lambda: cost_model.allreduce_volume_elements(-1, p=2), "numel must be at least 0, got -1"),
-        (lambda: cost_model.peak_memory_bytes(make_step(), "star"), "strategy must be one of 'tree', .* got 'star'"),
-        (lambda: cost_model.bytes_sent_per_device(make_step(), "tree"), "reduction must be one of .* got None"),
+        (lambda: equations.ring_memory_elements(b=1, t=0, d=4), "t must be an integer of at least 1, got 0"),
+        (lambda: equations.allreduce_volume_elements(-1, p=2), "numel must be at least 0, got -1"),
+        (lambda: predict.peak_memory_bytes(make_step(), "star"), "strategy must be one of 'tree', .* got 'star'"),
+        (lambda: predict.bytes_sent_per_device(make_step(), "tree"), "reduction must be one of .* got None"),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -132,16 +130,16 @@ def test_bad_input_is_named(call, message):
 
 def test_predictions_are_finite_for_a_huge_configuration():
     step = make_step(num_keys=5_120_000, n_devices=128)
-    assert all(math.isfinite(cost_model.peak_memory_bytes(step, strategy)) for strategy in cost_model.STRATEGIES)
+    assert all(math.isfinite(predict.peak_memory_bytes(step, strategy)) for strategy in predict.STRATEGIES)
 
 
 def test_time_of_a_reduction_is_that_of_its_exchanges():
     abacus = make_machine()  # 4 GPUs a node
     options = dict(elements=1000, axis_sizes=(4, 3), machine=abacus)
     across = abacus.exchange_us("gather", 4000, 3, stride=4)
-    assert cost_model.reduction_us(("fused", "gather"), **options) == (abacus.exchange_us("fused", 4000, 4), across)
-    assert cost_model.reduction_us("hierarchical", **options) == (abacus.exchange_us("gather", 4000, 4), across)
-    assert cost_model.reduction_us("gather", **options) == (abacus.exchange_us("gather", 4000, 12),)
+    assert predict.reduction_us(("fused", "gather"), **options) == (abacus.exchange_us("fused", 4000, 4), across)
+    assert predict.reduction_us("hierarchical", **options) == (abacus.exchange_us("gather", 4000, 4), across)
+    assert predict.reduction_us("gather", **options) == (abacus.exchange_us("gather", 4000, 12),)
 
 
 def test_the_cheapest_reduction_depends_on_size_and_links():
@@ -184,16 +182,16 @@ def test_predicted_steps_by_hand():
     step = make_step(num_keys=8, num_kv_heads=1, num_heads=2, head_dim=250, dtype="float16", n_devices=4)
     slow = make_machine(read_bytes_per_s=1e6)
     local, transfer = 2000 + 10, 2 * slow.exchange_us("neighbour", 1000, 4)
-    tree = cost_model.predict(step, "tree", "gather", machine=slow)
+    tree = predict.predict_step(step, "tree", "gather", machine=slow)
     assert tree.exchanges_us == (slow.exchange_us("gather", 2 * 251 * 4, 4),)
     assert tree.latency_us == pytest.approx(local + 100 + tree.exchanges_us[0])
-    assert cost_model.predict(step, "tree", "fused", machine=slow).collective_us == 0
-    overlapped = cost_model.predict(step, "ring_overlapped", machine=slow)
+    assert predict.predict_step(step, "tree", "fused", machine=slow).collective_us == 0
+    overlapped = predict.predict_step(step, "ring_overlapped", machine=slow)
     assert transfer < local and overlapped.latency_us == pytest.approx(4 * local)  # the transfers are hidden
-    public = cost_model.predict(step, "ring_public", machine=slow)
+    public = predict.predict_step(step, "ring_public", machine=slow)
     assert public.latency_us == pytest.approx(4 * (local + transfer + 2 * 2000))
     fast = make_machine(read_bytes_per_s=1e12, local_us=0.0)
-    hidden = cost_model.predict(step, "ring_overlapped", machine=fast)
+    hidden = predict.predict_step(step, "ring_overlapped", machine=fast)
     assert hidden.latency_us == pytest.approx(0.002 + 3 * transfer)  # now the attention is
     assert tree.bytes_sent == (3 * 2 * 251 * 4,) and overlapped.bytes_sent == (3 * 2000,)
 
@@ -201,15 +199,15 @@ def test_predicted_steps_by_hand():
 @pytest.mark.parametrize("strategy, shards", [("tree", 1), ("ring_overlapped", 3), ("ring_public", 3)])
 def test_what_programs_hold(strategy, shards):
     step = make_step()
-    assert cost_model.program_memory_bytes(step, strategy) == pytest.approx(
+    assert predict.program_memory_bytes(step, strategy) == pytest.approx(
         shards * step.key_value_bytes_per_device, rel=1e-3
     )
 
 
 def test_one_device_sends_nothing_and_all_strategies_are_the_same():
     step, machine = make_step(n_devices=1), make_machine()
-    predicted = [cost_model.predict(step, *how, machine=machine) for how in (("ring_overlapped",), ("ring_public",))]
-    tree = cost_model.predict(step, "tree", "fused", machine=machine)
+    predicted = [predict.predict_step(step, *how, machine=machine) for how in (("ring_overlapped",), ("ring_public",))]
+    tree = predict.predict_step(step, "tree", "fused", machine=machine)
     assert tree.latency_us > 0
     for ring in predicted:
         assert ring.latency_us == pytest.approx(tree.latency_us) and ring.bytes_sent == (0.0,)
@@ -218,5 +216,5 @@ def test_one_device_sends_nothing_and_all_strategies_are_the_same():
 
 def test_an_overlapped_ring_of_two_holds_what_equation_8_says():
     step = make_step(n_devices=2)
-    memory = cost_model.program_memory_bytes(step, "ring_overlapped")
-    assert memory == cost_model.peak_memory_bytes(step, "ring_overlapped")
+    memory = predict.program_memory_bytes(step, "ring_overlapped")
+    assert memory == predict.peak_memory_bytes(step, "ring_overlapped")

@@ -252,7 +252,7 @@ def _prompts(vocab_size: int, context: int, batch: int, levels: int, args: argpa
 def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name: str, sparq) -> dict[str, Any]:
     import numpy as np
 
-    from tree_attn.cost import predict as cost_model
+    from tree_attn.cost import limits
     from tree_attn.measure.memory import compiled_memory, runtime_peak_memory_bytes
     from tree_attn.models.llama import Generator, by_name
     from tree_attn.models.llama.generation import memory
@@ -279,8 +279,8 @@ def _time(args: argparse.Namespace, model, place, prompts: list[list[int]], name
     peak = runtime_peak_memory_bytes(devices)
     kind = place.devices[0].device_kind
     limits_us = (
-        cost_model.memory_limit_us(weights + cache, kind),
-        cost_model.products_limit_us(2 * len(prompts) * weights / np.dtype(place.dtype).itemsize, kind),
+        limits.memory_limit_us(weights + cache, kind),
+        limits.products_limit_us(2 * len(prompts) * weights / np.dtype(place.dtype).itemsize, kind),
     )
     limit_us = None if None in limits_us else max(limits_us)
     return {

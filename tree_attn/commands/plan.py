@@ -60,7 +60,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: an option out of range, named.
     """
     from tree_attn.commands import rows
-    from tree_attn.cost.predict import DecodeStep
+    from tree_attn.cost.step import DecodeStep
 
     for name in ("nodes", "gpus_per_node"):
         size = getattr(args, name)
@@ -99,15 +99,15 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Every strategy that can run, the fastest first; and for each that cannot, why."""
     from tree_attn.commands import rows
-    from tree_attn.cost import predict as cost_model
+    from tree_attn.cost import predict
 
     found, left_out = [], {}
-    asked = [("tree", reduction) for reduction in cost_model.candidates(len(axis_sizes))]
+    asked = [("tree", reduction) for reduction in predict.candidates(len(axis_sizes))]
     for strategy, reduction in [*asked, ("ring_overlapped", None), ("ring_public", None)]:
         names = {"label": rows.label(strategy, reduction), "strategy": strategy, "reduction": reduction}
         try:
             _check_size(step, reduction)
-            predicted = cost_model.predict(step, strategy, reduction, machine=machine, axis_sizes=axis_sizes)
+            predicted = predict.predict_step(step, strategy, reduction, machine=machine, axis_sizes=axis_sizes)
         except NotImplementedError as error:
             left_out[names["label"]] = str(error)
             continue
@@ -117,12 +117,12 @@ def strategies_of(step, axis_sizes, machine) -> tuple[list[dict[str, Any]], dict
 
 
 def _check_size(step, reduction) -> None:
-    from tree_attn.cost.machine import KINDS
-    from tree_attn.cost.predict import STATE_BYTES
+    from tree_attn.cost.machine import EXCHANGES
+    from tree_attn.cost.step import STATE_BYTES
 
     elements = step.packed_state_bytes // STATE_BYTES
     for name in reduction if isinstance(reduction, tuple) else (reduction,):
-        most = KINDS[name].max_elements if name in KINDS else None
+        most = EXCHANGES[name].max_elements if name in EXCHANGES else None
         if most is not None and elements > most:
             raise NotImplementedError(f"{name} exchanges up to {most:,} elements, and this state has {elements:,}")
 

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tree_attn.commands.compare.cases import Case
-from tree_attn.cost import predict as cost_model
+from tree_attn.cost import limits, predict
 
 
 @contextlib.contextmanager
@@ -33,17 +33,15 @@ def print_predictions(cases: Sequence[Case], device_kind: str, neighbour_gb_per_
     for case in cases:
         sent = None
         if case.reduction != "hierarchical" or len(case.axis_sizes) == 2:
-            sent = cost_model.bytes_sent_per_device(
-                case.step, case.strategy, case.reduction, axis_sizes=case.axis_sizes
-            )
-        peak = cost_model.peak_memory_bytes(case.step, case.strategy)
+            sent = predict.bytes_sent_per_device(case.step, case.strategy, case.reduction, axis_sizes=case.axis_sizes)
+        peak = predict.peak_memory_bytes(case.step, case.strategy)
         rate = neighbour_gb_per_s[case.step]
         at_link_rate = sent / rate / 1e3 if sent is not None and rate else None
         table.add_row(f"{case.step.num_keys:,}", case.label, size(peak), size(sent), time(at_link_rate))
     console = _console()
     console.print(table)
     for step in dict.fromkeys(case.step for case in cases):
-        limit = cost_model.read_limit_us(step, device_kind)
+        limit = limits.read_limit_us(step, device_kind)
         held = size(step.key_value_bytes_per_device)
         least = f"at least {time(limit)}" if limit is not None else f"no read rate is known for {device_kind!r}"
         console.print(f"Physical limit, {step.num_keys:,} keys: each device reads {held} of keys and values: {least}.")

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 
 from tree_attn.cost import machine
-from tree_attn.cost import predict as cost_model
 from tree_attn.cost.machine import Machine
-from tree_attn.cost.predict import DecodeStep, Prediction
+from tree_attn.cost.predict import Prediction, predict_step
+from tree_attn.cost.step import DecodeStep
 
 # The fixed cost of a program call, by kind of device, which rows without a `long_chain` share among their steps: the
 # median `program_us` of the steps in docs/results/reduce_2xh200. What it was in the older rows, nobody measured.
@@ -47,7 +47,7 @@ def machine_of(path: pathlib.Path | None, device_kind: str) -> Machine:
     found = machine.load(device_kind) if path is None else machine.read(path)
     if found is None:
         raise ValueError(
-            f"--machine must be given for {device_kind!r}, which is none of {machine.kinds()}; "
+            f"--machine must be given for {device_kind!r}, which is none of {machine.device_kinds()}; "
             "`tree-attn doctor --distributed --machine-out FILE` measures one"
         )
     return found
@@ -77,7 +77,7 @@ def label(strategy: str, reduction: str | tuple[str, ...] | None) -> str:
 
 def predict(row: dict, machine: Machine) -> Prediction:
     """What the model predicts for the row's step."""
-    return cost_model.predict(
+    return predict_step(
         step(row), row["strategy"], reduction(row), machine=machine, axis_sizes=tuple(row["axis_sizes"])
     )
 

@@ -1,11 +1,11 @@
-"""What exchanges cost on a machine: per kind and link level, a launch, a latency per message, and a rate.
+"""Measured machines: the rates of a device, and the cost of exchanges over each class of links.
 
 The alpha-beta model of one exchange among p devices:
 
     us = alpha_us + rounds * round_us + bytes_sent / bytes_per_s * 1e6
 
-`rounds` are the messages that wait for one another, and `bytes_sent` is what each device sends (`KINDS`). The other
-numbers are a machine's, and data: JSON files in `tree_attn/cost/machines/`.
+`EXCHANGES` gives `rounds`, the messages that wait for one another, and `bytes_sent` by each device. The other numbers
+belong to a machine and are data: JSON files in `tree_attn/cost/machines/`.
 """
 
 import dataclasses
@@ -26,44 +26,52 @@ def _check(condition: bool, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A way to exchange states along a mesh axis.
+class ExchangePattern:
+    """The messages by which devices exchange states along a mesh axis.
 
     Attributes:
-        exchanges: how many, one waiting for the other, make one reduction.
-        rounds: messages of one of them that wait for one another, (inside a node, across nodes), of m devices on each
-            of n nodes. For NCCL's collectives as NCCL's own model counts them (src/graph/tuning.cc).
-        sent: what each of p devices sends in all of them, in multiples of its payload.
-        is_collective: NCCL does it, and not a kernel of ours.
-        max_elements: elements of the largest state that it exchanges; None for any.
+      num_exchanges: dependent exchanges that make one reduction.
+      rounds: messages of one exchange that wait for one another, (inside a node, across nodes), of m devices on each of
+        n nodes. For NCCL's collectives these are the counts of NCCL's own model (src/graph/tuning.cc).
+      payloads_sent: bytes that each of p devices sends in all exchanges, in multiples of its payload.
+      is_collective: True for NCCL's collectives, False for a kernel of ours.
+      max_elements: elements of the largest state that it exchanges; None for any.
     """
 
-    exchanges: int
+    num_exchanges: int
     rounds: Callable[[int, int], tuple[int, int]]
-    sent: Callable[[int], float]
+    payloads_sent: Callable[[int], float]
     is_collective: bool = True
     max_elements: int | None = None
 
 
-_once = lambda m, n: (int(n == 1), int(n > 1))
-KINDS = {
+_one_round = lambda m, n: (int(n == 1), int(n > 1))
+EXCHANGES = {
     # Chains inside a node and a tree across, up and down. Maximum, numerator and denominator, one after the other.
-    "allreduce": Kind(
-        exchanges=3, rounds=lambda m, n: (2 * (m - 1), 2 * math.ceil(math.log2(n))), sent=lambda p: 2 * (p - 1) / p
+    "allreduce": ExchangePattern(
+        num_exchanges=3,
+        rounds=lambda m, n: (2 * (m - 1), 2 * math.ceil(math.log2(n))),
+        payloads_sent=lambda p: 2 * (p - 1) / p,
     ),
     # A ring through all devices, node by node.
-    "gather": Kind(exchanges=1, rounds=lambda m, n: (m * n - n, n - 1), sent=lambda p: p - 1),
-    # Everyone to everyone at once; 4 bytes travel as 8, with the number of the step. Beyond the limit
-    # they cost more than is saved.
-    "fused": Kind(exchanges=1, rounds=_once, sent=lambda p: 2 * (p - 1), is_collective=False, max_elements=1 << 18),
-    # Everyone to the next: one hop of a ring.
-    "neighbour": Kind(exchanges=1, rounds=_once, sent=lambda p: 1),
+    "gather": ExchangePattern(num_exchanges=1, rounds=lambda m, n: (m * n - n, n - 1), payloads_sent=lambda p: p - 1),
+    # Every device to every other at once; 4 bytes travel as 8, with the number of the step. Beyond the limit they cost
+    # more than is saved.
+    "fused": ExchangePattern(
+        num_exchanges=1,
+        rounds=_one_round,
+        payloads_sent=lambda p: 2 * (p - 1),
+        is_collective=False,
+        max_elements=1 << 18,
+    ),
+    # Every device to the next: one hop of a ring.
+    "neighbour": ExchangePattern(num_exchanges=1, rounds=_one_round, payloads_sent=lambda p: 1),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
-    """Alpha and beta: microseconds of a launch, and bytes per second that a device sends."""
+class AlphaBeta:
+    """One line of the alpha-beta model: microseconds of a launch, and bytes per second that a device sends."""
 
     alpha_us: float
     bytes_per_s: float
@@ -73,70 +81,73 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What exchanges of one kind cost over one level of links.
+class ExchangeCost:
+    """Cost of one exchange over one class of links.
 
     Attributes:
-        round_us: the latency of each message that waits for another.
-        lines: the cheapest holds, since NCCL chooses protocol and channels by the size.
+      round_us: the latency of each message that waits for another.
+      lines: the cheapest holds for each size, because NCCL chooses protocol and channels by the size.
     """
 
     round_us: float
-    lines: tuple[Line, ...]
+    lines: tuple[AlphaBeta, ...]
 
     def __post_init__(self):
         _check(self.round_us >= 0 and len(self.lines) > 0, f"round_us and lines must be there, got {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinkLevel:
+class LinkClass:
     """The links inside a node, or across nodes.
 
     Attributes:
-        source: where the numbers are from, in a few words; begins with "measured" or "assumed".
-        costs: kind of exchange (`KINDS`) -> what it costs; one that is not there cannot run over these links.
+      source: origin of the numbers, in a few words; begins with "measured" or "assumed".
+      costs: name of an exchange (`EXCHANGES`) -> its cost. An exchange without an entry cannot run over these links.
     """
 
     source: str
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, ExchangeCost]
 
     def __post_init__(self):
-        unknown = sorted(set(self.costs) - set(KINDS))
-        _check(not unknown, f"costs must be of the kinds {tuple(KINDS)}, got {unknown}")
+        unknown = sorted(set(self.costs) - set(EXCHANGES))
+        _check(not unknown, f"costs must be of the exchanges {tuple(EXCHANGES)}, got {unknown}")
 
     @property
     def is_measured(self) -> bool:
-        """Whether anybody measured these links."""
+        """True where the costs of these links are measurements."""
         return self.source.startswith("measured")
 
 
-# 400 Gbit/s for each GPU, as in the paper's cluster (section 6), and what NCCL 2.28 assumes of a network (its
-# src/graph/tuning.cc): 6.6 us for a launch, 2.7 us per message of a ring and 5 us of a tree, with the protocol for
-# small messages. A datasheet and another's model, not measurements.
-ASSUMED_NETWORK = LinkLevel(
+# A datasheet and another's model, not measurements. 400 Gbit/s for each GPU, as in the paper's cluster (section 6). The
+# latencies are NCCL 2.28's for a network (src/graph/tuning.cc), with its protocol for small messages: 6.6 us for a
+# launch, 2.7 us per message of a ring, 5 us of a tree.
+ASSUMED_NETWORK = LinkClass(
     source="assumed: InfiniBand NDR, 400 Gbit/s per GPU, latencies of NCCL's own model; not measured",
     costs={
-        "allreduce": Cost(round_us=5.0, lines=(Line(alpha_us=6.6, bytes_per_s=50e9),)),
-        "gather": Cost(round_us=2.7, lines=(Line(alpha_us=6.6, bytes_per_s=50e9),)),
-        "neighbour": Cost(round_us=2.7, lines=(Line(alpha_us=6.6, bytes_per_s=50e9),)),
+        "allreduce": ExchangeCost(round_us=5.0, lines=(AlphaBeta(alpha_us=6.6, bytes_per_s=50e9),)),
+        "gather": ExchangeCost(round_us=2.7, lines=(AlphaBeta(alpha_us=6.6, bytes_per_s=50e9),)),
+        "neighbour": ExchangeCost(round_us=2.7, lines=(AlphaBeta(alpha_us=6.6, bytes_per_s=50e9),)),
     },
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The parameters that `tree_attn.cost.predict` predicts times from.
+    """Parameters of a machine: `tree_attn.cost.predict` predicts times from them, `tree_attn.cost.limits` has limits.
 
     Attributes:
-        device_kind: `jax.Device.device_kind`, e.g. "NVIDIA H200".
-        gpus_per_node: devices that the links of `node` join.
-        memory_bytes: of one device.
-        read_bytes_per_s: at which a local attention reads keys and values.
-        local_us: what a step costs beside reading and exchanging: launches, merges, waiting for the slowest device.
-        collective_us: what the first of NCCL's collectives in a step costs beside itself; an exchange by a kernel of
-            ours does not pay it.
-        node, network: the links inside a node, and across nodes.
-        provenance: how, where and when this was measured; free form.
+      device_kind: `jax.Device.device_kind`, e.g. "NVIDIA H200".
+      gpus_per_node: devices that the links of `node` join.
+      memory_bytes: of one device.
+      read_bytes_per_s: rate at which local attention reads keys and values; predictions use it.
+      local_us: time of a step beside reading and exchanging: launches, merges, waiting for the slowest device.
+      collective_us: time that the first of NCCL's collectives in a step adds to its own. An exchange by a kernel of
+        ours does not pay it.
+      node, network: the links inside a node, and across nodes.
+      copy_bytes_per_s: rate at which a plain copy reads device memory; limits in tables and rows refer to it. Local
+        attention may read faster than a copy. None if unknown.
+      product_flops_per_s: operations per second of large bfloat16 matrix products. None if unknown.
+      provenance: method, place and time of the measurement; free form.
     """
 
     device_kind: str
@@ -145,8 +156,10 @@ class Machine:
     read_bytes_per_s: float
     local_us: float
     collective_us: float
-    node: LinkLevel
-    network: LinkLevel = ASSUMED_NETWORK
+    node: LinkClass
+    network: LinkClass = ASSUMED_NETWORK
+    copy_bytes_per_s: float | None = None
+    product_flops_per_s: float | None = None
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -157,62 +170,64 @@ class Machine:
         )
         _check(self.local_us >= 0 and self.collective_us >= 0, "local_us and collective_us must not be negative")
 
-    def level(self, size: int, stride: int = 1) -> LinkLevel:
-        """The slowest links between `size` devices, `stride` apart when they are counted node by node."""
+    def links(self, size: int, stride: int = 1) -> LinkClass:
+        """Returns the slowest links between `size` devices, `stride` apart when they are counted node by node."""
         return self.node if self._split(size, stride)[1] == 1 else self.network
 
-    def exchange_us(self, kind: str, payload_bytes: float, size: int, stride: int = 1) -> float:
-        """The time of one reduction of `kind` among `size` devices, each with `payload_bytes`; 0 for one device.
+    def exchange_us(self, exchange: str, payload_bytes: float, size: int, stride: int = 1) -> float:
+        """Returns the time of one reduction by `exchange` among `size` devices, each with `payload_bytes`.
+
+        One device takes no time.
 
         Raises:
-            ValueError: there is no such kind.
-            NotImplementedError: nobody knows what it costs over these links, or it cannot run there.
+          ValueError: `exchange` is not one of `EXCHANGES`.
+          NotImplementedError: its cost over these links is unknown, or it cannot run there.
 
         Example:
-            >>> round(load("NVIDIA H200").exchange_us("gather", 8256, size=4), 1)
-            6.9
+          >>> round(load("NVIDIA H200").exchange_us("gather", 8256, size=4), 1)
+          6.9
         """
-        _check(kind in KINDS, f"kind must be one of {tuple(KINDS)}, got {kind!r}")
+        _check(exchange in EXCHANGES, f"exchange must be one of {tuple(EXCHANGES)}, got {exchange!r}")
         if size == 1:
             return 0.0
-        how, split = KINDS[kind], self._split(size, stride)
+        pattern, split = EXCHANGES[exchange], self._split(size, stride)
         latency_us = 0.0
-        # Waits add up over both levels; the launch is one, and the slower links bound the rate.
-        for level, devices, rounds in zip((self.node, self.network), split, how.rounds(*split)):
+        # Waits add up over both classes of links; the launch is one, and the slower links bound the rate.
+        for links, devices, rounds in zip((self.node, self.network), split, pattern.rounds(*split)):
             if devices > 1:
-                if kind not in level.costs:
-                    raise NotImplementedError(f"no cost of {kind!r} is known over links {level.source}")
-                latency_us += how.exchanges * rounds * level.costs[kind].round_us
-        sent = how.sent(size) * payload_bytes
-        lines = self.level(size, stride).costs[kind].lines
-        return latency_us + min(how.exchanges * line.alpha_us + sent / line.bytes_per_s * 1e6 for line in lines)
+                if exchange not in links.costs:
+                    raise NotImplementedError(f"no cost of {exchange!r} is known over links {links.source}")
+                latency_us += pattern.num_exchanges * rounds * links.costs[exchange].round_us
+        sent = pattern.payloads_sent(size) * payload_bytes
+        lines = self.links(size, stride).costs[exchange].lines
+        return latency_us + min(pattern.num_exchanges * line.alpha_us + sent / line.bytes_per_s * 1e6 for line in lines)
 
     def _split(self, size: int, stride: int) -> tuple[int, int]:
-        """How many of `size` devices, `stride` apart, one node holds, and over how many nodes they are."""
+        """Returns how many of `size` devices, `stride` apart, one node holds, and the number of nodes."""
         inside = min(size, max(1, self.gpus_per_node // stride))
         return inside, -(-size // inside)
 
 
 def load(device_kind: str) -> Machine | None:
-    """The machine of the package whose `device_kind` this is; None if nobody measured one.
+    """Returns the package's machine with this `device_kind`; None if it has none.
 
     Example:
-        >>> load("NVIDIA H200").gpus_per_node
-        8
+      >>> load("NVIDIA H200").gpus_per_node
+      8
     """
     return _shipped().get(device_kind)
 
 
-def kinds() -> tuple[str, ...]:
-    """The kinds of device that the package has parameters of."""
+def device_kinds() -> tuple[str, ...]:
+    """Returns the device kinds that the package has parameters of."""
     return tuple(_shipped())
 
 
 def read(path: str | os.PathLike) -> Machine:
-    """The machine in a JSON file, as `write` leaves it; without a "network", that is `ASSUMED_NETWORK`.
+    """Reads a machine from a JSON file that `write` made. Without "network", the file means `ASSUMED_NETWORK`.
 
     Raises:
-        ValueError: the file does not describe a machine; names the file and what is wrong.
+      ValueError: the file does not describe a machine; names the file and what is wrong.
     """
     try:
         return _from_json(json.loads(pathlib.Path(path).read_text()))
@@ -221,8 +236,8 @@ def read(path: str | os.PathLike) -> Machine:
 
 
 def write(machine: Machine, path: str | os.PathLike) -> None:
-    """Writes a machine as JSON, a network only if it was measured."""
-    fields = dataclasses.asdict(machine)
+    """Writes a machine as JSON; an assumed network and unknown rates are left out."""
+    fields = {name: value for name, value in dataclasses.asdict(machine).items() if value is not None}
     if not machine.network.is_measured:
         del fields["network"]
     pathlib.Path(path).write_text(json.dumps(fields, indent=1, allow_nan=False) + "\n")
@@ -235,10 +250,12 @@ def _shipped() -> dict[str, Machine]:
 
 
 def _from_json(fields: dict[str, Any]) -> Machine:
-    levels = {name: _level(**fields[name]) for name in ("node", "network") if name in fields}
-    return Machine(**(fields | levels))
+    links = {name: _links_from_json(**fields[name]) for name in ("node", "network") if name in fields}
+    return Machine(**(fields | links))
 
 
-def _level(source: str, costs: dict[str, dict[str, Any]]) -> LinkLevel:
-    lines = {kind: tuple(Line(**line) for line in cost["lines"]) for kind, cost in costs.items()}
-    return LinkLevel(source=source, costs={kind: Cost(**(costs[kind] | {"lines": lines[kind]})) for kind in costs})
+def _links_from_json(source: str, costs: dict[str, dict[str, Any]]) -> LinkClass:
+    lines = {name: tuple(AlphaBeta(**line) for line in cost["lines"]) for name, cost in costs.items()}
+    return LinkClass(
+        source=source, costs={name: ExchangeCost(**(costs[name] | {"lines": lines[name]})) for name in costs}
+    )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from tree_attn.measure import hlo_text as _text
 
-KINDS = (
+COLLECTIVES = (
     "all-reduce",
     "all-gather",
     "reduce-scatter",
@@ -26,7 +26,7 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: one of `COLLECTIVES`.
         name: the instruction's name in the text.
         dtype: of the first operand, as HLO writes it ("f32").
         bytes_payload: bytes of one execution, per device: the output of an all-gather, the input of every other kind;
@@ -128,8 +128,8 @@ def bytes_sent(kind: str, bytes_payload: float, group_size: int) -> float:
     comparable.
     Source: Tree Attention, section 6.3, after Anthony et al. 2024.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+    if kind not in COLLECTIVES:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, COLLECTIVES))}, got {kind!r}")
     if kind == "collective-permute":
         return float(bytes_payload)
     factor = 2 if kind == "all-reduce" else 1
@@ -221,7 +221,7 @@ def _kind(instruction: _text.Instruction) -> str | None:
     # XLA's GPU pipeliner may turn a permute into send and recv; host transfers use the same opcodes.
     if instruction.opcode == "send" and "is_host_transfer=true" not in instruction.attributes:
         return "collective-permute"
-    return opcode if opcode in KINDS else None
+    return opcode if opcode in COLLECTIVES else None
 
 
 def _called(instruction: _text.Instruction) -> list[str]:

@@ -30,7 +30,7 @@ def spread_transfers() -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Level:
+class AxisLinks:
     """What the links along one mesh axis do, all groups of that axis at once; medians.
 
     Attributes:
@@ -47,17 +47,17 @@ class Level:
     neighbour_gb_per_s: float
 
 
-def measure_levels(mesh: Mesh, num_bytes: int | None = None) -> list[Level]:
+def measure_axes(mesh: Mesh, num_bytes: int | None = None) -> list[AxisLinks]:
     """Times the links along every axis of more than one device, fastest axis first.
 
     Args:
         num_bytes: size of one transfer to a neighbour, as for `neighbour_gb_per_s`.
 
     Example:
-        >>> measure_levels(make_mesh(("device", "node")))
+        >>> measure_axes(make_mesh(("device", "node")))
     """
     return [
-        Level(
+        AxisLinks(
             axis=axis,
             size=mesh.shape[axis],
             sum_us=_collective_us(mesh, lambda x, axis=axis: jax.lax.pmean(x, axis)),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tree_attn.cost.machine import KINDS
+from tree_attn.cost.machine import EXCHANGES
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, Epilogue
 from tree_attn.kernels.exchange import (
     MAX_CTAS,
@@ -24,7 +24,7 @@ from tree_attn.local import ShardAttention
 from tree_attn.reduce.peer_memory import peer_memory
 from tree_attn.state import SoftmaxState
 
-MAX_ELEMENTS = KINDS["fused"].max_elements  # of one device's state
+MAX_ELEMENTS = EXCHANGES["fused"].max_elements  # of one device's state
 OLDEST_JAX = (0, 11)
 
 

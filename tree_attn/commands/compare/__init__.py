@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 def _checked(args: argparse.Namespace):
     """The steps, reductions and local kernels asked for; raises ValueError before any device is touched."""
     from tree_attn.arguments import one_of
-    from tree_attn.cost.predict import DecodeStep
+    from tree_attn.cost.step import DecodeStep
     from tree_attn.local import check_implementation
     from tree_attn.reduce import REDUCTIONS
 

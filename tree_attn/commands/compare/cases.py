@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from tree_attn import tree_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.commands.compare import data as comparison_data
-from tree_attn.cost import predict as cost_model
-from tree_attn.cost.predict import DecodeStep
+from tree_attn.cost import predict
+from tree_attn.cost.step import DecodeStep
 from tree_attn.local import choose
 from tree_attn.masking import visibility
 from tree_attn.measure import hlo, latency, provenance
@@ -46,7 +46,7 @@ class WrongResult(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: a strategy of `cost_model.STRATEGIES`, a reduction (tree only), the local kernel, and the step.
+    """One row: a strategy of `predict.STRATEGIES`, a reduction (tree only), the local kernel, and the step.
 
     `axis_sizes` has one entry, or two for "hierarchical", fastest links first.
     """
@@ -113,9 +113,9 @@ def new_row(case: Case, *, hardware: str, git_commit: str | None, command: str) 
     row |= {"n_devices": step.n_devices, "n_processes": jax.process_count(), "axis_sizes": list(case.axis_sizes)}
     row |= {name: sizes[name] for name in ("batch", "num_keys", "num_heads", "num_kv_heads", "head_dim", "dtype")}
     row |= dict.fromkeys(_RESULT_FIELDS)
-    row["peak_memory_bytes_predicted"] = cost_model.peak_memory_bytes(step, case.strategy)
+    row["peak_memory_bytes_predicted"] = predict.peak_memory_bytes(step, case.strategy)
     row["bytes_sent_per_device_predicted"] = (
-        cost_model.bytes_sent_per_device(step, case.strategy, case.reduction, axis_sizes=case.axis_sizes)
+        predict.bytes_sent_per_device(step, case.strategy, case.reduction, axis_sizes=case.axis_sizes)
         if reachable
         else None
     )

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import reference
-from tree_attn.cost.predict import DecodeStep
+from tree_attn.cost.step import DecodeStep
 
 # Elements of K that the float64 oracle holds on the host: up to the first number it checks all heads and sequences it
 # can, at least one head up to the second (1 GiB), and beyond that fewer keys.

@@ -65,7 +65,7 @@ def examine_distributed(launch, n_devices: int | None = None) -> dict[str, Any]:
 
     Returns:
         `launch` (see `tree_attn.cluster.join.Launch`), `hardware`, `n_devices`, and `levels`, fastest links first: the
-        fields of `tree_attn.measure.links.Level`, of axis "device" inside a node and "node" across nodes.
+        fields of `tree_attn.measure.links.AxisLinks`, of axis "device" inside a node and "node" across nodes.
     """
     import jax
 
@@ -74,7 +74,7 @@ def examine_distributed(launch, n_devices: int | None = None) -> dict[str, Any]:
     from tree_attn.mesh import make_mesh
 
     devices = list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
-    levels = links.measure_levels(make_mesh(("device", "node"), devices))
+    levels = links.measure_axes(make_mesh(("device", "node"), devices))
     return {
         "launch": dataclasses.asdict(launch),
         "hardware": provenance.hardware(devices),

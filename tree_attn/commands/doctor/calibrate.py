@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import attend
-from tree_attn.cost import predict as cost_model
-from tree_attn.cost.machine import ASSUMED_NETWORK, KINDS, Cost, Line, LinkLevel, Machine
+from tree_attn.cost import predict
+from tree_attn.cost.machine import ASSUMED_NETWORK, EXCHANGES, AlphaBeta, ExchangeCost, LinkClass, Machine
 from tree_attn.measure.latency import latency_us
 from tree_attn.measure.links import neighbour_gb_per_s
 from tree_attn.mesh import make_mesh
@@ -22,7 +22,7 @@ from tree_attn.state import SoftmaxState
 
 HEAD_DIM = 128
 NUM_ROWS = (8, 2032)  # queries times heads: states of 4 kB and of 1 MB
-COLLECTIVES = tuple(kind for kind in cost_model.AXIS_REDUCTIONS if KINDS[kind].is_collective)
+COLLECTIVES = tuple(kind for kind in predict.AXIS_REDUCTIONS if EXCHANGES[kind].is_collective)
 LEAST_US = 0.1  # of what noise says takes no time
 MOST_BYTES_PER_S = 1e15  # where noise says that more bytes take no more time
 
@@ -61,7 +61,7 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     hardware = f"{mesh.shape['node']} x {mesh.shape['device']} x {devices[0].device_kind}"
     collective_us, of_collectives = fit_collectives(points)
     levels = {
-        axis: LinkLevel(
+        axis: LinkClass(
             source=f"measured: {hardware}",
             costs=_costs(points.get(axis, ()), of_collectives.get(axis), is_across=axis == "node"),
         )
@@ -81,7 +81,7 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     )
 
 
-def fit_collectives(points: Mapping[str, Sequence[Point]]) -> tuple[float, dict[str, Cost]]:
+def fit_collectives(points: Mapping[str, Sequence[Point]]) -> tuple[float, dict[str, ExchangeCost]]:
     """What NCCL's collectives cost: the first of a step beside itself, and each, by axis ("device", "node").
 
     All kinds share an axis's launch, latency and rate, or else what the first costs could not be told from a launch.
@@ -104,7 +104,7 @@ def fit_collectives(points: Mapping[str, Sequence[Point]]) -> tuple[float, dict[
     return collective_us, of
 
 
-def fit(points: Sequence[Point], *, is_across: bool) -> Cost:
+def fit(points: Sequence[Point], *, is_across: bool) -> ExchangeCost:
     """The launch, latency and rate that explain an exchange's times best, none negative, by their relative errors.
 
     With one size of groups launch and latency cannot be told apart: the launch then has both.
@@ -115,10 +115,10 @@ def fit(points: Sequence[Point], *, is_across: bool) -> Cost:
 
 def _counts(point: Point, beside: Sequence[Point], *, is_across: bool) -> list[float]:
     """Launches, messages that wait for one another, and megabytes of an exchange."""
-    how = KINDS[point.kind]
+    how = EXCHANGES[point.kind]
     rounds = how.rounds(1, point.size)[1] if is_across else how.rounds(point.size, 1)[0]
     rounds *= len({other.size for other in beside}) > 1
-    return [how.exchanges, how.exchanges * rounds, how.sent(point.size) * point.payload_bytes / 1e6]
+    return [how.num_exchanges, how.num_exchanges * rounds, how.payloads_sent(point.size) * point.payload_bytes / 1e6]
 
 
 def _least_squares(rows: np.ndarray, us: Sequence[float]) -> list[float]:
@@ -134,11 +134,11 @@ def _least_squares(rows: np.ndarray, us: Sequence[float]) -> list[float]:
     return [float(x) for x in found]
 
 
-def _cost(alpha_us: float, round_us: float, us_per_mb: float) -> Cost:
-    return Cost(round_us=round_us, lines=(Line(alpha_us=alpha_us, bytes_per_s=_rate(us_per_mb)),))
+def _cost(alpha_us: float, round_us: float, us_per_mb: float) -> ExchangeCost:
+    return ExchangeCost(round_us=round_us, lines=(AlphaBeta(alpha_us=alpha_us, bytes_per_s=_rate(us_per_mb)),))
 
 
-def lines(points: Sequence[Point]) -> tuple[Line, ...]:
+def lines(points: Sequence[Point]) -> tuple[AlphaBeta, ...]:
     """The lines of the least concave function that no point is above: how transfers of all sizes do, at their slowest.
 
     Larger transfers are given more channels, so the time per byte falls with the size.
@@ -149,7 +149,7 @@ def lines(points: Sequence[Point]) -> tuple[Line, ...]:
             hull.pop()
         hull.append(point)
     return tuple(
-        Line(
+        AlphaBeta(
             alpha_us=max(0.0, left.us - max(0.0, _us_per_mb(left, right)) * left.payload_bytes / 1e6),
             bytes_per_s=_rate(_us_per_mb(left, right)),
         )
@@ -157,14 +157,14 @@ def lines(points: Sequence[Point]) -> tuple[Line, ...]:
     )
 
 
-def _costs(points: Sequence[Point], of_collectives: Cost | None, *, is_across: bool) -> dict[str, Cost]:
+def _costs(points: Sequence[Point], of_collectives: ExchangeCost | None, *, is_across: bool) -> dict[str, ExchangeCost]:
     found = {}
     for kind in dict.fromkeys(point.kind for point in points):
         of_kind = [point for point in points if point.kind == kind]
         if kind in COLLECTIVES:
             found[kind] = of_collectives
         elif kind == "neighbour":
-            found[kind] = Cost(round_us=0.0, lines=lines(of_kind))
+            found[kind] = ExchangeCost(round_us=0.0, lines=lines(of_kind))
         else:
             found[kind] = fit(of_kind, is_across=is_across)
     return found

@@ -8,13 +8,8 @@ from typing import Any
 from tree_attn.commands import rows
 from tree_attn.commands.plan import strategies_of
 from tree_attn.cost.machine import Machine
-from tree_attn.cost.predict import (
-    STRATEGIES,
-    DecodeStep,
-    bytes_sent_per_device,
-    peak_memory_bytes,
-    program_memory_bytes,
-)
+from tree_attn.cost.predict import STRATEGIES, bytes_sent_per_device, peak_memory_bytes, program_memory_bytes
+from tree_attn.cost.step import DecodeStep
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 CLUSTERS = (8, 64, 128)  # of the paper's Figure 3a
