@@ -24,7 +24,7 @@ class Llama(nnx.Module):
     The layers are one module with its parameters stacked, run by `lax.scan`: the program, and so the time to compile
     it, does not grow with the depth. Or they are as many modules, written out one after another: more to compile, but
     in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of the stack before it reads them
-    (half of a token's time, see docs/log.md).
+    (half of a token's time, docs/log/llama.md: "A loop over layers copies weights and caches on GPUs").
 
     Args:
       config: the model's shape.

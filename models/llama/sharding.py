@@ -10,7 +10,8 @@ from tree_attn.models.llama.config import LlamaConfig
 
 MeshAxes = str | tuple[str, ...] | None
 
-# What an H200 reads while a gather over NCCL adds 15 us to a step (docs/log.md): of less, each device reads all.
+# What an H200 reads while a gather over NCCL adds 15 us to a step: of less, each device reads all. docs/log/llama.md:
+# "With more devices than KV heads, large models shard the fused weight by head dim".
 LEAST_BYTES_CUT_OVER_HEAD_DIM = 64 << 20
 
 

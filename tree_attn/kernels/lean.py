@@ -8,7 +8,8 @@ The shape of the first kernel, `_attend_runs`, per CTA:
 - the CTA walks its run over the rows it touches (`lean_walk.py`) and leaves one unnormalised partial `(acc, max, sum)`
   for each.
 The second, `lean_merge.py`, folds each row's partials in a fixed order, so results are the same to the bit in every
-run. Why it is a launch of its own and not the end of the first: docs/log.md. Where every run is known to hold whole
+run. Why it is a launch of its own and not the end of the first: docs/log/lean.md, "The merge
+stays a launch of its own". Where every run is known to hold whole
 rows, there is nothing to merge: the first kernel writes the results, and is the only one. Nor is there a second where
 an exchange with other devices ends the first (`tree_attn/kernels/epilogue.py`).
 

@@ -72,7 +72,8 @@ def _is_short(shape: LeanShape, is_static: bool) -> bool:
 def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
     """Up to `ctas`, so that rows of equal length, as those of one sequence are, are cut alike.
 
-    Then CTAs read the same keys of all heads at about the same time, which memory serves faster (docs/log.md).
+    Then CTAs read the same keys of all heads at about the same time, which memory serves faster
+    (docs/log/lean.md: "Runs that cut every output tile alike read faster").
     """
     rows = shape.num_rows
     if not is_static and shape.batch > 1:

@@ -21,7 +21,8 @@ def spread_transfers() -> None:
     more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send: 16 MB by default (its `addP2pToPlan`), so that 42 MB between
     eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB each channel has 2 MB at the most. On
     four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 2 %
-    (docs/log.md). Call it before JAX starts its devices; what the environment says already stays.
+    (docs/log/ring.md: "NCCL's channels limit transfers below 134 MB"). Call it before JAX starts its devices; what the
+    environment says already stays.
 
     Example:
         >>> spread_transfers()  # then ring_decode, ring_attention

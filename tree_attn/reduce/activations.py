@@ -3,7 +3,8 @@
 A layer has three such moments beside attention's own reduction: its new query, key and value, cut over heads, are
 gathered, and what the output projection and the MLP make is added up. A token's are some thousand numbers. XLA's
 collectives take longer for them, and are no part of a CUDA graph, so that the host launches one between any two: an 8B
-model on two H200s took 5.0 ms a token with them and takes 4.1 without (docs/log.md).
+model on two H200s took 5.0 ms a token with them and takes 4.1 without (docs/log/llama.md:
+"Sums and gathers by the exchange kernel take 0.9 ms off a token on two GPUs").
 """
 
 from collections.abc import Callable

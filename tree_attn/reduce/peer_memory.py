@@ -1,7 +1,8 @@
 """Memory of each GPU of a host that its peers can write to, for as long as the process lives.
 
 XLA has no buffers that outlive a program and that a peer may write to, and what it has instead costs a rendezvous of
-the hosts and a wait for the device per kernel (docs/log.md). So the memory is the CUDA driver's own, allocated once per
+the hosts and a wait for the device per kernel (docs/log/fused.md: "Mosaic GPU's remote
+references cost a rendezvous of the hosts"). So the memory is the CUDA driver's own, allocated once per
 mesh: a buffer per GPU, reached by every other GPU directly within a process, by CUDA's IPC handles between processes.
 
 Every process sees the buffers at other addresses, but a program must be the same in all. So a program holds the address

@@ -45,7 +45,8 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
 
     Exchanges are timed as the library does them (`reduce_state`), among all devices of a node (and all nodes) and among
     pairs, so that launch and latency can be told apart, by what they add to a step of local attention: in a chain of
-    their own they would wait for the host, which they do not where a GPU has other work meanwhile (docs/log.md). Bare
+    their own they would wait for the host, which they do not where a GPU has other work meanwhile
+    (docs/log/measurement.md: "Collectives must be timed within steps, for in a chain they wait for the host"). Bare
     transfers are timed in chains of dependent ones (`latency.latency_us`).
 
     Raises:
