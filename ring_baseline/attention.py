@@ -6,14 +6,15 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
 from tree_attn.local import attend_shard
+from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard
 from tree_attn.ring_baseline.rotate import source, to_next
-from tree_attn.sharded import over_shards
+from tree_attn.sharded import check_call, check_shards_are_full, local_shard, over_shards
 from tree_attn.state import SoftmaxState, merge_state
 
 
@@ -60,8 +61,11 @@ def ring_attention(
     axes = axis_tuple(axis_name)
     attention = AttentionOptions(**options)
     _check_self_attention(query, key)
+    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
 
-    def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
+        shard = local_shard(axes, block_size)
         key_value, state = (key, value), None
         for hop in range(shard.num_shards):
             arriving = to_next(key_value, axes) if hop < shard.num_shards - 1 else None
@@ -73,11 +77,11 @@ def ring_attention(
             state = part if state is None else merge_state(state, part)
             # As in ring_decode: two buffers, and a transfer beside each hop's attention.
             key_value, state = jax.lax.optimization_barrier((arriving, state))
-        return SoftmaxState(state.out.astype(query.dtype), state.lse)
+        return add_sinks(SoftmaxState(state.out.astype(query.dtype), state.lse), options.sinks)
 
-    state = over_shards(
-        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=True
-    )
+    along_sequence = P(None, axes)
+    specs = along_sequence, along_sequence, along_sequence, P()
+    state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh, out_specs=along_sequence)
     return (state.out, state.lse) if return_lse else state.out
 
 

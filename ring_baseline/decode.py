@@ -6,14 +6,15 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, one_of, takes_options
 from tree_attn.local import attend_shard
+from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard
 from tree_attn.ring_baseline.rotate import place, source, to_next
-from tree_attn.sharded import over_shards
+from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, merge_states
 
 VARIANTS = ("overlapped", "public")
@@ -54,8 +55,12 @@ def ring_decode(
     one_of("variant", variant, VARIANTS)
     attention = AttentionOptions(**options)
     rotate = _overlapped if variant == "overlapped" else _public
+    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
 
-    def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
+        shard = local_shard(axes, block_size)
+
         def attend_to(key_value, hop) -> SoftmaxState:
             visiting = dataclasses.replace(shard, index=source(axes, hop))
             return attend_shard(query, *key_value, options, visiting, beside_transfers=True)
@@ -63,11 +68,12 @@ def ring_decode(
         by_hop = rotate(attend_to, (key, value), axes, shard.num_shards)
         # Every device met the shards in another order; in the ring's order the merge rounds alike everywhere.
         order = (place(axes) - jnp.arange(shard.num_shards)) % shard.num_shards
-        return merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
+        state = merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
+        return add_sinks(state, options.sinks)
 
-    state = over_shards(
-        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
-    )
+    along_sequence = P(None, axes)
+    specs = P(), along_sequence, along_sequence, P()
+    state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh)
     return (state.out, state.lse) if return_lse else state.out
 
 

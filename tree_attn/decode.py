@@ -4,15 +4,17 @@ from typing import Unpack
 
 import jax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
 from tree_attn.local import shard_attention
+from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
 from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.reduce.all_to_all import all_to_all
-from tree_attn.sharded import over_shards
+from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState
 
 
@@ -72,20 +74,32 @@ def tree_decode(
     if shard_heads and reduction is not None:
         raise ValueError(f"reduction must be None with shard_heads=True, which has one of its own, got {reduction!r}")
     attention = AttentionOptions(**options)
+    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
 
-    def body(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
+        shard = local_shard(axes, block_size)
         local = shard_attention(query, key, value, options, shard)
+        if not shard_heads:
+            with jax.named_scope("tree_decode"):
+                state = reduce_state(local, axes, reduction, mesh)
+            return add_sinks(state, options.sinks)
+        _check_heads(query.shape[2], shard.num_shards)
         with jax.named_scope("tree_decode"):
-            if shard_heads:
-                _check_heads(query.shape[2], shard.num_shards)
-                return all_to_all(local.run(), axes)
-            return reduce_state(local, axes, reduction, mesh)
+            state = all_to_all(local.run(), axes)
+        return add_sinks(state, _sinks_of_shard(options.sinks, shard, state.lse.shape[-1]))
 
+    along_sequence = P(None, axes)
     state = over_shards(
-        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False,
-        shard_heads=shard_heads,
+        body, (query, key, value, attention), (P(), along_sequence, along_sequence, P()), axes=axes, mesh=mesh,
+        out_specs=P(None, None, axes) if shard_heads else P(),
     )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
+
+
+def _sinks_of_shard(sinks, shard: Shard, num_heads: int):
+    """Returns the sinks of a shard's `num_heads` heads, or None."""
+    return None if sinks is None else jax.lax.dynamic_slice(sinks, [shard.index * num_heads], [num_heads])
 
 
 def _check_heads(num_heads: int, num_shards: int) -> None:

@@ -15,14 +15,14 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, check_arrays, default_scale, takes_options
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard
-from tree_attn.sharded import over_shards
+from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_denominator
 
 MAX_ORDER = 4
@@ -70,16 +70,17 @@ def energy(
     query = jnp.concatenate([query, source / jnp.asarray(scale, source.dtype)], axis=-1)
     key = jnp.concatenate([key, value], axis=-1)
     value = value[..., :1]
-    if axis_name is None:
-        attention.check(query, key, value, num_keys=key.shape[1])
-        return add_sinks(attend_shard(query, key, value, attention, Shard()), attention.sinks).lse
+    axes = () if axis_name is None else axis_tuple(axis_name)
+    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
 
-    def body(query, key, value, options, shard) -> SoftmaxState:
-        return _reduce_energy(attend_shard(query, key, value, options, shard), axis_tuple(axis_name))
+    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
+        state = attend_shard(query, key, value, options, local_shard(axes, block_size))
+        return add_sinks(_reduce_energy(state, axes) if axes else state, options.sinks)
 
-    return over_shards(
-        body, query, key, value, attention, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_query=False
-    ).lse
+    along_sequence = P(None, axes)
+    specs = P(), along_sequence, along_sequence, P()
+    return over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh).lse
 
 
 @takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))

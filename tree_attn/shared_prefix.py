@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Num
 
 from tree_attn.arguments import (
@@ -33,10 +34,20 @@ from tree_attn.arguments import (
     takes_options,
 )
 from tree_attn.local import attend_shard
+from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
 from tree_attn.reduce import check_reduction, reduce_state
-from tree_attn.sharded import check_one_device, over_shards
+from tree_attn.sharded import (
+    check_call,
+    check_one_device,
+    is_local,
+    local_shard,
+    num_held_shards,
+    num_mesh_shards,
+    over_shards,
+    pad_keys,
+)
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 
@@ -136,20 +147,35 @@ def hydragen_decode(
             raise ValueError(f"shard_suffix={shard_suffix!r} needs axis_name, got None")
     axes = () if axis_name is None else axis_tuple(axis_name)
     reduction = check_reduction(reduction, axes) if axes else None
-    by_batch = shard_suffix == "batch"
+    by_batch = shard_suffix == "batch" and bool(axes)
+    num_held = num_held_shards(axes)
+    check_call(query, key, value, attention, axes=axes, block_size=block_size, batch_parts=num_held if by_batch else 1)
+    for i, level in enumerate(levels):
+        level.check(f"levels[{i}]", query, num_held)
+    if by_batch:
+        _check_batch(key.shape[0], axes, mesh)
+    else:
+        key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
+    levels = tuple(_padded(f"levels[{i}]", level, axes, mesh) for i, level in enumerate(levels))
 
-    def body(query, key, value, options: AttentionOptions, shard: Shard, levels) -> SoftmaxState:
-        suffix = _own_suffixes if by_batch and axes else attend_shard
+    def body(query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
+        shard = local_shard(axes, block_size)
+        suffix = _suffixes_of_shard if by_batch else attend_shard
         state = suffix(query, key, value, options, shard)
         for level in reversed(levels):
             placed = dataclasses.replace(shard, block_size=level.block_size)
             state = _with_level(state, query, level, options, placed)
-        return reduce_state(state, axes, reduction, mesh) if axes else state
+        return add_sinks(reduce_state(state, axes, reduction, mesh) if axes else state, options.sinks)
 
+    along_sequence = P(None, axes)
+    of_suffix = P(axes) if by_batch else along_sequence
+    of_levels = tuple(
+        dataclasses.replace(jax.tree.map(lambda _: P(), level), key=along_sequence, value=along_sequence)
+        for level in levels
+    )
     state = over_shards(
-        body, query, key, value, attention, axis_name=axes or None, mesh=mesh, block_size=block_size,
-        shard_query=False, shard_batch=by_batch and bool(axes), levels=levels,
-    )  # fmt: skip
+        body, (query, key, value, attention, levels), (P(), of_suffix, of_suffix, P(), of_levels), axes=axes, mesh=mesh
+    )
     return (state.out, state.lse) if return_lse else state.out
 
 
@@ -206,6 +232,24 @@ def bifurcated_decode(
     )  # fmt: skip
 
 
+def _check_batch(num_sequences: int, axes: tuple[str, ...], mesh: Mesh | None) -> None:
+    if not is_local(axes) and num_sequences % num_mesh_shards(axes, mesh):
+        raise ValueError(
+            f"shard_suffix='batch' needs as many sequences as a multiple of {num_mesh_shards(axes, mesh)} devices, "
+            f"got {num_sequences}"
+        )
+
+
+def _padded(name: str, level: PrefixLevel, axes: tuple[str, ...], mesh: Mesh | None) -> PrefixLevel:
+    """Returns the level with its keys padded as `pad_keys` does."""
+    options = AttentionOptions(key_value_seq_lengths=level.lengths)
+    with _named(name):
+        key, value, options = pad_keys(
+            level.key, level.value, options, axes=axes, mesh=mesh, block_size=level.block_size
+        )
+    return dataclasses.replace(level, key=key, value=value, lengths=options.key_value_seq_lengths)
+
+
 def _with_level(
     state: SoftmaxState, query, level: PrefixLevel, options: AttentionOptions, shard: Shard
 ) -> SoftmaxState:
@@ -240,7 +284,7 @@ def _with_level(
     return merge_state(state, SoftmaxState(take(own.out, fill_value=0), take(own.lse, fill_value=-jnp.inf)))
 
 
-def _own_suffixes(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+def _suffixes_of_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
     """The suffixes of this device's part of the batch; empty for the rest, which is other devices'."""
     share = key.shape[0]
     mine = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=shard.index * share, slice_size=share, axis=0)

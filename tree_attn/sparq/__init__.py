@@ -33,7 +33,7 @@ from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
 from tree_attn.reduce import check_reduction, reduce_state
-from tree_attn.sharded import check_one_device, over_shards
+from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 _log = logging.getLogger("tree_attn")
@@ -152,11 +152,17 @@ def sparq_decode(
     options = AttentionOptions(
         key_value_seq_lengths=key_value_seq_lengths, is_causal=is_causal, scale=scale, implementation=implementation
     )
-    state = over_shards(
-        functools.partial(_sparq, how=how), query, key, value, options, axis_name=axis_name, mesh=mesh,
-        block_size=block_size, shard_query=False, beside=(key_by_component, value_mean),
-        beside_specs=(P(None, None, None, how.axes), P()),
-    )  # fmt: skip
+    check_call(query, key, value, options, axes=how.axes, block_size=block_size)
+    key, value, options = pad_keys(key, value, options, axes=how.axes, mesh=mesh, block_size=block_size)
+
+    def body(query, key, value, options: AttentionOptions, key_by_component, value_mean) -> SoftmaxState:
+        shard = local_shard(how.axes, block_size)
+        return _sparq(query, key, value, options, shard, key_by_component, value_mean, how=how)
+
+    along_sequence = P(None, how.axes)
+    operands = query, key, value, options, key_by_component, value_mean
+    specs = P(), along_sequence, along_sequence, P(), P(None, None, None, how.axes), P()
+    state = over_shards(body, operands, specs, axes=how.axes, mesh=mesh)
     return (state.out, state.lse) if return_lse else state.out
 
 
@@ -170,7 +176,7 @@ class _How:
     reduction: str | tuple[str, ...] | None = None
 
     def checked(self, query, key, value, value_mean, key_by_component, block_size, reduction) -> "_How":
-        """Returns it complete; raises ValueError where something does not fit. (`over_shards` checks the options.)"""
+        """Returns it complete; raises ValueError where something does not fit. (`check_call` checks the options.)"""
         head_dim = key.shape[-1]
         self.sparq.check_head_dim(head_dim)
         if not self.axes:
