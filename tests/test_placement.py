@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tree_attn import Shard, storage_order
+from tree_attn.placement import locate
 
 PLACEMENTS = [(1, None, 6), (3, None, 4), (1, 2, 6), (2, 1, 5), (3, 2, 4), (8, 5, 10)]  # shards, block, slots per shard
 
@@ -52,3 +53,11 @@ def test_valid_keys_are_the_prefix_that_local_lengths_counts(num_shards, block_s
 def test_the_index_of_a_shard_may_be_traced():
     traced = jax.jit(lambda i: Shard(index=i, num_shards=3, block_size=2).positions(4))
     np.testing.assert_array_equal(traced(2), Shard(index=2, num_shards=3, block_size=2).positions(4))
+
+
+@pytest.mark.parametrize("num_shards, block_size, num_slots", [case for case in PLACEMENTS if case[1] is not None])
+def test_locate_is_the_inverse_of_positions(num_shards, block_size, num_slots):
+    for shard in shards(num_shards, block_size):
+        holder, slots = locate(shard.positions(num_slots), num_shards, block_size)
+        np.testing.assert_array_equal(holder, np.full(num_slots, shard.index))
+        np.testing.assert_array_equal(slots, np.arange(num_slots))

@@ -52,6 +52,16 @@ class Shard:
         return jnp.clip(whole_rounds * self.block_size + in_last_round, 0, num_slots).astype(jnp.int32)
 
 
+def locate(positions: Int[Array, "*n"], num_shards: int, block_size: int) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+    """Returns the shard that holds each position and its slot there, block-cyclic; the inverse of `Shard.positions`.
+
+    Example:
+      >>> locate(jnp.array([2, 6]), num_shards=2, block_size=2)   # shard 1 for both, slots 0 and 2
+    """
+    block, offset = positions // block_size, positions % block_size
+    return block % num_shards, (block // num_shards) * block_size + offset
+
+
 def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> np.ndarray:
     """Returns the permutation `p` with `stored = natural[:, p]`: stored index i holds the key at position `p[i]`.
 
