@@ -263,7 +263,7 @@ def test_a_sequence_that_does_not_fit_is_refused():
     for other in (empty_cache(capacity=12), empty_cache(capacity=15, batch=1), empty_cache(batch=1, num_layers=2)):
         with pytest.raises(ValueError, match="other must be like this cache, of one sequence and at most 12 tokens"):
             cache.with_sequence(0, other)
-    with pytest.raises(ValueError, match=r"row must lie in \[0, 2\), got 2"):
+    with pytest.raises(ValueError, match=r"sequence must lie in \[0, 2\), got 2"):
         cache.with_sequence(2, empty_cache(batch=1))
 
 

@@ -88,6 +88,7 @@ def programs_of_a_llama(mesh: Mesh, num_layers: int):
     from flax import nnx
 
     from tree_attn.cache import KVCache
+    from tree_attn.cache_layer import LayerCache, LayerTuple
     from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, spread_over
 
     config = LlamaConfig(
@@ -99,9 +100,10 @@ def programs_of_a_llama(mesh: Mesh, num_layers: int):
     structure, state = nnx.split(Llama(config, sharding, create, unroll_layers=True))
     attention = by_name("tree", sharding, implementation="xla", reduction="fused")
     shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
-    stored = (shape(jnp.bfloat16, P(None, "seq"), 1, NUM_TOKENS, 4, 64),) * num_layers
+    stored = shape(jnp.bfloat16, P(None, "seq"), 1, NUM_TOKENS, 4, 64)
+    layer = LayerCache(key=stored, value=stored, mesh=mesh, axis_name="seq", block_size=1)
     counts = {"lengths": shape(jnp.int32, P(), 1), "overflowed": shape(bool, P(), 1)}
-    cache = KVCache(key=stored, value=stored, **counts, mesh=mesh, axis_name="seq", block_size=1)
+    cache = KVCache(arrays=LayerTuple((layer,) * num_layers), **counts)
     of_state = lambda state: nnx.merge(structure, state)
     decode = lambda state, tokens, cache: of_state(state).decode(tokens, cache, attention)
     prefill = lambda state, tokens, lengths, cache: of_state(state).prefill(

@@ -174,6 +174,7 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_compiled(tiny
     with pytest.raises(
         NotImplementedError, match="cache: keeps float32 with scales; attention='sparq' takes no scales"
     ):
-        scaled = dataclasses.replace(cache, value_scale=jnp.ones((2, 2), jnp.float32))
+        arrays = dataclasses.replace(cache.arrays, value_scale=jnp.ones((2, 2), jnp.float32))
+        scaled = dataclasses.replace(cache, arrays=arrays)
         generator.attention.decode(jnp.zeros((3, 1, 4, 8)), scaled, 0, jnp.ones(3, jnp.int32))
     assert not generator._programs
