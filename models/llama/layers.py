@@ -1,8 +1,8 @@
 """The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs.
 
 Kernels that multiply the same thing are stored as one, query, key and value, and gate and up: one product reads them
-faster than several do (docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS beats Triton from
-17 rows on").
+faster than several do (docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS beats Triton
+above 16 sequences").
 
 Every layer's parameters are declared stacked along a leading `layers` axis. `Llama` scans over it or has each layer's
 made by itself; either way the code below sees those of one layer.
