@@ -28,8 +28,8 @@ from tree_attn.models.llama.generation.prefix_tree import PrefixTree, share, uns
 from tree_attn.models.llama.generation.sampling import Sampling, choose, log_probability
 from tree_attn.models.llama.model import Llama
 
-# As measured on an H200, docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS beats Triton
-# above 16 sequences", "Independent kernels side by side gain up to 5 % below 256 sequences", "Eight tokens a call relieve the
+# As measured on an H200, docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS beats Triton above
+# 16 sequences", "Independent kernels side by side gain up to 5 % below 256 sequences", "Eight tokens a call relieve the
 # host on four GPUs".
 MOST_ROWS_OF_TRITON_PRODUCTS = 16
 MOST_ROWS_SIDE_BY_SIDE = 128
