@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from test_imports import ORDER
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -69,6 +70,19 @@ def test_the_tree_names_what_exists_and_all_of_it():
     for folder in ("tree_attn", "ring_baseline", "models", "scripts"):
         modules = {path for path in (ROOT / folder).rglob("*.py") if path.name != "__init__.py"}
         assert sorted(str(path.relative_to(ROOT)) for path in modules - named) == []
+
+
+def test_the_order_of_imports_is_the_one_that_is_tested():
+    section = (ROOT / "docs/architecture.md").read_text().split("## Who imports whom")[1].split("\n## ")[0]
+    lines = re.findall(r"^ {4}(.+)$", section, flags=re.MULTILINE)
+    assert [set(line.split(", ")) for line in lines] == [set(names) for names in ORDER]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_documents_name_exist(document):
+    folders = "tree_attn|models|ring_baseline|scripts|tests|docs|slurm"
+    named = re.findall(rf"(?<![\w/-])((?:{folders})/[\w./-]*\w)", document.read_text())
+    assert sorted({name for name in named if not (ROOT / name).exists()}) == []
 
 
 @pytest.mark.parametrize("document, count", [("README.md", 1), ("docs/results.md", 9)])
