@@ -1,0 +1,67 @@
+"""A user's code, which a type checker reads and no test runs: each line that is wrong says so, and the checker agrees.
+
+`mypy` with `warn_unused_ignores` fails on a wrong call that it does not notice, and on a right call that it refuses.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tree_attn import (
+    KVCache,
+    PrefixLevel,
+    Shard,
+    SoftmaxState,
+    SparqOptions,
+    attend,
+    attention_moments,
+    bifurcated_decode,
+    energy,
+    hydragen_decode,
+    initialize,
+    lean_decode,
+    make_mesh,
+    merge_state,
+    merge_states,
+    paged_decode,
+    sparq_decode,
+    storage_order,
+    tree_decode,
+)
+from tree_attn.ring_baseline import ring_attention, ring_decode
+
+mesh: jax.sharding.Mesh = make_mesh({"seq": 8})
+query = jnp.ones((1, 1, 8, 64))
+key = value = jnp.ones((1, 1024, 2, 64))
+lengths = jnp.array([700])
+
+tree_decode(query, key, value, axis_name="seq", mesh=mesh, key_value_seq_lengths=lengths, is_causal=True)
+tree_decode(query, key, value, axis_name=("device", "node"), reduction=("fused", "gather"), return_lse=True)
+tree_decode(query, key, value, axis_name="seq", key_value_seq_lengths=np.array([700]), local_window_size=(128, None))
+tree_decode(query, key, value, axis_name="seq", is_casual=True)  # type: ignore[call-arg]
+tree_decode(query, key, value)  # type: ignore[call-arg]
+tree_decode(query, key, value, axis_name="seq", logits_soft_cap="30")  # type: ignore[arg-type]
+
+state: SoftmaxState = attend(query, key, value, shard=Shard(index=0, num_shards=2), implementation="xla")
+merged: SoftmaxState = merge_state(state, state)
+merge_states(merged, axis=0)
+attend(query, key, value, return_lse=True)  # type: ignore[call-arg]
+
+ring_decode(query, key, value, axis_name="seq", mesh=mesh, key_value_seq_lengths=lengths)
+ring_attention(query, key, value, axis_name="seq", mesh=mesh, block_size=1, return_lse=True)
+lean_decode(query, key[0], value[0], jnp.array([0, 1024]), return_lse=True, scale=0.1)
+paged_decode(query, key, value, jnp.zeros((1, 16), jnp.int32), lengths, logits_soft_cap=30.0)
+level = PrefixLevel(key=key, value=value, sequences=((0,),))
+hydragen_decode(query, [level], key, value, axis_name="seq", mesh=mesh)
+bifurcated_decode(query, key, value, key, value, axis_name="seq", mesh=mesh)
+sparq_decode(query, key, value, num_components=16, num_keys=64, axis_name="seq", mesh=mesh)
+sparq_options = SparqOptions(num_components=16, num_keys=64)
+energy(query, key, value, jnp.zeros((1, 1, 8, 64)))
+attention_moments(query, key, value, order=2)
+
+cache = KVCache.create(
+    batch=1, capacity=2048, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16, mesh=mesh, axis_name="seq", block_size=1
+)
+cache = cache.append(key, value).with_lengths([1024])
+order: np.ndarray = storage_order(1024, num_shards=8, block_size=1)
+initialize(num_processes="2")  # type: ignore[arg-type]
