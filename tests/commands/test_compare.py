@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import types
 
 import jax
 import numpy as np
@@ -14,9 +13,8 @@ import pytest
 from tree_attn import cli, make_mesh, reference
 from tree_attn.cluster import join as distributed
 from tree_attn.cluster.launch import Launch
-from tree_attn.commands import compare as compare_command
-from tree_attn.commands.compare import cases as comparison
-from tree_attn.commands.compare import data as comparison_data
+from tree_attn.commands.compare import data, sweep
+from tree_attn.commands.compare.trial import Laboratory
 from tree_attn.cost.step import DecodeStep
 from tree_attn.measure import latency
 from tree_attn.measure.rows import RowWriter
@@ -122,8 +120,8 @@ def test_plots_are_drawn(finished):
 
 def test_rerun_measures_nothing_again_and_reports_everything(finished, capsys, monkeypatch):
     out, rows = finished
-    monkeypatch.setattr(comparison, "check_case", None)  # would fail if it were called
-    monkeypatch.setattr(comparison, "time_case", None)
+    monkeypatch.setattr(Laboratory, "check", None)  # would fail if it were called
+    monkeypatch.setattr(Laboratory, "time", None)
     assert compare(out, "--devices", "4", "--keys", "64,128", "--chain", "2") == 0
     document = last_line(capsys)
     assert document["rows"] == rows
@@ -197,9 +195,9 @@ def test_what_cannot_run_is_a_row_with_its_reason_and_the_others_go_on(tmp_path,
 
 
 def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, capsys, monkeypatch):
-    right = comparison_data.oracle_output
-    monkeypatch.setattr(comparison_data, "oracle_output", lambda *args: right(*args) + 0.01)
-    monkeypatch.setattr(comparison, "time_case", None)
+    right = data.oracle_output
+    monkeypatch.setattr(data, "oracle_output", lambda *args: right(*args) + 0.01)
+    monkeypatch.setattr(Laboratory, "time", None)
     assert compare(tmp_path, "--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots") == 1
     document = last_line(capsys)
     assert "tree gather (xla, 8 keys, float32) is off by 0.01 from the float64 oracle" in document["error"]
@@ -208,7 +206,7 @@ def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "asked, is_emulated, sent, expected",
+    "requested, is_emulated, sent, expected",
     [
         (None, False, 1e4, (32, 128)),
         (None, False, None, (32, 128)),  # a case that cannot run
@@ -219,9 +217,8 @@ def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, caps
         (8, True, 1e4, (8, None)),
     ],
 )
-def test_how_many_steps_a_sample_has(asked, is_emulated, sent, expected):
-    session = types.SimpleNamespace(asked_chain=asked, is_emulated=is_emulated)
-    assert compare_command._chains({"bytes_sent_per_device_predicted": sent}, session) == expected
+def test_steps_in_the_programs_of_a_sample(requested, is_emulated, sent, expected):
+    assert sweep.chain_lengths(sent, requested, is_emulated) == expected
 
 
 def test_a_chain_that_skips_collectives_is_not_timed(tmp_path, capsys, monkeypatch):
@@ -279,18 +276,18 @@ def make_step(**changes) -> DecodeStep:
 
 @pytest.mark.parametrize("block_elements", [1 << 21, 96])  # one block; blocks of 3, the last overlapping
 def test_oracle_sees_the_data_that_the_devices_hold(monkeypatch, block_elements):
-    monkeypatch.setattr(comparison_data, "_BLOCK_ELEMENTS", block_elements)
-    step, scope = make_step(), comparison_data.OracleScope(batch=2, num_kv_heads=2, num_keys=80)
-    comparison_data.oracle_output.cache_clear()
-    expected = comparison_data.oracle_output(step, scope, 7)
+    monkeypatch.setattr(data, "_BLOCK_ELEMENTS", block_elements)
+    step, scope = make_step(), data.OracleScope(batch=2, num_kv_heads=2, num_keys=80)
+    data.oracle_output.cache_clear()
+    expected = data.oracle_output(step, scope, 7)
     for axes in ({"device": 8}, {"device": 4, "node": 2}):
-        arrays = comparison_data.make_data(step, make_mesh(axes), tuple(axes), 7)
+        arrays = data.make_data(step, make_mesh(axes), tuple(axes), 7)
         np.testing.assert_allclose(reference.attention(*arrays)[0], expected, atol=1e-6)
-    comparison_data.oracle_output.cache_clear()
+    data.oracle_output.cache_clear()
 
 
 def test_data_is_normal_sharded_and_different_everywhere():
-    query, key, value = comparison_data.make_data(make_step(num_keys=8000), make_mesh({"device": 8}), ("device",), 0)
+    query, key, value = data.make_data(make_step(num_keys=8000), make_mesh({"device": 8}), ("device",), 0)
     for x in (key, value):
         assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02
         assert {shard.data.shape for shard in x.addressable_shards} == {(2, 1000, 2, 8)}
@@ -300,21 +297,19 @@ def test_data_is_normal_sharded_and_different_everywhere():
 
 
 def test_oracle_scope_shrinks_with_size_and_prefers_whole_lengths():
-    scope = comparison_data.oracle_scope
+    scope = data.oracle_scope
     small = dict(batch=4, num_heads=16, num_kv_heads=16, head_dim=128)
-    assert scope(make_step(**small, num_keys=800)) == comparison_data.OracleScope(
-        batch=4, num_kv_heads=16, num_keys=800
-    )
+    assert scope(make_step(**small, num_keys=800)) == data.OracleScope(batch=4, num_kv_heads=16, num_keys=800)
     long = scope(make_step(**small, num_keys=640_000))
-    assert long == comparison_data.OracleScope(batch=1, num_kv_heads=1, num_keys=640_000)
+    assert long == data.OracleScope(batch=1, num_kv_heads=1, num_keys=640_000)
     endless = scope(make_step(**small, num_keys=5_120_000))
     assert (endless.batch, endless.num_kv_heads) == (1, 1)
     assert endless.num_keys == 1_048_576
 
 
 def test_a_partial_oracle_is_recorded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(comparison_data, "ORACLE_ELEMENTS", 16)
-    monkeypatch.setattr(comparison_data, "ORACLE_MAX_ELEMENTS", 64)
+    monkeypatch.setattr(data, "ORACLE_ELEMENTS", 16)
+    monkeypatch.setattr(data, "ORACLE_MAX_ELEMENTS", 64)
     options = ("--devices", "2", "--batch", "2", "--reduction", "gather", "--no-plots")
     assert compare(tmp_path, *options, "--keys", "16") == 0
     checked = {

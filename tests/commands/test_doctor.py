@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from tree_attn import cli
-from tree_attn.commands import doctor
+from tree_attn.commands.doctor import checks
 from tree_attn.cost import machine
 from tree_attn.local import IMPLEMENTATIONS
 from tree_attn.reduce import REDUCTIONS
@@ -14,7 +14,7 @@ from tree_attn.reduce import REDUCTIONS
 
 @pytest.fixture(scope="module")
 def report():
-    return doctor.examine(8)
+    return checks.examine(8)
 
 
 def test_lists_devices_links_and_versions(report):
@@ -43,11 +43,11 @@ def test_what_can_run_has_no_reason_and_what_cannot_has_one(report):
 
 def test_a_kernel_that_is_wrong_here_is_reported(monkeypatch):
     monkeypatch.setattr("tree_attn.reference.attention", lambda query, *_: (0 * query + 100.0, None))
-    assert "it is WRONG here: off by" in doctor.examine(1)["implementations"]["xla"]
+    assert "it is WRONG here: off by" in checks.examine(1)["implementations"]["xla"]
 
 
 def test_one_device_has_no_links_and_no_levels():
-    report = doctor.examine(1)
+    report = checks.examine(1)
     assert report["links"]["neighbour_gb_per_s"] is None
     assert "needs two mesh axes" in report["reductions"]["hierarchical"]
 

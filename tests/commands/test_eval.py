@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tree_attn import cli
-from tree_attn.commands import eval as command
 from tree_attn.commands import session
+from tree_attn.commands.eval import evaluation
+from tree_attn.commands.eval.plan import make_plan
 from tree_attn.models.llama import Llama, LlamaConfig, parameters
-from tree_attn.models.llama.evaluation import tasks as evaluation
 
 
 class Letters:
@@ -33,7 +33,7 @@ def tiny(monkeypatch, tmp_path):
     load = lambda sharding, dtype, *_: Llama(config, sharding, parameters.random(sharding, jnp.float32))
     checkpoint = types.SimpleNamespace(config=config, tokenizer=Letters(), load=load)
     monkeypatch.setattr(session, "open_with_progress", lambda model: checkpoint)
-    monkeypatch.setattr(session, "load_with_progress", lambda checkpoint, *how: checkpoint.load(*how))
+    monkeypatch.setattr(session, "load_with_progress", lambda checkpoint, *options: checkpoint.load(*options))
     text = tmp_path / "text.txt"
     text.write_text("The rain it raineth every day. " * 40)
     sizes = ["--context", "192", "--tail", "8", "--samples", "3", "--batch", "2", "--kept", "8", "--ratios", "4"]
@@ -123,7 +123,7 @@ def test_what_was_scored_before_there_were_depths_is_of_the_same_sweep():
     path = pathlib.Path(__file__).parents[2] / "docs" / "results" / "eval_smollm2" / "results.sweep.json"
     args = cli._parser(["eval"]).parse_args(["eval", "--text", "kjv.txt", "--samples", "16", "--out", "out"])
     sweep = json.loads(path.read_text())
-    assert command._checked(args).sweep() == {
+    assert make_plan(args).sweep() == {
         name: value for name, value in sweep.items() if name not in ("model", "seed", "text_sha256")
     }
 

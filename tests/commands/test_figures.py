@@ -8,8 +8,7 @@ import pytest
 from abacus import make_machine
 
 from tree_attn import cli
-from tree_attn.commands import rows
-from tree_attn.commands.figures import paper as paper_figures
+from tree_attn.commands.figures import paper, plots, rows
 from tree_attn.commands.figures.paper import GPUS, LENGTHS
 from tree_attn.cost import machine, predict
 
@@ -29,7 +28,7 @@ def values(figure, panel: str, series: str, is_measured: bool) -> dict[int, floa
 
 
 def test_figure_3_measures_where_there_are_rows_and_predicts_to_128(measured):
-    figure = paper_figures.figure_3(measured, H200)
+    figure = paper.figure_3(measured, H200)
     us = {row["strategy"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}
     assert values(figure, "640,000 keys", "ring overlapped", True) == {4: us["ring_overlapped"]}
     assert set(values(figure, "640,000 keys", "tree", False)) == set(GPUS)
@@ -39,20 +38,20 @@ def test_figure_3_measures_where_there_are_rows_and_predicts_to_128(measured):
 
 def test_figure_3_is_over_gpus_for_the_length_that_most_numbers_of_them_measured(measured):
     on_two = [row | {"n_devices": 2, "axis_sizes": [2]} for row in measured if row["num_keys"] == 81_920]
-    figure = paper_figures.figure_3([*measured, *on_two], H200)
+    figure = paper.figure_3([*measured, *on_two], H200)
     assert set(figure.axes) == {"over keys", "81,920 keys", "5,120,000 keys"}
     assert set(values(figure, "81,920 keys", "ring overlapped", True)) == {2, 4}
 
 
 def test_figure_3_takes_the_best_tree_and_keeps_the_papers(measured):
-    figure = paper_figures.figure_3(measured, H200)
+    figure = paper.figure_3(measured, H200)
     trees = {row["reduction"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}
     assert values(figure, "640,000 keys", "tree", True) == {4: trees["gather"]}
     assert values(figure, "640,000 keys", "tree allreduce", True) == {4: trees["allreduce"]}
 
 
 def test_figure_3_is_relative_to_the_ring_with_the_fewest_keys_on_as_many_gpus(measured):
-    figure = paper_figures.figure_3(measured, H200)
+    figure = paper.figure_3(measured, H200)
     assert values(figure, "over keys", "ring overlapped, 4 GPUs", True)[81_920] == 1
     predicted = values(figure, "over keys", "ring overlapped, 128 GPUs", False)
     longer = {keys for keys in LENGTHS if keys > 640_000}
@@ -65,7 +64,7 @@ def test_figure_3_is_relative_to_the_ring_with_the_fewest_keys_on_as_many_gpus(m
 def test_figure_3_has_no_relative_series_where_the_ring_with_the_fewest_keys_was_not_measured(measured):
     longer = [row for row in measured if row["num_keys"] > 81_920 and len(row["axis_sizes"]) == 1]
     on_eight = [row | {"n_devices": 8, "axis_sizes": [8]} for row in longer]
-    figure = paper_figures.figure_3([*measured, *on_eight], H200)
+    figure = paper.figure_3([*measured, *on_eight], H200)
     assert values(figure, "over keys", "ring overlapped, 4 GPUs", True)
     assert values(figure, "over keys", "ring overlapped, 8 GPUs", True) == {}
     assert values(figure, "over keys", "ring overlapped, 8 GPUs", False)[81_920] == 1
@@ -74,19 +73,19 @@ def test_figure_3_has_no_relative_series_where_the_ring_with_the_fewest_keys_was
 
 def test_figure_3_predicts_two_levels_beyond_a_node(measured):
     """128 GPUs are 16 nodes of 8, so that the best tree is the best reduction over two axes."""
-    predicted = values(paper_figures.figure_3(measured, H200), "5,120,000 keys", "tree", False)
+    predicted = values(paper.figure_3(measured, H200), "5,120,000 keys", "tree", False)
     step = dataclasses.replace(rows.step(measured[0]), num_keys=5_120_000, n_devices=128)
     best = predict.predict_step(step, "tree", ("fused", "gather"), machine=H200, axis_sizes=(8, 16))
     assert predicted[128] == best.latency_us
 
 
 def test_every_row_is_compared_with_the_model(measured):
-    compared = paper_figures.figure_3(measured, H200).comparisons
+    compared = paper.figure_3(measured, H200).comparisons
     assert [one["error"] for one in compared] == [rows.relative_error(row, H200) for row in measured]
 
 
 def test_figure_4_doubles_with_the_hidden_size(measured):
-    figure = paper_figures.figure_4(measured, H200)
+    figure = paper.figure_4(measured, H200)
     panel = "4 GPUs, 640,000 keys"
     predicted = values(figure, panel, "tree", False)
     assert predicted[4096] / predicted[2048] == pytest.approx(2, rel=1e-3)
@@ -96,7 +95,7 @@ def test_figure_4_doubles_with_the_hidden_size(measured):
 
 
 def test_equations_and_programs_send_the_same(measured):
-    figure = paper_figures.equations(measured, H200)
+    figure = paper.equations(measured, H200)
     by = {one["by"]: one["error"] for one in figure.comparisons}
     for name in ("equation 9", "equation 10", "equation 10, less one hop", "equation 14", "program_memory_bytes"):
         assert by[name] == pytest.approx(0, abs=0.002)
@@ -128,7 +127,7 @@ def test_tables_mark_what_was_measured(figure, tmp_path, capsys):
 def test_what_is_predicted_is_drawn_hollow_and_dashed(measured, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda drawing, *_, **__: drawn.append(drawing))
-    paper_figures.draw(paper_figures.figure_3(measured, H200), tmp_path / "x.png", "")
+    plots.draw(paper.figure_3(measured, H200), tmp_path / "x.png", "")
     lines = [line for plot in drawn[0].axes for line in plot.get_lines()]
     styles = {
         kind: {(line.get_linestyle(), line.get_fillstyle()) for line in lines if line.get_label().endswith(kind)}

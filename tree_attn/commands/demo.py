@@ -21,9 +21,9 @@ PROMPT = "What is the capital of France? Answer in one sentence."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; `run` reads them."""
+    """Adds the options of `tree-attn demo`."""
     parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
-    parser.add_argument("--prompt", default=PROMPT, help=f"what to ask; default: {PROMPT}")
+    parser.add_argument("--prompt", default=PROMPT, help=f"question to the model; default: {PROMPT}")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="stop after N tokens; default 48")
     parser.add_argument(
         "--model", default="smollm2", help="smollm2 (default), a Hugging Face folder or id, or a .gguf file"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one attention did, and what its step for one token takes on each device."""
+    """The tokens of one attention, and the cost of its step for one token on each device."""
 
     attention: str
     n_devices: int
@@ -47,11 +47,12 @@ class Outcome:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the three and prints answer and table; returns 0, or 1 when their tokens differ."""
+    # These load JAX, which --help does without.
     import jax
     import jax.numpy as jnp
 
     from tree_attn.commands import session
-    from tree_attn.models.llama.checkpoint import open as load
+    from tree_attn.models.llama.checkpoint.open import move
     from tree_attn.models.llama.generation.generator import check_request
 
     devices = session.choose_devices(args.devices)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         model = session.load_with_progress(checkpoint, sharding, jnp.float32)
         request = (prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids)
         outcomes = [_try(name, model, *request) for name in ("tree", "ring")]
-        alone = load.move(model, one.sharding(checkpoint.config))
+        alone = move(model, one.sharding(checkpoint.config))
         outcomes.append(_try("single", alone, *request))
     _report(args.prompt, checkpoint.tokenizer, outcomes, is_emulated=devices[0].platform == "cpu")
     return _compare(outcomes)
@@ -78,14 +79,13 @@ def _encode(tokenizer, prompt: str) -> list[int]:
 
 
 def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids) -> Outcome:
-    import rich.console
-    from rich import progress
+    from rich import console, progress
 
     from tree_attn.models.llama import Generator, by_name, generate
 
     generator = Generator(model, by_name(name, model.sharding))
-    console = rich.console.Console(stderr=True)
-    with progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    stderr = console.Console(stderr=True)
+    with progress.Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(f"{name}: compiling", total=None)
         programs = generator.programs([prompt_ids], max_new_tokens)
         bar.update(task, description=f"{name}: generating", total=max_new_tokens)
@@ -102,7 +102,7 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
 
 
 def _costs(compiled) -> dict[str, float | int | None]:
-    """Memory and communication of the compiled step for one token, per device; attention's share of the latter too."""
+    """Returns memory and communication of the compiled step for one token, per device, with attention's share."""
     from tree_attn.measure import hlo, hlo_text
     from tree_attn.measure.memory import compiled_memory
 
@@ -123,16 +123,16 @@ def _costs(compiled) -> dict[str, float | int | None]:
 
 
 def _report(prompt: str, tokenizer, outcomes: list[Outcome], *, is_emulated: bool) -> None:
-    import rich.console
-    import rich.panel
-    import rich.table
-    import rich.text
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
 
-    console = rich.console.Console()
+    console = Console()
     # Text, not markup: a model may well write square brackets.
-    answer = rich.text.Text(tokenizer.decode(outcomes[0].new_ids).strip())
-    console.print(rich.panel.Panel(answer, title=rich.text.Text(prompt), title_align="left"))
-    table = rich.table.Table(title="one new token, per device")
+    answer = Text(tokenizer.decode(outcomes[0].new_ids).strip())
+    console.print(Panel(answer, title=Text(prompt), title_align="left"))
+    table = Table(title="one new token, per device")
     for heading in ("attention", "devices", "time", "peak memory", "collectives\n(attention)", "sent\n(attention)"):
         table.add_column(heading, justify="left" if heading == "attention" else "right")
     for outcome in outcomes:

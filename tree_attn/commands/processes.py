@@ -1,31 +1,50 @@
-"""The options by which a command runs as several processes; under `srun` and `torchrun` none of them is needed."""
+"""Several processes: the options that join them, and values that process 0 alone knows.
+
+Under `srun` and `torchrun` none of the options is needed.
+"""
 
 import argparse
+from collections.abc import Sequence
+
+from tree_attn.commands.options import integers_like
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options, to those commands that can run as several processes."""
-    group = parser.add_argument_group("several processes (found by themselves under srun and torchrun)")
+    """Adds the options to a command that can run as several processes."""
+    group = parser.add_argument_group("several processes (found without options under srun and torchrun)")
     group.add_argument("--coordinator-address", metavar="HOST:PORT", help="of process 0")
     group.add_argument("--num-processes", type=int, metavar="N")
     group.add_argument("--process-id", type=int, metavar="I")
     group.add_argument(
-        "--local-device-ids", type=_integers, metavar="I,J", help="this process's accelerators (default: its part)"
+        "--local-device-ids",
+        type=integers_like("0,1"),
+        metavar="I,J",
+        help="this process's accelerators (default: its part)",
     )
 
 
 def join(args: argparse.Namespace, n_devices: int | None):
-    """`tree_attn.initialize` with these options; NCCL then makes the most of links."""
+    """Calls `tree_attn.initialize` with these options, and has NCCL use all channels of a link; returns the Launch."""
     from tree_attn.cluster.join import initialize
     from tree_attn.measure import links
 
     links.spread_transfers()
-    several = (args.coordinator_address, args.num_processes, args.process_id)
-    return initialize(*several, args.local_device_ids, n_devices=n_devices)
+    return initialize(
+        args.coordinator_address, args.num_processes, args.process_id, args.local_device_ids, n_devices=n_devices
+    )
 
 
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be integers such as 0,1, got {text!r}") from None
+def broadcast(x):
+    """Returns process 0's value of an array, in every process."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return x if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(x))
+
+
+def broadcast_flags(flags: Sequence[bool]) -> list[bool]:
+    """Returns process 0's list of booleans, in every process."""
+    import numpy as np
+
+    return [bool(flag) for flag in broadcast(np.asarray(flags, np.int32))]

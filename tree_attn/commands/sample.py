@@ -1,9 +1,11 @@
-"""`tree-attn sample`: many samples of one prompt, which is held once, ranked by what the model thinks of them."""
+"""`tree-attn sample`: many samples of one prompt, which is held once, ranked by their probability."""
 
 import argparse
 import json
+from typing import Any
 
 from tree_attn.commands import prompting
+from tree_attn.commands.options import check_at_least
 
 HELP = """\
 Draw many samples of one prompt with a Llama, and print those that the model itself finds the most likely.
@@ -22,7 +24,7 @@ whose temperature and top-p are the defaults).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options; `run` reads them."""
+    """Adds the options of `tree-attn sample`."""
     parser.add_argument("--num-samples", type=int, default=16, metavar="N", help="samples to draw; default 16")
     parser.add_argument("--top", type=int, default=3, metavar="N", help="samples to print; default 3")
     parser.add_argument(
@@ -36,19 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
+    # These load JAX, which --help does without.
     from tree_attn.commands import session
+    from tree_attn.commands.request import load_generator, open_request
     from tree_attn.models.llama import generate, rank_samples
     from tree_attn.models.llama.attention import check_sharing
+    from tree_attn.topology import is_first_process
 
-    for name in ("num_samples", "top"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_at_least(args, num_samples=1, top=1)
     check_sharing(args.attention, args.share_prefix)
-    request = prompting.open_request(args)
-    generator = prompting.load_generator(args, request)
-    rows = [request.prompt_ids] * args.num_samples
+    request = open_request(args)
+    generator = load_generator(args, request)
+    prompts = [request.prompt_ids] * args.num_samples
     with session.phase("compiling ..."):
-        generator.programs(rows, args.max_new_tokens, share_prefixes=args.share_prefix)
+        generator.programs(prompts, args.max_new_tokens, share_prefixes=args.share_prefix)
     with session.phase(f"drawing {args.num_samples} samples ..."):
         samples = generate(
             generator,
@@ -58,21 +61,19 @@ def run(args: argparse.Namespace) -> int:
             stop_ids=request.checkpoint.tokenizer.stop_ids,
             share_prefixes=args.share_prefix,
         )
-    ranked = rank_samples(samples)
-    if prompting.is_first():
-        _print(args, request, generator, ranked)
+    if is_first_process():
+        _print(args, request, rank_samples(samples), _prefix(args, request, generator))
     return 0
 
 
-def _print(args: argparse.Namespace, request: prompting.Request, generator, ranked) -> None:
+def _print(args: argparse.Namespace, request, ranked, prefix: dict[str, Any]) -> None:
     decode = request.checkpoint.tokenizer.decode
     for place, sample in enumerate(ranked[: args.top], start=1):
         print(f"--- {place} of {len(ranked)} different samples: mean log-probability {sample.mean_log_probability:.3f}")
         print(decode(sample.new_ids))
-    held = _held(args, request, generator)
-    print(f"--- {_sentence(held, args.num_samples)}")
+    print(f"--- {_sentence(prefix, args.num_samples)}")
     if args.json:
-        said = [
+        samples = [
             {
                 "new_ids": sample.new_ids,
                 "text": decode(sample.new_ids),
@@ -82,28 +83,28 @@ def _print(args: argparse.Namespace, request: prompting.Request, generator, rank
             for sample in ranked
         ]
         times = {name: getattr(ranked[0], name) for name in ("prefill_s", "per_token_s")}
-        print(json.dumps({"prompt_ids": request.prompt_ids, "samples": said} | times | held | request.how))
+        print(json.dumps({"prompt_ids": request.prompt_ids, "samples": samples} | times | prefix | request.facts))
 
 
-def _held(args: argparse.Namespace, request: prompting.Request, generator) -> dict[str, int | bool]:
-    """What the tokens that samples have in common take: all of the prompt but its last token, which each one keeps."""
+def _prefix(args: argparse.Namespace, request, generator) -> dict[str, Any]:
+    """Returns the bytes of the tokens that samples share: all of the prompt but its last, which each sample keeps."""
     from tree_attn.models.llama.generation import memory
 
     num_tokens = len(request.prompt_ids) - 1
     once = num_tokens * memory.bytes_per_token(generator)
-    rows = [request.prompt_ids] * args.num_samples
+    prompts = [request.prompt_ids] * args.num_samples
     return {
-        "shares_prefix": generator.prefix_tree(rows, args.share_prefix).num_shared > 0,
+        "shares_prefix": generator.prefix_tree(prompts, args.share_prefix).num_shared > 0,
         "prefix_tokens": num_tokens,
         "prefix_bytes_shared": once,
         "prefix_bytes_unshared": once * args.num_samples,
     }
 
 
-def _sentence(held: dict, num_samples: int) -> str:
-    sizes = (f"{held[f'prefix_bytes_{how}'] / 1e6:,.1f} MB" for how in ("shared", "unshared"))
-    which = "once" if held["shares_prefix"] else "for each sample"
-    text = (
-        "keys and values of the prompt's {:,} common tokens: {} held once, {} held for each of {} samples; held {} here"
+def _sentence(prefix: dict[str, Any], num_samples: int) -> str:
+    shared, unshared = (f"{prefix[f'prefix_bytes_{name}'] / 1e6:,.1f} MB" for name in ("shared", "unshared"))
+    place = "once" if prefix["shares_prefix"] else "for each sample"
+    return (
+        f"keys and values of the prompt's {prefix['prefix_tokens']:,} common tokens: {shared} held once, {unshared} "
+        f"held for each of {num_samples} samples; held {place} here"
     )
-    return text.format(held["prefix_tokens"], *sizes, num_samples, which)

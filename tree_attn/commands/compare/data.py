@@ -1,7 +1,7 @@
 """Random queries, keys and values for `tree-attn compare`, made on their devices, and the oracle's answer to them.
 
-Keys and values are a function of (seed, shard, block) alone. So every device makes its own shard, nothing of the size
-of the whole is ever in one place, and the oracle can make any part of them again without asking the devices.
+Keys and values are a function of (seed, shard, block) alone. So every device makes its own shard, no place ever holds
+all of them, and the oracle can make any part of them again without the devices.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from tree_attn import reference
 from tree_attn.cost.step import DecodeStep
 
-# Elements of K that the float64 oracle holds on the host: up to the first number it checks all heads and sequences it
-# can, at least one head up to the second (1 GiB), and beyond that fewer keys.
+# Elements of K that the float64 oracle holds on the host. Up to the first number it checks all heads and sequences that
+# fit; up to the second (1 GiB) at least one head; beyond that one head over fewer keys.
 ORACLE_ELEMENTS = 1 << 25
 ORACLE_MAX_ELEMENTS = 1 << 27
 _BLOCK_ELEMENTS = 1 << 21  # made at a time, so that making data takes little memory beside the data
@@ -26,7 +26,7 @@ _QUERY, _KEY, _VALUE = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OracleScope:
-    """What the oracle checks of a step: the first `batch` sequences and `num_kv_heads` key heads, over `num_keys`."""
+    """The part of a step that the oracle checks: the first `batch` sequences and KV heads, over `num_keys`."""
 
     batch: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class OracleScope:
 def make_data(step: DecodeStep, mesh: Mesh, axes: tuple[str, ...], seed: int) -> tuple[jax.Array, ...]:
     """Makes a normal query `[B, T, N, H]`, whole on every device, and key, value `[B, S, K, H]`, sharded on S.
 
-    `axes` of the mesh share the keys, in the order of `PartitionSpec`: shards go round the last of them first.
+    `axes` of the mesh share the keys, in the order of `PartitionSpec`: the shard number varies fastest along the last.
     """
 
     def on_shard():
@@ -57,7 +57,7 @@ def make_data(step: DecodeStep, mesh: Mesh, axes: tuple[str, ...], seed: int) ->
 
 
 def oracle_scope(step: DecodeStep) -> OracleScope:
-    """Chooses what the oracle checks: everything if it is small, else the heads that fit, else one and fewer keys."""
+    """Chooses the part that the oracle checks: all if it is small, else the heads that fit, else one and fewer keys."""
     per_head = step.num_keys * step.head_dim
     if per_head > ORACLE_MAX_ELEMENTS:
         num_keys = ORACLE_MAX_ELEMENTS // step.head_dim // step.n_devices * step.n_devices
@@ -67,10 +67,10 @@ def oracle_scope(step: DecodeStep) -> OracleScope:
     return OracleScope(batch=batch, num_kv_heads=num_kv_heads, num_keys=step.num_keys)
 
 
-@functools.lru_cache(maxsize=1)  # every strategy meets the same answer
+@functools.lru_cache(maxsize=1)  # all strategies of a step have one answer
 def oracle_output(step: DecodeStep, scope: OracleScope, seed: int) -> np.ndarray:
-    """The float64 oracle's answer to `make_data(step, ...)`, for the sequences and heads in `scope`, on the host."""
-    assert scope.num_keys == step.num_keys, "the step must be cut to the scope's keys first"
+    """Returns the float64 oracle's answer to `make_data(step, ...)` on the host, for the part in `scope`."""
+    assert scope.num_keys == step.num_keys, "the step must have the scope's number of keys"
     num_heads = scope.num_kv_heads * (step.num_heads // step.num_kv_heads)
     device = jax.local_devices()[0]
     with jax.default_device(device):
@@ -90,7 +90,7 @@ def oracle_output(step: DecodeStep, scope: OracleScope, seed: int) -> np.ndarray
 
 
 def _block_starts(step: DecodeStep) -> list[int]:
-    """Where the blocks of a shard start; the last one starts early rather than run past the end."""
+    """Returns the first key of each block of a shard; the last block starts early rather than run past the end."""
     size, total = _block_keys(step), step.keys_per_device
     return [min(start, total - size) for start in range(0, total, size)]
 

@@ -1,15 +1,15 @@
 """The numbers of the paper's figures: from rows that were measured, and from the cost model beyond them."""
 
 import dataclasses
-import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tree_attn.commands import rows
-from tree_attn.commands.plan import strategies_of
+from tree_attn.commands.figures import rows
+from tree_attn.commands.plan.prediction import strategies_of
 from tree_attn.cost.machine import Machine
 from tree_attn.cost.predict import STRATEGIES, bytes_sent_per_device, peak_memory_bytes, program_memory_bytes
 from tree_attn.cost.step import DecodeStep
+from tree_attn.measure.rows import strategy_label
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 CLUSTERS = (8, 64, 128)  # of the paper's Figure 3a
@@ -32,13 +32,13 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What a figure shows.
+    """The numbers of a figure.
 
     Attributes:
-        axes: panel -> what its x and y are; both are logarithmic.
-        points: of all panels.
-        comparisons: of every measured row and prediction: `quantity`, `strategy`, `implementation`, `num_keys`,
-            `n_devices`, `by` (what predicts it), `predicted`, `measured` and the relative `error`.
+      axes: panel -> the names of its x and y axes; both are logarithmic.
+      points: of all panels.
+      comparisons: for every measured row and prediction: `quantity`, `strategy`, `implementation`, `num_keys`,
+        `n_devices`, `by` (the formula or model that predicts), `predicted`, `measured` and the relative `error`.
     """
 
     axes: dict[str, tuple[str, str]]
@@ -47,15 +47,16 @@ class Figure:
 
 
 def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
-    """Time of a step over keys, in parts of the ring's with the fewest keys on as many GPUs; and over GPUs.
+    """Returns the time of a step over keys, relative to the ring's with the fewest keys on as many GPUs; and over GPUs.
 
-    Over GPUs for the length that was measured on the most numbers of them (of equals the longest), and the paper's.
+    The panels over GPUs are of two lengths: the one that was measured on the most numbers of GPUs (among equals the
+    longest), and the paper's.
 
     Source: Tree Attention, section 6.1 and Figure 3.
     """
     shape, found = rows.step(measured[0]), _fastest(_measured_times(measured))
     counts = sorted({*CLUSTERS, *(step.n_devices for _, step in found)})
-    # Predicted for the lengths that were measured too: parts of a first point of another length could not be compared.
+    # Predictions are for the measured lengths too, since both are relative to the point of the same first length.
     lengths = {step.num_keys for _, step in found}
     lengths |= {keys for keys in LENGTHS if keys > max(lengths)}
     longer = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in counts for keys in lengths]
@@ -75,7 +76,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
 
 
 def figure_4(measured: Sequence[dict], machine: Machine) -> Figure:
-    """Peak memory of a GPU over keys, for each number of GPUs that was measured; over hidden sizes, for the fewest.
+    """Returns the peak memory of a GPU over keys, for each number of GPUs with rows; over hidden sizes, for the fewest.
 
     Source: Tree Attention, section 6.2 and Figure 4 (two GPUs).
     """
@@ -99,13 +100,13 @@ def figure_4(measured: Sequence[dict], machine: Machine) -> Figure:
 
 
 def equations(measured: Sequence[dict], machine: Machine) -> Figure:
-    """Bytes that a GPU holds (equations 8, 9) and sends (10 to 14), over GPUs, for the most keys that were measured.
+    """Returns the bytes that a GPU holds (equations 8, 9) and sends (10 to 14), over GPUs, for the most keys measured.
 
     Source: Tree Attention, sections 6.2 and 6.3.
     """
-    del machine  # nor do bytes
-    shape, held = rows.step(measured[0]), _measured_memory(measured)
-    keys = max(step.num_keys for _, step in held)
+    del machine  # bytes depend on no parameter
+    shape, measured_memory = rows.step(measured[0]), _measured_memory(measured)
+    keys = max(step.num_keys for _, step in measured_memory)
     steps = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
     compared = {"ring public": ("ring_public", None), "tree allreduce": ("tree", "allreduce")}
     sent = {
@@ -119,7 +120,7 @@ def equations(measured: Sequence[dict], machine: Machine) -> Figure:
     }
     axes, points = {}, []
     for panel, found, predicted in (
-        ("held (equations 8, 9)", held, _predicted_memory(steps)),
+        ("held (equations 8, 9)", measured_memory, _predicted_memory(steps)),
         ("sent (equations 10 to 14)", sent, by_equations),
     ):
         axes[panel] = ("GPUs", "bytes per GPU")
@@ -128,38 +129,8 @@ def equations(measured: Sequence[dict], machine: Machine) -> Figure:
     return Figure(axes=axes, points=points, comparisons=_compared_memory(measured) + _compared_traffic(measured))
 
 
-def draw(figure: Figure, path: pathlib.Path, note: str) -> None:
-    """Draws the panels side by side: what was measured full and solid, what is predicted hollow and dashed."""
-    import matplotlib
-    from matplotlib.figure import Figure as Drawing  # not pyplot: no display, no global state
-
-    drawing = Drawing(figsize=(5.5 * len(figure.axes), 6), layout="constrained")
-    drawing.suptitle(note, fontsize="medium")
-    for plot, (panel, (x, y)) in zip(drawing.subplots(1, len(figure.axes), squeeze=False)[0], figure.axes.items()):
-        in_panel = [
-            point for point in figure.points if point.panel == panel and point.y > 0
-        ]  # the axes are logarithmic
-        names = list(dict.fromkeys(point.series for point in in_panel))
-        colors = "tab10" if len(names) <= 10 else "tab20"
-        for i, series in enumerate(names):
-            color = matplotlib.colormaps[colors](i)
-            for is_measured in (True, False):
-                own = [(p.x, p.y) for p in in_panel if p.series == series and p.is_measured == is_measured]
-                if own:
-                    style = dict(linestyle="-") if is_measured else dict(linestyle="--", fillstyle="none")
-                    name = f"{series}, {'measured' if is_measured else 'predicted'}"
-                    plot.plot(*zip(*sorted(own)), marker="o", color=color, label=name, **style)
-        plot.set(title=panel, xlabel=x, ylabel=y, xscale="log", yscale="log")
-        ticks = sorted({point.x for point in in_panel if not point.is_measured})
-        plot.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
-        plot.minorticks_off()
-        plot.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2)
-        plot.grid(alpha=0.3)
-    drawing.savefig(path, dpi=150, bbox_inches="tight")  # with the legends
-
-
 def _points(panel: str, values: Values, x: str, is_measured: bool, **where: int) -> list[Point]:
-    """Those of `values` whose step has the fields `where`, over the step's field `x`."""
+    """Returns the points of the `values` whose step has the fields `where`, over the step's field `x`."""
     return [
         Point(panel=panel, series=series, x=getattr(step, x), y=y, is_measured=is_measured)
         for (series, step), y in values.items()
@@ -168,7 +139,7 @@ def _points(panel: str, values: Values, x: str, is_measured: bool, **where: int)
 
 
 def _relative(panel: str, values: Values, n_devices: int, is_measured: bool, fewest: int) -> list[Point]:
-    """Tree and ring on `n_devices`, in parts of the ring with the `fewest` keys; nothing where that is not known."""
+    """Returns tree and ring on `n_devices` relative to the ring with the `fewest` keys; nothing without that ring."""
     points = _points(panel, values, "num_keys", is_measured, n_devices=n_devices)
     one = next((point for point in points if (point.series, point.x) == ("ring overlapped", fewest)), None)
     return [
@@ -193,24 +164,26 @@ def _predicted_times(steps: Iterable[DecodeStep], machine: Machine) -> Iterable[
 
 
 def _fastest(times: Iterable[tuple]) -> Values:
-    """The least time of each series: "tree" by its best reduction and by the paper's, and both rings."""
+    """Returns the least time of each series: "tree" by its best reduction and by the paper's, and both rings."""
     found: Values = {}
     for strategy, reduction, step, us in times:
-        names = ["tree"] if strategy == "tree" else [rows.label(strategy, None)]
+        names = ["tree"] if strategy == "tree" else [strategy_label(strategy, None)]
         for name in [*names, "tree allreduce"] if reduction == "allreduce" else names:
             found[name, step] = min(us, found.get((name, step), us))
     return found
 
 
 def _measured_memory(measured: Iterable[dict]) -> Values:
-    return {(rows.label(row["strategy"], None), rows.step(row)): row["peak_memory_bytes_compiled"] for row in measured}
+    return {
+        (strategy_label(row["strategy"], None), rows.step(row)): row["peak_memory_bytes_compiled"] for row in measured
+    }
 
 
 def _predicted_memory(steps: Iterable[DecodeStep]) -> Values:
-    """What our programs hold, which for the tree is equation 9; and equation 8, which for rings is less (see docs)."""
+    """Returns the memory of our programs, for the tree equation 9, and that of equation 8 (docs/peak_memory.md)."""
     values: Values = {}
     for step in steps:
-        values |= {(rows.label(name, None), step): program_memory_bytes(step, name) for name in STRATEGIES}
+        values |= {(strategy_label(name, None), step): program_memory_bytes(step, name) for name in STRATEGIES}
         values["ring by equation 8", step] = peak_memory_bytes(step, "ring_public")
     return values
 
@@ -225,12 +198,12 @@ def _compared_times(measured: Iterable[dict], machine: Machine) -> list[dict[str
 def _compared_memory(measured: Iterable[dict]) -> list[dict[str, Any]]:
     compared = []
     for row in measured:
-        step, strategy, held = rows.step(row), row["strategy"], row["peak_memory_bytes_compiled"]
+        step, strategy, num_bytes = rows.step(row), row["strategy"], row["peak_memory_bytes_compiled"]
         equation = "equation 9" if strategy == "tree" else "equation 8"
-        compared.append(_compared(row, "bytes held", equation, peak_memory_bytes(step, strategy), held))
+        compared.append(_compared(row, "bytes held", equation, peak_memory_bytes(step, strategy), num_bytes))
         if strategy != "tree":
             by = "program_memory_bytes"
-            compared.append(_compared(row, "bytes held", by, program_memory_bytes(step, strategy), held))
+            compared.append(_compared(row, "bytes held", by, program_memory_bytes(step, strategy), num_bytes))
     return compared
 
 
@@ -247,5 +220,5 @@ def _compared_traffic(measured: Iterable[dict]) -> list[dict[str, Any]]:
 
 def _compared(row: dict, quantity: str, by: str, predicted: float, measured: float) -> dict[str, Any]:
     where = {name: row[name] for name in ("implementation", "num_keys", "n_devices")}
-    names = {"quantity": quantity, "strategy": rows.label(row["strategy"], rows.reduction(row)), **where, "by": by}
+    names = {"quantity": quantity, "strategy": strategy_label(row["strategy"], rows.reduction(row)), **where, "by": by}
     return names | {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}

@@ -1,70 +1,14 @@
-"""The plots of `tree-attn compare` over the number of keys, and those of `tree-attn eval`."""
+"""Plots of `tree-attn eval`: scores over bytes moved, and a heatmap of needles by context and depth."""
 
-import importlib.util
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tree_attn.commands.report import label
-
-
-def require_matplotlib() -> None:
-    """Raises ImportError, saying how to install it, if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("plots need matplotlib: pip install 'tree-attn[plot]' (or pass --no-plots)")
+from tree_attn.commands.drawing import new_figure
 
 
 def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
-    """Draws latency.png, peak_memory.png and communication.png from rows; returns their paths by name.
-
-    Predictions are dashed, in the colour of what they predict. Rows that failed are left out.
-    """
-    require_matplotlib()
-    files = {}
-    for name, title, unit, measured, predicted in (
-        ("latency", "Latency of one decoding step", "microseconds", "latency_us_median", None),
-        ("peak_memory", "Peak memory per device, compiled", "bytes", "peak_memory_bytes_compiled",
-         "peak_memory_bytes_predicted"),
-        ("communication", "Bytes sent per device and step", "bytes", "bytes_sent_per_device_compiled",
-         "bytes_sent_per_device_predicted"),
-    ):  # fmt: skip
-        files[name] = str(folder / f"{name}.png")
-        _plot(rows, files[name], title, unit, measured, predicted)
-    return files
-
-
-def _plot(rows: Sequence[dict], path: str, title: str, unit: str, measured: str, predicted: str | None) -> None:
-    from matplotlib.figure import Figure  # not pyplot: no display, no global state
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, points in _series(rows, lambda row: (row["num_keys"], row[measured])).items():
-        (line,) = axes.plot(*zip(*points), marker="o", label=name)
-        if predicted is not None:
-            dashed = _series(rows, lambda row: (row["num_keys"], row[predicted])).get(name, [])
-            axes.plot(*zip(*dashed), linestyle="--", color=line.get_color())
-    axes.set(title=title, xlabel="keys", ylabel=unit + (" (dashed: predicted)" if predicted else ""))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log" if any(row[measured] for row in rows) else "linear")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
-def _series(rows: Sequence[dict], point: Callable[[dict], tuple]) -> dict[str, list[tuple]]:
-    """Points by the name of what was measured, by number of keys; zeros and gaps cannot stand on a log axis."""
-    implementations = {row["implementation"] for row in rows}
-    series: dict[str, list[tuple]] = {}
-    for row in rows:
-        if row["error"] is None and point(row)[1]:
-            name = label(row) + (f" ({row['implementation']})" if len(implementations) > 1 else "")
-            series.setdefault(name, []).append(point(row))
-    return {name: sorted(points) for name, points in series.items()}
-
-
-def draw_evaluation(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
-    """Draws rows of `tree-attn eval`: evaluation.png, and needle.png of those with a depth; paths by name."""
+    """Draws evaluation.png, and needle.png from the rows with a depth; returns their paths by name."""
     files = {}
     by_depth = [row for row in rows if "depth_percent" in row]
     others = [row for row in rows if "depth_percent" not in row]
@@ -75,8 +19,8 @@ def draw_evaluation(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str
     return files
 
 
-def evaluation_label(row: dict) -> str:
-    """How tables and plots call a method: "h2o", "sparq, k 64", "sparq, k 64, temperature head_dim"."""
+def method_label(row: dict) -> str:
+    """Returns the name of a method in tables and plots: "h2o", "sparq, k 64", "sparq, k 64, temperature head_dim"."""
     words = [row["method"]]
     words += [f"k {row['num_keys']}"] if row["num_components"] is not None else []
     words += [f"{word} {row[name]}" for name, word in (("local_window", "window"), ("score_temperature", "temperature"))
@@ -85,15 +29,13 @@ def evaluation_label(row: dict) -> str:
 
 
 def _draw_scores(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
-    """A panel for each task and context: score over bytes moved per token, with standard errors.
+    """Draws a panel for each task and context: score over bytes moved per token, with standard errors.
 
     Dense attention is the dotted line. Source: SparQ Attention, Figures 1 and A1.
     """
-    from matplotlib.figure import Figure
-
     panels = list(dict.fromkeys((row["task"], row["context"]) for row in rows))
     names_context = len({context for _, context in panels}) > 1
-    figure = Figure(figsize=(4.6 * len(panels), 4), layout="constrained")
+    figure = new_figure(4.6 * len(panels), 4)
     for axes, (task, context) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         of_task = [row for row in rows if (row["task"], row["context"]) == (task, context)]
         for dense in (row for row in of_task if row["method"] == "dense"):
@@ -101,7 +43,7 @@ def _draw_scores(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
         series: dict[str, list[dict]] = {}
         for row in of_task:
             if row["method"] != "dense":
-                series.setdefault(evaluation_label(row), []).append(row)
+                series.setdefault(method_label(row), []).append(row)
         for name, points in series.items():
             points = sorted(points, key=lambda row: row["transfer_bytes_per_token"])
             x = [row["transfer_bytes_per_token"] / 1e6 for row in points]
@@ -117,13 +59,14 @@ def _draw_scores(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
 
 
 def _draw_needle(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
-    """A heatmap for each method and compression: score by context and depth. Source: SparQ Attention, Figure A4."""
-    from matplotlib.figure import Figure
+    """Draws a heatmap for each method and compression: score by context and depth.
 
+    Source: SparQ Attention, Figure A4.
+    """
     methods = list(dict.fromkeys(row["method"] for row in rows))
     ratios = sorted({row["asked_ratio"] for row in rows if row["method"] != "dense"})
     contexts, depths = (sorted({row[name] for row in rows}) for name in ("context", "depth_percent"))
-    figure = Figure(figsize=(2.2 * len(methods) + 0.8, 2.2 * len(ratios) + 0.8), layout="constrained")
+    figure = new_figure(2.2 * len(methods) + 0.8, 2.2 * len(ratios) + 0.8)
     grid = figure.subplots(len(ratios), len(methods), squeeze=False, sharex=True, sharey=True)
     for line, ratio in zip(grid, ratios, strict=True):
         for axes, method in zip(line, methods, strict=True):

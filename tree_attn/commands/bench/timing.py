@@ -1,0 +1,159 @@
+"""One case of `tree-attn bench`: a model, random prompts, and the time and memory of their generation."""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from tree_attn.commands import session
+from tree_attn.cost import limits
+from tree_attn.measure.memory import bytes_per_device, compiled_memory, runtime_peak_memory_bytes
+from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters
+from tree_attn.models.llama.generation import memory
+
+COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
+
+
+def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Place, longest: int) -> Llama:
+    """Returns the model in `--model`, or one of the shape `config` with random weights.
+
+    Args:
+      longest: tokens of the longest prompt.
+    """
+    if args.model is not None:
+        checkpoint = session.open_with_progress(args.model)
+        sharding = _sharding(args, checkpoint.config, place)
+        model = session.load_with_progress(checkpoint, sharding, place.dtype)
+        return Llama(checkpoint.config, sharding, parameters.moved(model, sharding), unroll_layers=args.unroll_layers)
+    # A published limit is the training's; times do not depend on it.
+    config = dataclasses.replace(config, max_position=max(config.max_position, longest + args.new_tokens))
+    sharding = _sharding(args, config, place)
+    return Llama(config, sharding, parameters.random(sharding, place.dtype), unroll_layers=args.unroll_layers)
+
+
+def random_prompts(
+    vocab_size: int, context: int, batch: int, num_levels: int, *, num_problems: int, problem_tokens: int
+) -> list[list[int]]:
+    """Returns `batch` prompts: the same `context` tokens, and then the tokens of a problem.
+
+    The sequences of a problem share its tokens with two levels; with one level each has its own.
+    """
+    rng = np.random.default_rng(0)
+    draw = lambda count: rng.integers(0, vocab_size, size=count).tolist()
+    prompt, per_problem = draw(context), batch // num_problems
+    texts = [draw(problem_tokens) for _ in range(num_problems)]
+    return [prompt + (text if num_levels == 2 else draw(problem_tokens)) for text in texts for _ in range(per_problem)]
+
+
+def time_case(
+    args: argparse.Namespace,
+    model: Llama,
+    place: session.Place,
+    prompts: list[list[int]],
+    name: str,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Generates from the prompts by an attention; returns the fields of the row.
+
+    Args:
+      name: of the attention.
+      options: of the attention, for `by_name`.
+    """
+    attention = by_name(name, model.sharding, **options)
+    generator = Generator(
+        model,
+        attention,
+        tokens_per_dispatch=args.tokens_per_dispatch,
+        cache_dtype=args.cache_dtype,
+        prefill_chunk=args.prefill_chunk if attention.prefills_in_chunks else None,
+    )
+    programs, devices = generator.programs(prompts, args.new_tokens), list(place.devices)
+    predicted = memory.predict(generator, prompts, args.new_tokens)
+    earlier_peak = runtime_peak_memory_bytes(devices)
+    if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others
+        for _ in itertools.islice(generator.stream(prompts, args.new_tokens), 2 + generator.tokens_per_dispatch):
+            pass
+    seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
+    weights, cache = _bytes_per_token(model, generator, prompts)
+    compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
+    peak = runtime_peak_memory_bytes(devices)
+    return _setting(args, place, model, generator, prompts, name) | _times(seconds, len(prompts)) | {
+        "roofline_ms": _roofline_ms(place, weights, cache, len(prompts)),
+        "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
+        "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in compiled.items()},
+        "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
+        "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
+    }  # fmt: skip
+
+
+def _sharding(args: argparse.Namespace, config: LlamaConfig, place: session.Place) -> LlamaSharding:
+    sharding = place.sharding(config)
+    if args.replicate_weights:
+        return LlamaSharding(mesh=sharding.mesh, sequence=sharding.sequence)
+    return sharding
+
+
+def _setting(
+    args: argparse.Namespace,
+    place: session.Place,
+    model: Llama,
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    name: str,
+) -> dict[str, Any]:
+    """Returns the fields of the row that say what is timed."""
+    attention = generator.attention
+    return {
+        "config": args.config if args.model is None else args.model,
+        "problems": args.problems, "problem_tokens": args.problem_tokens,
+        "attention": name, "reduction": attention.reduction,
+        "sparq": None if attention.sparq is None else dataclasses.asdict(attention.sparq),
+        "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": len(prompts),
+        "cache_dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk if attention.prefills_in_chunks else None,
+        "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
+        "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
+        "warm_up": args.warm_up,
+    }  # fmt: skip
+
+
+def _times(seconds: Sequence[float], batch: int) -> dict[str, float]:
+    """Returns the fields of the row that come from the seconds of the prefill and of each token."""
+    prefill_s, token_s = seconds[0], seconds[1:]
+    return {
+        "prefill_s": prefill_s,
+        "per_token_ms_median": statistics.median(token_s) * 1e3,
+        "per_token_ms_p10": float(np.percentile(token_s, 10)) * 1e3,
+        "per_token_ms_p90": float(np.percentile(token_s, 90)) * 1e3,
+        "tokens_per_s": batch / statistics.median(token_s),
+        "prefill_plus_10_tokens_s": prefill_s + COUNTED_TOKENS * statistics.fmean(token_s[:COUNTED_TOKENS]),
+    }
+
+
+def _bytes_per_token(model: Llama, generator: Generator, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Returns the bytes of weights, and of keys and values, that one device reads for a token.
+
+    Of an embedding it reads one row, which is not counted. Of keys and values SparQ reads the components and the keys
+    that it chooses; the part that prompts share is read once.
+    """
+    weights = bytes_per_device(nnx.state(model, nnx.Param))
+    if not model.config.tie_embeddings:
+        weights -= bytes_per_device(model.embedding[...])
+    tree = generator.prefix_tree(prompts)
+    texts = [*(node.tokens for level in tree.levels for node in level), *tree.remainders]
+    cache = sum(memory.bytes_read(generator, len(text)) for text in texts)
+    return weights, cache // model.sharding.num_shards("sequence")
+
+
+def _roofline_ms(place: session.Place, weights: int, cache: int, batch: int) -> float | None:
+    """Returns the least time of a token: to read its bytes, or of its products; None for an unknown device kind."""
+    device_kind = place.devices[0].device_kind
+    limits_us = (
+        limits.memory_limit_us(weights + cache, device_kind),
+        limits.products_limit_us(2 * batch * weights / np.dtype(place.dtype).itemsize, device_kind),
+    )
+    return None if None in limits_us else max(limits_us) / 1e3

@@ -1,0 +1,264 @@
+"""One call of `tree-attn compare`: its cases checked, timed and written, in order."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tree_attn.arguments import one_of
+from tree_attn.cluster import join as distributed
+from tree_attn.commands import drawing, processes, terminal
+from tree_attn.commands.compare import cases, plots, report
+from tree_attn.commands.compare.cases import Case
+from tree_attn.commands.compare.trial import Laboratory, WrongResult
+from tree_attn.commands.options import check_at_least
+from tree_attn.cost.step import DecodeStep
+from tree_attn.devices import ensure_devices
+from tree_attn.local import check_implementation
+from tree_attn.measure import links, provenance
+from tree_attn.measure.rows import RowWriter
+from tree_attn.mesh import make_mesh
+from tree_attn.reduce import REDUCTIONS
+from tree_attn.topology import is_first_process, node_by_node
+
+Pending = list[tuple[Case, dict[str, Any]]]  # cases to run, each with its row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Everything that the cases of one call share.
+
+    Attributes:
+      laboratory: checks and times a case, on the devices of the call.
+      n_iters: samples of each row.
+      requested_chain: steps in a program; None chooses (`chain_lengths`).
+      is_emulated: the devices are emulated on the CPU.
+      neighbour_gb_per_s: by step, the rate of bare transfers of one shard's keys; None for one device.
+      writer: the rows; process 0 writes them.
+      command: the command line, for the rows.
+    """
+
+    laboratory: Laboratory
+    n_iters: int
+    requested_chain: int | None
+    is_emulated: bool
+    neighbour_gb_per_s: dict[DecodeStep, float | None]
+    writer: RowWriter
+    command: str
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Devices of all processes, in the order of the mesh."""
+        return self.laboratory.devices
+
+    def new_rows(self, all_cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """Returns the rows of the cases before they have run."""
+        facts = {"hardware": provenance.hardware(self.devices), "git_commit": provenance.git_commit()}
+        return [cases.new_row(case, **facts, command=self.command) for case in all_cases]
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes a row, in the place of an earlier one of the same case, which has an error."""
+        keys = [cases.row_key(one) for one in self.writer.rows]
+        if cases.row_key(row) in keys:
+            self.writer.replace(keys.index(cases.row_key(row)), row)
+        else:
+            self.writer.append(row)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Compares, prints, writes; returns 0, or 1 if a result was wrong."""
+    steps, reductions, implementations = _checked(args)
+    if not args.no_plots:
+        drawing.require_matplotlib()
+    sweep = _start(args, steps)
+    all_cases = cases.plan(steps, reductions, implementations, sweep.devices[0].platform)
+    pending = _pending(all_cases, sweep)
+    try:
+        checked = _check_all(pending, sweep)
+    except WrongResult as error:
+        _say(json.dumps({"error": str(error), "rows": [], "files": {}}))
+        return 1
+    if is_first_process():
+        kind = sweep.devices[0].device_kind
+        report.print_predictions([case for case, _ in pending], kind, sweep.neighbour_gb_per_s)
+    _time_all(checked, sweep)
+    if is_first_process():
+        _finish(args, all_cases, sweep)
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> tuple[list[DecodeStep], list[str], list[str | None]]:
+    """Returns the steps, reductions and local kernels of the call.
+
+    Raises:
+      ValueError: an option is wrong; before any device is used.
+    """
+    check_at_least(args, devices=1, iters=1, chain=1)
+    reductions = _flat(args.reduction)
+    for reduction in reductions:
+        one_of("--reduction", reduction, REDUCTIONS)
+    implementations = _flat(args.implementation) or [None]
+    for implementation in implementations:
+        check_implementation(implementation)
+    steps = [_step(args, num_keys) for num_keys in _flat(args.keys)]
+    return steps, list(dict.fromkeys(reductions)), list(dict.fromkeys(implementations))
+
+
+def _step(args: argparse.Namespace, num_keys: int) -> DecodeStep:
+    step = DecodeStep(
+        batch=args.batch,
+        num_keys=num_keys,
+        num_heads=args.heads,
+        num_kv_heads=args.heads if args.kv_heads is None else args.kv_heads,
+        head_dim=args.head_dim,
+        dtype=args.dtype,
+        n_devices=args.devices,
+    )
+    if num_keys % args.devices:
+        below = num_keys - num_keys % args.devices
+        nearest = f"{below} or {below + args.devices}" if below else f"{args.devices}"
+        raise ValueError(f"--keys must be multiples of --devices {args.devices}, got {num_keys}; take {nearest}")
+    return step
+
+
+def _start(args: argparse.Namespace, steps: Sequence[DecodeStep]) -> Sweep:
+    """Joins the processes, opens the file of rows, and times the links."""
+    processes.join(args, args.devices)
+    # Node by node, for the axes of a hierarchical reduction; a scheduler may number the ranks otherwise.
+    devices = node_by_node(ensure_devices(args.devices))
+    if jax.process_count() > 1 and args.devices != jax.device_count():
+        raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
+    is_emulated = devices[0].platform == "cpu"
+    mesh = make_mesh({"device": args.devices}, devices)
+    if is_emulated:
+        _say("Devices are emulated on the CPU: its times say nothing about accelerators.")
+    rates = {step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps}
+    return Sweep(
+        laboratory=Laboratory(devices, args.seed),
+        n_iters=args.iters,
+        requested_chain=args.chain,
+        is_emulated=is_emulated,
+        neighbour_gb_per_s=rates,
+        writer=RowWriter(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
+        command=args.command_line,
+    )
+
+
+def _common(args: argparse.Namespace, devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """Returns the facts that the rows of one file have in common: all that decides which rows and values it has."""
+    options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
+    lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
+    place = {"n_processes": jax.process_count(), "hardware": provenance.hardware(devices)}
+    return {name: getattr(args, name) for name in options} | lists | place | {"jax_version": jax.__version__}
+
+
+def _pending(all_cases: Sequence[Case], sweep: Sweep) -> Pending:
+    """Returns the cases without a row of theirs in the file, an error aside; the same in every process."""
+    rows = sweep.new_rows(all_cases)
+    finished = {cases.row_key(row) for row in sweep.writer.rows if row.get("error") is None}
+    flags = processes.broadcast_flags([cases.row_key(row) in finished for row in rows])
+    if sum(flags):
+        _say(f"{sum(flags)} of {len(all_cases)} rows are in {sweep.writer.path} already, and are kept.")
+    return [(case, row) for case, row, is_done in zip(all_cases, rows, flags) if not is_done]
+
+
+def _check_all(pending: Pending, sweep: Sweep) -> Pending:
+    """Checks every case against the oracle; returns those that ran. The others are rows with their reason."""
+    checked = []
+    title = "checking against the oracle"
+    with terminal.progress(title, len(pending), is_shown=is_first_process()) as (describe, advance):
+        for case, row in pending:
+            describe(_title(case))
+            if _attempt(row, sweep, lambda case=case: sweep.laboratory.check(case)):
+                checked.append((case, row))
+            advance()
+    return checked
+
+
+def _time_all(pending: Pending, sweep: Sweep) -> None:
+    samples = sweep.n_iters + 3  # with those that `latency_us` runs to warm up
+    with terminal.progress("timing", len(pending) * samples, is_shown=is_first_process()) as (describe, advance):
+        for case, row in pending:
+            describe(_title(case))
+            if _attempt(row, sweep, lambda case=case, row=row: _timed(case, row, sweep, advance)):
+                sweep.write(row)
+
+
+def _timed(case: Case, row: dict[str, Any], sweep: Sweep, on_sample: Callable[[], None]) -> dict[str, Any]:
+    chain, long_chain = chain_lengths(row["bytes_sent_per_device_predicted"], sweep.requested_chain, sweep.is_emulated)
+    fields = sweep.laboratory.time(
+        case,
+        n_iters=sweep.n_iters,
+        chain=chain,
+        long_chain=long_chain,
+        step_collectives=row["collectives_compiled"],
+        on_sample=on_sample,
+    )
+    sent = row["bytes_sent_per_device_compiled"]
+    return fields | {
+        "sent_gb_per_s": None if sent is None else sent / fields["latency_us_median"] / 1e3,
+        "neighbour_gb_per_s": sweep.neighbour_gb_per_s[case.step],
+    }
+
+
+def chain_lengths(bytes_sent: float | None, requested: int | None, is_emulated: bool) -> tuple[int, int | None]:
+    """Returns the steps in the short program of a sample and in the long one; None without a long one."""
+    sends_much = (bytes_sent or 0) > 100e6  # for a millisecond, which needs no long chain
+    chain = requested or (1 if is_emulated else 4 if sends_much else 32)
+    # Noise of emulated devices may hide the difference.
+    return chain, None if is_emulated or chain == 1 else 4 * chain
+
+
+def _attempt(row: dict[str, Any], sweep: Sweep, measure_fields: Callable[[], dict]) -> bool:
+    """Puts the result of `measure_fields` into the row; if it fails, writes the row with the reason: False."""
+    try:
+        row.update(measure_fields())
+    except WrongResult:
+        raise
+    except Exception as error:  # any backend may fail in its own way: out of memory, unsupported, not compiled
+        _raise_if_peer_failed(error)
+        row["error"] = f"{type(error).__name__}: {str(error).strip()[:2000]}"
+        sweep.write(row)
+        return False
+    return True
+
+
+def _raise_if_peer_failed(error: Exception) -> None:
+    """Raises ConnectionError where an error is no fault of the case: a peer or a link failed.
+
+    A rerun would measure such a row, so it must not be in the file as one that cannot run.
+    """
+    launch = distributed.current()
+    if launch is not None and launch.num_processes > 1 and distributed.speaks_of_others(error):
+        raise ConnectionError(
+            f"lost the other processes: {str(error).strip()[:500]}. The rows before this one are on disk, and a rerun "
+            "goes on with it"
+        ) from error
+
+
+def _finish(args: argparse.Namespace, all_cases: Sequence[Case], sweep: Sweep) -> None:
+    """Prints and draws the newest row of every case, in the order of the cases."""
+    newest = {cases.row_key(row): row for row in sweep.writer.rows}
+    rows = [newest[cases.row_key(row)] for row in sweep.new_rows(all_cases)]
+    report.print_results(rows)
+    files = {"results": str(sweep.writer.path)}
+    if not args.no_plots:
+        files |= plots.draw(rows, args.out)
+    print(json.dumps({"rows": rows, "files": files}))
+
+
+def _title(case: Case) -> str:
+    return f"{case.label}, {case.step.num_keys:,} keys"
+
+
+def _flat(lists: Sequence[list] | None) -> list:
+    return [item for one in lists or () for item in one]
+
+
+def _say(text: str) -> None:
+    """Prints, in the first process."""
+    if is_first_process():
+        print(text)

@@ -1,0 +1,81 @@
+"""Tables of `tree-attn doctor`."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tree_attn.commands.terminal import size
+
+
+def print_distributed(report: dict[str, Any]) -> None:
+    """Prints the result of `examine_distributed`: processes by node, links, and the machine if it was measured."""
+    launch, console = report["launch"], Console()
+    started = "" if launch["source"] == "single" else f", started by {launch['job'] or launch['source']}"
+    console.print(f"{report['hardware']}, processes: {launch['num_processes']}{started}", soft_wrap=True)
+    hosts = launch["hosts"]
+    for host in dict.fromkeys(hosts):
+        ranks = [str(rank) for rank, name in enumerate(hosts) if name == host]
+        console.print(f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", highlight=False, soft_wrap=True)
+    if launch["num_processes"] > 1:
+        console.print(
+            "Variables, roll call, JAX's connection and a first sum over all devices: in order.", soft_wrap=True
+        )
+    if not report["levels"]:
+        console.print("one device: no links")
+        return
+    table = Table(title="links (4 kB per device; transfers to a neighbour, all at once)")
+    for column in ("level", "devices", "sum, us", "gather, us", "to a neighbour, GB/s"):
+        table.add_column(column, justify="left" if column == "level" else "right")
+    for level in report["levels"]:
+        where = "inside a node" if level["axis"] == "device" else "across nodes"
+        times = (f"{level[name]:.1f}" for name in ("sum_us", "gather_us"))
+        table.add_row(where, str(level["size"]), *times, f"{level['neighbour_gb_per_s']:.3g}")
+    console.print(table)
+    if "machine" in report:
+        _print_machine(report["machine"], console)
+
+
+def _print_machine(measured: dict[str, Any], console: Console) -> None:
+    table = Table(title="the cost model's parameters (several lines: the cheapest holds)")
+    for column in ("level", "exchange", "launch, us", "per message, us", "GB/s"):
+        table.add_column(column, justify="left" if column in ("level", "exchange") else "right")
+    for name, where in (("node", "inside a node"), ("network", "across nodes")):
+        if measured[name]["source"].startswith("measured"):
+            for kind, cost in measured[name]["costs"].items():
+                launches = ", ".join(f"{line['alpha_us']:.1f}" for line in cost["lines"])
+                rates = ", ".join(f"{line['bytes_per_s'] / 1e9:.3g}" for line in cost["lines"])
+                table.add_row(where, kind, launches, f"{cost['round_us']:.1f}", rates)
+    console.print(table)
+    console.print(
+        f"keys and values are read at {measured['read_bytes_per_s'] / 1e12:.3g} TB/s; beside that a step takes "
+        f"{measured['local_us']:.1f} us, and {measured['collective_us']:.1f} us more where NCCL takes part",
+        soft_wrap=True,
+    )
+
+
+def print_all(report: dict[str, Any]) -> None:
+    """Prints the result of `examine`."""
+    console = Console()
+    console.print(f"{report['hardware']}, tree-attn at commit {report['git_commit'] or 'unknown (not a git checkout)'}")
+    table = Table(title="devices")
+    for column in ("id", "platform", "kind", "process", "memory"):
+        table.add_column(column)
+    for device in report["devices"]:
+        memory = size(device["memory_bytes"])
+        table.add_row(str(device["id"]), device["platform"], device["kind"], str(device["process"]), memory)
+    console.print(table)
+    rate = report["links"]["neighbour_gb_per_s"]
+    console.print("one device: no links" if rate is None else f"to a neighbour: {rate:.1f} GB/s per device")
+    if report["links"]["nvidia_smi_topo"]:
+        console.print(report["links"]["nvidia_smi_topo"], markup=False, highlight=False)
+    for title in ("implementations", "reductions"):
+        table = Table(title=title)
+        for column in ("name", "can run here", "why not"):
+            table.add_column(column)
+        for name, reason in report[title].items():
+            table.add_row(name, "yes" if reason is None else "no", escape(reason or ""))  # "[flash]" is no markup
+        console.print(table)
+    installed = {name: version for name, version in report["versions"].items() if version is not None}
+    console.print("versions: " + ", ".join(f"{name} {version}" for name, version in installed.items()))

@@ -1,0 +1,16 @@
+"""matplotlib, which only plots need: whether it is installed, and figures without a display."""
+
+import importlib.util
+
+
+def require_matplotlib() -> None:
+    """Raises ImportError, with the command that installs it, if matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("plots need matplotlib: pip install 'tree-attn[plot]' (or pass --no-plots)")
+
+
+def new_figure(width: float, height: float):
+    """Returns an empty `matplotlib.figure.Figure` of this size in inches, whose parts do not overlap."""
+    from matplotlib.figure import Figure  # not pyplot: no display, no global state
+
+    return Figure(figsize=(width, height), layout="constrained")

@@ -1,0 +1,50 @@
+"""`tree-attn generate`: a Llama writes, its KV cache sharded over devices."""
+
+import argparse
+import pathlib
+
+from tree_attn.commands import prompting
+from tree_attn.commands.options import check_at_least
+
+HELP = """\
+Generate text with a Llama whose KV cache is sharded over devices along the sequence.
+
+examples:
+  tree-attn generate --model smollm2 --prompt "Name three rivers in Europe."
+  tree-attn generate --model path/to/Llama-3.2-1B-Instruct --prompt "Hello" --temperature 0.7 --top-p 0.9 --seed 1
+  tree-attn generate --model model.gguf --raw --prompt "Once upon a time" --attention ring --devices 4
+  tree-attn generate --model smollm2 --prompt "Hi" --attention tree --reduction allreduce --json | tail -1
+  tree-attn generate --prompt "Hi" --prompt "What is JAX?" --prompt "Name a river." --max-batch 2
+  tree-attn generate --prompt "Hi" --attention sparq --num-components 32 --num-keys 128
+
+Prompts are read by ring attention, and every new token attends by the attention that --attention names. All are exact
+but sparq: of every key it reads the --num-components components that matter most to the query, then --num-keys whole.
+
+Under srun or torchrun, the processes generate together, over all of their devices; process 0 prints.
+
+With --out DIR, new tokens are saved every few tokens in DIR/tokens.jsonl. The same command run again goes on after the
+last one saved, with the tokens that would have come; once complete, it prints them and makes none.
+
+Several prompts are decoded together, and printed when all are done. With --max-batch N at most N are held at a time:
+one that has stopped makes room for the next, while the others go on. The tokens are the same.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tree-attn generate`."""
+    prompting.add_arguments(parser, temperature=0.0, top_p=None, several_prompts=True)
+    parser.add_argument("--max-batch", type=int, metavar="N", help="prompts held and decoded at a time; default: all")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="save tokens there, and go on from those saved")
+    parser.add_argument("--save-every", type=int, default=16, metavar="N", help="tokens saved at a time; default 16")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON: ids, text and times")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
+    check_at_least(args, save_every=1, max_batch=1)
+    if args.out is not None and len(args.prompt) > 1:
+        raise ValueError(f"--out saves the tokens of one --prompt, got {len(args.prompt)}")
+    from tree_attn.commands.generate.writing import write  # loads JAX, which --help does without
+
+    write(args)
+    return 0

@@ -1,0 +1,48 @@
+"""`tree-attn plan`: the predicted cost of each strategy on a cluster, and which one to choose."""
+
+import argparse
+import json
+import pathlib
+
+HELP = """\
+Predicts one step of decoding on a cluster, by every reduction of Tree Attention and by Ring Attention: time, bytes sent
+and memory of each device, and which to choose, with the reason. Touches no device.
+
+The numbers come from the cost model (tree_attn/cost) and a machine's parameters: the package's own, or a file that
+`tree-attn doctor --distributed --machine-out FILE` wrote on a machine of yours. Links without a measurement are
+assumed, and every output says so.
+
+examples:
+  tree-attn plan --nodes 16 --gpus-per-node 8 --keys 5120000
+  tree-attn plan --gpus-per-node 4 --keys 131072 --heads 32 --kv-heads 8
+  tree-attn plan --nodes 2 --keys 1000000 --machine machine.json --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tree-attn plan`."""
+    parser.add_argument("--nodes", type=int, default=1, help="nodes (default 1)")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs of each (default: the machine's)")
+    parser.add_argument("--keys", type=int, required=True, help="keys per sequence, over all GPUs")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    parser.add_argument("--heads", type=int, default=16, help="query heads (default 16)")
+    parser.add_argument("--kv-heads", type=int, help="key heads (default: as many as query heads)")
+    parser.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
+    parser.add_argument("--dtype", default="bfloat16", help="of queries, keys and values (default bfloat16)")
+    parser.add_argument(
+        "--device-kind", default="NVIDIA H200", help="GPU whose parameters the package has (default NVIDIA H200)"
+    )
+    parser.add_argument("--machine", type=pathlib.Path, metavar="FILE", help="a file of parameters, instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predicts and prints; returns 0."""
+    from tree_attn.commands.plan import prediction, report  # these load JAX, which --help does without
+
+    document = prediction.predict_all(args)
+    if args.json:
+        print(json.dumps(document))
+    else:
+        report.print_document(document)
+    return 0

@@ -1,0 +1,118 @@
+"""The predictions of `tree-attn plan` for every strategy on a cluster, and the choice among them."""
+
+import argparse
+import dataclasses
+import pathlib
+from typing import Any
+
+from tree_attn.commands.options import check_at_least
+from tree_attn.commands.terminal import size, time
+from tree_attn.cost import machine as machines
+from tree_attn.cost import predict
+from tree_attn.cost.machine import EXCHANGES, Machine
+from tree_attn.cost.step import STATE_BYTES, DecodeStep
+from tree_attn.measure.rows import strategy_label
+
+
+def predict_all(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns everything that `tree-attn plan` shows, ready for JSON.
+
+    Returns:
+      `machine` and `links` (the sources of their parameters), `step`, `axis_sizes`, `strategies` (the fastest first:
+      the fields of `tree_attn.cost.predict.Prediction`, `latency_us` and `fits`), `left_out` (label -> why it cannot
+      run there), `choice` (a label, or None where nothing fits) and `reason`.
+
+    Raises:
+      ValueError: an option out of range, named.
+    """
+    check_at_least(args, nodes=1, gpus_per_node=1)
+    machine = machine_of(args.machine, args.device_kind)
+    machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node or machine.gpus_per_node)
+    step = DecodeStep(
+        batch=args.batch,
+        num_keys=args.keys,
+        num_heads=args.heads,
+        num_kv_heads=args.heads if args.kv_heads is None else args.kv_heads,
+        head_dim=args.head_dim,
+        dtype=args.dtype,
+        n_devices=args.nodes * machine.gpus_per_node,
+    )
+    axis_sizes = (machine.gpus_per_node, args.nodes) if args.nodes > 1 else (machine.gpus_per_node,)
+    strategies, left_out = strategies_of(step, axis_sizes, machine)
+    choice, reason = _choose(strategies, step, machine)
+    links = {"inside a node": machine.node.source} | (
+        {"across nodes": machine.network.source} if args.nodes > 1 else {}
+    )
+    return {
+        "machine": machine.device_kind,
+        "links": dict(list(links.items())[: len(axis_sizes)]),
+        "step": dataclasses.asdict(step),
+        "axis_sizes": axis_sizes,
+        "memory_bytes_per_device": machine.memory_bytes,
+        "strategies": strategies,
+        "left_out": left_out,
+        "choice": choice,
+        "reason": reason,
+    }
+
+
+def machine_of(path: pathlib.Path | None, device_kind: str) -> Machine:
+    """Returns the machine in a file, or the package's own of this device kind.
+
+    Raises:
+      ValueError: no file is given and the package has none of this kind; or the file is no machine.
+    """
+    found = machines.load(device_kind) if path is None else machines.read(path)
+    if found is None:
+        raise ValueError(
+            f"--machine must be given for {device_kind!r}, which is none of {machines.device_kinds()}; "
+            "`tree-attn doctor --distributed --machine-out FILE` measures one"
+        )
+    return found
+
+
+def strategies_of(
+    step: DecodeStep, axis_sizes: tuple[int, ...], machine: Machine
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Returns every strategy that can run, the fastest first; and for each that cannot, why."""
+    found, left_out = [], {}
+    trees = [("tree", reduction) for reduction in predict.candidates(len(axis_sizes))]
+    for strategy, reduction in [*trees, ("ring_overlapped", None), ("ring_public", None)]:
+        names = {"label": strategy_label(strategy, reduction), "strategy": strategy, "reduction": reduction}
+        try:
+            _check_size(step, reduction)
+            predicted = predict.predict_step(step, strategy, reduction, machine=machine, axis_sizes=axis_sizes)
+        except NotImplementedError as error:
+            left_out[names["label"]] = str(error)
+            continue
+        times = {"latency_us": predicted.latency_us, **dataclasses.asdict(predicted)}
+        found.append(names | times | {"fits": predicted.memory_bytes <= machine.memory_bytes})
+    return sorted(found, key=lambda one: one["latency_us"]), left_out
+
+
+def _check_size(step: DecodeStep, reduction: str | tuple[str, ...] | None) -> None:
+    elements = step.packed_state_bytes // STATE_BYTES
+    for name in reduction if isinstance(reduction, tuple) else (reduction,):
+        limit = EXCHANGES[name].max_elements if name in EXCHANGES else None
+        if limit is not None and elements > limit:
+            raise NotImplementedError(f"{name} exchanges up to {limit:,} elements, and this state has {elements:,}")
+
+
+def _choose(strategies: list[dict[str, Any]], step: DecodeStep, machine: Machine) -> tuple[str | None, str]:
+    """Returns the label of the fastest that fits, and a sentence with the reason."""
+    fitting = [one for one in strategies if one["fits"]]
+    if not fitting:
+        needed, capacity = size(step.key_value_bytes_per_device), size(machine.memory_bytes)
+        return None, f"Nothing fits: keys and values alone take {needed} of each GPU, which has {capacity}."
+    best, *others = fitting
+    if step.n_devices == 1:
+        return best["label"], f"One GPU holds all keys and exchanges nothing: {time(best['latency_us'])}."
+    exchanged = best["latency_us"] - best["local_us"]
+    reason = f"{best['label']} is predicted to be the fastest that fits: {time(best['latency_us'])}"
+    reason += f", {time(best['local_us'])} of it attention on each GPU and {time(exchanged)} the exchange between them"
+    ring = next((one for one in strategies if one["strategy"] != "tree"), None)
+    if others:
+        reason += f"; next is {others[0]['label']} with {time(others[0]['latency_us'])}"
+    if ring is not None and ring is not best:
+        reason += f", and the faster ring takes {ring['latency_us'] / best['latency_us']:.1f} times as long"
+    return best["label"], reason + "."

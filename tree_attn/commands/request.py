@@ -1,0 +1,102 @@
+"""A request to a Llama, checked before its model is read: prompts, sampling, attention and devices."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tree_attn.arguments import NARROW_DTYPES, one_of
+from tree_attn.commands import processes, session
+from tree_attn.models.llama import Generator, Sampling, by_name
+from tree_attn.models.llama.attention import check_cache_dtype, check_choice, check_prefill_chunk
+from tree_attn.models.llama.checkpoint.open import Checkpoint
+from tree_attn.models.llama.generation.generator import check_request
+from tree_attn.sparq import SparqOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request, whose model is opened and not read yet.
+
+    Attributes:
+      place: the devices.
+      sampling: the choice of tokens.
+      checkpoint: the opened model.
+      prompts: token ids of each prompt, with the chat template's.
+      facts: attention, the reduction that will run, the number of devices and SparQ's options, for `--json`.
+      sparq: SparQ's options; None for another attention.
+    """
+
+    place: session.Place
+    sampling: Sampling
+    checkpoint: Checkpoint
+    prompts: list[list[int]]
+    facts: dict[str, Any]
+    sparq: SparqOptions | None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the one prompt."""
+        (prompt,) = self.prompts
+        return prompt
+
+
+def open_request(args: argparse.Namespace) -> Request:
+    """Joins the other processes, if any, and opens the model.
+
+    Raises:
+      ValueError: an option is wrong; before a model is fetched.
+    """
+    if args.cache_dtype is not None:
+        one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
+    sparq = sparq_options(args, [args.attention])
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    processes.join(args, args.devices)
+    devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
+    place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    reduction = check_choice(args.attention, args.reduction, tuple(place.axis_sizes), len(devices), sparq)
+    check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
+    check_cache_dtype(args.attention, args.cache_dtype)
+    checkpoint = session.open_with_progress(args.model)
+    if sparq is not None:
+        sparq.check_head_dim(checkpoint.config.head_dim)
+    texts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
+    prompts = [_encode(checkpoint.tokenizer, args, text) for text in texts]
+    check_request(checkpoint.config, prompts, args.max_new_tokens)
+    facts = {"attention": args.attention, "reduction": reduction, "n_devices": len(devices)}
+    facts |= {} if sparq is None else {"sparq": dataclasses.asdict(sparq)}
+    return Request(place=place, sampling=sampling, checkpoint=checkpoint, prompts=prompts, facts=facts, sparq=sparq)
+
+
+def load_generator(args: argparse.Namespace, request: Request) -> Generator:
+    """Reads the model onto its devices; returns a generator with the attention of the request."""
+    sharding = request.place.sharding(request.checkpoint.config)
+    attention = by_name(args.attention, sharding, reduction=args.reduction, sparq=request.sparq)
+    model = session.load_with_progress(request.checkpoint, sharding, request.place.dtype)
+    options = dict(cache_dtype=args.cache_dtype, prefill_chunk=args.prefill_chunk)
+    return Generator(model, attention, request.sampling, **options)
+
+
+def sparq_options(args: argparse.Namespace, attentions: Sequence[str]) -> SparqOptions | None:
+    """Returns SparQ's options; None where `sparq` is not among the attentions.
+
+    Raises:
+      ValueError: options of SparQ without it, or one of the two that it needs is missing.
+    """
+    names = [field.name for field in dataclasses.fields(SparqOptions)]
+    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options = ", ".join("--" + name.replace("_", "-") for name in values)
+    if "sparq" not in attentions:
+        if values:
+            raise ValueError(f"{options}: of --attention sparq only, and it is {args.attention}")
+        return None
+    if not {"num_components", "num_keys"} <= values.keys():
+        raise ValueError(f"--attention sparq needs --num-components and --num-keys, got {options or 'neither'}")
+    return SparqOptions(**{"local_window": values["num_keys"] // 4} | values)
+
+
+def _encode(tokenizer, args: argparse.Namespace, text: str) -> list[int]:
+    is_chat = args.chat or (not args.raw and tokenizer.chat_template is not None)
+    if not is_chat:
+        return tokenizer.encode(text)
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
