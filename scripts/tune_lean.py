@@ -60,9 +60,9 @@ def _sweep(call):
     import jax
     import jax.numpy as jnp
 
-    from tree_attn.kernels import tuning
+    from tree_attn.kernels import lean_call, tuning
     from tree_attn.kernels.lean_layout import LeanConfig as Config
-    from tree_attn.kernels.lean_layout import smem_bytes
+    from tree_attn.kernels.lean_layout import max_smem_bytes
     from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
     from tree_attn.local import mosaic_gpu
     from tree_attn.measure.device_time import device_time
@@ -74,16 +74,16 @@ def _sweep(call):
     key, value = draw(1), draw(2)
     ends = jnp.arange(1, batch + 1, dtype=jnp.int32)[:, None] * (keys // batch)
     spans = (jnp.zeros_like(ends), ends) if is_ragged else None
-    lean = functools.partial(mosaic_gpu.lean_state, num_slots=keys, scale=head_dim**-0.5, soft_cap=None)
-    lean_shape = mosaic_gpu.lean_shape(query, key, num_slots=keys, scale=head_dim**-0.5, soft_cap=None)
+    lean = functools.partial(mosaic_gpu.lean_state, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
+    lean_shape = lean_call.lean_shape(query, key, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
     sms = tuning.num_sms()
     for ctas_per_sm, block_kv, stages in CANDIDATES:
         num_ctas = tuning.even_ctas(lean_shape, ctas_per_sm * sms, is_static=not is_ragged)
         config = Config(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
-        if ctas_per_sm * (smem_bytes(lean_shape, config) + RESERVED_SMEM_BYTES) > SMEM_BYTES_PER_SM:
+        if ctas_per_sm * (max_smem_bytes(lean_shape, config) + RESERVED_SMEM_BYTES) > SMEM_BYTES_PER_SM:
             continue
         row = {
-            "kind": tuning.call_kind(lean_shape, sms, is_static=not is_ragged),
+            "kind": tuning.table_key(lean_shape, sms, is_static=not is_ragged),
             "call": call,
             "config": {"block_kv": block_kv, "num_stages": stages, "ctas_per_sm": ctas_per_sm},
             "num_ctas": num_ctas,

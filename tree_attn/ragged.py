@@ -78,7 +78,7 @@ def lean_decode(
     else:
         state = mosaic_gpu.lean_state(
             query, key[None], value[None], spans, num_slots=key.shape[0], is_packed=True, scale=scale,
-            soft_cap=soft_cap, scales=scales,
+            logits_soft_cap=soft_cap, scales=scales,
         )  # fmt: skip
     state = add_sinks(state, attention.sinks)
     return (state.out, state.lse) if return_lse else state.out
@@ -131,7 +131,7 @@ def paged_decode(
     else:
         state = mosaic_gpu.lean_state(
             query, key_pages, value_pages, view.slot_ranges(), num_slots=num_slots,
-            pages=page_table.astype(jnp.int32), scale=scale, soft_cap=soft_cap, scales=scales,
+            pages=page_table.astype(jnp.int32), scale=scale, logits_soft_cap=soft_cap, scales=scales,
         )  # fmt: skip
     state = add_sinks(state, attention.sinks)
     return (state.out, state.lse) if return_lse else state.out
@@ -168,9 +168,8 @@ def _check_arrays(query, key, value, rank: int) -> None:
 
 def _choose(query, key, value, view: Visibility, options: AttentionOptions, scales, page_size: int = 0) -> str:
     check_implementation(options.implementation, IMPLEMENTATIONS)
-    obstacles, unit = {}, mosaic_gpu.PAGE_MULTIPLE
-    if page_size % unit:
-        obstacles["mosaic_gpu"] = f"mosaic_gpu needs pages of a multiple of {unit} keys, not {page_size}"
+    reason = mosaic_gpu.unsupported_pages(page_size)
+    obstacles = {} if reason is None else {"mosaic_gpu": reason}
     return choose(
         query, key, value, implementation=options.implementation, candidates=IMPLEMENTATIONS, obstacles=obstacles,
         logits_soft_cap=options.logits_soft_cap, visible=view, scales=scales,

@@ -14,14 +14,14 @@ import tree_attn
 from tree_attn import ring_baseline
 from tree_attn.arguments import AttentionOptions, one_of
 from tree_attn.cache import KVCache
-from tree_attn.kernels import sparq_shape as sparq_layout
-from tree_attn.local import attend, attend_shard, check_implementation, mosaic_gpu
+from tree_attn.local import attend, attend_shard, check_implementation, slot_multiple
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.placement import Shard, storage_order
 from tree_attn.reduce import check_reduction
 from tree_attn.shared_prefix import PrefixLevel, hydragen_decode
 from tree_attn.sparq import SparqOptions, sparq_decode
+from tree_attn.sparq import slot_multiple as sparq_slot_multiple
 from tree_attn.state import SoftmaxState, merge_state
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
@@ -132,9 +132,8 @@ class Attention:
     def slot_multiple(self, num_tokens: int) -> int:
         """Slots of a shard come in multiples of this, for so many tokens: what kernels take, where it pads little."""
         per_shard = num_tokens // self.num_shards
-        if self.sparq is not None and per_shard >= 8 * sparq_layout.SLOT_MULTIPLE:
-            return sparq_layout.SLOT_MULTIPLE
-        return mosaic_gpu.SLOT_MULTIPLE if per_shard >= mosaic_gpu.SLOT_MULTIPLE else 1
+        multiple = slot_multiple(per_shard)
+        return multiple if self.sparq is None else max(multiple, sparq_slot_multiple(per_shard))
 
     def storage_order(self, num_tokens: int) -> StorageOrder:
         """The order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tree_attn import SoftmaxState, tree_decode
 from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama import model
-from tree_attn.reduce import fused, reduce_state
+from tree_attn.reduce import peer_memory, reduce_state
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
 NUM_TOKENS = 4096
@@ -32,7 +32,7 @@ H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 
 
 def main():
-    fused.peer_memory = lambda groups, num_bytes: 0x5D00_0000_0000
+    peer_memory.peer_memory = lambda groups, num_bytes: 0x5D00_0000_0000
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x4")
     mesh = Mesh(np.array(topology.devices), "seq")
     shape = lambda *sizes, dtype: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))

@@ -30,14 +30,14 @@ SMS = 132
 def main():
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
-    chosen, choose = [], mosaic_gpu.lean_config
+    configs, choose = [], tuning.lean_config
     mosaic_gpu.unavailable = lambda: None
-    mosaic_gpu.lean_config = lambda *args, **kwargs: chosen.append(choose(*args, **kwargs)) or chosen[-1]
+    tuning.lean_config = lambda *args, **kwargs: configs.append(choose(*args, **kwargs)) or configs[-1]
     tuning.device_kind = lambda: "NVIDIA H200"
     is_grouped = sys.argv[1:] == ["grouped"]
     for call in () if is_grouped else variants():
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
-        print(json.dumps({"call": str(call), "ctas_per_sm": -(-chosen[-1].num_ctas // SMS)}), flush=True)
+        print(json.dumps({"call": str(call), "ctas_per_sm": -(-configs[-1].num_ctas // SMS)}), flush=True)
     for call in sparq_cases.COMPILED_GROUPED if is_grouped else sparq_cases.COMPILED:
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
         print(json.dumps({"call": f"sparq {call}", "ctas_per_sm": 0}), flush=True)

@@ -12,9 +12,9 @@ from tree_attn.arguments import AttentionOptions
 from tree_attn.local import attend_shard, shard_attention
 
 PAGE = 64
-WHOLE = 128  # slots of which no row is cut in two, for a run has two tiles at least
+WHOLE = 128  # slots with which no output tile is cut in two, for a run has two KV tiles at least
 GROUPS = ((1, 4), (2, 1), (2, 3), (2, 8), (2, 16))  # KV heads and query heads of each
-MANY = {"queries": 40, "group": 4}  # which are rows of the tensor core, and in the fewer cases columns
+MANY = {"queries": 40, "group": 4}  # rows of the tensor core, and in the fewer cases columns
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GARBAGE = 300.0  # where no sequence has a key; it would spoil any result it got into
 HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.array([5.1, 0.2], np.float32)}
@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Onto(Call):
+class MergedWith(Call):
     """A call for the first 192 keys, the result merged with the state over the others."""
 
     first: int = 192
@@ -121,39 +121,52 @@ class Exchanged(Call):
 
 
 def variants() -> list[Call]:
-    """What differs in the compiled kernel: head dims, dtypes, masks, layouts and numbers of query columns."""
+    """Returns calls that differ in the compiled kernel: head dims, dtypes, masks, layouts, query columns."""
     lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
     float8, scaled = {"stored_dtype": "float8_e4m3fn"}, {"options": HEAD_SCALES}
     wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
     long = {"slots": 704, "first": 640, "lengths": (700, 70)}
     return [
-        *(Call(head_dim=head_dim, **kind) for head_dim in HEAD_DIMS for kind in ({}, lengths | causal, lengths | wide)),
-        *(Call(head_dim=head_dim, **float8, **kind) for head_dim in HEAD_DIMS for kind in (scaled, lengths | wide)),
+        *(
+            Call(head_dim=head_dim, **options)
+            for head_dim in HEAD_DIMS
+            for options in ({}, lengths | causal, lengths | wide)
+        ),
+        *(
+            Call(head_dim=head_dim, **float8, **options)
+            for head_dim in HEAD_DIMS
+            for options in (scaled, lengths | wide)
+        ),
         Call(head_dim=80, dtype="float16"),
         Call(head_dim=128, dtype="float16", **float8, **lengths),
         *(Call(queries=8, group=group, head_dim=128, **lengths) for group in (1, 2, 4, 8)),
         *(
-            Call(layout=layout, head_dim=128, **lengths, **kind)
+            Call(layout=layout, head_dim=128, **lengths, **options)
             for layout in ("packed", "paged")
-            for kind in ({"group": 16}, causal, float8 | scaled)
+            for options in ({"group": 16}, causal, float8 | scaled)
         ),
         # 80 and 96 are both padded to 128.
         *(
-            Call(head_dim=head_dim, slots=WHOLE, **kind)
+            Call(head_dim=head_dim, slots=WHOLE, **options)
             for head_dim in (64, 80, 128, 256)
-            for kind in ({}, float8 | wide)
+            for options in ({}, float8 | wide)
         ),
         *(
-            Call(**MANY, head_dim=head_dim, **kind)
-            for head_dim, kind in ((64, {}), (128, {}), (128, lengths), (256, lengths))
+            Call(**MANY, head_dim=head_dim, **options)
+            for head_dim, options in ((64, {}), (128, {}), (128, lengths), (256, lengths))
         ),
-        # Of more than two tiles, so that there is a merge, which takes the other state along.
-        *(Onto(queries=40, kv_heads=heads, group=group, head_dim=128, **long) for heads, group in GROUPS),
-        *(Onto(queries=40, head_dim=head_dim, **long) for head_dim in (64, 256)),
-        *(Onto(queries=queries, head_dim=head_dim, **long) for queries, head_dim in ((16, 80), (32, 128), (30, 256))),
+        # More than two KV tiles, so that there is a merge, which takes the other state along.
+        *(MergedWith(queries=40, kv_heads=heads, group=group, head_dim=128, **long) for heads, group in GROUPS),
+        *(MergedWith(queries=40, head_dim=head_dim, **long) for head_dim in (64, 256)),
+        *(
+            MergedWith(queries=queries, head_dim=head_dim, **long)
+            for queries, head_dim in ((16, 80), (32, 128), (30, 256))
+        ),
         Call(queries=16, head_dim=128, **lengths),
-        *(Call(lengths=(40, 7), slots=40, head_dim=128, **kind) for kind in ({}, causal, float8)),
-        *(Call(lengths=(100, 7), slots=104, head_dim=128, **kind) for kind in ({}, float8)),  # two tiles, left whole
+        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
+        *(
+            Call(lengths=(100, 7), slots=104, head_dim=128, **options) for options in ({}, float8)
+        ),  # two KV tiles, left whole
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
@@ -162,14 +175,14 @@ def variants() -> list[Call]:
 
 
 def _packed(stored, lengths):
-    """`[total, K, H]`, ending in garbage up to a multiple of 8."""
+    """Returns `[total, K, H]`, ending in garbage up to a multiple of 8."""
     packed = np.concatenate([x[:length] for x, length in zip(stored, lengths)])
     padding = np.full((8 + -len(packed) % 8, *packed.shape[1:]), GARBAGE, stored.dtype)
     return jnp.asarray(np.concatenate([packed, padding]))
 
 
 def _paged(stored):
-    """Pages in some order with one of garbage among them, and the table that names them."""
+    """Returns pages in some order with one of garbage among them, and the table that names them."""
     batch, slots, *rest = stored.shape
     count = batch * slots // PAGE
     order = np.random.default_rng(1).permutation(count + 1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import functools
 
 import jax
 import numpy as np
@@ -11,7 +10,8 @@ from assertions import assert_attention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 
-from tree_attn.kernels import tall as tall_kernel
+from tree_attn.kernels import tuning
+from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.kernels.lean_layout import LeanConfig
 from tree_attn.local import mosaic_gpu
 
@@ -23,7 +23,7 @@ SECONDS = 120  # for a test that takes four
 
 @pytest.fixture
 def time_limit():
-    """A barrier that nobody answers hangs for good, in threads that no exception reaches: then the process ends."""
+    """Ends the process if a barrier hangs for good, in threads that no exception reaches."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -31,38 +31,37 @@ def time_limit():
 
 @pytest.fixture
 def small_layout(time_limit, monkeypatch):
-    """Five CTAs, which no number of tiles here is a multiple of, so that runs begin and end within rows."""
+    """Sets five CTAs: they divide no number of KV tiles here, so runs begin and end within output tiles."""
     set_layout(monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    # The interpreter has no products whose left operand is in registers.
-    through_smem = functools.partial(tall_kernel.tall_attention, weights_in_smem=True)
-    monkeypatch.setattr(mosaic_gpu, "tall_attention", through_smem)
 
 
 def set_layout(monkeypatch, **layout):
     config = LeanConfig(**{"num_ctas": 5, "block_kv": 64, "num_stages": 2} | layout)
-    monkeypatch.setattr(mosaic_gpu, "lean_config", lambda shape, is_static: config)
+    monkeypatch.setattr(tuning, "lean_config", lambda shape, is_static: config)
 
 
 @contextlib.contextmanager
 def interpreter():
-    """Yields the list of what was found in each kernel interpreted; JAX itself keeps the last kernel's races only."""
+    """Yields the list of each interpreted kernel's races; JAX itself keeps the last kernel's only."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 
-    kept = gpu_callbacks.GPURaceDetectionState
+    detection = gpu_callbacks.GPURaceDetectionState
     found = []
-    gpu_callbacks.GPURaceDetectionState = lambda *args, **kwargs: found.append(kept(*args, **kwargs)) or found[-1]
+    gpu_callbacks.GPURaceDetectionState = lambda *args, **kwargs: found.append(detection(*args, **kwargs)) or found[-1]
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with interpreted_kernels(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             yield found
     finally:
-        gpu_callbacks.GPURaceDetectionState = kept
+        gpu_callbacks.GPURaceDetectionState = detection
         interpret_pallas_call.reset_gpu_interpret_mode_state()  # a kernel that raised would spoil the next
 
 
 def has_race(call: Call, *, kernel: int = 0, or_is_unawaited: bool = False) -> bool:
-    """Whether the first kernel races, or the one named, or arrives twice where nobody has waited. JAX 0.12 raises a
-    race; what else it raises is none."""
+    """Returns whether kernel number `kernel` races.
+
+    With `or_is_unawaited`, an arrival that no thread waited for counts too. JAX 0.12 raises a race, and other errors.
+    """
     error = ""
     with interpreter() as found:
         try:
@@ -75,7 +74,7 @@ def has_race(call: Call, *, kernel: int = 0, or_is_unawaited: bool = False) -> b
 
 
 def interpreted(call: Call, num_kernels: int = 2):
-    """The result of `call`, in which no race may be found."""
+    """Returns the result of `call`, in which no race may be found."""
     with interpreter() as found:
         state = jax.block_until_ready(jax.jit(call.run)(*call.inputs()))
     assert [races.races_found for races in found] == [False] * num_kernels

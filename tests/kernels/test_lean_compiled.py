@@ -11,8 +11,8 @@ import pytest
 import sparq_cases
 from lean_cases import variants
 
+from tree_attn.kernels.lean_layout import is_many_query
 from tree_attn.kernels.sparq_attend import CTAS_PER_SM
-from tree_attn.local import mosaic_gpu
 
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
@@ -77,7 +77,7 @@ def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
 @pytest.mark.parametrize("call", variants(), ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
     ctas_per_sm, kernels = compiled[str(call)]
-    name = "tall_attention" if mosaic_gpu._is_tall(call.queries, call.group) else "lean_attention"
+    name = "tall_attention" if is_many_query(call.queries, call.group) else "lean_attention"
     assert_fits(name, kernels[name], ctas_per_sm)
 
 

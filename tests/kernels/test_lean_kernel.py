@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_same_bits
-from lean_cases import HEAD_SCALES, Call, Exchanged, Onto
+from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith
 from lean_interpreter import (  # noqa: F401
     check,
     interpreted,
@@ -52,7 +52,7 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
     *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
-    # Queries of several heads are read as they lie: a row of tiles has 128, 32 or 16 of each head of a group.
+    # Queries of several heads are read in place: an output tile has 128, 32 or 16 of each head of a group.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
     Call(queries=40, slots=192, group=4, head_dim=128, lengths=(100,)),
     Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
@@ -62,18 +62,20 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=20, slots=192, kv_heads=3, lengths=(100, 0)),
     Call(queries=30, slots=192, head_dim=80),
 ]
-WHOLE = [  # rows that five CTAs share evenly
+WHOLE = [  # output tiles that five CTAs share evenly
     Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
-    Call(batch=5, slots=72, kv_heads=3, queries=8, group=4, head_dim=128, dtype="float16"),  # three rows per CTA
+    Call(
+        batch=5, slots=72, kv_heads=3, queries=8, group=4, head_dim=128, dtype="float16"
+    ),  # three output tiles per CTA
     Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
     Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
     Call(batch=5, slots=128, kv_heads=1, queries=30, group=2),
-    # One tile holds a sequence whatever its length.
+    # One KV tile holds a sequence whatever its length.
     Call(lengths=(40, 0, 9, 33, 1), slots=40, head_dim=128, group=2, logit_size=1e4),
     Call(lengths=(64, 3), slots=64, queries=3, options=CAUSAL | {"local_window_size": (20, 0)} | FLOAT8["options"]),
     Call(layout="paged", lengths=(64, 0, 31), slots=64, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(56, 0), slots=56, queries=40, kv_heads=1),
-    # Lengths are known to the device alone, but rows are short, or many for their length.
+    # Only the device knows the lengths, but output tiles are short, or many for their length.
     Call(lengths=(128, 0, 70, 64, 100), slots=128, group=2, head_dim=80),
     Call(lengths=(65, 3, 128), slots=128, queries=3, options=CAUSAL | FLOAT8["options"]),
     Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
@@ -89,8 +91,8 @@ def test_it_is_exact_and_has_no_race(call):
     check(call)
 
 
-def test_of_a_short_row_little_more_is_read_than_is_seen():
-    """What it shares 16 slots with is, as it may be in memory that nobody has written."""
+def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot():
+    """The rest may be memory that was never written; up to 16 slots of the last visible one are read."""
     call = Call(lengths=(3, 20, 0, 64), slots=72, head_dim=128)
     query, key, value, lengths = call.inputs()
     is_far = (np.arange(72)[None, :] >= -(-np.maximum(call.lengths, 1)[:, None] // 16) * 16)[..., None, None]
@@ -101,26 +103,28 @@ def test_of_a_short_row_little_more_is_read_than_is_seen():
 
 
 @pytest.mark.parametrize("call", WHOLE, ids=str)
-def test_rows_that_no_run_cuts_need_no_merge(call):
+def test_output_tiles_that_no_run_cuts_need_no_merge(call):
     check(call, num_kernels=1)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        Onto(queries=40, group=4, kv_heads=1),
-        Onto(queries=9, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128),  # of two the other state is empty
-        Onto(queries=70, group=2, lengths=(250, 100)),  # two KV heads
-        Onto(queries=130, group=4, lengths=(250, 0), logit_size=1e4),
-        Onto(queries=30, group=3, head_dim=128),  # three heads do not share rows
-        Onto(queries=12, lengths=(250, 100)),  # in columns
-        Onto(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
-        Onto(queries=16, group=2, dtype="float16"),
-        Onto(group=2),  # few queries, which XLA merges
+        MergedWith(queries=40, group=4, kv_heads=1),
+        MergedWith(
+            queries=9, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128
+        ),  # of two the other state is empty
+        MergedWith(queries=70, group=2, lengths=(250, 100)),  # two KV heads
+        MergedWith(queries=130, group=4, lengths=(250, 0), logit_size=1e4),
+        MergedWith(queries=30, group=3, head_dim=128),  # three heads do not share a block's rows
+        MergedWith(queries=12, lengths=(250, 100)),  # in columns
+        MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
+        MergedWith(queries=16, group=2, dtype="float16"),
+        MergedWith(group=2),  # few queries, which XLA merges
     ],
     ids=str,
 )
-def test_it_merges_onto_a_state_over_other_keys(call):
+def test_it_merges_with_a_state_over_other_keys(call):
     check(call)
 
 
@@ -131,8 +135,8 @@ def test_it_merges_onto_a_state_over_other_keys(call):
         (Exchanged(head_dim=80, lengths=RAGGED, logit_size=1e4), 2, ((8, 1, 80), 128)),
         (Exchanged(queries=5, group=3, kv_heads=1, lengths=(250, 0), options=CAUSAL), 2, ((2, 15, 64), 64)),
         (Exchanged(queries=8, group=16, kv_heads=1, slots=192, head_dim=128), 2, None),  # wide: registers would not do
-        (Exchanged(batch=5, slots=128), 1, None),  # there are no parts: whole rows
-        (Exchanged(queries=40, group=4, kv_heads=1), 2, None),  # the tall kernel's, which it merges
+        (Exchanged(batch=5, slots=128), 1, None),  # there are no partial states: whole output tiles
+        (Exchanged(queries=40, group=4, kv_heads=1), 2, None),  # the many-query kernel's, which it merges itself
     ],
     ids=str,
 )
@@ -145,8 +149,8 @@ def test_it_asks_an_exchange_to_merge_its_parts_and_leaves_it_the_state_if_not(c
 @pytest.mark.parametrize(
     "kind, layout",
     [
-        ("padded", {"num_ctas": 40}),  # more CTAs than tiles
-        ("packed", {"num_ctas": 1}),  # one CTA for all rows
+        ("padded", {"num_ctas": 40}),  # more CTAs than KV tiles
+        ("packed", {"num_ctas": 1}),  # one CTA for all output tiles
         ("padded", {"num_stages": 3}),
         ("packed", {"block_kv": 128, "num_ctas": 3}),
     ],

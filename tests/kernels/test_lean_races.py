@@ -4,7 +4,6 @@ Its race detector takes no account of what the tensor core reads. So here regist
 since a check that cannot fail shows nothing, kernels with one wait left out must be found to race.
 """
 
-import functools
 import pathlib
 import types
 
@@ -16,14 +15,13 @@ from lean_interpreter import check, has_race, needs_interpreter, set_layout, sma
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import lean_merge, lean_walk
 from tree_attn.kernels import tall as tall_kernel
-from tree_attn.local import mosaic_gpu
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watched_products")]
 
 
 @pytest.fixture
 def watched_products(monkeypatch):
-    """What the tensor core multiplies is also read by registers, and by the proxy through which it reads."""
+    """Has registers read the tensor core's operands too, by the proxy through which it reads them."""
     wgmma = plgpu.wgmma
 
     def watched(acc_ref, left, right):
@@ -37,12 +35,12 @@ def watched_products(monkeypatch):
 @pytest.mark.parametrize(
     "call, num_stages, num_kernels",
     [
-        (Call(slots=512), 2, 1),  # two rows for two CTAs: nothing to merge
+        (Call(slots=512), 2, 1),  # two output tiles for two CTAs: nothing to merge
         (Call(slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
-        (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short rows: two queries are on their way
+        (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short output tiles: two queries are on their way
     ],
     ids=str,
 )
@@ -54,7 +52,7 @@ def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_be
 
 
 def mutant(module: types.ModuleType, waits: str | None) -> types.ModuleType:
-    """A kernel's module with one of its waits left out; with None all are there, and its imports are made anew."""
+    """Returns a kernel's module without one of its waits; with None all are there, and its imports are made anew."""
     source = pathlib.Path(module.__file__).read_text()
     assert waits is None or source.count(waits) == 1, "the kernel no longer has this wait: name the one it has"
     changed = types.ModuleType("mutant")
@@ -62,44 +60,43 @@ def mutant(module: types.ModuleType, waits: str | None) -> types.ModuleType:
     return changed
 
 
-SHORT_ROWS = Call(lengths=(40, 3, 64), slots=64)
+SHORT_OUTPUT_TILES = Call(lengths=(40, 3, 64), slots=64)
 
 
-@pytest.mark.parametrize("call", [Call(), SHORT_ROWS], ids=str)
-@pytest.mark.parametrize("barrier", ["key_full.at[slot]", "value_full.at[slot]", "query_full.at[query_slot]"])
+@pytest.mark.parametrize("call", [Call(), SHORT_OUTPUT_TILES], ids=str)
+@pytest.mark.parametrize("barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[query_place]"])
 def test_a_wait_that_is_left_out_is_found(barrier, call, monkeypatch):
     set_layout(monkeypatch, num_ctas=1)
     changed = mutant(lean_kernel, f"plgpu.barrier_wait({barrier})")
-    monkeypatch.setattr(mosaic_gpu, "lean_attention", changed.lean_attention)
+    monkeypatch.setattr(lean_kernel, "lean_attention", changed.lean_attention)
     assert has_race(call)
 
 
-@pytest.mark.parametrize("barrier", ["key_free.at[slot]", "value_free.at[slot]", "query_free.at[query_slot]"])
+@pytest.mark.parametrize("barrier", ["key_free.at[stage]", "value_free.at[stage]", "query_free.at[query_place]"])
 def test_a_wait_that_is_left_out_is_found_where_tiles_are_moved(barrier, monkeypatch):
     set_layout(monkeypatch, num_ctas=2)
     leave_out_of_moving(barrier, monkeypatch)
-    assert has_race(Call(kv_heads=3))  # a run ends within a row: one query is on its way
+    assert has_race(Call(kv_heads=3))  # a run ends within an output tile: one query is on its way
 
 
 def test_a_wait_that_is_left_out_is_found_where_two_queries_are_on_their_way(monkeypatch):
-    """Keys and values of a row of one tile wait for its query as well, so of those no wait is needed by itself."""
+    """An output tile of one KV tile waits for its query anyway, so no wait for its K and V is needed by itself."""
     set_layout(monkeypatch, num_ctas=1)
-    leave_out_of_moving("query_free.at[query_slot]", monkeypatch)
-    assert has_race(SHORT_ROWS, or_is_unawaited=True)
+    leave_out_of_moving("query_free.at[query_place]", monkeypatch)
+    assert has_race(SHORT_OUTPUT_TILES, or_is_unawaited=True)
 
 
 def leave_out_of_moving(barrier: str, monkeypatch):
     monkeypatch.setattr(lean_walk, "move_tiles", mutant(lean_walk, f"plgpu.barrier_wait({barrier})").move_tiles)
     changed = mutant(lean_kernel, None)
-    monkeypatch.setattr(mosaic_gpu, "lean_attention", changed.lean_attention)
+    monkeypatch.setattr(lean_kernel, "lean_attention", changed.lean_attention)
 
 
-@pytest.mark.parametrize("barrier", ["key_full.at[slot]", "value_full.at[slot]", "query_full.at[warpgroup]"])
+@pytest.mark.parametrize("barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[warpgroup]"])
 def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, monkeypatch):
     set_layout(monkeypatch, num_ctas=1)
     changed = mutant(tall_kernel, f"plgpu.barrier_wait({barrier})")
-    attention = functools.partial(changed.tall_attention, weights_in_smem=True)
-    monkeypatch.setattr(mosaic_gpu, "tall_attention", attention)
+    monkeypatch.setattr(tall_kernel, "tall_attention", changed.tall_attention)
     assert has_race(Call(queries=40, kv_heads=1))
 
 
@@ -107,5 +104,5 @@ def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(monkeypatch):
     set_layout(monkeypatch)
     changed = mutant(lean_merge, "plgpu.barrier_wait(written)")
     monkeypatch.setattr(lean_merge, "fold_partials", changed.fold_partials)
-    monkeypatch.setattr(mosaic_gpu, "lean_attention", mutant(lean_kernel, None).lean_attention)
+    monkeypatch.setattr(lean_kernel, "lean_attention", mutant(lean_kernel, None).lean_attention)
     assert has_race(Call(kv_heads=1, slots=512), kernel=1)

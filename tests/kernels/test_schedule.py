@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tree_attn.kernels.schedule import (
-    MIN_TILES_PER_RUN,
+    MIN_KV_TILES_PER_RUN,
     lean_schedule,
     num_runs,
-    partials_of_row,
-    run_of_tile,
+    partials_of_output_tile,
+    run_of_kv_tile,
     run_start,
     run_table,
     sequence_offsets,
@@ -20,9 +20,9 @@ from tree_attn.kernels.schedule import (
 
 
 def plans():
-    """`(tiles_per_row, num_ctas)`: all small ones, and some drawn with long and short rows mixed."""
-    for rows, most in ((1, 30), (2, 8), (3, 5), (4, 3)):
-        for tiles in itertools.product(range(1, most + 1), repeat=rows):
+    """Yields `(kv_tiles, num_ctas)`: all small ones, and some drawn with long and short output tiles mixed."""
+    for count, longest in ((1, 30), (2, 8), (3, 5), (4, 3)):
+        for tiles in itertools.product(range(1, longest + 1), repeat=count):
             yield from ((tiles, ctas) for ctas in (1, 2, 3, 5, 8, 30))
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -30,8 +30,8 @@ def plans():
         yield tuple(tiles.tolist()), int(rng.integers(1, 140))
 
 
-def first_tiles(tiles_per_row):
-    return [0, *itertools.accumulate(tiles_per_row)][:-1]
+def first_tiles(kv_tiles):
+    return [0, *itertools.accumulate(kv_tiles)][:-1]
 
 
 def busy(schedule):
@@ -39,19 +39,19 @@ def busy(schedule):
 
 
 def lengths_of(schedule):
-    return [sum(segment.num_tiles for segment in run) for run in busy(schedule)]
+    return [sum(segment.num_kv_tiles for segment in run) for run in busy(schedule)]
 
 
 def test_every_tile_is_in_exactly_one_run_and_runs_are_contiguous():
     for tiles, ctas in plans():
         laid_out = [
-            (segment.row, segment.first_tile + i)
+            (segment.output_tile, segment.first_kv_tile + i)
             for run in lean_schedule(tiles, ctas)
             for segment in run
-            for i in range(segment.num_tiles)
+            for i in range(segment.num_kv_tiles)
         ]
-        # In this order, so CTA g's run is the g-th piece of the rows laid end to end.
-        assert laid_out == [(row, tile) for row, count in enumerate(tiles) for tile in range(count)]
+        # In this order, so CTA g's run is the g-th part of the output tiles laid end to end.
+        assert laid_out == [(output_tile, tile) for output_tile, count in enumerate(tiles) for tile in range(count)]
 
 
 def test_runs_differ_by_at_most_one_tile_and_are_not_too_short():
@@ -59,20 +59,20 @@ def test_runs_differ_by_at_most_one_tile_and_are_not_too_short():
         schedule = lean_schedule(tiles, ctas)
         lengths = lengths_of(schedule)
         assert len(schedule) == ctas and max(lengths) - min(lengths) <= 1
-        assert len(lengths) == 1 or min(lengths) >= MIN_TILES_PER_RUN
+        assert len(lengths) == 1 or min(lengths) >= MIN_KV_TILES_PER_RUN
         # No CTA idles that could have a run of that length.
-        assert len(lengths) == ctas or (len(lengths) + 1) * MIN_TILES_PER_RUN > sum(tiles)
+        assert len(lengths) == ctas or (len(lengths) + 1) * MIN_KV_TILES_PER_RUN > sum(tiles)
         assert all(not run for run in schedule[len(lengths) :])
 
 
-def test_each_row_has_one_host_and_one_finishing_block():
+def test_each_output_tile_has_one_host_and_one_finishing_block():
     for tiles, ctas in plans():
         segments = [segment for run in lean_schedule(tiles, ctas) for segment in run]
-        for row, count in enumerate(tiles):
-            mine = [segment for segment in segments if segment.row == row]
+        for output_tile, count in enumerate(tiles):
+            mine = [segment for segment in segments if segment.output_tile == output_tile]
             assert [segment.is_host for segment in mine] == [True] + [False] * (len(mine) - 1)
             assert [segment.is_finishing for segment in mine] == [False] * (len(mine) - 1) + [True]
-            assert mine[0].first_tile == 0 and mine[-1].first_tile + mine[-1].num_tiles == count
+            assert mine[0].first_kv_tile == 0 and mine[-1].first_kv_tile + mine[-1].num_kv_tiles == count
 
 
 def test_partials_lie_where_the_merge_looks_without_collision():
@@ -82,39 +82,39 @@ def test_partials_lie_where_the_merge_looks_without_collision():
         segments = [segment for run in schedule for segment in run]
         partials = [segment.partial for segment in segments]
         assert len(set(partials)) == len(partials) and max(partials) < ctas + len(tiles)
-        for row, (first, count) in enumerate(zip(first_tiles(tiles), tiles)):
-            begin, number = partials_of_row(row, first, count, total, runs)
-            assert [s.partial for s in segments if s.row == row] == list(range(begin, begin + number))
+        for output_tile, (first, count) in enumerate(zip(first_tiles(tiles), tiles)):
+            begin, number = partials_of_output_tile(output_tile, first, count, total, runs)
+            assert [s.partial for s in segments if s.output_tile == output_tile] == list(range(begin, begin + number))
 
 
 def test_segments_name_the_cta_whose_run_they_are_in():
     for tiles, ctas in plans():
         for cta, run in enumerate(lean_schedule(tiles, ctas)):
             assert {segment.cta for segment in run} <= {cta}
-            rows = [segment.row for segment in run]
-            assert rows == list(range(rows[0], rows[0] + len(rows))) if rows else True
+            found = [segment.output_tile for segment in run]
+            assert found == list(range(found[0], found[0] + len(found))) if found else True
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7, 16, 97])
-def test_run_of_tile_inverts_run_start(total):
+def test_run_of_kv_tile_inverts_run_start(total):
     for runs in range(1, total + 1):
         starts = [run_start(run, total, runs) for run in range(runs + 1)]
         assert starts[0] == 0 and starts[-1] == total and all(a < b for a, b in itertools.pairwise(starts))
         for run in range(runs):
-            assert {run_of_tile(tile, total, runs) for tile in range(starts[run], starts[run + 1])} == {run}
+            assert {run_of_kv_tile(tile, total, runs) for tile in range(starts[run], starts[run + 1])} == {run}
 
 
 def test_counts_may_be_int32_arrays_under_jit():
-    """As the kernels use them, on scalars that only the device knows."""
+    """Kernels use them so, on scalars that only the device knows."""
     count = jax.jit(num_runs, static_argnums=1)
-    on_device = jax.jit(lambda x, total, runs: (run_start(x, total, runs), run_of_tile(x, total, runs)))
+    on_device = jax.jit(lambda x, total, runs: (run_start(x, total, runs), run_of_kv_tile(x, total, runs)))
     for total, ctas in itertools.product((1, 5, 64, 97), (1, 4, 30)):
         runs = num_runs(total, ctas)
         traced = count(jnp.int32(total), ctas)
         assert traced.dtype == jnp.int32 and traced == runs
         for x in range(min(total, 6)):
             got = on_device(*map(jnp.int32, (x, total, runs)))
-            assert [int(n) for n in got] == [run_start(x, total, runs), run_of_tile(x, total, runs)]
+            assert [int(n) for n in got] == [run_start(x, total, runs), run_of_kv_tile(x, total, runs)]
             assert {n.dtype for n in got} == {jnp.dtype("int32")}
 
 
@@ -131,29 +131,30 @@ def test_the_devices_table_is_the_plain_schedule(tiles, heads, ctas):
     offsets, runs = tables(jnp.array(tiles, jnp.int32))
     assert offsets.dtype == runs.dtype == jnp.int32 and runs.shape == (ctas, 4)
     np.testing.assert_array_equal(offsets, first_tiles([count * heads for count in tiles]))
-    for run, (sequence, row, tile, count) in zip(plain, runs.tolist()):
-        assert count == sum(segment.num_tiles for segment in run)
+    for run, (sequence, output_tile, tile, count) in zip(plain, runs.tolist()):
+        assert count == sum(segment.num_kv_tiles for segment in run)
         if run:
-            assert (sequence * heads + row, tile) == (run[0].row, run[0].first_tile)
+            assert (sequence * heads + output_tile, tile) == (run[0].output_tile, run[0].first_kv_tile)
         else:  # a CTA without a run still reads its own line, which must name a sequence
             assert 0 <= sequence < len(tiles)
 
 
 @pytest.mark.parametrize("tiles", [[1], [4], [2, 1, 2, 2, 1], [3, 1, 40, 2], [1, 260, 1, 1, 9]], ids=str)
 @pytest.mark.parametrize("heads, ctas", [(1, 5), (3, 1), (3, 32), (7, 4)])
-def test_whole_rows_are_in_one_run_each_in_order(tiles, heads, ctas):
-    runs = run_table(jnp.array(tiles), sequence_offsets(jnp.array(tiles), heads), heads, ctas, whole_rows=True)
+def test_whole_output_tiles_are_in_one_run_each_in_order(tiles, heads, ctas):
+    runs = run_table(jnp.array(tiles), sequence_offsets(jnp.array(tiles), heads), heads, ctas, whole_output_tiles=True)
     walked, lengths = [], []
-    for sequence, row, tile, count in runs.tolist():
+    for sequence, output_tile, tile, count in runs.tolist():
         assert 0 <= sequence < len(tiles)
         lengths.append(count)
         while count:
             assert tile == 0 and count >= tiles[sequence]
-            walked.append((sequence, row))
+            walked.append((sequence, output_tile))
             count -= tiles[sequence]
-            sequence, row = (sequence, row + 1) if row + 1 < heads else (sequence + 1, 0)
-    assert walked == [(sequence, row) for sequence in range(len(tiles)) for row in range(heads)]
-    # As cut ones, but for what a row is longer than where it would be cut.
+            is_last = output_tile + 1 == heads
+            sequence, output_tile = (sequence + 1, 0) if is_last else (sequence, output_tile + 1)
+    assert walked == [(sequence, head) for sequence in range(len(tiles)) for head in range(heads)]
+    # As long as runs that cut, and longer by up to one output tile.
     total = sum(tiles) * heads
     assert max(lengths) < -(-total // num_runs(total, ctas)) + max(tiles)
 
@@ -171,26 +172,31 @@ def test_lengths_that_change_compile_nothing_anew():
     assert count == 1 and (first != second).any()
 
 
-@pytest.mark.parametrize("rows, tiles", [(1, 2), (4, 3), (12, 8)])
-def test_with_as_many_ctas_as_rows_it_is_flash_attention_2(rows, tiles):
+@pytest.mark.parametrize("count, tiles", [(1, 2), (4, 3), (12, 8)])
+def test_with_as_many_ctas_as_output_tiles_it_is_flash_attention_2(count, tiles):
     """Section 4.2: one CTA per output tile, nothing to merge."""
-    for cta, run in enumerate(lean_schedule([tiles] * rows, rows)):
+    for cta, run in enumerate(lean_schedule([tiles] * count, count)):
         (segment,) = run
-        assert (segment.row, segment.num_tiles, segment.is_host, segment.is_finishing) == (cta, tiles, True, True)
+        assert (segment.output_tile, segment.num_kv_tiles, segment.is_host, segment.is_finishing) == (
+            cta,
+            tiles,
+            True,
+            True,
+        )
 
 
-@pytest.mark.parametrize("rows, splits, tiles", [(1, 4, 8), (3, 2, 4), (5, 3, 9)])
-def test_with_an_even_multiple_of_the_rows_it_is_a_fixed_split(rows, splits, tiles):
+@pytest.mark.parametrize("count, splits, tiles", [(1, 4, 8), (3, 2, 4), (5, 3, 9)])
+def test_with_an_even_multiple_of_the_output_tiles_it_is_a_fixed_split(count, splits, tiles):
     """Section 4.2: FlashDecoding's `splits` equal parts of every output tile."""
-    for cta, run in enumerate(lean_schedule([tiles] * rows, rows * splits)):
+    for cta, run in enumerate(lean_schedule([tiles] * count, count * splits)):
         (segment,) = run
-        assert (segment.row, segment.num_tiles) == (cta // splits, tiles // splits)
-        assert segment.first_tile == cta % splits * (tiles // splits)
+        assert (segment.output_tile, segment.num_kv_tiles) == (cta // splits, tiles // splits)
+        assert segment.first_kv_tile == cta % splits * (tiles // splits)
 
 
 @pytest.mark.parametrize(
     "tiles, ctas, named",
-    [([], 2, "tiles_per_row .*at least 1, got"), ([3, 0], 2, r"tiles_per_row .*\[3, 0\]"), ([3], 0, "num_ctas .* 0")],
+    [([], 2, "kv_tiles .*at least 1, got"), ([3, 0], 2, r"kv_tiles .*\[3, 0\]"), ([3], 0, "num_ctas .* 0")],
 )
 def test_what_does_not_fit_is_named(tiles, ctas, named):
     with pytest.raises(ValueError, match=named):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from tree_attn.kernels import tuning
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, smem_bytes
+from tree_attn.kernels.lean_call import column_blocks
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, max_smem_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
-from tree_attn.kernels.tuning import call_kind, even_ctas, formula, lean_config, write_table
-from tree_attn.local import mosaic_gpu
+from tree_attn.kernels.tuning import even_ctas, formula, lean_config, table_key, write_table
 
 SHAPE = LeanShape(
     batch=2,
@@ -19,7 +19,7 @@ SHAPE = LeanShape(
     cols=8,
     head_dim=128,
     scale=1.0,
-    soft_cap=None,
+    logits_soft_cap=None,
     mask="span",
     num_slots=4096,
     dtype=jnp.dtype("bfloat16"),
@@ -29,7 +29,7 @@ SHAPE = LeanShape(
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """A table of its own, and a device named Testla."""
+    """Gives the test a table of its own, and a device named Testla."""
     monkeypatch.setattr(tuning, "TABLE", tmp_path / "tuning.json")
     monkeypatch.setattr(tuning, "device_kind", lambda: "Testla")
     tuning._table.cache_clear()
@@ -41,41 +41,41 @@ def table(tmp_path, monkeypatch):
 @pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("is_static", [False, True])
 def test_by_formula_all_ctas_fit_in_shared_memory_at_once(head_dim, stored, is_static):
-    most = mosaic_gpu._column_blocks(128, head_dim, stored != "bfloat16")[1]
-    for cols, batch, sms, slots in itertools.product((8, most), (1, 8, 300), (78, 132), (64, 4096)):
+    max_cols = column_blocks(128, head_dim, stored != "bfloat16")[1]
+    for cols, batch, sms, slots in itertools.product((8, max_cols), (1, 8, 300), (78, 132), (64, 4096)):
         shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), cols=cols, batch=batch, num_slots=slots)
         config = formula(shape, sms, is_static)
         ctas_per_sm = -(-config.num_ctas // sms)
-        assert ctas_per_sm * (smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM
+        assert ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM
 
 
 @pytest.mark.parametrize(
-    "rows, ctas, expected",
+    "output_tiles, ctas, expected",
     [(16, 264, 256), (1, 264, 264), (264, 264, 264), (260, 132, 130), (100, 132, 132), (300, 264, 264)],
 )
-def test_rows_of_equal_length_are_cut_alike_where_that_costs_few_ctas(rows, ctas, expected):
-    shape = SHAPE.replace(batch=rows, num_kv_heads=1)
+def test_output_tiles_of_equal_length_are_cut_alike_where_that_costs_few_ctas(output_tiles, ctas, expected):
+    shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1)
     assert even_ctas(shape, ctas, is_static=True) == expected
-    assert even_ctas(shape, ctas, is_static=False) == (ctas if rows > 1 else expected)
-    one_sequence = SHAPE.replace(batch=1, num_kv_heads=rows)  # whose length is the device's to know, but all rows'
+    assert even_ctas(shape, ctas, is_static=False) == (ctas if output_tiles > 1 else expected)
+    one_sequence = SHAPE.replace(batch=1, num_kv_heads=output_tiles)  # all of one length, which only the device knows
     assert even_ctas(one_sequence, ctas, is_static=False) == expected
 
 
 @pytest.mark.parametrize(
-    "slots, is_static, kind",
+    "slots, is_static, lengths",
     [(64, True, "short"), (65, True, "even"), (128, False, "short"), (129, False, "ragged")],
 )
-def test_rows_are_short_where_none_is_cut(slots, is_static, kind):
-    """Of two tiles those of a schedule that is known when compiling may be."""
-    assert f" {kind} " in call_kind(SHAPE.replace(num_slots=slots), 132, is_static)
-    assert " short " not in call_kind(SHAPE.replace(num_slots=64, is_packed=True), 132, is_static)
+def test_output_tiles_are_short_where_none_is_cut(slots, is_static, lengths):
+    """A schedule that is known when compiling may cut output tiles of two KV tiles."""
+    assert f" {lengths} " in table_key(SHAPE.replace(num_slots=slots), 132, is_static)
+    assert " short " not in table_key(SHAPE.replace(num_slots=64, is_packed=True), 132, is_static)
 
 
 def test_an_entry_of_the_table_is_taken_and_others_stay(table):
-    kind = call_kind(SHAPE, tuning.num_sms(), is_static=False)
+    key = table_key(SHAPE, tuning.num_sms(), is_static=False)
     assert lean_config(SHAPE, is_static=False) == formula(SHAPE, tuning.num_sms(), is_static=False)
-    write_table("Testla", {kind: {"block_kv": 192, "num_stages": 5, "ctas_per_sm": 1}})
-    write_table("Testla", {"another kind": {"block_kv": 64, "num_stages": 2, "ctas_per_sm": 2}})
+    write_table("Testla", {key: {"block_kv": 192, "num_stages": 5, "ctas_per_sm": 1}})
+    write_table("Testla", {"another key": {"block_kv": 64, "num_stages": 2, "ctas_per_sm": 2}})
     expected = LeanConfig(block_kv=192, num_stages=5, num_ctas=tuning.num_sms())
     assert lean_config(SHAPE, is_static=False) == expected
     assert lean_config(SHAPE, is_static=True) == formula(SHAPE, tuning.num_sms(), is_static=True)
@@ -84,8 +84,8 @@ def test_an_entry_of_the_table_is_taken_and_others_stay(table):
 
 def test_every_entry_shipped_is_a_layout():
     for entries in tuning._table().values():
-        for kind, entry in entries.items():
-            assert "head_dim" in kind and entry["ctas_per_sm"] in (1, 2, 3)
+        for key, entry in entries.items():
+            assert "head_dim" in key and entry["ctas_per_sm"] in (1, 2, 3)
             LeanConfig(block_kv=entry["block_kv"], num_stages=entry["num_stages"])
 
 

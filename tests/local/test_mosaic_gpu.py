@@ -32,14 +32,14 @@ def lowered(function, *shapes) -> str:
 @pytest.mark.parametrize("call", variants()[:: 1 if jax.__version_info__ >= mosaic_gpu.OLDEST_JAX else 10], ids=str)
 def test_variants_lower_to_one_kernel_and_a_merge(call):
     text = lowered(call.run, *call.shapes())
-    # A run has two tiles at least, here of 128 keys at head dim 64 and for many queries: no row is cut.
+    # A run has two KV tiles at least, of 128 keys at head dim 64 and for many queries: no output tile is cut.
     columns, slots = call.queries * call.group, getattr(call, "first", call.slots)
-    is_tall = call.queries > 8 and columns > 32
-    has_wide_tiles = call.head_dim <= 128 if is_tall else call.head_dim == 64
+    is_many_query = call.queries > 8 and columns > 32
+    has_wide_tiles = call.head_dim <= 128 if is_many_query else call.head_dim == 64
     if call.lengths is None:
         is_whole = slots == WHOLE or has_wide_tiles
     else:
-        is_whole = slots <= 2 * (128 if has_wide_tiles and (is_tall or columns <= 16) else 64)
+        is_whole = slots <= 2 * (128 if has_wide_tiles and (is_many_query or columns <= 16) else 64)
     is_whole &= call.layout != "packed"
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == (1 if is_whole else 2)
 
@@ -55,7 +55,7 @@ def test_int8_is_refused_by_name_and_passed_over():
 
 @pytest.mark.usefixtures("anywhere")
 def test_it_lowers_within_a_sharded_program():
-    """Shapes know of the mesh there, and what jax.numpy makes of them did once not lower."""
+    """Shapes carry the mesh there, and jax.numpy's use of it did once not lower."""
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     decode = partial(tree_decode, mesh=make_mesh({"seq": 2}), axis_name="seq", implementation="mosaic_gpu")
     text = lowered(

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh
-from tree_attn.reduce import fused
-from tree_attn.reduce.activations import MOST_SENT, gather_activations, sum_activations
+from tree_attn.reduce import peer_memory
+from tree_attn.reduce.activations import MAX_SENT, gather_activations, sum_activations
 from tree_attn.reduce.fused import OLDEST_JAX
 
 needs_new_jax = pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")
@@ -47,13 +47,13 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_axes():
     "sizes, axes, elements, is_by_kernel",
     [
         ({"seq": 4}, ("seq",), 4096, True),
-        ({"seq": 4}, ("seq",), MOST_SENT // 3 + 1, False),  # a device sends to three
+        ({"seq": 4}, ("seq",), MAX_SENT // 3 + 1, False),  # a device sends to three
         ({"seq": 4, "batch": 2}, ("seq",), 8, False),  # XLA cannot cut a kernel over the batch
         ({"seq": 1}, ("seq",), 8, False),
     ],
 )
 def test_few_numbers_go_by_the_kernel_and_others_by_a_collective(way, sizes, axes, elements, is_by_kernel, monkeypatch):
-    monkeypatch.setattr(fused, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(peer_memory, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
     mesh = make_mesh(sizes)
     x = jax.ShapeDtypeStruct((sizes["seq"], elements), jnp.bfloat16)
     text = over(mesh, axes, way).trace(x).lower(lowering_platforms=("cuda",)).as_text()

@@ -14,12 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, tree_decode
-from tree_attn.kernels import lean_layout
+from tree_attn.kernels import lean_call, lean_layout
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
 from tree_attn.kernels.exchange import PARTIAL_WORDS, Buffers
 from tree_attn.kernels.schedule import lean_schedule
-from tree_attn.local import mosaic_gpu
-from tree_attn.reduce import fused, reduce_state
+from tree_attn.reduce import fused, peer_memory, reduce_state
 from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX
 
 COLLECTIVE = r"stablehlo\.(?:all_|reduce_scatter|collective_)"
@@ -98,7 +97,7 @@ def test_devices_that_it_cannot_know_are_asked_for():
 @pytest.fixture
 def anywhere(monkeypatch):
     """An address that nothing is at; the programs are not run."""
-    monkeypatch.setattr(fused, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(peer_memory, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
 
 
 @needs_new_jax
@@ -148,22 +147,22 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
 
 
 @pytest.mark.parametrize("lengths", [None, (4096, 1000, 0, 77)])
-def test_rows_have_the_partials_of_the_schedule(lengths):
+def test_output_tiles_have_the_partials_of_the_schedule(lengths):
     shape = lean_layout.LeanShape(
-        batch=4, num_kv_heads=3, col_blocks=1, cols=8, head_dim=64, scale=1.0, soft_cap=None, mask="span",
-        num_slots=4096, static_tiles=64 if lengths is None else None, dtype=jnp.bfloat16, key_dtype=jnp.bfloat16,
+        batch=4, num_kv_heads=3, col_blocks=1, cols=8, head_dim=64, scale=1.0, logits_soft_cap=None, mask="span",
+        num_slots=4096, static_kv_tiles=64 if lengths is None else None, dtype=jnp.bfloat16, key_dtype=jnp.bfloat16,
     )  # fmt: skip
     config = lean_layout.LeanConfig(block_kv=64, num_ctas=132)
     tables, tiles = {}, [64] * 4
     if lengths is not None:
         starts, ends = jnp.zeros((4, 1), jnp.int32), jnp.asarray(lengths, jnp.int32)[:, None]
-        tables["sequences"], _ = mosaic_gpu._schedule(starts, ends, shape, config)
+        tables["sequences"], _ = lean_call.schedule_tables(starts, ends, shape, config)
         tiles = [max(1, -(-length // 64)) for length in lengths]
-    by_row = [[] for _ in range(12)]
+    by_output_tile = [[] for _ in range(12)]
     for segment in itertools.chain(*lean_schedule([count for count in tiles for _ in range(3)], 132)):
-        by_row[segment.row].append(segment.partial)
-    spans = lean_layout.spans_of_rows(shape, config, tables)
-    assert [list(range(*span)) for span in spans.tolist()] == by_row
+        by_output_tile[segment.output_tile].append(segment.partial)
+    spans = lean_layout.partial_spans(shape, config, tables)
+    assert [list(range(*span)) for span in spans.tolist()] == by_output_tile
 
 
 def test_what_cannot_end_the_attention_s_kernel():

@@ -1,1 +1,12 @@
-"""All Mosaic GPU kernels. Imported inside functions only, when a kernel is made."""
+"""All Mosaic GPU kernels, with what plans a call of them.
+
+This package imports nothing of ours but its own files and the state's formula (`tree_attn.state`). Outside of it, it is
+imported inside functions only: Mosaic is then loaded when a kernel is made, and never on a machine that runs none.
+
+    lean_call      plans and runs a call of the lean kernel or the many-query kernel: the entry from `tree_attn.local`
+    lean, lean_walk, lean_merge, lean_layout, query_layout, schedule, tuning    LeanAttention
+    tall           the many-query kernel, for many query rows that see the same keys
+    exchange, epilogue    the exchange of `reduction="fused"`, as a kernel and as the lean kernel's end
+    sparq_shape, sparq_select, sparq_top_k, sparq_attend    SparQ Attention
+    registers, mlir, interpreter    what kernels share
+"""

@@ -1,20 +1,19 @@
 """LeanAttention on Hopper as two Mosaic GPU kernels: partial states by equal runs of KV tiles, then their merge.
 
 The shape of the first kernel, `_attend_runs`, per CTA:
-- one warpgroup moves (TMA), one computes; K and V have barriers of their own, so that a slot's K refills while its V is
-  in use;
+- one warpgroup moves (TMA), one computes; K and V have barriers of their own, so that a stage's K refills while its V
+  is in use;
 - operands are swapped, S^T = K Q^T and O^T = V^T P^T, so that the 64 rows a tensor core wants are keys, and the few
   query columns of a decode step (T x G) are padded to a multiple of 8 only;
-- the CTA walks its run over the rows it touches (`lean_walk.py`) and leaves one unnormalised partial `(acc, max, sum)`
-  for each.
-The second, `lean_merge.py`, folds each row's partials in a fixed order, so results are the same to the bit in every
-run. Why it is a launch of its own and not the end of the first: docs/log/lean.md, "The merge
-stays a launch of its own". Where every run is known to hold whole
-rows, there is nothing to merge: the first kernel writes the results, and is the only one. Nor is there a second where
-an exchange with other devices ends the first (`tree_attn/kernels/epilogue.py`).
+- the CTA walks its run over the output tiles it touches (`lean_walk.py`) and leaves one unnormalised partial state
+  `(acc, max, sum)` for each.
+The second, `lean_merge.py`, folds each output tile's partials in a fixed order, so results are the same to the bit in
+every run (docs/log/lean.md: "The merge stays a launch of its own"). Where every run is known to hold whole output
+tiles, nothing is merged: the first kernel writes the results and is the only one. Nor is there a second where an
+exchange with other devices ends the first (`tree_attn/kernels/epilogue.py`).
 
-Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a tile, `cols`
-query columns, H head dim (Hp: padded to 64).
+Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a KV tile,
+`cols` query columns, H head dim (Hp: padded to 64).
 """
 
 import functools
@@ -29,70 +28,73 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.kernels.lean_layout import (
     LeanConfig,
     LeanShape,
-    columns_of,
-    has_whole_rows,
+    has_whole_output_tiles,
     num_partials,
+    partial_spans,
     scratch_bytes,
-    spans_of_rows,
 )
 from tree_attn.kernels.lean_merge import finish, merge_partials
 from tree_attn.kernels.lean_walk import Barriers, move_tiles, run_of_cta, trims_tiles, visible_slots, walk
+from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
-def lean_attention(query, key, value, *, onto=None, shape: LeanShape, config: LeanConfig, **tables):
+def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, config: LeanConfig, **tables):
     """Runs both kernels; every check is the caller's.
 
     Args:
-      query: `[rows, G', H]` with `G' <= cols`: the query columns of each row; or `[B, T, K, H]`, if `shape.tokens`.
+      query: `[output tiles, G', H]` with `G' <= cols` query columns; or `[B, T, K, H]`, if `shape.tokens`.
       key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
-      onto: a state over other keys to merge with, as it is returned, or None; only if `shape.tokens`, and not if
-        `has_whole_rows`, for then nothing is merged.
-      tables: of these, those that are not None:
-        sequences: int32 `[B, 5]` (first slot, tiles per row, tiles before, first and end of the visible slots), or None
-          where all slots are visible, so that `shape.static_tiles` is known.
-        runs: int32 `[num_ctas, 4]` from `tree_attn.kernels.schedule.run_table`, or None if `shape.static_tiles`.
+      merge_with: `(out, lse)` over other keys to merge with, in the layouts of the results, or None. It needs
+        `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
+      tables: arrays by name; None, or left out, where there is none:
+        sequences: int32 `[B, 5]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
+          slots), or None where all slots are visible, so that `shape.static_kv_tiles` is known.
+        runs: int32 `[num_ctas, 4]` from `tree_attn.kernels.schedule.run_table`, or None if `shape.static_kv_tiles`.
         columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
         pages: int32 `[B, pages per sequence]`, if paged.
-        scales: float32 `[2, K]`, what K and V of each head are to be multiplied by, or None.
+        scales: float32 `[2, K]`, factors of K and V of each head, or None.
     Returns:
-      out like `query`, lse float32 `[rows, cols]`.
+      out like `query`, lse float32 `[output tiles, cols]`.
     """
     attended = _launch_runs(query, key, value, tables, shape, config)
-    if has_whole_rows(shape, config):
+    if has_whole_output_tiles(shape, config):
         return attended
-    return merge_partials(attended, _results(query, shape), tables.get("sequences"), onto, shape, config)
+    return merge_partials(attended, _results(query, shape), tables.get("sequences"), merge_with, shape, config)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))
 def lean_exchange(query, key, value, rank, *, shape: LeanShape, config: LeanConfig, epilogue, result, **tables):
-    """`lean_attention` of rows that runs cut, merged with the states of other devices, in one launch.
+    """Computes `lean_attention` of output tiles that runs cut, merged with other devices' states, in one launch.
 
     Args:
-      epilogue: takes partials as they are left, and merges (`tree_attn.kernels.epilogue.Epilogue`).
-      rank: what it takes by this name, int32 `[1]` or None.
+      rank: this device's, int32 `[1]`, or None (`tree_attn.kernels.exchange.exchange`).
+      epilogue: takes each partial state as it is made, and merges at the end (`tree_attn.local.Epilogue`).
+      result: shape and dtype of out.
     Returns:
-      out, like `result`: `[rows, columns, H]`; lse float32 `[rows, columns]`.
+      out, like `result`: `[output tiles, columns, H]`; lse float32 `[output tiles, columns]`.
     """
-    tables |= {"spans": spans_of_rows(shape, config, tables), "rank": rank}
+    tables |= {"spans": partial_spans(shape, config, tables), "rank": rank}
     lse = jax.ShapeDtypeStruct(result.shape[:-1], jnp.float32)
     return _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
 
 
 def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=None, epilogue=None):
-    """The first kernel: `results` of its `epilogue`, or where it leaves whole rows; else partial states.
+    """Launches the first kernel.
 
-    These are float32 `[partials, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2, and
-    `[partials, 2, cols]`, max, and the sum of those weights.
+    Returns:
+      With an `epilogue`, its `results`. Where no run cuts an output tile, out and lse. Otherwise partial states:
+      float32 `[partials, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2, and
+      `[partials, 2, cols]`, max, and the sum of those weights.
     """
     tables = {name: table for name, table in tables.items() if table is not None}
     partials = (
         jax.ShapeDtypeStruct((num_partials(shape, config), shape.padded_head_dim, shape.cols), jnp.float32),
         jax.ShapeDtypeStruct((num_partials(shape, config), 2, shape.cols), jnp.float32),
     )
-    results = results or (_results(query, shape) if has_whole_rows(shape, config) else partials)
+    results = results or (_results(query, shape) if has_whole_output_tiles(shape, config) else partials)
     return launch(
         functools.partial(_attend_runs, tuple(tables), shape, config, epilogue),
         out_type=results,
@@ -106,32 +108,32 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
 
 
 def _results(query, shape: LeanShape):
-    lse = jax.ShapeDtypeStruct((shape.num_rows, shape.cols), jnp.float32)
+    lse = jax.ShapeDtypeStruct((shape.num_output_tiles, shape.cols), jnp.float32)
     return jax.ShapeDtypeStruct(query.shape, query.dtype), lse
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
-    # K, V and P meet in the tensor core with one swizzle, and P is a tile of `block_kv` keys.
+    # K, V and P meet in the tensor core with one swizzle, and P has the `block_kv` keys of a KV tile.
     swizzled = tiling(dtype, math.gcd(shape.head_dim, block_kv))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
     stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=tiling(shape.key_dtype, shape.head_dim))
     stored = stored if shape.is_widened else smem
-    # A row of a tile or two would wait for its query longer than it takes, were that not sent for a row earlier.
-    num_queries = 2 if has_whole_rows(shape, config) else 1
+    # An output tile of a KV tile or two takes less time than its query's copy, which so begins one output tile earlier.
+    num_queries = 2 if has_whole_output_tiles(shape, config) else 1
     widened = {}
     if shape.is_widened:
         widened = {"wide_key": smem((block_kv, shape.head_dim)), "wide_value": smem((block_kv, shape.padded_head_dim))}
-    if has_whole_rows(shape, config):
-        left = {
+    if has_whole_output_tiles(shape, config):
+        results_smem = {
             "acc_smem": smem((cols, shape.padded_head_dim), transforms=tiling(dtype, math.gcd(shape.head_dim, 64))),
             "stats_smem": plgpu.SMEM((cols,), jnp.float32),
         }
     elif epilogue is not None:
-        left = {}
+        results_smem = {}
     else:
-        left = {
+        results_smem = {
             "acc_smem": plgpu.SMEM((shape.padded_head_dim, cols), jnp.float32),
             "stats_smem": plgpu.SMEM((2, cols), jnp.float32),
         }
@@ -149,7 +151,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         key_free=plgpu.Barrier(num_barriers=stages),
         value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + trims_tiles(tables, shape, config)),
         value_free=plgpu.Barrier(num_barriers=stages),
-        **left,
+        **results_smem,
         **widened,
         collective_axes="warpgroup",
     )
@@ -166,10 +168,10 @@ def _attend_runs_scoped(
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
-        def move_query(row, slot):
-            # G' may be less than cols: what lies out of bounds is filled with zeros.
-            columns = query_ref.at[columns_of(shape, row.index)]
-            plgpu.copy_gmem_to_smem(columns, query_smem.at[slot], query_full.at[slot])
+        def move_query(output_tile, place):
+            # G' may be less than cols: the copy fills what is out of bounds with zeros.
+            columns = query_ref.at[column_index(shape, output_tile.index)]
+            plgpu.copy_gmem_to_smem(columns, query_smem.at[place], query_full.at[place])
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
@@ -180,36 +182,39 @@ def _attend_runs_scoped(
         per_column = plgpu.Layout.WGMMA.reduce(0)
         step = None if epilogue is None else epilogue.begin(tables.get("rank"))
 
-        def segment(row, begin):
-            query_slot = begin.query_slot(query_smem.shape[0])
-            plgpu.barrier_wait(query_full.at[query_slot])
-            first, end = visible_slots(tables, shape, row, (block_kv, cols), per_column)
-            key_scale, value_scale = (tables["scales"][i, row.head] if "scales" in tables else None for i in range(2))
+        def attend_segment(output_tile, segment):
+            query_place = segment.query_place(query_smem.shape[0])
+            plgpu.barrier_wait(query_full.at[query_place])
+            first, end = visible_slots(tables, shape, output_tile, (block_kv, cols), per_column)
+            head_scales = (
+                [tables["scales"][i, output_tile.head] for i in range(2)] if "scales" in tables else (None, None)
+            )
+            key_scale, value_scale = head_scales
 
-            def tile_step(i, carry):
+            def kv_tile_step(i, carry):
                 acc, top, total = carry
-                tile = begin.tiles_done + i
-                slot = lax.rem(tile, stages)
-                is_refilled = tile + stages < run.num_tiles  # else nobody waits for it
+                kv_tile = segment.kv_tiles_done + i
+                stage = lax.rem(kv_tile, stages)
+                is_refilled = kv_tile + stages < run.num_kv_tiles  # else no warpgroup waits for it
 
-                plgpu.barrier_wait(key_full.at[slot])
+                plgpu.barrier_wait(key_full.at[stage])
 
-                keys = _operand(key_smem.at[slot], wide_key)
+                keys = _operand(key_smem.at[stage], wide_key)
 
                 def products(acc_ref):
-                    plgpu.wgmma(acc_ref, keys, query_smem.at[query_slot].transpose((1, 0)))
+                    plgpu.wgmma(acc_ref, keys, query_smem.at[query_place].transpose((1, 0)))
                     return acc_ref[...]
 
                 logits = pl.run_scoped(products, plgpu.ACC((block_kv, cols), jnp.float32))  # [kv, cols]
 
                 @pl.when(is_refilled)
                 def _():
-                    plgpu.barrier_arrive(key_free.at[slot])
+                    plgpu.barrier_arrive(key_free.at[stage])
 
                 logits = scaled_logits(logits, shape, key_scale)
                 if shape.mask != "none":
                     slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
-                    slots = slots + (row.first_slot + (begin.tile + i) * block_kv)
+                    slots = slots + (output_tile.first_slot + (segment.kv_tile + i) * block_kv)
                     logits = jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
                 new_top = jnp.maximum(top, logits.max(axis=0))  # [cols]
                 decay = jnp.exp2(top - new_top)
@@ -219,8 +224,8 @@ def _attend_runs_scoped(
                 store_transposed(weights_smem, weights.astype(shape.dtype))
                 plgpu.commit_smem()
 
-                plgpu.barrier_wait(value_full.at[slot])
-                values = _operand(value_smem.at[slot], wide_value)
+                plgpu.barrier_wait(value_full.at[stage])
+                values = _operand(value_smem.at[stage], wide_value)
 
                 def weighted(acc_ref):
                     plgpu.wgmma(acc_ref, values.transpose((1, 0)), weights_smem.transpose((1, 0)))
@@ -230,7 +235,7 @@ def _attend_runs_scoped(
 
                 @pl.when(is_refilled)
                 def _():
-                    plgpu.barrier_arrive(value_free.at[slot])
+                    plgpu.barrier_arrive(value_free.at[stage])
 
                 return acc * spread(decay, acc.shape) + update, new_top, total
 
@@ -239,25 +244,26 @@ def _attend_runs_scoped(
                 full(LOWEST, (cols,), per_column),
                 full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
             )
-            acc, top, total = lax.fori_loop(0, begin.num_tiles, tile_step, empty)
+            acc, top, total = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, empty)
 
-            @begin.if_query_is_awaited(run, query_smem.shape[0])
+            @segment.if_query_is_awaited(run, query_smem.shape[0])
             def _():
-                plgpu.barrier_arrive(query_free.at[query_slot])
+                plgpu.barrier_arrive(query_free.at[query_place])
 
             acc = acc if value_scale is None else acc * value_scale
-            partial = lax.axis_index("cta") + row.index
+            partial = lax.axis_index("cta") + output_tile.index
             if epilogue is not None:
                 columns = outputs[0].shape[1]
                 epilogue.leave(tables.get("rank"), step, partial, acc, top, total.sum(axis=0), columns)
                 return
             accs_ref, stats_ref = outputs
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
-            if has_whole_rows(shape, config):
+            if has_whole_output_tiles(shape, config):
                 finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
-                # What lies out of bounds, columns beyond G' and head dims beyond H, is not written.
-                head_dims = pl.ds(row.index * 0, padded)
-                acc_gmem, stats_gmem = accs_ref.at[*columns_of(shape, row.index), head_dims], stats_ref.at[row.index]
+                # Columns beyond G' and head dims beyond H are out of bounds, and not written.
+                head_dims = pl.ds(output_tile.index * 0, padded)
+                acc_gmem = accs_ref.at[*column_index(shape, output_tile.index), head_dims]
+                stats_gmem = stats_ref.at[output_tile.index]
             else:
                 acc_smem[...] = acc
                 stats_smem[0] = top
@@ -267,14 +273,14 @@ def _attend_runs_scoped(
             plgpu.copy_smem_to_gmem(acc_smem, acc_gmem)
             plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
 
-        walk(run, tables, shape, segment)
+        walk(run, tables, shape, attend_segment)
         plgpu.wait_smem_to_gmem(0)
         if epilogue is not None:
             epilogue.end(tables.get("rank"), step, tables["spans"], *outputs, shape.padded_head_dim)
 
 
 def _operand(stored, wide):
-    """K or V of a tile as the tensor core takes it: as stored, or widened to the query's dtype (exact for float8)."""
+    """Returns K or V for the tensor core: as stored, or widened to the query's dtype, which is exact for float8."""
     if wide is None:
         return stored
     narrow = load(stored, plgpu.Layout.WGMMA_UPCAST_2X)
@@ -287,10 +293,10 @@ def _operand(stored, wide):
 
 
 def scaled_logits(logits, shape: LeanShape, key_scale):
-    """Base-2 logits: `log2(e) cap(scale key_scale x)`."""
+    """Returns base-2 logits, `log2(e) cap(scale key_scale x)`."""
     scale = shape.scale if key_scale is None else shape.scale * key_scale
-    if shape.soft_cap is None:
+    if shape.logits_soft_cap is None:
         return logits * (scale * LOG2_E)
     # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own tanh has 11 bits.
-    grown = jnp.exp2(logits * (scale * (2 * LOG2_E / shape.soft_cap)))
-    return (1.0 - 2.0 / (grown + 1.0)) * (shape.soft_cap * LOG2_E)
+    grown = jnp.exp2(logits * (scale * (2 * LOG2_E / shape.logits_soft_cap)))
+    return (1.0 - 2.0 / (grown + 1.0)) * (shape.logits_soft_cap * LOG2_E)

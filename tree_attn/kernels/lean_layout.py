@@ -1,4 +1,4 @@
-"""The lean kernel's layout: what is static of a call, what is tuned, and where its partial states lie."""
+"""The static part of a call of LeanAttention's kernels, what is tuned of it, and where its partial states lie."""
 
 import dataclasses
 from typing import Any
@@ -6,21 +6,37 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
-from tree_attn.kernels.schedule import num_runs, partials_of_row
+from tree_attn.kernels.schedule import num_runs, partials_of_output_tile
 
-ROWS = 64  # that a tensor core takes at a time
-TALL_ROWS = 2 * ROWS  # query columns of a block where they are the rows of the tensor core; else there are at most 64
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MANY_QUERY_HEAD_DIMS = (64, 128, 256)
+MANY_QUERY_GROUPS = (1, 2, 4, 8)  # query heads that share a block's rows; moving queries of 16 takes more registers
+MAX_QUERIES, MAX_GROUP = 8, 16
+MAX_LEAN_COLUMNS = (
+    32  # with more, also of many queries that see the same keys, the many-query kernel is as fast or faster
+)
+SLOT_MULTIPLE = 8  # TMA moves K and V by 8 slots
+PAGE_MULTIPLE = 64  # a KV tile lies within one page
+ROWS = 64  # of a tensor core's left operand
+MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; the lean kernel has at most 64 columns
+
+# Columns of the table of sequences.
+FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END = range(5)
+
+
+def is_many_query(num_queries: int, group: int) -> bool:
+    """Returns whether the many-query kernel is the faster one: empty rows of its blocks cost as much as full ones."""
+    return num_queries > MAX_QUERIES and num_queries * group > MAX_LEAN_COLUMNS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeanConfig:
-    """What is tuned per device: tile size, pipeline depth, CTAs.
+    """The tuned part of a call, per device.
 
-    block_kv:    keys per tile, a multiple of 64
-    num_stages:  tiles of K and of V in flight per CTA
-    num_ctas:    runs at most; all must be resident at once for the schedule to be fair
+    block_kv:    keys of a KV tile, a multiple of 64
+    num_stages:  KV tiles of K, and of V, in flight per CTA
+    num_ctas:    CTAs, and so the most runs; the schedule is fair only if all are resident at once
     """
 
     block_kv: int = 64
@@ -38,19 +54,22 @@ class LeanConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeanShape:
-    """The static part of a call, as both kernels see it.
+    """The static part of a call, as the lean kernel and the many-query kernel see it.
 
-    rows_per_sequence: KV heads times blocks of query columns; block_cols of the latter per head
-    cols:              query columns of a block, padded to a multiple of 8
-    static_tiles:      tiles of every row if that is known when compiling (no lengths, or no slots beyond the first
-                       tile), else None
-    mask:              "none"; "span": one range of slots per sequence; "columns": one per query column
-    num_slots:         slots per sequence, what ends the span of a static schedule
-    page_size:         keys per page where K and V are paged, else None
-    is_packed:         K and V hold all sequences end to end
-    tokens:            queries of a block, where they are read and written as they lie, `[B, T, N, H]`: columns are then
-                       (g, t), `cols = G * tokens`; None where they come folded, `[rows, columns, H]`, as (t, g)
-    whole_rows:        the table of runs cuts no row
+    num_kv_heads:        KV heads
+    col_blocks:          blocks of query columns per KV head
+    cols:                query columns of a block, padded to a multiple of 8; rows in the many-query kernel
+    mask:                "none"; "span": one range of slots per sequence; "columns": one range per query column
+    num_slots:           slots per sequence, and the end of the span of a static schedule
+    static_kv_tiles:     KV tiles of every output tile if known when compiling (no lengths, or no slots beyond the first
+                         KV tile), else None
+    page_size:           keys per page where K and V are paged, else None
+    is_packed:           K and V hold all sequences end to end
+    whole_output_tiles:  the table of runs cuts no output tile
+    tokens:              queries of a block where queries stay `[B, T, N, H]`: columns are then (g, t) and
+                         `cols = G * tokens`; None where they are folded to `[output tiles, columns, H]`, as (t, g)
+    dtype:               of the query, in which tensor cores multiply
+    key_dtype:           of K and V as stored; float8_e4m3fn is widened in registers
     """
 
     batch: int
@@ -59,120 +78,94 @@ class LeanShape:
     cols: int
     head_dim: int
     scale: float
-    soft_cap: float | None
+    logits_soft_cap: float | None
     mask: str
     num_slots: int
-    static_tiles: int | None = None
+    static_kv_tiles: int | None = None
     page_size: int | None = None
     is_packed: bool = False
-    whole_rows: bool = False
+    whole_output_tiles: bool = False
     tokens: int | None = None
-    dtype: Any  # of the query, in which tensor cores multiply
-    key_dtype: Any  # of K and V as stored; float8_e4m3fn is widened in registers
+    dtype: Any
+    key_dtype: Any
 
     replace = dataclasses.replace
 
     @property
-    def is_tall(self) -> bool:
-        """Of the kernel that takes query columns for rows (`tall_kernel.py`)."""
-        return self.cols == TALL_ROWS
+    def is_many_query(self) -> bool:
+        """Query columns are the rows of a tensor core: the call is the many-query kernel's (`tall.py`)."""
+        return self.cols == MANY_QUERY_ROWS
 
     @property
     def is_widened(self) -> bool:
+        """K and V are stored in a narrower dtype than the query's."""
         return self.key_dtype != self.dtype
 
     @property
-    def rows_per_sequence(self) -> int:
+    def output_tiles_per_sequence(self) -> int:
+        """KV heads times blocks of query columns."""
         return self.num_kv_heads * self.col_blocks
 
     @property
-    def num_rows(self) -> int:
-        return self.batch * self.rows_per_sequence
+    def num_output_tiles(self) -> int:
+        """Output tiles of all sequences."""
+        return self.batch * self.output_tiles_per_sequence
 
     @property
     def padded_head_dim(self) -> int:
-        """V's columns are rows of O^T, which a tensor core takes 64 at a time."""
+        """Rows of O^T: V's columns, which a tensor core takes 64 at a time."""
         return -(-self.head_dim // 64) * 64
 
 
-def pieces(shape: LeanShape, row, first, count: int):
-    """Where the query columns `first .. first + count` of a row are, if `shape.tokens`: `(offset, size, index)` each.
-
-    The offset is from `first`, and `query[index]` of `[B, T, N, H]` is `[size, H]`. It may reach beyond T: copies fill
-    that with zeros, and do not write there.
-
-    Args:
-      row: its number, of `shape.num_rows`.
-      first: a multiple of `count`.
-    """
-    size = min(count, shape.tokens)
-    group = shape.cols // shape.tokens
-    sequence, within = lax.div(row, shape.rows_per_sequence), lax.rem(row, shape.rows_per_sequence)
-    head, block = lax.div(within, shape.col_blocks), lax.rem(within, shape.col_blocks)
-    for offset in range(0, count, size):
-        column = jnp.asarray(first + offset, jnp.int32)
-        start = pl.multiple_of(block * shape.tokens + lax.rem(column, shape.tokens), 8)
-        yield offset, size, (sequence, pl.ds(start, size), head * group + lax.div(column, shape.tokens))
-
-
-def columns_of(shape: LeanShape, row):
-    """The index of all query columns of a row, in what the lean kernel is given; some may lie out of bounds."""
-    if shape.tokens is None:
-        return row, pl.ds(row * 0, shape.cols)
-    ((_, _, where),) = pieces(shape, row, 0, shape.cols)
-    return where
-
-
-# Columns of the table of sequences.
-FIRST_SLOT, NUM_TILES, OFFSET, SPAN_START, SPAN_END = range(5)
-
-
-def smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
-    """Shared memory of one CTA of the first kernel."""
+def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns an upper bound on the shared memory of one CTA of the first kernel (`lean._attend_runs` allocates it)."""
     itemsize = jnp.dtype(shape.dtype).itemsize
-    tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
-    stages = config.num_stages * tile * jnp.dtype(shape.key_dtype).itemsize + shape.is_widened * tile * itemsize
+    kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
+    stages = config.num_stages * kv_tile * jnp.dtype(shape.key_dtype).itemsize + shape.is_widened * kv_tile * itemsize
     queries = shape.cols * (2 * shape.head_dim + config.block_kv) * itemsize
     results = shape.cols * (shape.padded_head_dim + 2) * 4
     return stages + queries + results + scratch_bytes(shape) + 1024
 
 
 def scratch_bytes(shape: LeanShape) -> int:
-    """Of shared memory, for reductions over keys, which cross warps."""
+    """Returns the shared memory that reductions over keys need, because they cross warps."""
     return 4 * 4 * 8 * shape.cols
 
 
-def has_whole_rows(shape: LeanShape, config: LeanConfig) -> bool:
-    """Whether no run ends within a row, as far as is known when compiling."""
-    if shape.static_tiles is None:
-        return shape.whole_rows
-    runs = num_runs(shape.num_rows * shape.static_tiles, config.num_ctas)
-    return shape.static_tiles == 1 or shape.num_rows % runs == 0
+def has_whole_output_tiles(shape: LeanShape, config: LeanConfig) -> bool:
+    """Returns whether it is known when compiling that no run ends within an output tile: nothing is merged then."""
+    if shape.static_kv_tiles is None:
+        return shape.whole_output_tiles
+    runs = num_runs(shape.num_output_tiles * shape.static_kv_tiles, config.num_ctas)
+    return shape.static_kv_tiles == 1 or shape.num_output_tiles % runs == 0
 
 
 def num_partials(shape: LeanShape, config: LeanConfig) -> int:
-    """That runs leave at most: one at every CTA's end and one at every row's."""
-    return config.num_ctas + shape.num_rows
+    """Returns an upper bound on partial states: each CTA and each output tile ends at most one."""
+    return config.num_ctas + shape.num_output_tiles
 
 
-def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, row):
-    """First partial of `row`, and how many."""
-    if shape.static_tiles is not None:
-        total = shape.num_rows * shape.static_tiles
+def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, output_tile):
+    """Returns the first partial of `output_tile`, and how many it has."""
+    if shape.static_kv_tiles is not None:
+        total = shape.num_output_tiles * shape.static_kv_tiles
         runs = num_runs(total, config.num_ctas)
-        return partials_of_row(row, row * shape.static_tiles, shape.static_tiles, total, runs)
-    sequence, within = lax.div(row, shape.rows_per_sequence), lax.rem(row, shape.rows_per_sequence)
-    row_tiles = sequences_ref[sequence, NUM_TILES]
-    first = sequences_ref[sequence, OFFSET] + within * row_tiles
+        first = output_tile * shape.static_kv_tiles
+        return partials_of_output_tile(output_tile, first, shape.static_kv_tiles, total, runs)
+    sequence = lax.div(output_tile, shape.output_tiles_per_sequence)
+    within = lax.rem(output_tile, shape.output_tiles_per_sequence)
+    kv_tiles = sequences_ref[sequence, NUM_KV_TILES]
+    first = sequences_ref[sequence, OFFSET] + within * kv_tiles
     last = shape.batch - 1
-    total = sequences_ref[last, OFFSET] + shape.rows_per_sequence * sequences_ref[last, NUM_TILES]
-    return partials_of_row(row, first, row_tiles, total, num_runs(total, config.num_ctas))
+    total = sequences_ref[last, OFFSET] + shape.output_tiles_per_sequence * sequences_ref[last, NUM_KV_TILES]
+    return partials_of_output_tile(output_tile, first, kv_tiles, total, num_runs(total, config.num_ctas))
 
 
-def spans_of_rows(shape: LeanShape, config: LeanConfig, tables):
-    """Which partials are of a row, int32 `[rows, 2]`: from the first up to the second."""
-    if shape.static_tiles is not None:  # on the host: XLA would compute it again at every step
-        spans = [partials_of(shape, config, None, row) for row in range(shape.num_rows)]
-        return jnp.asarray(np.array([(first, first + count) for first, count in spans], np.int32))
-    first, count = partials_of(shape, config, tables["sequences"], jnp.arange(shape.num_rows, dtype=jnp.int32))
-    return jnp.stack([first, first + count], axis=1)
+def partial_spans(shape: LeanShape, config: LeanConfig, tables):
+    """Returns the partials of each output tile, int32 `[output tiles, 2]`: the first, and one past the last."""
+    count = shape.num_output_tiles
+    if shape.static_kv_tiles is not None:  # on the host: XLA would compute it again at every step
+        spans = [partials_of(shape, config, None, output_tile) for output_tile in range(count)]
+        return jnp.asarray(np.array([(first, first + number) for first, number in spans], np.int32))
+    first, number = partials_of(shape, config, tables["sequences"], jnp.arange(count, dtype=jnp.int32))
+    return jnp.stack([first, first + number], axis=1)

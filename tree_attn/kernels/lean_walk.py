@@ -1,4 +1,4 @@
-"""How a CTA walks its run of tiles: which rows it touches; and the warpgroup that moves queries, keys and values."""
+"""A CTA's walk along its run of KV tiles, and the warpgroup that moves queries, keys and values."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,32 +10,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_layout import (
     FIRST_SLOT,
-    NUM_TILES,
+    NUM_KV_TILES,
     SPAN_END,
     SPAN_START,
     LeanConfig,
     LeanShape,
-    has_whole_rows,
+    has_whole_output_tiles,
 )
 from tree_attn.kernels.registers import load
 from tree_attn.kernels.schedule import num_runs, run_start
 
-GRAIN = 16  # slots by which less of a short row's last tile is read
+GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A CTA's run: where it begins and how many tiles it has (scalars in the kernel)."""
+    """A CTA's run: where it begins and how many KV tiles it has (scalars in the kernel)."""
 
     sequence: Any
-    row: Any  # within the sequence
-    tile: Any  # within the row
-    num_tiles: Any
+    output_tile: Any  # within the sequence
+    kv_tile: Any  # within the output tile
+    num_kv_tiles: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One output row: its number, sequence, KV head, block of columns, and the slot its first tile begins at."""
+class _OutputTile:
+    """One output tile: its number, sequence, KV head, block of columns, and the slot its first KV tile begins at."""
 
     index: Any
     sequence: Any
@@ -46,93 +46,108 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Segment:
-    """A run's tiles within one row: the first of them, how many, and how many tiles and rows of the run come before."""
+    """A run's part within one output tile.
 
-    tile: Any
-    num_tiles: Any
-    tiles_done: Any
-    rows_done: Any
+    kv_tile, num_kv_tiles:  its first KV tile within the output tile, and how many it has
+    kv_tiles_done, output_tiles_done:  how many of the run come before it
+    """
 
-    def query_slot(self, num_slots: int):
-        """Where the row's query is, of so many places for one."""
-        return 0 if num_slots == 1 else lax.rem(self.rows_done, num_slots)
+    kv_tile: Any
+    num_kv_tiles: Any
+    kv_tiles_done: Any
+    output_tiles_done: Any
 
-    def if_query_is_awaited(self, run: _Run, num_slots: int):
-        """Decorates what tells the moving warpgroup that the query's place is free, if that waits for it.
+    def query_place(self, num_places: int):
+        """Returns which of `num_places` places holds the output tile's query."""
+        return 0 if num_places == 1 else lax.rem(self.output_tiles_done, num_places)
 
-        With one place it does for the next row; with more of them, where the number of rows to come is not known, at
-        the run's end too.
+    def if_query_is_awaited(self, run: _Run, num_places: int):
+        """Decorates the arrival at "the query's place is free", which runs only if the moving warpgroup waits for it.
+
+        With one place the moving warpgroup waits before the next output tile. With more places the number of output
+        tiles to come is unknown, so it waits at the run's end too.
         """
-        return pl.when(num_slots > 1 or self.tiles_done + self.num_tiles < run.num_tiles)
+        return pl.when(num_places > 1 or self.kv_tiles_done + self.num_kv_tiles < run.num_kv_tiles)
 
 
 def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
+    """Returns this CTA's run, from the table of runs or, if the schedule is static, from the CTA's number."""
     cta = lax.axis_index("cta")
-    if shape.static_tiles is None:
-        sequence, row, tile, num_tiles = (tables["runs"][cta, i] for i in range(4))
-        return _Run(sequence=sequence, row=row, tile=tile, num_tiles=num_tiles)
+    if shape.static_kv_tiles is None:
+        sequence, output_tile, kv_tile, num_kv_tiles = (tables["runs"][cta, i] for i in range(4))
+        return _Run(sequence=sequence, output_tile=output_tile, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles)
     # All is known but the CTA's number: no table to wait for.
-    total = shape.num_rows * shape.static_tiles
+    total = shape.num_output_tiles * shape.static_kv_tiles
     runs = num_runs(total, config.num_ctas)
     start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
-    index = lax.div(start, shape.static_tiles)
+    index = lax.div(start, shape.static_kv_tiles)
     return _Run(
-        sequence=lax.div(index, shape.rows_per_sequence),
-        row=lax.rem(index, shape.rows_per_sequence),
-        tile=lax.rem(start, shape.static_tiles),
-        num_tiles=jnp.where(cta < runs, end - start, 0),
+        sequence=lax.div(index, shape.output_tiles_per_sequence),
+        output_tile=lax.rem(index, shape.output_tiles_per_sequence),
+        kv_tile=lax.rem(start, shape.static_kv_tiles),
+        num_kv_tiles=jnp.where(cta < runs, end - start, 0),
     )
 
 
-def walk(run: _Run, tables, shape: LeanShape, segment) -> Any:
-    """Calls `segment(row, begin)` for every row that the run touches, in order, and returns how many those are."""
+def walk(run: _Run, tables, shape: LeanShape, attend_segment) -> Any:
+    """Calls `attend_segment(output_tile, segment)` for every output tile that the run touches, in order.
+
+    Returns:
+      How many output tiles those are.
+    """
 
     def is_left(carry):
-        return carry[3] < run.num_tiles
+        return carry[3] < run.num_kv_tiles
 
     def step(carry):
-        sequence, row, tile, tiles_done = carry
-        if shape.static_tiles is None:
-            first_slot, row_tiles = (tables["sequences"][sequence, i] for i in (FIRST_SLOT, NUM_TILES))
+        sequence, within, kv_tile, kv_tiles_done = carry
+        if shape.static_kv_tiles is None:
+            first_slot, kv_tiles = (tables["sequences"][sequence, i] for i in (FIRST_SLOT, NUM_KV_TILES))
         else:
-            first_slot, row_tiles = 0, shape.static_tiles
-        num_tiles = jnp.minimum(run.num_tiles - tiles_done, row_tiles - tile)
-        index = sequence * shape.rows_per_sequence + row
-        segment(
-            _Row(
+            first_slot, kv_tiles = 0, shape.static_kv_tiles
+        num_kv_tiles = jnp.minimum(run.num_kv_tiles - kv_tiles_done, kv_tiles - kv_tile)
+        index = sequence * shape.output_tiles_per_sequence + within
+        attend_segment(
+            _OutputTile(
                 index=index,
                 sequence=sequence,
-                head=lax.div(row, shape.col_blocks),
-                col_block=lax.rem(row, shape.col_blocks),
+                head=lax.div(within, shape.col_blocks),
+                col_block=lax.rem(within, shape.col_blocks),
                 first_slot=first_slot,
             ),
-            _Segment(tile=tile, num_tiles=num_tiles, tiles_done=tiles_done, rows_done=index - first_index),
+            _Segment(
+                kv_tile=kv_tile,
+                num_kv_tiles=num_kv_tiles,
+                kv_tiles_done=kv_tiles_done,
+                output_tiles_done=index - first_index,
+            ),
         )
-        is_last_row = row == shape.rows_per_sequence - 1
-        next_sequence = jnp.where(is_last_row, sequence + 1, sequence)
-        return next_sequence, jnp.where(is_last_row, 0, row + 1), jnp.int32(0), tiles_done + num_tiles
+        is_last = within == shape.output_tiles_per_sequence - 1
+        next_sequence = jnp.where(is_last, sequence + 1, sequence)
+        return next_sequence, jnp.where(is_last, 0, within + 1), jnp.int32(0), kv_tiles_done + num_kv_tiles
 
-    # Rows are counted by their numbers, not in the loop: some kernels have no register left for it.
-    first_index = run.sequence * shape.rows_per_sequence + run.row
-    sequence, row, *_ = lax.while_loop(is_left, step, (run.sequence, run.row, run.tile, jnp.int32(0)))
-    return sequence * shape.rows_per_sequence + row - first_index
+    # Output tiles are counted by their numbers, not in the loop: some kernels have no register left for a count.
+    first_index = run.sequence * shape.output_tiles_per_sequence + run.output_tile
+    begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0))
+    sequence, within, *_ = lax.while_loop(is_left, step, begin)
+    return sequence * shape.output_tiles_per_sequence + within - first_index
 
 
-def visible_slots(tables, shape: LeanShape, row: _Row, tile_shape=None, per_column=None):
-    """First and end visible slot: scalars of the sequence, or `[kv, cols]` where each query column has its own."""
+def visible_slots(tables, shape: LeanShape, output_tile: _OutputTile, logits_shape=None, per_column=None):
+    """Returns first and end visible slot: scalars of the sequence, or `[kv, cols]` if each query column has its own."""
     if shape.mask == "none":
         return None, None
     if shape.mask == "span":
         if "sequences" not in tables:
             return 0, shape.num_slots
-        return tuple(tables["sequences"][row.sequence, i] for i in (SPAN_START, SPAN_END))
-    columns = pl.ds(pl.multiple_of(row.col_block * shape.cols, 8), shape.cols)
-    refs = (tables["columns"].at[i, row.sequence, columns] for i in range(2))
-    return tuple(lax.broadcast_in_dim(load(ref, per_column), tile_shape, [1]) for ref in refs)
+        return tuple(tables["sequences"][output_tile.sequence, i] for i in (SPAN_START, SPAN_END))
+    columns = pl.ds(pl.multiple_of(output_tile.col_block * shape.cols, 8), shape.cols)
+    refs = (tables["columns"].at[i, output_tile.sequence, columns] for i in range(2))
+    return tuple(lax.broadcast_in_dim(load(ref, per_column), logits_shape, [1]) for ref in refs)
 
 
 class Barriers(NamedTuple):
-    """What the moving warpgroup and those that compute wait for; one per query in flight, of K and V one per stage."""
+    """Barriers between moving and computing warpgroups: one per query in flight, and one per stage of K and of V."""
 
     query_free: Any
     key_full: Any
@@ -144,11 +159,11 @@ class Barriers(NamedTuple):
 def move_tiles(
     tables, shape: LeanShape, config: LeanConfig, run: _Run, move_query, num_queries: int, refs, smems, barriers
 ) -> None:
-    """The moving warpgroup: the query of every row that the run touches, and all tiles of its keys and values.
+    """Moves the query of every output tile that the run touches, and all KV tiles of the run.
 
     Args:
-      move_query: `(row, slot)`, begins the copy of its query.
-      num_queries: slots for them.
+      move_query: `(output_tile, place)`, begins the copy of its query.
+      num_queries: places for queries.
       refs, smems: of keys and of values.
     """
     (key_ref, value_ref), (key_smem, value_smem) = refs, smems
@@ -156,63 +171,68 @@ def move_tiles(
     block_kv, stages = config.block_kv, config.num_stages
     value_dims = value_smem.shape[-1]
 
-    def segment(row, begin):
-        query_slot = begin.query_slot(num_queries)
+    def move_segment(output_tile, segment):
+        query_place = segment.query_place(num_queries)
 
-        @pl.when(begin.rows_done >= num_queries)
+        @pl.when(segment.output_tiles_done >= num_queries)
         def _():
-            plgpu.barrier_wait(query_free.at[query_slot])
+            plgpu.barrier_wait(query_free.at[query_place])
 
-        move_query(row, query_slot)
+        move_query(output_tile, query_place)
 
-        def tile_step(i, _):
-            tile = begin.tiles_done + i
-            slot = lax.rem(tile, stages)
-            first = row.first_slot + (begin.tile + i) * block_kv
-            where = _locate(tables, shape, row, first)
-            is_refill = tile >= stages
+        def kv_tile_step(i, _):
+            kv_tile = segment.kv_tiles_done + i
+            stage = lax.rem(kv_tile, stages)
+            first = output_tile.first_slot + (segment.kv_tile + i) * block_kv
+            block, start, head = _locate(tables, shape, output_tile, first)
+            is_refill = kv_tile >= stages
             num_seen = None
             if trims_tiles(tables, shape, config):
-                num_seen = tables["sequences"][row.sequence, SPAN_END] - first
+                num_seen = tables["sequences"][output_tile.sequence, SPAN_END] - first
 
             @pl.when(is_refill)
             def _():
-                plgpu.barrier_wait(key_free.at[slot])
+                plgpu.barrier_wait(key_free.at[stage])
 
-            block, start, head = where
-            keys = lambda rows: key_ref.at[block, rows, head]
-            _copy_tile(keys, key_smem.at[slot], key_full.at[slot], start, num_seen)
+            keys = lambda slots: key_ref.at[block, slots, head]
+            _copy_tile(keys, key_smem.at[stage], key_full.at[stage], start, num_seen)
 
             @pl.when(is_refill)
             def _():
-                plgpu.barrier_wait(value_free.at[slot])
+                plgpu.barrier_wait(value_free.at[stage])
 
-            columns = slice(None) if value_dims == shape.head_dim else pl.ds(row.index * 0, value_dims)
-            values = lambda rows: value_ref.at[block, rows, head, columns]
+            columns = slice(None) if value_dims == shape.head_dim else pl.ds(output_tile.index * 0, value_dims)
+            values = lambda slots: value_ref.at[block, slots, head, columns]
             # A weight of zero does not make zero of what may be NaN, so what is not read of values is zero.
-            beyond = value_ref.shape[1] + row.index * 0
-            _copy_tile(values, value_smem.at[slot], value_full.at[slot], start, num_seen, zeros_from=beyond)
+            beyond = value_ref.shape[1] + output_tile.index * 0
+            _copy_tile(values, value_smem.at[stage], value_full.at[stage], start, num_seen, zeros_from=beyond)
 
-        lax.fori_loop(0, begin.num_tiles, tile_step, None)
+        lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
 
-    num_rows = walk(run, tables, shape, segment)
+    num_output_tiles = walk(run, tables, shape, move_segment)
 
     def await_last(i, _):  # so that no arrival is left over
         plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries)])
 
     if num_queries > 1:
-        lax.fori_loop(jnp.maximum(num_rows - num_queries, 0), num_rows, await_last, None)
+        lax.fori_loop(jnp.maximum(num_output_tiles - num_queries, 0), num_output_tiles, await_last, None)
 
 
 def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
-    """Whether of a tile that reaches beyond a row's end no more is read than is seen: in short rows that is much."""
-    return "sequences" in tables and has_whole_rows(shape, config) and not shape.is_tall
+    """Returns whether an output tile's last KV tile is read up to the last visible slot only.
+
+    That saves much where output tiles are short.
+    """
+    return "sequences" in tables and has_whole_output_tiles(shape, config) and not shape.is_many_query
 
 
 def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
-    """Begins the copy of a tile from row `start` on; given `num_seen`, of so many rows and less than `GRAIN` more.
+    """Begins the copy of a KV tile from slot `start` on.
 
-    With `zeros_from`, a row out of bounds, the rest is zeros and there are two copies; else it stays as it is.
+    Args:
+      num_seen: visible slots; fewer than `GRAIN` more are read. None: all slots of the KV tile are.
+      zeros_from: a slot out of bounds, from which the rest is filled with zeros by a second copy. None: the rest of
+        `smem` stays as it is.
     """
     block_kv = smem.shape[0]
     copy = lambda start, at, size: plgpu.copy_gmem_to_smem(
@@ -236,9 +256,9 @@ def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
                 copy(start + block_kv // 2, block_kv // 2, block_kv // 2)
 
 
-def _locate(tables, shape: LeanShape, row: _Row, slot):
-    """Where `key[block, start:]` holds a tile that begins at `slot` of the sequence: `(block, start, head)`."""
+def _locate(tables, shape: LeanShape, output_tile: _OutputTile, slot):
+    """Returns `(block, start, head)`: `key[block, start:]` holds the KV tile that begins at `slot` of the sequence."""
     if shape.page_size is not None:
-        page = tables["pages"][row.sequence, lax.div(slot, shape.page_size)]
-        return page, pl.multiple_of(lax.rem(slot, shape.page_size), 8), row.head
-    return 0 if shape.is_packed else row.sequence, pl.multiple_of(slot, 8), row.head
+        page = tables["pages"][output_tile.sequence, lax.div(slot, shape.page_size)]
+        return page, pl.multiple_of(lax.rem(slot, shape.page_size), 8), output_tile.head
+    return 0 if shape.is_packed else output_tile.sequence, pl.multiple_of(slot, 8), output_tile.head

@@ -1,39 +1,50 @@
-"""What the kernels that exchange are written with: MLIR and PTX by a short name.
+"""MLIR and PTX by short names, for what Pallas has no operation for.
 
-All are emitted where they are called, into the kernel that is being written. Addresses are i64.
+Every function emits its operations into the kernel that is being written. Addresses are i64.
 """
 
 import functools
 
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, llvm
 
-from tree_attn.kernels.ptx import asm
+WORD_BYTES = 8  # of a word that is exchanged: 4 of payload, 4 of the step's number
 
-WORD_BYTES = 8  # 4 of payload, 4 of the step's number
+
+def asm(text: str, result: ir.Type | None, *operands: ir.Value) -> ir.Value:
+    """Emits the PTX `text`, in which `$0`, `$1`, ... stand for the result, if there is one, and the operands in order.
+
+    The compiler neither moves it nor leaves it out. Types are i32, i64 and f32.
+    """
+    letters = {"i32": "r", "i64": "l", "f32": "f"}
+    constraints = ([] if result is None else [f"={letters[str(result)]}"]) + [letters[str(x.type)] for x in operands]
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(result, list(operands), text, ",".join(constraints), has_side_effects=True)
 
 
 def exp2(x):
+    """Returns `2 ** x`, as the hardware approximates it."""
     return asm("ex2.approx.f32 $0, $1;", ir.F32Type.get(), x)
 
 
 def log2(x):
+    """Returns the binary logarithm of `x`, as the hardware approximates it."""
     return asm("lg2.approx.f32 $0, $1;", ir.F32Type.get(), x)
 
 
 def widened(x):
-    """As float32."""
+    """Returns a float as float32."""
     return x if x.type == ir.F32Type.get() else arith.extf(ir.F32Type.get(), x)
 
 
 def narrowed(x, ref):
-    """Float32 in the dtype of `ref`."""
+    """Returns a float32 in the dtype of `ref`."""
     dtype = ir.MemRefType(ref.type).element_type
     return x if x.type == dtype else arith.truncf(dtype, x)
 
 
 def kernel_launch():
-    """The launch of the kernel that is being written."""
+    """Returns the launch operation of the kernel that is being written."""
     op = ir.InsertionPoint.current.block.owner
     while op.name != "gpu.launch":
         op = op.parent
@@ -41,46 +52,52 @@ def kernel_launch():
 
 
 def i32():
+    """Returns the type of 32-bit integers."""
     return ir.IntegerType.get_signless(32)
 
 
 def i64():
+    """Returns the type of 64-bit integers."""
     return ir.IntegerType.get_signless(64)
 
 
 def constant(value: int):
+    """Returns an i64."""
     return arith.constant(i64(), value)
 
 
 def plus(*addresses):
+    """Returns the sum of i64."""
     return functools.reduce(arith.addi, addresses)
 
 
-def words(element):
-    """Bytes of so many words."""
-    return arith.muli(arith.index_cast(i64(), element), constant(WORD_BYTES))
+def words(count):
+    """Returns the bytes of `count` words; the count is an index."""
+    return arith.muli(arith.index_cast(i64(), count), constant(WORD_BYTES))
 
 
 def load(address):
+    """Returns the i32 at a global address."""
     return asm("ld.global.u32 $0, [$1];", i32(), address)
 
 
 def load_relaxed(address):
-    """A word, which other CTAs may be writing meanwhile."""
+    """Returns a word that other CTAs may be writing meanwhile."""
     return asm("ld.relaxed.gpu.global.b64 $0, [$1];", i64(), address)
 
 
 def store(address, x):
+    """Writes an i32 to a global address."""
     asm("st.global.u32 [$0], $1;", None, address, x)
 
 
 def send(address, x, step):
-    """One store of 8 bytes, which a reader sees whole or not at all."""
+    """Writes payload and step number as one word of 8 bytes, which a reader sees whole or not at all."""
     asm("{ .reg .b64 word; mov.b64 word, {$1, $2}; st.relaxed.sys.global.b64 [$0], word; }", None, address, x, step)
 
 
 def receive(address, step):
-    """Waits until the word at `address` bears `step`, and returns what it holds."""
+    """Waits until the word at `address` bears the number `step`, and returns its payload."""
     return asm(
         "{ .reg .pred is_old; .reg .b32 number; .reg .b64 word; "
         "AGAIN: ld.relaxed.sys.global.b64 word, [$1]; mov.b64 {$0, number}, word; "

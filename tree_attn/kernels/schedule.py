@@ -1,8 +1,8 @@
 """LeanAttention's stream-K schedule in plain integers: equal runs of KV tiles, one per CTA, whatever the shapes.
 
-Rows are output tiles: one per (sequence, KV head, block of query columns). The tiles of all rows are laid end to end,
-and CTA g takes the g-th of `num_runs` runs that differ in length by at most one tile. A run may begin in the middle of
-a row and end in the middle of another; each piece of a run within one row is a segment and gives one partial state.
+An output tile is one block of query columns of one KV head of one sequence. The KV tiles of all output tiles are laid
+end to end. CTA g takes the g-th of `num_runs` runs, which differ in length by at most one KV tile. A run may begin
+within an output tile and end within another. Its part within one output tile is a segment and gives one partial state.
 
 The functions on counts take Python ints or int32 arrays alike: the host, the tests and the kernels share them.
 
@@ -16,150 +16,161 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-MIN_TILES_PER_RUN = 2  # below that a CTA's start and its partial cost more than the tiles it takes off another
+MIN_KV_TILES_PER_RUN = 2  # below that a CTA's start and its partial cost more than the tiles it takes off another
 
 Count = int | Array
 
 
+def num_runs(num_kv_tiles: Count, num_ctas: int) -> Count:
+    """Returns how many CTAs get a run: all, unless runs would be shorter than `MIN_KV_TILES_PER_RUN`; at least 1."""
+    return _minimum(num_ctas, _maximum(_quotient(num_kv_tiles, MIN_KV_TILES_PER_RUN), 1))
+
+
+def run_start(run: Count, num_kv_tiles: Count, runs: Count) -> Count:
+    """Returns the first KV tile of run `run` of `runs`; the next run's first ends it. The first runs take odd tiles."""
+    per_run = _quotient(num_kv_tiles, runs)
+    return run * per_run + _minimum(run, num_kv_tiles - per_run * runs)
+
+
+def run_of_kv_tile(kv_tile: Count, num_kv_tiles: Count, runs: Count) -> Count:
+    """Returns the run that holds `kv_tile`: the inverse of `run_start`."""
+    per_run = _quotient(num_kv_tiles, runs)
+    in_longer = (num_kv_tiles - per_run * runs) * (per_run + 1)
+    in_first = _quotient(_minimum(kv_tile, in_longer), per_run + 1)
+    return in_first + _quotient(_maximum(kv_tile, in_longer) - in_longer, _maximum(per_run, 1))
+
+
+def partials_of_output_tile(output_tile: Count, first: Count, kv_tiles: Count, num_kv_tiles: Count, runs: Count):
+    """Returns where the partial states of an output tile lie: `(first partial, how many)`.
+
+    Runs ascend with output tiles, so run + output tile numbers all segments: without a gap within an output tile, and
+    without a collision.
+
+    Args:
+      output_tile, first, kv_tiles: the output tile, its first KV tile among those of all, and how many it has.
+      num_kv_tiles: how many all have together.
+    """
+    first_run = run_of_kv_tile(first, num_kv_tiles, runs)
+    last_run = run_of_kv_tile(first + kv_tiles - 1, num_kv_tiles, runs)
+    return first_run + output_tile, last_run - first_run + 1
+
+
+def sequence_offsets(kv_tiles: Int[Array, " B"], output_tiles_per_sequence: int) -> Int[Array, " B"]:
+    """Returns where each sequence's KV tiles begin among all.
+
+    Args:
+      kv_tiles: of each output tile of sequence b, of which there are `output_tiles_per_sequence`.
+    """
+    # A masked sum rather than a scan: XLA makes one small kernel of it.
+    batch = kv_tiles.shape[0]
+    is_before = jnp.arange(batch)[None, :] < jnp.arange(batch)[:, None]
+    return jnp.sum(jnp.where(is_before, kv_tiles[None, :] * output_tiles_per_sequence, 0), axis=1, dtype=jnp.int32)
+
+
+def run_table(
+    kv_tiles: Int[Array, " B"],
+    offsets: Int[Array, " B"],
+    output_tiles_per_sequence: int,
+    num_ctas: int,
+    *,
+    whole_output_tiles: bool = False,
+) -> Int[Array, "C 4"]:
+    """Returns where each CTA's run begins, from lengths that only the device knows: int32 `[num_ctas, 4]`.
+
+    Columns: sequence, output tile within the sequence, KV tile within the output tile, KV tiles in the run (0 for a CTA
+    without a run).
+
+    Args:
+      kv_tiles, offsets: as in `sequence_offsets`, and its result.
+      whole_output_tiles: a run that would begin within an output tile begins with the next one, so that none is cut. A
+        run may then have no KV tile, or more than the others by up to an output tile's.
+    """
+    total = offsets[-1] + kv_tiles[-1] * output_tiles_per_sequence
+    runs = num_runs(total, num_ctas)
+    cta = jnp.arange(num_ctas, dtype=jnp.int32)
+    start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
+
+    def locate(kv_tile):
+        last = kv_tiles.shape[0] - 1
+        sequence = jnp.sum(offsets[None, :] <= kv_tile[:, None], axis=1, dtype=jnp.int32) - 1
+        sequence = jnp.clip(sequence, 0, last)
+        within = kv_tile - offsets[sequence]
+        return sequence, within // kv_tiles[sequence], within % kv_tiles[sequence]
+
+    def output_tile_end(kv_tile):
+        sequence, output_tile, within = locate(kv_tile)
+        return jnp.where(within == 0, kv_tile, offsets[sequence] + (output_tile + 1) * kv_tiles[sequence])
+
+    if whole_output_tiles:
+        start, end = output_tile_end(start), output_tile_end(end)
+    count = jnp.where(cta < runs, end - start, 0)
+    return jnp.stack([*locate(start), count], axis=1).astype(jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tiles `first_tile .. first_tile + num_tiles` of row `row`, done by CTA `cta` (Algorithm 1, lines 11 to 18).
+    """KV tiles `first_kv_tile .. first_kv_tile + num_kv_tiles` of an output tile, done by one CTA.
 
-    is_host:       it holds the row's first tile (the paper's host block, which merges)
-    is_finishing:  it holds the row's last tile
-    partial:       where its state is kept until the merge; a row's partials are neighbours, in the order of its tiles
+    is_host:       it holds the output tile's first KV tile (the paper's host block, which merges)
+    is_finishing:  it holds the output tile's last KV tile
+    partial:       where its state is kept until the merge; an output tile's partials are neighbours, in the order of
+                   its KV tiles
+
+    Source: LeanAttention, Algorithm 1, lines 11 to 18.
     """
 
     cta: int
-    row: int
-    first_tile: int
-    num_tiles: int
+    output_tile: int
+    first_kv_tile: int
+    num_kv_tiles: int
     is_host: bool
     is_finishing: bool
     partial: int
 
 
-def num_runs(num_tiles: Count, num_ctas: int) -> Count:
-    """How many CTAs get a run: all, unless runs would be shorter than `MIN_TILES_PER_RUN`; at least 1."""
-    return _least(num_ctas, _most(_quotient(num_tiles, MIN_TILES_PER_RUN), 1))
+def lean_schedule(kv_tiles: Sequence[int], num_ctas: int) -> list[list[Segment]]:
+    """Returns every CTA's run as its segments: Algorithm 1 written out.
 
-
-def run_start(run: Count, num_tiles: Count, runs: Count) -> Count:
-    """The first tile of run `run` of `runs`; that of the next run ends it. The first runs take the odd tiles."""
-    per_run = _quotient(num_tiles, runs)
-    return run * per_run + _least(run, num_tiles - per_run * runs)
-
-
-def run_of_tile(tile: Count, num_tiles: Count, runs: Count) -> Count:
-    """The run that holds `tile`: the inverse of `run_start`."""
-    per_run = _quotient(num_tiles, runs)
-    in_longer = (num_tiles - per_run * runs) * (per_run + 1)
-    in_first = _quotient(_least(tile, in_longer), per_run + 1)
-    return in_first + _quotient(_most(tile, in_longer) - in_longer, _most(per_run, 1))
-
-
-def partials_of_row(row: Count, first: Count, num_row_tiles: Count, num_tiles: Count, runs: Count):
-    """Where the partial states of a row lie: `(first partial, how many)`.
-
-    Runs ascend with rows, so run + row numbers all segments without a gap within a row and without a collision.
+    This is the readable form of the schedule, and what tests hold the kernels' tables to; no kernel calls it.
 
     Args:
-      row, first, num_row_tiles: the row, its first tile among all rows' tiles, and how many tiles it has.
-    """
-    first_run = run_of_tile(first, num_tiles, runs)
-    last_run = run_of_tile(first + num_row_tiles - 1, num_tiles, runs)
-    return first_run + row, last_run - first_run + 1
-
-
-def lean_schedule(tiles_per_row: Sequence[int], num_ctas: int) -> list[list[Segment]]:
-    """Returns every CTA's run as its segments: Algorithm 1 written out, as the kernels follow it.
-
-    Args:
-      tiles_per_row: tiles of each output row, each at least 1 (a row that sees nothing has one masked tile).
+      kv_tiles: KV tiles of each output tile, each at least 1 (one that sees nothing has one masked KV tile).
       num_ctas: how many CTAs there are. Those beyond `num_runs` get an empty list.
     Raises:
-      ValueError: no rows, a row without a tile, or no CTA.
+      ValueError: no output tile, one without a KV tile, or no CTA.
 
     Example:
-      >>> lean_schedule([3, 2], num_ctas=2)[1]     # the second CTA finishes row 0 and does row 1
+      >>> lean_schedule([3, 2], num_ctas=2)[1]     # the second CTA finishes output tile 0 and does output tile 1
 
     Source: LeanAttention, Algorithm 1.
     """
-    if not tiles_per_row or min(tiles_per_row) < 1:
-        raise ValueError(f"tiles_per_row must be counts of at least 1, got {list(tiles_per_row)}")
+    if not kv_tiles or min(kv_tiles) < 1:
+        raise ValueError(f"kv_tiles must be counts of at least 1, got {list(kv_tiles)}")
     if num_ctas < 1:
         raise ValueError(f"num_ctas must be at least 1, got {num_ctas}")
-    total = sum(tiles_per_row)
+    total = sum(kv_tiles)
     runs = num_runs(total, num_ctas)
     schedule: list[list[Segment]] = [[] for _ in range(num_ctas)]
     first = 0
-    for row, count in enumerate(tiles_per_row):
-        tile = 0
-        while tile < count:
-            cta = run_of_tile(first + tile, total, runs)
+    for output_tile, count in enumerate(kv_tiles):
+        kv_tile = 0
+        while kv_tile < count:
+            cta = run_of_kv_tile(first + kv_tile, total, runs)
             end = min(run_start(cta + 1, total, runs) - first, count)
             schedule[cta].append(
                 Segment(
                     cta=cta,
-                    row=row,
-                    first_tile=tile,
-                    num_tiles=end - tile,
-                    is_host=tile == 0,
+                    output_tile=output_tile,
+                    first_kv_tile=kv_tile,
+                    num_kv_tiles=end - kv_tile,
+                    is_host=kv_tile == 0,
                     is_finishing=end == count,
-                    partial=cta + row,
+                    partial=cta + output_tile,
                 )
             )
-            tile = end
+            kv_tile = end
         first += count
     return schedule
-
-
-def sequence_offsets(tiles_per_row: Int[Array, " B"], rows_per_sequence: int) -> Int[Array, " B"]:
-    """Where each sequence's tiles begin among all, for `rows_per_sequence` rows of `tiles_per_row[b]` tiles each.
-
-    A masked sum rather than a scan: XLA makes one small kernel of it.
-    """
-    batch = tiles_per_row.shape[0]
-    is_before = jnp.arange(batch)[None, :] < jnp.arange(batch)[:, None]
-    return jnp.sum(jnp.where(is_before, tiles_per_row[None, :] * rows_per_sequence, 0), axis=1, dtype=jnp.int32)
-
-
-def run_table(
-    tiles_per_row: Int[Array, " B"],
-    offsets: Int[Array, " B"],
-    rows_per_sequence: int,
-    num_ctas: int,
-    *,
-    whole_rows: bool = False,
-) -> Int[Array, "C 4"]:
-    """Where each CTA's run begins, from lengths that only the device knows: int32 `[num_ctas, 4]`.
-
-    Columns: sequence, row within the sequence, tile within the row, tiles in the run (0 for a CTA without a run).
-
-    Args:
-      whole_rows: a run that would begin within a row begins with the next, so that none is cut: a run is then longer
-        than the others by up to a row, and may have no tile.
-    """
-    total = offsets[-1] + tiles_per_row[-1] * rows_per_sequence
-    runs = num_runs(total, num_ctas)
-    cta = jnp.arange(num_ctas, dtype=jnp.int32)
-    start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
-
-    def locate(tile):
-        last = tiles_per_row.shape[0] - 1
-        sequence = jnp.sum(offsets[None, :] <= tile[:, None], axis=1, dtype=jnp.int32) - 1
-        sequence = jnp.clip(sequence, 0, last)
-        within = tile - offsets[sequence]
-        return sequence, within // tiles_per_row[sequence], within % tiles_per_row[sequence]
-
-    def row_end(tile):
-        sequence, row, within = locate(tile)
-        return jnp.where(within == 0, tile, offsets[sequence] + (row + 1) * tiles_per_row[sequence])
-
-    if whole_rows:
-        start, end = row_end(start), row_end(end)
-    count = jnp.where(cta < runs, end - start, 0)
-    return jnp.stack([*locate(start), count], axis=1).astype(jnp.int32)
 
 
 def _quotient(a: Count, b: Count) -> Count:
@@ -167,9 +178,9 @@ def _quotient(a: Count, b: Count) -> Count:
     return a // b if isinstance(a, int) and isinstance(b, int) else lax.div(a, b)
 
 
-def _least(a: Count, b: Count) -> Count:
+def _minimum(a: Count, b: Count) -> Count:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def _most(a: Count, b: Count) -> Count:
+def _maximum(a: Count, b: Count) -> Count:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)

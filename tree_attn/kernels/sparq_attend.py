@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
 from tree_attn.kernels.lean_merge import finish
-from tree_attn.kernels.ptx import asm
+from tree_attn.kernels.mlir import asm
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, store_transposed, tiling
 from tree_attn.kernels.sparq_shape import COLS, REDUCTION_BYTES, WARPS, SparqShape, ctas_for
 

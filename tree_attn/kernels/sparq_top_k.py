@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, scf
 
-from tree_attn.kernels.ptx import asm
+from tree_attn.kernels.mlir import asm
 from tree_attn.kernels.registers import LOG2_E
 from tree_attn.kernels.sparq_shape import WARPS
 

@@ -24,6 +24,7 @@ from tree_attn.arguments import (
     takes_options,
 )
 from tree_attn.local import cudnn, flash_attn, mosaic_gpu, xla
+from tree_attn.local.mosaic_gpu import slot_multiple
 from tree_attn.masking import Visibility, add_sinks, visibility
 from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_state
@@ -303,5 +304,6 @@ __all__ = [
     "check_implementation",
     "choose",
     "shard_attention",
+    "slot_multiple",
     "why_not",
 ]

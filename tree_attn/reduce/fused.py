@@ -1,8 +1,9 @@
-"""Everyone to everyone within one kernel: no collective, and no host in between."""
+"""The fused reduction: an exchange of all devices with all within one kernel, without a collective or the host."""
 
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.cost.machine import EXCHANGES
-from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, Epilogue
-from tree_attn.kernels.exchange import (
-    MAX_CTAS,
-    NUM_CTAS,
-    PARTIAL_WORDS,
-    Buffers,
-    exchange,
-    exchange_gather,
-    exchange_sum,
-)
-from tree_attn.local import ShardAttention
-from tree_attn.reduce.peer_memory import peer_memory
+from tree_attn.local import Epilogue, ShardAttention
 from tree_attn.state import SoftmaxState
 
 MAX_ELEMENTS = EXCHANGES["fused"].max_elements  # of one device's state
@@ -30,44 +20,58 @@ OLDEST_JAX = (0, 11)
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Merges over the devices that meet in `buffers`; a local kernel that leaves partial states calls it itself."""
+    """The merge over the devices that meet in `buffers`: a `tree_attn.local.Exchange`.
+
+    rank:     this device's, int32 `[1]`; None where each process has one device
+    buffers:  the devices' `tree_attn.kernels.exchange.Buffers`
+    """
 
     rank: jax.Array | None
-    buffers: Buffers
+    buffers: Any
 
     def merge(self, state: SoftmaxState) -> SoftmaxState:
-        rows, head_dim = state.lse.size, state.out.shape[-1]
-        given = state.out.reshape(rows, 1, head_dim), state.lse.reshape(rows, 1)
-        out, lse = exchange(*given, self.rank, self.buffers)
+        """Returns the state over all devices, in a kernel of its own."""
+        from tree_attn.kernels.exchange import exchange
+
+        count, head_dim = state.lse.size, state.out.shape[-1]
+        out, lse = state.out.reshape(count, 1, head_dim), state.lse.reshape(count, 1)
+        out, lse = exchange(out, lse, self.rank, self.buffers)
         return SoftmaxState(out.reshape(state.out.shape), lse.reshape(state.lse.shape))
 
     def epilogue(
         self, result: jax.ShapeDtypeStruct, num_ctas: int, num_partials: int, padded_head_dim: int
     ) -> Epilogue | None:
-        """What merges at the end of a kernel that makes partial states; None if it cannot.
+        """Returns the exchange as the end of a kernel that makes partial states; None if this kernel cannot end in it.
 
         Args:
-          result: of the merged `out`, `[rows, columns, H]`; it may be padded, so larger than the one asked for.
-          num_ctas, num_partials: of the kernel; each partial is of `columns` columns and `padded_head_dim` head dims.
+          result: the merged `out`, `[output tiles, columns, H]`; padding counts, so it may exceed `MAX_ELEMENTS`.
+          num_ctas: of the kernel.
+          num_partials: the most that it leaves, each of `columns` columns and `padded_head_dim` head dims.
         """
-        *rows, columns, head_dim = result.shape
-        words = (num_partials + PARTIALS_AT_ONCE) * (padded_head_dim + 2) * columns  # some are read in vain
-        has_room = math.prod(rows) * columns * (head_dim + 1) <= self.buffers.capacity and words <= PARTIAL_WORDS
-        return Epilogue(self.buffers, num_ctas) if has_room and NUM_CTAS <= num_ctas <= MAX_CTAS else None
+        from tree_attn.kernels import epilogue, exchange
+
+        *output_tiles, columns, head_dim = result.shape
+        # The last read of an output tile's partials may reach beyond them, by up to `PARTIALS_AT_ONCE`.
+        words = (num_partials + epilogue.PARTIALS_AT_ONCE) * (padded_head_dim + 2) * columns
+        elements = math.prod(output_tiles) * columns * (head_dim + 1)
+        has_room = elements <= self.buffers.capacity and words <= exchange.PARTIAL_WORDS
+        if not has_room or not exchange.NUM_CTAS <= num_ctas <= exchange.MAX_CTAS:
+            return None
+        return epilogue.Epilogue(self.buffers, num_ctas)
 
 
 def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mesh | None = None) -> SoftmaxState:
-    """Merges over `axes`, links of one host: each device writes its state to all others and merges what it gets.
+    """Merges over `axes`, links of one host: each device writes its state to all others and merges those it receives.
 
-    One latency, and no launch but the kernel's own, for `2 (p - 1) B T N (H + 1)` elements sent: each goes with the
-    number of the step, by which the receiver knows it.
+    It costs one latency and one launch, for `2 (p - 1) B T N (H + 1)` elements sent. Each element travels with the
+    step's number, by which the receiver recognises it.
 
     Args:
-      state: this device's, or its attention yet to be run, of which partial states then need no merge of their own.
-      mesh: whose devices these are. Without it they must be all of `jax.devices()`, in that order.
+      state: this device's, or its attention, not yet run: its kernel's partial states then need no merge of their own.
+      mesh: the mesh of the axes. Without it they must be of all `jax.devices()`, in that order.
     Raises:
-      NotImplementedError: what is needed is missing (NVIDIA GPUs of one host, in one process or one each; JAX 0.11), or
-        the state is larger than `MAX_ELEMENTS`.
+      NotImplementedError: the devices are not NVIDIA GPUs of one host, in one process or one process each; JAX is older
+        than 0.11; or the state is larger than `MAX_ELEMENTS`.
     """
     if isinstance(state, ShardAttention):
         return state.run(exchange=Exchange(*_meeting(axes, mesh, state.num_elements)))
@@ -75,13 +79,23 @@ def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mes
 
 
 def fused_sum(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:
-    """`jax.lax.psum(x, axes)` of few elements by the same kernel, added in float32; arguments and errors as `fused`."""
+    """Returns `jax.lax.psum(x, axes)` of few elements, added in float32 by the same kernel.
+
+    Arguments and errors as `fused`.
+    """
+    from tree_attn.kernels.exchange import exchange_sum
+
     rank, buffers = _meeting(axes, mesh, x.size)
     return exchange_sum(x.reshape(-1), rank, buffers).reshape(x.shape)
 
 
 def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:
-    """`jax.lax.all_gather(x, axes)` of few elements, floats of at most 4 bytes, by the same kernel; as `fused_sum`."""
+    """Returns `jax.lax.all_gather(x, axes)` of few elements, floats of at most 4 bytes, by the same kernel.
+
+    Arguments and errors as `fused`.
+    """
+    from tree_attn.kernels.exchange import exchange_gather
+
     rank, buffers = _meeting(axes, mesh, x.size)
     return exchange_gather(x.reshape(-1), rank, buffers).reshape(-1, *x.shape)
 
@@ -95,26 +109,29 @@ def why_not(elements: int, axes: tuple[str, ...], mesh: Mesh | None = None) -> s
     return None
 
 
-def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[jax.Array | None, Buffers]:
+def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[jax.Array | None, Any]:
     """Returns this device's rank, as the kernel takes it, and the buffers in which the devices along `axes` meet."""
     group, buffers = _meeting_place(axes, mesh, elements)
     is_alone = all(device.process_index != other.process_index for device, other in itertools.pairwise(group))
     return None if is_alone else jax.lax.axis_index(axes).astype(jnp.int32)[None], buffers
 
 
-def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Buffers]:
+def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Any]:
     """Returns the first group of devices that meet along `axes`, and the buffers of all groups."""
+    from tree_attn.kernels.exchange import Buffers
+    from tree_attn.reduce import peer_memory
+
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"fused was run with JAX 0.11 and newer only, this is {jax.__version__}")
     if elements > MAX_ELEMENTS:
         raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
     groups = _groups(axes, mesh)
     buffers = Buffers(table=0, num_ranks=len(groups[0]), capacity=MAX_ELEMENTS)
-    return groups[0], buffers.replace(table=peer_memory(groups, buffers.num_bytes))
+    return groups[0], buffers.replace(table=peer_memory.peer_memory(groups, buffers.num_bytes))
 
 
 def _groups(axes: tuple[str, ...], mesh: Mesh | None) -> tuple[tuple[jax.Device, ...], ...]:
-    """The devices that meet along `axes`, in the order of their index along them; one group per index of the rest."""
+    """Returns the devices that meet along `axes`, in the order of their index; one group per index of the rest."""
     if not isinstance(mesh, Mesh):
         mesh = mesh or jax.sharding.get_abstract_mesh()
         if mesh.size != jax.device_count():

@@ -506,3 +506,8 @@ def _value_mean(value, visible, axes: tuple[str, ...]):
 def _over_shards(lse, how: _How, is_global: bool):
     """Log-sum-exp over all shards, if they choose together."""
     return jax.nn.logsumexp(jax.lax.all_gather(lse, how.axes), axis=0) if is_global else lse
+
+
+def slot_multiple(num_slots: int) -> int:
+    """Returns the multiple to which a cache should round `num_slots` up for the kernels; 1 if that would pad much."""
+    return sparq_layout.SLOT_MULTIPLE if num_slots >= 8 * sparq_layout.SLOT_MULTIPLE else 1

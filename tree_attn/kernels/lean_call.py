@@ -1,0 +1,233 @@
+"""A call of the lean kernel or the many-query kernel: planned from shapes and visible slots, then run.
+
+`plan_call` chooses the kernel, its layout and its schedule. `LeanCall.run` launches, and merges with a state over other
+keys and with other devices: within a kernel where that can be done, after it otherwise.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from tree_attn.kernels import lean, tall, tuning
+from tree_attn.kernels.lean_layout import (
+    MANY_QUERY_GROUPS,
+    MANY_QUERY_ROWS,
+    MAX_QUERIES,
+    PAGE_MULTIPLE,
+    SLOT_MULTIPLE,
+    LeanConfig,
+    LeanShape,
+    has_whole_output_tiles,
+    is_many_query,
+    num_partials,
+)
+from tree_attn.kernels.query_layout import (
+    from_kernel_layout,
+    lse_from_kernel_layout,
+    lse_to_kernel_layout,
+    to_kernel_layout,
+)
+from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, run_table, sequence_offsets
+from tree_attn.state import SoftmaxState, merge_state
+
+# Accumulators of a block of columns, with which a kernel that ends in an exchange spills no register; a quarter of
+# them where keys and values are widened.
+EXCHANGED_ACCUMULATORS = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeanCall:
+    """A planned call.
+
+    query_shape:  `[B, T, N, H]`
+    shape, config:  what the kernels are compiled for
+    tables:  arrays by name, as `lean.lean_attention` takes them; None where there is none
+    """
+
+    query_shape: tuple[int, int, int, int]
+    shape: LeanShape
+    config: LeanConfig
+    tables: dict[str, Any]
+
+    @property
+    def merges_partials(self) -> bool:
+        """Runs cut output tiles, so that the kernels make partial states and merge them."""
+        return not has_whole_output_tiles(self.shape, self.config)
+
+    def run(self, query, key, value, *, merge_with: SoftmaxState | None = None, exchange=None) -> SoftmaxState:
+        """Runs the kernels.
+
+        Args:
+          merge_with: a state over other keys, with which the result is merged, or None.
+          exchange: merges with the states of other devices (`tree_attn.local.Exchange`), or None. It ends the kernel
+            if it can; else it merges the kernel's result.
+        """
+        if exchange is not None and merge_with is None:
+            result = self._result(query)
+            epilogue = self._epilogue(exchange, result)
+            if epilogue is not None:
+                return self._state(
+                    *lean.lean_exchange(
+                        to_kernel_layout(query, self.shape), key, value, exchange.rank, epilogue=epilogue,
+                        result=result, shape=self.shape, config=self.config, **self.tables,
+                    )
+                )  # fmt: skip
+        # Queries that are read in place are merged by a kernel that has all it needs to merge one state more.
+        merges_state = merge_with is not None and self.shape.tokens is not None and self.merges_partials
+        tables = dict(self.tables)
+        if merges_state:
+            tables["merge_with"] = (
+                to_kernel_layout(merge_with.out, self.shape),
+                lse_to_kernel_layout(merge_with.lse, self.shape),
+            )
+        attention = tall.tall_attention if self.shape.is_many_query else lean.lean_attention
+        kernel_query = to_kernel_layout(query, self.shape)
+        state = self._state(*attention(kernel_query, key, value, shape=self.shape, config=self.config, **tables))
+        if merge_with is not None and not merges_state:
+            state = merge_state(state, merge_with)
+        return state if exchange is None else exchange.merge(state)
+
+    def _result(self, query) -> jax.ShapeDtypeStruct:
+        """Returns the shape and dtype in which an exchange at the kernel's end writes `out`."""
+        _, num_queries, num_heads, head_dim = self.query_shape
+        columns = min(self.shape.cols, num_queries * num_heads // self.shape.num_kv_heads)
+        return jax.ShapeDtypeStruct((self.shape.num_output_tiles, columns, head_dim), query.dtype)
+
+    def _epilogue(self, exchange, result: jax.ShapeDtypeStruct):
+        """Returns the lean kernel's end in `exchange`, or None: too many accumulators, nothing to merge, or no room."""
+        max_accumulators = EXCHANGED_ACCUMULATORS // 4 if self.shape.is_widened else EXCHANGED_ACCUMULATORS
+        is_narrow = self.shape.padded_head_dim * self.shape.cols <= max_accumulators
+        if self.shape.tokens is not None or not self.merges_partials or not is_narrow:
+            return None
+        count = num_partials(self.shape, self.config)
+        return exchange.epilogue(result, self.config.num_ctas, count, self.shape.padded_head_dim)
+
+    def _state(self, out, lse) -> SoftmaxState:
+        return SoftmaxState(
+            from_kernel_layout(out, self.query_shape, self.shape),
+            lse_from_kernel_layout(lse, self.query_shape[:3], self.shape),
+        )
+
+
+def plan_call(
+    query, key, spans, *, num_slots: int, scale: float, logits_soft_cap: float | None, scales=None, pages=None,
+    is_packed: bool = False, config: LeanConfig | None = None,
+) -> LeanCall:  # fmt: skip
+    """Plans a call: the static shape, the tuned layout and the schedule. Arguments are checked already.
+
+    Args:
+      query: `[B, T, N, H]`; key: as `lean.lean_attention` takes it.
+      spans: first and end visible slot of each query, int32 `[B or 1, T or 1]` each; None where every slot is visible.
+        Slots count within a sequence (padded, paged) or over all (packed).
+      num_slots: slots that a sequence can have.
+      scales: float32 `[2, K]`, factors of stored K and V, or None.
+      pages: int32 `[B, pages]` where K and V are pages, else None.
+      config: default: as tuned.
+    """
+    batch, num_queries, num_heads, _ = query.shape
+    page_size = None if pages is None else key.shape[1]
+    shape = lean_shape(
+        query, key, num_slots=num_slots, scale=scale, logits_soft_cap=logits_soft_cap, page_size=page_size,
+        is_packed=is_packed,
+    )  # fmt: skip
+    config = config or tuning.lean_config(shape, is_static=spans is None)
+    if page_size is not None and page_size % config.block_kv:
+        config = dataclasses.replace(config, block_kv=PAGE_MULTIPLE)
+    tables = {"scales": scales, "pages": pages}
+    if spans is None:
+        mask = "none" if num_slots % config.block_kv == 0 else "span"
+        shape = shape.replace(mask=mask, static_kv_tiles=pl.cdiv(num_slots, config.block_kv))
+        return LeanCall(query_shape=query.shape, shape=shape, config=config, tables=tables)
+    if num_queries > 1 and max(x.shape[1] for x in spans) > 1:
+        shape = shape.replace(mask="columns")
+        group = num_heads // shape.num_kv_heads
+        tables["columns"] = _column_table(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
+    shape = shape.replace(whole_output_tiles=_keeps_output_tiles_whole(shape, config))
+    per_sequence = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans)
+    tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config)
+    if num_slots <= config.block_kv and not is_packed:
+        # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths.
+        shape, tables["runs"] = shape.replace(static_kv_tiles=1), None
+    return LeanCall(query_shape=query.shape, shape=shape, config=config, tables=tables)
+
+
+def lean_shape(
+    query, key, *, num_slots: int, scale: float, logits_soft_cap: float | None, page_size: int | None = None,
+    is_packed: bool = False,
+) -> LeanShape:  # fmt: skip
+    """Returns the static part of a call with one span per sequence; arguments as in `plan_call`."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    group = num_heads // num_kv_heads
+    columns = num_queries * group
+    if is_many_query(num_queries, group):
+        cols = MANY_QUERY_ROWS
+        heads_together = group if num_kv_heads > 1 and group in MANY_QUERY_GROUPS else 1  # in the rows of a block
+        tokens = cols // heads_together
+        blocks = pl.cdiv(columns // heads_together, tokens)
+    else:
+        blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype)
+        tokens = cols if num_queries > MAX_QUERIES else None
+    return LeanShape(
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        col_blocks=blocks,
+        cols=cols,
+        head_dim=head_dim,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        mask="span",
+        num_slots=num_slots,
+        tokens=tokens,
+        dtype=query.dtype,
+        key_dtype=key.dtype,
+        page_size=page_size,
+        is_packed=is_packed,
+    )
+
+
+def column_blocks(num_columns: int, head_dim: int, is_widened: bool) -> tuple[int, int]:
+    """Returns how many blocks of how many query columns: a multiple of 8, as many as registers hold at most."""
+    max_columns, max_of_large = (32, 8) if is_widened else (64, 32)
+    blocks = pl.cdiv(num_columns, max_columns if head_dim <= 128 else max_of_large)
+    return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
+
+
+def schedule_tables(first, end, shape: LeanShape, config: LeanConfig):
+    """Returns the tables `sequences` and `runs` from the visible slots `first .. end` of each query, int32 `[B, T]`."""
+    is_seen = first < end
+    span_start = jnp.min(jnp.where(is_seen, first, jnp.iinfo(jnp.int32).max), axis=1)
+    span_end = jnp.max(jnp.where(is_seen, end, 0), axis=1)
+    is_any = span_start < span_end
+    span_start, span_end = jnp.where(is_any, span_start, 0), jnp.where(is_any, span_end, 0)
+    # Packed sequences begin anywhere; a KV tile begins at a multiple of 8, and what comes before the span is masked.
+    grain = SLOT_MULTIPLE if shape.is_packed else config.block_kv
+    first_slot = span_start // grain * grain
+    # At least one, to write the result of an output tile that sees nothing.
+    kv_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)
+    offsets = sequence_offsets(kv_tiles, shape.output_tiles_per_sequence)
+    sequences = jnp.stack([first_slot, kv_tiles, offsets, span_start, span_end], axis=1).astype(jnp.int32)
+    runs = run_table(
+        kv_tiles, offsets, shape.output_tiles_per_sequence, config.num_ctas, whole_output_tiles=shape.whole_output_tiles
+    )
+    return sequences, runs
+
+
+def _keeps_output_tiles_whole(shape: LeanShape, config: LeanConfig) -> bool:
+    """Returns whether runs should not cut output tiles: nothing is merged, and the longest run is a little longer only.
+
+    That holds where an output tile has no more KV tiles than the shortest run, or than half the output tiles of a CTA:
+    each of those has a KV tile or more.
+    """
+    most_kv_tiles = pl.cdiv(shape.num_slots, config.block_kv)
+    fits = most_kv_tiles <= max(MIN_KV_TILES_PER_RUN, shape.num_output_tiles // (2 * config.num_ctas))
+    return fits and not shape.is_packed
+
+
+def _column_table(first, end, group: int, shape: LeanShape):
+    """Returns the visible slots of every query column, int32 `[2, B, col_blocks * cols]`; none for padding."""
+    ranges = jnp.repeat(jnp.stack([first, end]).astype(jnp.int32), group, axis=2)  # columns are (t, g)
+    return jnp.pad(ranges, [(0, 0), (0, 0), (0, shape.col_blocks * shape.cols - ranges.shape[2])])
