@@ -1,16 +1,14 @@
-"""What writing one new token of each sequence into a cache takes on one GPU, by what XLA is told of it.
+"""Times how one new token of each sequence is written into a cache on one GPU, by the hints that XLA gets.
 
     python3 scripts/bench_append.py --out docs/results/llama_h200/append_trials.jsonl
 
-Eight writes in one program, each one slot further in every sequence. `kernels` are name -> microseconds of one launch
-and launches a write, by the profiler, the first copy of the cache among them; `us_per_write` is all of it over eight.
-One JSON row per case; each way must give the same cache.
+One program makes eight writes, each one slot further in every sequence. The profiler gives `kernels`: name ->
+microseconds of one launch, and launches a write; the first copy of the cache is among them. `us_per_write` is an eighth
+of the whole. The file gets one JSON row per case; each way must give the same cache.
 """
 
 import argparse
-import json
 import pathlib
-import sys
 
 WRITES = 8
 SLOTS, KV_HEADS, HEAD_DIM = 72, 32, 128
@@ -28,7 +26,9 @@ def main() -> None:
 
     from tree_attn.measure import provenance
     from tree_attn.measure.device_time import device_time
+    from tree_attn.measure.rows import RowWriter
 
+    writer = RowWriter(args.out)
     rng = np.random.default_rng(0)
     for batch in map(int, args.batch.split(",")):
         cache = jnp.zeros((batch, SLOTS, KV_HEADS, HEAD_DIM), jnp.bfloat16)
@@ -50,17 +50,14 @@ def main() -> None:
             timed = device_time(run, cache, new, slots, calls=WRITES)
             row = dict(batch=batch, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", way=name)
             row |= dict(us_per_write=timed.median_us, kernels=timed.kernels)
-            row |= dict(hardware=provenance.hardware(jax.local_devices()[:1]), versions=provenance.versions())
-            row |= dict(git_commit=provenance.git_commit(), command=" ".join(["python3", *sys.argv]))
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            writer.append(row | provenance.of_script(jax.local_devices()[:1]))
             print(f"{batch:,} sequences, {name}: {timed.median_us:.1f} us a write", flush=True)
 
 
-def _scatter(cache, new, slots, **told):
+def _scatter(cache, new, slots, **hints):
     import jax.numpy as jnp
 
-    return cache.at[jnp.arange(cache.shape[0]), slots].set(new, mode="drop", **told)
+    return cache.at[jnp.arange(cache.shape[0]), slots].set(new, mode="drop", **hints)
 
 
 def _mapped(cache, new, slots):

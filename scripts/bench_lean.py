@@ -1,4 +1,4 @@
-"""Decode attention on one GPU: mosaic_gpu beside cuDNN, flash-attn-jax, FlashInfer, and the time to read K and V once.
+"""Times decode attention on one GPU: mosaic_gpu beside cuDNN, flash-attn-jax, FlashInfer, and the time to read K and V once.
 
     python3 scripts/bench_lean.py table --out docs/results/lean_h200/table.jsonl
     python3 scripts/bench_lean.py figures --out docs/results/lean_h200/figures.jsonl    # LeanAttention's 7, 8 and 12
@@ -6,10 +6,10 @@
     python3 scripts/bench_lean.py plot --out docs/results/lean_h200/figures.jsonl       # plots beside the rows
     python3 scripts/bench_lean.py markdown --out docs/results/lean_h200/table.jsonl     # docs/results.md's table
 
-Device time by the profiler, host launches and gaps between kernels excluded; each of 8 or more unrolled steps depends
+Device time is the profiler's, without host launches and gaps between kernels. Each of 8 or more unrolled steps depends
 on the one before, and K and V rotate over more memory than the L2 cache holds. FlashInfer (optional) runs in a process
-of its own, by torch's profiler; the better of its two kernels counts, and its time to plan does not. One JSON row per
-case and implementation. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both fit.
+of its own and is timed by torch's profiler; the better of its two kernels counts, and its time to plan does not. The
+file gets one JSON row per case and implementation. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both fit.
 """
 
 import argparse
@@ -23,14 +23,16 @@ import sys
 import time
 
 import numpy as np
+from benching import READ_GB_PER_S, ROTATE_BYTES, TIMING, MissingRows, torch_device_us
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from benching import READ_GB_PER_S, ROTATE_BYTES, TIMING, torch_device_us
+from tree_attn.measure.rows import read
+
+KEYS = ("figure", "batch", "max_keys", "sum_keys", "num_heads", "num_kv_heads", "head_dim", "implementation")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One step: lengths of the sequences (all equal: no lengths are passed), heads, head dim."""
+class LeanStep:
+    """One decoding step: lengths of the sequences (no lengths are passed if all are equal), heads, head dim."""
 
     lengths: tuple[int, ...]
     num_heads: int
@@ -40,48 +42,54 @@ class Case:
 
     @property
     def is_ragged(self) -> bool:
+        """True if the sequences differ in length."""
         return len(set(self.lengths)) > 1
 
     @property
     def key_value_bytes(self) -> int:
+        """Bytes of all keys and values, in bfloat16."""
         return 2 * 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim
 
     @property
     def limit_us(self) -> float:
+        """The time to read all keys and values once."""
         return self.key_value_bytes / READ_GB_PER_S / 1e3
 
     def row(self) -> dict:
+        """Returns the fields of a row that name this step."""
         shape = {"batch": len(self.lengths), "max_keys": max(self.lengths), "sum_keys": sum(self.lengths)}
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         bounds = {"key_value_bytes": self.key_value_bytes, "limit_us": self.limit_us}
         return {"figure": self.figure, "is_ragged": self.is_ragged, "dtype": "bfloat16"} | shape | heads | bounds
 
 
-def table_cases() -> list[Case]:
-    """Dense steps of several models, and two ragged batches."""
+def table_cases() -> list[LeanStep]:
+    """Returns dense steps of several models, and two ragged batches."""
     dense = [(1, 10240, 16, 16), (1, 81920, 16, 16), (1, 16384, 32, 8), (1, 131072, 32, 8), (8, 32768, 32, 8)]
     dense += [(64, 4096, 32, 8)]
-    cases = [Case(lengths=(s,) * b, num_heads=n, num_kv_heads=k) for b, s, n, k in dense]
+    cases = [LeanStep(lengths=(s,) * b, num_heads=n, num_kv_heads=k) for b, s, n, k in dense]
     ragged = [(65536, *[1024] * 31), tuple(2048 * (i + 1) for i in range(16))]
-    return cases + [Case(lengths=lengths, num_heads=32, num_kv_heads=8) for lengths in ragged]
+    return cases + [LeanStep(lengths=lengths, num_heads=32, num_kv_heads=8) for lengths in ragged]
 
 
-def figure_cases() -> list[Case]:
-    """LeanAttention's sweeps: context (Figure 7), batch and heads (Figure 8), heterogeneity (Figure 12)."""
+def figure_cases() -> list[LeanStep]:
+    """Returns LeanAttention's sweeps: context (Figure 7), batch and heads (Figure 8), heterogeneity (Figure 12)."""
     cases = []
     for heads in (8, 32, 64):
         for keys in (4096, 16384, 65536, 262144, 524288):
-            cases.append(Case(lengths=(keys,), num_heads=heads, num_kv_heads=heads, head_dim=64, figure="7"))
+            cases.append(LeanStep(lengths=(keys,), num_heads=heads, num_kv_heads=heads, head_dim=64, figure="7"))
     for batch in (2, 8, 32):
         for heads in (8, 32):
-            cases.append(Case(lengths=(16384,) * batch, num_heads=heads, num_kv_heads=heads, head_dim=64, figure="8"))
+            cases.append(
+                LeanStep(lengths=(16384,) * batch, num_heads=heads, num_kv_heads=heads, head_dim=64, figure="8")
+            )
     for percent in (25, 50, 75, 100):  # average length over longest
         longest, batch = 65536, 8
         mean = longest * percent / 100
         low = max(64, round(2 * mean - longest)) if percent < 100 else longest
         lengths = np.linspace(low, longest, batch) if percent >= 50 else [longest] + [(mean * batch - longest) / 7] * 7
         lengths = tuple(int(n) // 64 * 64 for n in lengths)
-        cases.append(Case(lengths=lengths, num_heads=32, num_kv_heads=32, head_dim=64, figure="12"))
+        cases.append(LeanStep(lengths=lengths, num_heads=32, num_kv_heads=32, head_dim=64, figure="12"))
     return cases
 
 
@@ -101,33 +109,20 @@ def main() -> int:
     return run(cases[args.part](), args, with_energy=args.part == "energy")
 
 
-def run(cases: list[Case], args: argparse.Namespace, with_energy: bool) -> int:
+def run(cases: list[LeanStep], args: argparse.Namespace, with_energy: bool) -> int:
     """Times every implementation on every case; prints a line and writes a row for each."""
-    import jax
-
-    from tree_attn.measure import provenance
-
-    done = {_key(json.loads(line)) for line in args.out.read_text().splitlines()} if args.out.exists() else set()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    hardware = {"hardware": provenance.hardware(jax.local_devices()[:1]), "git_commit": provenance.git_commit()}
-    origin = hardware | {"versions": provenance.versions(), "command": " ".join(["python3", *sys.argv]), "n_devices": 1}
-    start = time.monotonic()
-    cases = [
-        case for case in cases if not {_key(case.row() | {"implementation": x}) for x in _implementations()} <= done
-    ]
+    missing, start = MissingRows(args.out, KEYS), time.monotonic()
+    is_done = lambda case: all(missing.has(case.row() | {"implementation": name}) for name in _implementations())
+    cases = [case for case in cases if not is_done(case)]
     peers = {} if with_energy else _flashinfer_rows(cases)
     for i, case in enumerate(cases):
         ways = {name: functools.partial(_time_jax, case, name, args.iters, with_energy) for name in _implementations()}
         if i in peers:
             ways["flashinfer"] = functools.partial(peers.get, i)
         for name, measured in ways.items():
-            row = case.row() | {"implementation": name}
-            if _key(row) in done or time.monotonic() - start > args.budget_s:
-                continue
-            row |= measured() | origin
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            _print(row)
+            if time.monotonic() - start <= args.budget_s:
+                labels = case.row() | {"implementation": name}
+                missing.add(labels, measured, title=f"{_title(labels)}  {name:12s}")
     return 0
 
 
@@ -137,17 +132,7 @@ def _implementations() -> list[str]:
     return ["mosaic_gpu", "cudnn", *(["flash_attn"] if flash_attn.unavailable() is None else [])]
 
 
-def _print(row: dict) -> None:
-    if row.get("device_us_median") is None:
-        print(f"{_title(row)}  {row['implementation']:12s} {row['error'][:150]}", flush=True)
-        return
-    over = row["device_us_median"] / row["limit_us"]
-    print(
-        f"{_title(row)}  {row['implementation']:12s} {row['device_us_median']:8.1f} us  {over:5.2f} x limit", flush=True
-    )
-
-
-def _time_jax(case: Case, implementation: str, n_iters: int, with_energy: bool) -> dict:
+def _time_jax(case: LeanStep, implementation: str, n_iters: int, with_energy: bool) -> dict:
     import jax
     import jax.numpy as jnp
 
@@ -199,7 +184,7 @@ def _time_jax(case: Case, implementation: str, n_iters: int, with_energy: bool) 
 
 
 def _energy(program, args, calls: int, seconds: float = 3.0) -> dict:
-    """Joules per call and mean watts, by NVML's energy counter, over a few seconds of back-to-back calls."""
+    """Measures joules per call and mean watts, by NVML's energy counter, over seconds of back-to-back calls."""
     import jax
 
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -219,8 +204,8 @@ def _energy(program, args, calls: int, seconds: float = 3.0) -> dict:
     return {"energy_mj_per_call": joules / count * 1e3, "power_w_mean": joules / elapsed, "energy_calls": count}
 
 
-def _flashinfer_rows(cases: list[Case]) -> dict[int, dict]:
-    """FlashInfer's rows by case, from one process of its own; none where it is not installed."""
+def _flashinfer_rows(cases: list[LeanStep]) -> dict[int, dict]:
+    """Returns FlashInfer's rows by case, from a process of its own; none where it is not installed."""
     request = json.dumps([dataclasses.asdict(case) for case in cases])
     worker = [sys.executable, __file__, "flashinfer"]
     done = subprocess.run(worker, input=request, capture_output=True, text=True)
@@ -232,12 +217,11 @@ def _flashinfer_rows(cases: list[Case]) -> dict[int, dict]:
 
 def _flashinfer_worker() -> int:
     """Reads cases from stdin, times FlashInfer's batch decode on each, prints a JSON list of rows."""
-    rows = [_time_flashinfer(Case(**case)) for case in json.loads(sys.stdin.read())]
-    print(json.dumps(rows))
+    print(json.dumps([_time_flashinfer(LeanStep(**case)) for case in json.loads(sys.stdin.read())]))
     return 0
 
 
-def _time_flashinfer(case: Case) -> dict:
+def _time_flashinfer(case: LeanStep) -> dict:
     import flashinfer
     import torch
 
@@ -281,7 +265,7 @@ def _time_flashinfer(case: Case) -> dict:
 
 def markdown(path: pathlib.Path) -> int:
     """Prints device times, one line per case, in microseconds."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read(path)
     names = {"mosaic_gpu": "mosaic_gpu", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
     print(f"| step | heads | {' | '.join(names.values())} | limit | commit |")
     print("|---|---|" + "---|" * (len(names) + 2))
@@ -303,8 +287,7 @@ def plot(path: pathlib.Path) -> int:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows = [row for row in rows if row.get("device_us_median")]
+    rows = [row for row in read(path) if row.get("device_us_median")]
     axes_of = {"7": ("max_keys", "keys, one sequence"), "8": ("batch", "sequences of 16,384 keys")}
     axes_of["12"] = ("sum_keys", "keys over 8 sequences, the longest 65,536")
     figure, panels = plt.subplots(1, 3, figsize=(16, 5), sharey=True)
@@ -331,8 +314,7 @@ def plot(path: pathlib.Path) -> int:
 
 
 def _key(row: dict) -> tuple:
-    names = ("figure", "batch", "max_keys", "sum_keys", "num_heads", "num_kv_heads", "head_dim", "implementation")
-    return tuple(row[name] for name in names)
+    return tuple(row[name] for name in KEYS)
 
 
 def _title(row: dict) -> str:

@@ -1,12 +1,12 @@
-"""Shared prefixes on one GPU: this library's two levels beside no sharing, cuDNN twice and a merge, and FlashInfer.
+"""Times shared prefixes on one GPU: with and without sharing, beside cuDNN twice and a merge, and FlashInfer.
 
     python3 scripts/bench_prefix.py table --out docs/results/prefix_h200/table.jsonl
     python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/table.jsonl     # docs/results.md's table
-    python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # from where on sharing pays
+    python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # sizes at which sharing pays
     python3 scripts/bench_prefix.py llama --out docs/results/prefix_h200/llama.jsonl        # heads as Llamas have them
 
-Hydragen's microbenchmark: a batch of sequences of one new token each, a prefix that all share, a suffix of their own.
-Device time as in `bench_lean.py`, which this goes with. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+This is Hydragen's microbenchmark: a batch of sequences with one new token each, a prefix that all share, and a suffix
+for each. Device time is measured as by `bench_lean.py`. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import argparse
@@ -18,12 +18,20 @@ import subprocess
 import sys
 
 import numpy as np
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from benching import READ_GB_PER_S, ROTATE_BYTES, Rows, markdown, normals, time_steps, torch_device_us
+from benching import (
+    READ_GB_PER_S,
+    ROTATE_BYTES,
+    MissingRows,
+    chosen,
+    markdown,
+    max_errors,
+    normals,
+    time_steps,
+    torch_device_us,
+)
 
 PRODUCTS_TFLOPS = 700  # bf16, what large matrix products reach on an H200
-# What is timed: (does it share the prefix, implementation).
+# Way -> (whether it shares the prefix, implementation).
 WAYS = {
     "mosaic_gpu": (True, "mosaic_gpu"),
     "cudnn": (True, "cudnn"),
@@ -33,8 +41,8 @@ WAYS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A step of `batch` sequences after a prefix that they share. If `ragged`, suffixes have 1 to `suffix` keys."""
+class SharedPrefixStep:
+    """One step of `batch` sequences after a prefix that they share. If `ragged`, suffixes have 1 to `suffix` keys."""
 
     batch: int
     prefix: int
@@ -50,17 +58,18 @@ class Case:
         return np.linspace(1 if self.ragged else self.suffix, self.suffix, self.batch).astype(np.int32)
 
     def key_value_bytes(self, keys: int) -> int:
+        """Returns the bytes of so many keys and values, in bfloat16."""
         return 2 * 2 * keys * self.num_kv_heads * self.head_dim
 
     @property
     def limit_us(self) -> float:
-        """The prefix's products, and the suffixes and the prefix read once."""
+        """The time of the prefix's products, and to read the suffixes and the prefix once."""
         products = 4 * self.batch * self.num_heads * self.prefix * self.head_dim / PRODUCTS_TFLOPS / 1e6
         return products + self.key_value_bytes(self.prefix + int(self.lengths.sum())) / READ_GB_PER_S / 1e3
 
 
-CASES = [Case(batch=b, prefix=p) for b, p in ((64, 2048), (256, 16384), (1024, 2048), (1024, 16384))]
-# Of Llama 3's 8B: what sharing saves grows with prefix x (batch - 1).
+CASES = [SharedPrefixStep(batch=b, prefix=p) for b, p in ((64, 2048), (256, 16384), (1024, 2048), (1024, 16384))]
+# Batch and prefix, with the heads of Llama 3's 8B: sharing saves prefix x (batch - 1) keys.
 SMALL = [
     (2, 512),
     (2, 2048),
@@ -75,8 +84,10 @@ SMALL = [
     (64, 256),
 ]
 LLAMA = [(16, 32), (64, 32), (256, 32), (1024, 32), (16, 8), (64, 8), (256, 8), (16, 2), (64, 2)]  # batch, KV heads
-LLAMA_CASES = [Case(batch=b, prefix=8192, suffix=64, num_heads=32, num_kv_heads=k, ragged=True) for b, k in LLAMA]
-SWITCH_CASES = [Case(batch=b, prefix=p, suffix=64, num_heads=32, num_kv_heads=8) for b, p in SMALL]
+LLAMA_CASES = [
+    SharedPrefixStep(batch=b, prefix=8192, suffix=64, num_heads=32, num_kv_heads=k, ragged=True) for b, k in LLAMA
+]
+SWITCH_CASES = [SharedPrefixStep(batch=b, prefix=p, suffix=64, num_heads=32, num_kv_heads=8) for b, p in SMALL]
 
 
 def main() -> int:
@@ -92,30 +103,30 @@ def main() -> int:
         print(json.dumps([_time_flashinfer(case) for case in CASES]))
         return 0
     if args.part == "markdown":
-
-        def label(row):
-            heads = row["num_heads"], row["num_kv_heads"]
-            kind = "" if heads == (8, 1) else f", {heads[0]}/{heads[1]} heads"
-            return f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}{kind}"
-
-        return markdown(args.out, label, [*WAYS, "flashinfer"])
-    rows = Rows(args.out, ("batch", "prefix", "num_kv_heads", "way"))
+        return markdown(args.out, _label, [*WAYS, "flashinfer"])
+    missing = MissingRows(args.out, ("batch", "prefix", "num_kv_heads", "way"))
     cases = {"table": CASES, "switch": SWITCH_CASES, "llama": LLAMA_CASES}[args.part]
     names = {"table": tuple(WAYS), "switch": ("mosaic_gpu", "mosaic_gpu, not shared"), "llama": ("mosaic_gpu", "cudnn")}
     ways = {name: WAYS[name] for name in names[args.part]}
     peers = [] if args.ways or args.part != "table" else _flashinfer_rows()
-    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(cases)):
-        case = cases[i]
+    for i, case in chosen(list(enumerate(cases)), args.cases):
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
-        for way, how in ways.items():
+        for way, (is_shared, implementation) in ways.items():
             if (args.ways or "") in way:
-                rows.add(labels | {"way": way}, functools.partial(_time, case, *how, args.iters))
+                measure = functools.partial(_time, case, is_shared, implementation, args.iters)
+                missing.add(labels | {"way": way}, measure)
         if peers:
-            rows.add(labels | {"way": "flashinfer"}, functools.partial(peers.__getitem__, i))
+            missing.add(labels | {"way": "flashinfer"}, functools.partial(peers.__getitem__, i))
     return 0
 
 
-def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dict:
+def _label(row: dict) -> str:
+    heads = row["num_heads"], row["num_kv_heads"]
+    suffix = "" if heads == (8, 1) else f", {heads[0]}/{heads[1]} heads"
+    return f"{row['batch']:,}, {row['prefix']:,}, {row['suffix']}{suffix}"
+
+
+def _time(case: SharedPrefixStep, is_shared: bool, implementation: str, n_iters: int) -> dict:
     import jax
     import jax.numpy as jnp
 
@@ -129,38 +140,44 @@ def _time(case: Case, is_shared: bool, implementation: str, n_iters: int) -> dic
     query = draw(case.batch, 1, case.num_heads, case.head_dim)
 
     lengths = {"key_value_seq_lengths": jnp.asarray(case.lengths)} if case.ragged else {}
-    prefix_length = jnp.int32(case.prefix) if case.ragged else None  # for the device to know, as in a Llama
+    prefix_length = jnp.int32(case.prefix) if case.ragged else None  # a value on the device, as in a Llama
 
-    def step(query, prefix, own, prefix_length, lengths, implementation=implementation):
+    def step(query, prefix, suffix, prefix_length, lengths, implementation=implementation):
         if is_shared:
-            how = dict(implementation=implementation, return_lse=True, prefix_length=prefix_length, **lengths)
-            return bifurcated_decode(query, *prefix, *own, **how)
-        return attend(query, *own, implementation=implementation)
+            return bifurcated_decode(
+                query,
+                *prefix,
+                *suffix,
+                implementation=implementation,
+                return_lse=True,
+                prefix_length=prefix_length,
+                **lengths,
+            )
+        return attend(query, *suffix, implementation=implementation)
 
     caches = []
     for _ in range(sets):
         prefix = tuple(draw(case.prefix, *heads) for _ in range(2 * is_shared))
         caches.append((prefix, tuple(draw(case.batch, own_keys, *heads) for _ in range(2)), prefix_length, lengths))
     try:
-        # The queries that are compared are few, for what the reference takes.
-        few = slice(0, 16)
-        prefix, own, *_ = caches[0]
+        few = slice(0, 16)  # a comparison of all queries would take the reference too long
+        prefix, suffix, *_ = caches[0]
         expected = jax.jit(functools.partial(step, implementation="xla"))(
-            query[few], prefix, tuple(x[few] for x in own), prefix_length, {name: x[few] for name, x in lengths.items()}
+            query[few],
+            prefix,
+            tuple(x[few] for x in suffix),
+            prefix_length,
+            {name: x[few] for name, x in lengths.items()},
         )
-        found = jax.jit(step)(query, *caches[0])
-        wrong_by = [
-            float(jnp.abs(a[few].astype(jnp.float32) - b.astype(jnp.float32)).max()) for a, b in zip(found, expected)
-        ]
-        assert wrong_by[0] < 0.02 and wrong_by[1] < 0.01, f"out and lse are off by {wrong_by}"
+        errors = max_errors(jax.jit(step)(query, *caches[0]), expected, few)
         timed = time_steps(lambda *args: step(*args)[0], query, caches, n_iters)
     except (NotImplementedError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return timed | {"max_errors": wrong_by}
+    return timed | {"max_errors": errors}
 
 
 def _flashinfer_rows() -> list[dict]:
-    """A row per case, from a process of its own; none where FlashInfer is not installed."""
+    """Returns FlashInfer's row of each case, from a process of its own; none where it is not installed."""
     done = subprocess.run([sys.executable, __file__, "flashinfer"], capture_output=True, text=True)
     if done.returncode:
         print(f"flashinfer did not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -168,7 +185,7 @@ def _flashinfer_rows() -> list[dict]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _time_flashinfer(case: Case) -> dict:
+def _time_flashinfer(case: SharedPrefixStep) -> dict:
     import flashinfer
     import torch
 

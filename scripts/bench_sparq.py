@@ -1,11 +1,11 @@
-"""SparQ on one GPU: beside dense attention, itself in XLA, and the time to read what equation 11 counts.
+"""Times SparQ on one GPU: beside dense attention, its XLA backend, and the time to read what equation 11 counts.
 
     python3 scripts/bench_sparq.py table --out docs/results/sparq_h200/table.jsonl
     python3 scripts/bench_sparq.py markdown --out docs/results/sparq_h200/table.jsonl     # docs/results.md's table
 
-One new token per sequence; the cache holds keys twice, and the mean of the values, as `KVCache` does on request. Device
-time as in `bench_lean.py`. `way` "no mean" leaves the mean value out, as is the default for groups of query heads. Set
-XLA_PYTHON_CLIENT_PREALLOCATE=false.
+Each sequence has one new token; the cache holds keys twice, and the mean of the values, as `KVCache` does on request.
+Device time is measured as by `bench_lean.py`. The way "sparq, no mean" leaves the mean value out, which is the default
+for groups of query heads. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import argparse
@@ -14,15 +14,14 @@ import functools
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from benching import READ_GB_PER_S, Rows, markdown, normals, time_steps
+from benching import READ_GB_PER_S, MissingRows, chosen, markdown, max_errors, normals, time_steps
 
 WAYS = ("sparq", "sparq, no mean", "sparq, xla", "dense, mosaic_gpu", "dense, cudnn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A step of `batch` sequences of `keys` tokens."""
+class SparqStep:
+    """One step of `batch` sequences of `keys` tokens."""
 
     batch: int
     keys: int
@@ -35,19 +34,19 @@ class Case:
 
     @property
     def limit_us(self) -> float:
-        """r components of all keys, and k keys and values, read once for each KV head."""
+        """The time to read r components of all keys, and k keys and values, once for each KV head."""
         elements = self.keys * self.num_components + 2 * self.num_keys * self.head_dim
         return 2 * self.batch * self.num_kv_heads * elements / READ_GB_PER_S / 1e3
 
 
 CASES = [
-    Case(batch=64, keys=4096),
-    Case(batch=1, keys=131072),
-    Case(batch=16, keys=16384),
-    Case(batch=64, keys=4096, num_components=16, num_keys=256),
-    Case(batch=64, keys=4096, num_kv_heads=8),
-    Case(batch=1, keys=131072, num_kv_heads=8),
-    Case(batch=64, keys=4096, num_kv_heads=4),
+    SparqStep(batch=64, keys=4096),
+    SparqStep(batch=1, keys=131072),
+    SparqStep(batch=16, keys=16384),
+    SparqStep(batch=64, keys=4096, num_components=16, num_keys=256),
+    SparqStep(batch=64, keys=4096, num_kv_heads=8),
+    SparqStep(batch=1, keys=131072, num_kv_heads=8),
+    SparqStep(batch=64, keys=4096, num_kv_heads=4),
 ]
 
 
@@ -61,13 +60,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.part == "markdown":
         return markdown(args.out, _label, WAYS)
-    # The limit tells groups apart: rows from before there were any do not name them.
-    rows = Rows(args.out, ("batch", "keys", "num_components", "num_keys", "limit_us", "way"))
-    for i in [int(i) for i in args.cases.split(",")] if args.cases else range(len(CASES)):
-        case = CASES[i]
+    # The limit tells groups of query heads apart: the oldest rows do not name them.
+    missing = MissingRows(args.out, ("batch", "keys", "num_components", "num_keys", "limit_us", "way"))
+    for case in chosen(CASES, args.cases):
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
         for way in WAYS:
-            rows.add(labels | {"way": way}, functools.partial(_time, case, way, args.iters))
+            missing.add(labels | {"way": way}, functools.partial(_time, case, way, args.iters))
     return 0
 
 
@@ -77,7 +75,7 @@ def _label(row: dict) -> str:
     return f"{row['batch']} x {row['keys']:,}, r {row['num_components']}, k {row['num_keys']}{heads}"
 
 
-def _time(case: Case, way: str, n_iters: int) -> dict:
+def _time(case: SparqStep, way: str, n_iters: int) -> dict:
     import jax
     import jax.numpy as jnp
 
@@ -91,12 +89,12 @@ def _time(case: Case, way: str, n_iters: int) -> dict:
         return time_steps(lambda *args: dense(*args).out, query, [(key, value)], n_iters)
     by_component = jax.jit(lambda key: key.transpose(0, 2, 3, 1))(key)
     mean = jax.jit(lambda value: value.astype(jnp.float32).mean(axis=1))(value)
-    how = {name: getattr(case, name) for name in ("num_components", "num_keys", "local_window")}
+    sizes = {name: getattr(case, name) for name in ("num_components", "num_keys", "local_window")}
 
     def step(query, key, value, by_component, mean, implementation=None):
         return sparq_decode(
             query, key, value, key_by_component=by_component, value_mean=mean, implementation=implementation,
-            reallocate=way != "sparq, no mean", return_lse=True, **how,
+            reallocate=way != "sparq, no mean", return_lse=True, **sizes,
         )  # fmt: skip
 
     timed = functools.partial(step, implementation="xla" if way == "sparq, xla" else None)
@@ -105,12 +103,8 @@ def _time(case: Case, way: str, n_iters: int) -> dict:
         few = slice(0, 2)
         part = tuple(x[few] for x in cache)
         expected = jax.jit(functools.partial(step, implementation="xla"))(query[few], *part)
-        found = jax.jit(timed)(query, *cache)
-        wrong_by = [
-            float(jnp.abs(a[few].astype(jnp.float32) - b.astype(jnp.float32)).max()) for a, b in zip(found, expected)
-        ]
-        assert wrong_by[0] < 0.02 and wrong_by[1] < 0.01, f"out and lse are off by {wrong_by}"
-        return time_steps(lambda *args: timed(*args)[0], query, [cache], n_iters) | {"max_errors": wrong_by}
+        errors = max_errors(jax.jit(timed)(query, *cache), expected, few)
+        return time_steps(lambda *args: timed(*args)[0], query, [cache], n_iters) | {"max_errors": errors}
     except RuntimeError as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

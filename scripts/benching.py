@@ -1,53 +1,56 @@
-"""What benchmarks of one GPU share: where rows come from, steps that depend on one another, and their device time."""
+"""Shared parts of benchmarks on one GPU: rows that a rerun skips, chains of dependent steps, and their device time."""
 
 import functools
 import itertools
-import json
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# A plain copy's rate on an H200; long runs reach 4640 (docs/results/reduce_4xh200), and its datasheet says 4800.
-READ_GB_PER_S = 4300
+from tree_attn.cost import machine
+from tree_attn.measure import provenance, rows
+
+# A plain copy's rate on an H200 (4300): the limits of committed tables refer to it. The machine's file says more.
+READ_GB_PER_S = machine.load("NVIDIA H200").copy_bytes_per_s / 1e9
 ROTATE_BYTES = 200e6  # three times the L2 cache
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 
 
-class Rows:
-    """A JSONL file that is appended to; rows that are in it are not made again."""
+class MissingRows:
+    """Rows of a file that are not in it yet: each is measured, written with its provenance, and printed.
+
+    Attributes:
+      keys: names of the fields that tell rows apart.
+    """
 
     def __init__(self, path: pathlib.Path, keys: Sequence[str]):
+        """Opens the file of rows, and notes which are there."""
         import jax
 
-        from tree_attn.measure import provenance
+        self.keys = keys
+        self._writer = rows.RowWriter(path)
+        self._origin = provenance.of_script(jax.local_devices()[:1]) | {"n_devices": 1}
 
-        self._path, self._keys = path, keys
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        self._done = {self._key(row) for row in rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        hardware = provenance.hardware(jax.local_devices()[:1])
-        self._origin = {"hardware": hardware, "git_commit": provenance.git_commit(), "n_devices": 1}
-        self._origin |= {"versions": provenance.versions(), "command": " ".join(["python3", *sys.argv])}
+    def has(self, labels: dict) -> bool:
+        """Returns whether a row with these labels is in the file."""
+        return any(self._key(row) == self._key(labels) for row in self._writer.rows)
 
-    def add(self, labels: dict, measured: Callable[[], dict]) -> None:
-        """Makes the row of `labels`, unless it is there, writes it and prints a line."""
-        if self._key(labels) in self._done:
+    def add(self, labels: dict, measure: Callable[[], dict], title: str | None = None) -> None:
+        """Measures the row of `labels` unless the file has it, writes it and prints a line."""
+        if self.has(labels):
             return
-        row = labels | measured() | self._origin
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        row = labels | measure() | self._origin
+        self._writer.append(row)
         us = row.get("device_us_median")
         result = f"{us:8.1f} us, {us / row['limit_us']:5.2f} x limit" if us else row["error"][:200]
-        print(*(f"{labels[key]!s:>8s}" for key in self._keys), result, flush=True)
+        print(title or " ".join(f"{labels[key]!s:>8s}" for key in self.keys), result, flush=True)
 
     def _key(self, row: dict) -> tuple:
-        return tuple(row[key] for key in self._keys)
+        return tuple(row[key] for key in self.keys)
 
 
 def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
-    """The device time of `query = step(query, *cache)`, which runs on one cache after another."""
+    """Measures the device time of `query = step(query, *cache)`, which runs on one cache after another."""
     import jax
 
     from tree_attn.measure.device_time import device_time
@@ -74,7 +77,7 @@ def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
 
 
 def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
-    """Microseconds of kernels, copies and memsets for each of `calls` calls that `call()` makes; a median of three."""
+    """Returns microseconds of kernels, copies and memsets for each of the `calls` in `call()`; a median of three."""
     import torch
 
     for _ in range(5):
@@ -91,6 +94,16 @@ def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
     return float(np.median(samples))
 
 
+def max_errors(found, expected, sequences: slice) -> list[float]:
+    """Returns the largest errors of out and lse, `found[sequences]` beside `expected`; raises where one is too large."""
+    import jax.numpy as jnp
+
+    wide = lambda x: x.astype(jnp.float32)
+    errors = [float(jnp.abs(wide(a[sequences]) - wide(b)).max()) for a, b in zip(found, expected)]
+    assert errors[0] < 0.02 and errors[1] < 0.01, f"out and lse are off by {errors}"
+    return errors
+
+
 def normals(dtype="bfloat16"):
     """Returns `draw(*shape)`: normal numbers, made on the device."""
     import jax
@@ -100,15 +113,20 @@ def normals(dtype="bfloat16"):
     return lambda *shape: normal(jax.random.fold_in(jax.random.key(0), next(number)), shape)
 
 
+def chosen(cases: Sequence, indices: str | None) -> list:
+    """Returns the cases that `--cases` names ("0,3"), all of them for None."""
+    return list(cases) if indices is None else [cases[int(i)] for i in indices.split(",")]
+
+
 def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str]) -> int:
     """Prints device times, one line per case, in microseconds, with the commits that its rows were measured at."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    all_rows = rows.read(path)
     print(f"| step | {' | '.join(ways)} | limit | commit |")
     print("|---|" + "---|" * (len(ways) + 2))
-    for case in dict.fromkeys(map(label, rows)):
-        own = [row for row in rows if label(row) == case]
-        times = {row["way"]: row.get("device_us_median") for row in own}
+    for case in dict.fromkeys(map(label, all_rows)):
+        of_case = [row for row in all_rows if label(row) == case]
+        times = {row["way"]: row.get("device_us_median") for row in of_case}
         cells = " | ".join(f"{times[way]:,.1f}" if times.get(way) else "" for way in ways)
-        commits = ", ".join(dict.fromkeys(row["git_commit"] for row in own))
-        print(f"| {case} | {cells} | {own[0]['limit_us']:,.1f} | {commits} |")
+        commits = ", ".join(dict.fromkeys(row["git_commit"] for row in of_case))
+        print(f"| {case} | {cells} | {of_case[0]['limit_us']:,.1f} | {commits} |")
     return 0
