@@ -1,4 +1,4 @@
-"""Times decode attention on one GPU: mosaic_gpu beside cuDNN, flash-attn-jax, FlashInfer, and the time to read K and V once.
+"""Times decode attention on one GPU: mosaic_gpu, cuDNN, flash-attn-jax, FlashInfer, and a single read of K and V.
 
     python3 scripts/bench_lean.py table --out docs/results/lean_h200/table.jsonl
     python3 scripts/bench_lean.py figures --out docs/results/lean_h200/figures.jsonl    # LeanAttention's 7, 8 and 12

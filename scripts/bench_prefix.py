@@ -2,7 +2,7 @@
 
     python3 scripts/bench_prefix.py table --out docs/results/prefix_h200/table.jsonl
     python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/table.jsonl     # docs/results.md's table
-    python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # sizes at which sharing pays
+    python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # when sharing pays
     python3 scripts/bench_prefix.py llama --out docs/results/prefix_h200/llama.jsonl        # heads as Llamas have them
 
 This is Hydragen's microbenchmark: a batch of sequences with one new token each, a prefix that all share, and a suffix

@@ -1,26 +1,25 @@
-"""What a reduction adds to a step of tree decoding: alone over payloads, and in whole steps beside the local attention.
+"""Times reductions of tree decoding: alone over payloads, and in whole steps beside the local attention.
 
     python3 scripts/bench_reduce.py --devices 4 --out docs/results/reduce_4xh200.jsonl --process-per-device
     python3 scripts/bench_reduce.py --devices 4 --out ...                                               # one process
 
 Rows of "exchange": one reduction of a state of `elements`. Rows of "step": one step of tree_decode; `reduction` "none"
-leaves the local results unmerged, which is what the others add to. Rows of "transfer" (`--parts transfer`): every
-device sends `bytes` to the next one, as in a ring's hop, at `gb_per_s`; `nccl` are the environment's settings of NCCL.
-`us_median` is by the host's clock: how much longer a program of `long_calls` of them one after another takes than one
-of `calls`, over their difference; `program_us` is the rest of a program. `device_us` is the time in which this
-process's GPUs ran anything, and `kernels` what they ran, by the profiler, in other runs of the shorter program. Up to
-25 of both come first, for clocks to rise.
+leaves the local results unmerged, and the others add to it. Rows of "transfer" (`--parts transfer`): every device sends
+`bytes` to the next one, as in a ring's hop, at `gb_per_s`; `nccl` has NCCL's settings.
+
+`us_median` is by the host's clock: the time of a program of `long_calls` dependent calls less that of one of `calls`,
+over their difference. `program_us` is the rest of a program. The profiler gives, in other runs of the shorter program,
+`device_us`, the time in which this process's GPUs ran anything, and the `kernels`. Up to 25 runs of both come first,
+for clocks to rise.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import gpu_check
+from process_per_device import environment, join, spawn
 
 HEAD_DIM = 128
 UNROLLED = 8  # exchanges in a turn of the loop: its counter's kernel is then a small part, and compiling takes seconds
@@ -42,35 +41,38 @@ def main() -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
     args = parser.parse_args()
     if args.process_per_device:
-        own = [word for word in sys.argv[1:] if word != "--process-per-device"]
-        return gpu_check.spawn([sys.executable, __file__, *own], args.devices)
+        words = [word for word in sys.argv[1:] if word != "--process-per-device"]
+        return spawn([sys.executable, __file__, *words], args.devices)
     if args.worker:
-        gpu_check.join(args.worker)
+        join(args.worker)
     from tree_attn import make_mesh
+    from tree_attn.measure.rows import RowWriter
 
-    mesh = make_mesh({"seq": args.devices})
+    mesh, writer = make_mesh({"seq": args.devices}), RowWriter(args.out)
     parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads)}
     for part in args.parts.split(","):
         if part == "transfer":
-            transfers(mesh, args)
+            for row in transfers(mesh, args.iters):
+                write(row, writer, args.devices)
             continue
         for labels, turn, arrays, counts in parts[part](mesh):
-            write({"what": part} | labels | timed(turn, arrays, n_iters=args.iters, **counts), args)
+            row = {"what": part} | labels | timed(turn, arrays, n_iters=args.iters, **counts)
+            write(row, writer, args.devices)
     return 0
 
 
-def transfers(mesh, args):
-    """Bare transfers to the next device, by size."""
+def transfers(mesh, n_iters: int):
+    """Yields rows of bare transfers to the next device, by size."""
     from tree_attn.measure import provenance
     from tree_attn.measure.links import neighbour_gb_per_s
 
     for num_bytes in TRANSFER_BYTES:
-        rate = neighbour_gb_per_s(mesh, num_bytes, n_iters=args.iters)
-        write({"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": provenance.nccl_settings()}, args)
+        rate = neighbour_gb_per_s(mesh, num_bytes, n_iters=n_iters)
+        yield {"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": provenance.nccl_settings()}
 
 
 def exchanges(mesh):
-    """A reduction alone: each call's state is made of the result of the last, so that none can be left out."""
+    """Yields reductions alone; each call's state depends on the result of the last, so that none can be left out."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -79,27 +81,27 @@ def exchanges(mesh):
     from tree_attn.state import SoftmaxState
 
     for elements, reduction in itertools.product(ELEMENTS, REDUCTIONS):
-        rows = elements // (HEAD_DIM + 1)
+        heads = elements // (HEAD_DIM + 1)
 
-        def on_device(mixed, own, reduction=reduction):
+        def on_device(mixed, local, reduction=reduction):
             for _ in range(UNROLLED):
                 merged = reduce_state(mixed, ("seq",), reduction, mesh)
-                mixed = jax.tree.map(lambda a, b: (0.5 * a + 0.5 * b).astype(a.dtype), own, merged)
+                mixed = jax.tree.map(lambda a, b: (0.5 * a + 0.5 * b).astype(a.dtype), local, merged)
             return mixed
 
         spec = P("seq")
         turn = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
         ranks = mesh.devices.size
-        own = SoftmaxState(
-            sharded(mesh, spec, (ranks, 1, rows, HEAD_DIM), jnp.bfloat16),
-            sharded(mesh, spec, (ranks, 1, rows), jnp.float32),
+        local = SoftmaxState(
+            sharded(mesh, spec, (ranks, 1, heads, HEAD_DIM), jnp.bfloat16),
+            sharded(mesh, spec, (ranks, 1, heads), jnp.float32),
         )
         counts = {"chain": 8, "calls_per_turn": UNROLLED, "warmup": 25}
-        yield {"reduction": reduction, "elements": elements}, turn, (own, own), counts
+        yield {"reduction": reduction, "elements": elements}, turn, (local, local), counts
 
 
 def steps(mesh, heads: int):
-    """Whole steps of decoding, and the local attention of one."""
+    """Yields whole steps of decoding, and the local attention of one."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -129,7 +131,7 @@ def steps(mesh, heads: int):
 
 
 def sharded(mesh, spec, shape, dtype):
-    """Random values, each device's made on it."""
+    """Returns random values; each device's part is made on it."""
     import jax
     from jax.sharding import NamedSharding
 
@@ -139,7 +141,7 @@ def sharded(mesh, spec, shape, dtype):
 
 
 def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters: int) -> dict:
-    """Medians per call, of `turn` that makes `calls_per_turn`; where it cannot run, why."""
+    """Returns medians per call of `turn`, which makes `calls_per_turn`; or the reason why it cannot run."""
     from tree_attn.measure.device_time import device_time
     from tree_attn.measure.latency import latency_us
 
@@ -170,18 +172,13 @@ def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters
     }
 
 
-def write(row: dict, args) -> None:
-    """Prints a line and appends the row, in process 0."""
-    import jax
-
+def write(row: dict, writer, num_devices: int) -> None:
+    """Appends the row and prints a line, in process 0."""
     from tree_attn.measure import provenance
 
-    if jax.process_index():
+    if not writer.is_writer:
         return
-    origin = gpu_check.environment(args.devices) | {"versions": provenance.versions()}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as file:
-        file.write(json.dumps(row | origin) + "\n")
+    writer.append(row | environment(num_devices) | {"versions": provenance.versions()})
     if row["what"] == "transfer":
         print(f"transfer {row['bytes']:11,d} bytes {row['gb_per_s'] or 0:6.1f} GB/s", flush=True)
         return

@@ -95,7 +95,7 @@ def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
 
 
 def max_errors(found, expected, sequences: slice) -> list[float]:
-    """Returns the largest errors of out and lse, `found[sequences]` beside `expected`; raises where one is too large."""
+    """Returns the largest errors of out and lse, `found[sequences]` beside `expected`; raises if one is too large."""
     import jax.numpy as jnp
 
     wide = lambda x: x.astype(jnp.float32)

@@ -1,12 +1,14 @@
-"""What narrow caches do to SmolLM2's next tokens: logits and greedy choices beside those of the model in float32.
+"""Measures the error of narrow caches in SmolLM2's next tokens: logits and greedy choices beside the float32 model's.
 
     python3 scripts/cache_error.py --text bible.txt --out docs/results/cache_error_smollm2/results.jsonl
 
-Eight questions with the 128 tokens that the float32 model answers, and passages of `--text` of 1,024 tokens with the
-128 that follow: contexts are read in the model's dtype, and the tokens after them attend to the cache, all of them
-given, so that every model and cache sees the same. Rows say, over all those tokens, how often the most likely token is
-the same (`greedy_agreement`), the mean Kullback-Leibler divergence, and the error of the log-probabilities, root mean
-square over tokens weighted by the float32 model's probabilities.
+The texts are eight questions with the 128 tokens that the float32 model answers, and passages of `--text` of 1,024
+tokens with the 128 that follow. Contexts are read in the model's dtype. The tokens after them attend to the cache, and
+are the same for every model and cache.
+
+Rows have, over all those tokens, the share whose most likely token is the same (`greedy_agreement`), and the mean
+Kullback-Leibler divergence. They also have the root mean square error of the log-probabilities, over tokens weighted by
+the float32 model's probabilities.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from flax import nnx
 
 from tree_attn import make_mesh
 from tree_attn.measure import provenance
+from tree_attn.measure.rows import RowWriter
 from tree_attn.models.llama import Generator, Llama, by_name, generate, parameters, spread_over
 from tree_attn.models.llama.attention import empty_cache
 from tree_attn.models.llama.checkpoint import hub
@@ -38,7 +41,7 @@ QUESTIONS = (
     "Translate 'good morning' into French, German and Italian.",
     "Who was Ada Lovelace and what is she known for?",
 )
-# Model's dtype, cache's dtype, and of int8 the margin of its scales and what they were measured over.
+# Model's dtype, cache's dtype, and for int8 the margin of its scales and the tokens that they were measured over.
 CASES = (
     ("float32", "float8_e4m3fn", None, None),
     *(("float32", "int8", margin, "random tokens") for margin in (0.75, 1.0, MARGIN, 1.5, 2.0)),
@@ -56,8 +59,9 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=2)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
+    writer = RowWriter(args.out)
     checkpoint = load.open_checkpoint(hub.resolve(hub.SMOLLM2))
-    sharding = spread_over(checkpoint.config, make_mesh({"sequence": 1}, jax.devices()[:1]))
+    sharding = spread_over(checkpoint.config, make_mesh({"seq": 1}, jax.devices()[:1]))
     wide = checkpoint.load(sharding, jnp.float32)
     attention = by_name("single", sharding)
     text = checkpoint.tokenizer.encode(args.text.read_text(), add_special_tokens=False)
@@ -69,18 +73,17 @@ def main() -> None:
         if margin is not None:
             tokens = None if measured_over == "random tokens" else np.array(text[:512])
             scales = cache_scales(model, attention, tokens=tokens, margin=margin)
-        got = [_log_p(model, attention, batch, cache_dtype, scales) for batch in batches]
+        narrow = [_log_p(model, attention, batch, cache_dtype, scales) for batch in batches]
         row = {"model_dtype": model_dtype, "cache_dtype": cache_dtype or model_dtype}
         row |= {"margin": margin, "scales_from": measured_over, "passages": args.passages}
-        row |= {"answers": _errors(got[0], exact[0]), "passages_of_text": _errors(got[1], exact[1])}
+        row |= {"answers": _errors(narrow[0], exact[0]), "passages_of_text": _errors(narrow[1], exact[1])}
         row |= {"git_commit": provenance.git_commit(), "versions": provenance.versions()}
         print(json.dumps(row))
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        writer.append(row)
 
 
 def _answers(model: Llama, attention, tokenizer) -> list[tuple[list[int], list[int]]]:
-    """Questions, and the first tokens of the model's answers to them."""
+    """Returns questions, and the first tokens of the model's answers to them."""
     prompts = [tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     answers = generate(Generator(model, attention), prompts, TAIL)
     return [(prompt, answer.new_ids) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -97,12 +100,12 @@ def _as_bfloat16(model: Llama):
 
 
 def _log_p(model: Llama, attention, batch, cache_dtype: str | None = None, scales: dict | None = None) -> np.ndarray:
-    """Log-probabilities of the token after each of the tail's, `[B, TAIL, V]`."""
+    """Returns log-probabilities of the token after each of the tail's, `[B, TAIL, V]`."""
     structure, weights = nnx.split(model)
     longest = max(len(context) for context, _ in batch)
     contexts, lengths = np.zeros((len(batch), longest), np.int32), np.array([len(context) for context, _ in batch])
-    for row, (context, _) in zip(contexts, batch, strict=True):
-        row[: len(context)] = context
+    for padded, (context, _) in zip(contexts, batch, strict=True):
+        padded[: len(context)] = context
 
     @jax.jit
     def run(weights, contexts, lengths, tails, cache):
@@ -117,11 +120,11 @@ def _log_p(model: Llama, attention, batch, cache_dtype: str | None = None, scale
     return np.asarray(run(weights, contexts, lengths.astype(np.int32), tails, cache))
 
 
-def _errors(got: np.ndarray, exact: np.ndarray) -> dict[str, float]:
-    probabilities, difference = np.exp(exact), exact - got
+def _errors(narrow: np.ndarray, exact: np.ndarray) -> dict[str, float]:
+    probabilities, difference = np.exp(exact), exact - narrow
     return {
         "tokens": int(np.prod(exact.shape[:2])),
-        "greedy_agreement": float((got.argmax(-1) == exact.argmax(-1)).mean()),
+        "greedy_agreement": float((narrow.argmax(-1) == exact.argmax(-1)).mean()),
         "kl_nats": float((probabilities * difference).sum(-1).mean()),
         "log_p_rms": float(np.sqrt((probabilities * difference**2).sum(-1).mean())),
     }

@@ -1,15 +1,14 @@
-"""Continuous batching on this machine's first GPU: each sequence of a queue beside its prompt by itself.
+"""Checks continuous batching on this machine's first GPU: each sequence of a queue beside its prompt by itself.
 
     python3 scripts/check_queue.py --out docs/results/llama_h200/continuous_batching.jsonl
 
-Random weights. Batches of other sizes round otherwise, so where two logits are nearly the same tokens may differ, and
-from there on the texts do. A row per prompt says how many tokens are the same, the largest difference of a logit up to
-the first other token, and by how much that one's logit was below the best: a sequence passes if that is no more than
-twice the former, since both may have moved.
+Weights are random. Batches of other sizes round differently, so tokens may differ where two logits are nearly equal,
+and the texts differ from there on. The row of a prompt has the number of equal tokens, and the largest difference of a
+logit up to the first token that differs. It also has the gap between that token's logit and the best. A sequence passes
+if the gap is at most twice the difference, because both logits may have moved.
 """
 
 import argparse
-import json
 import pathlib
 import sys
 import time
@@ -20,7 +19,7 @@ LENGTHS = (50, 3000, 700, 1, 4000, 1200, 64, 65, 2500, 129, 900, 17)
 
 
 def main() -> int:
-    """Runs the queue twice (compiled the first time) and each prompt by itself; returns 1 if a sequence is wrong."""
+    """Runs the queue twice (the first time compiles) and each prompt by itself; returns 1 if a sequence is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama-3.2-1b", help="a published shape")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens of each prompt")
@@ -30,6 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     from tree_attn.commands import session
     from tree_attn.measure import provenance
+    from tree_attn.measure.rows import RowWriter
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
     from tree_attn.models.llama.generation.queue import stream_queue
     from tree_attn.models.llama.presets import preset
@@ -42,28 +42,27 @@ def main() -> int:
     prompts = [rng.integers(0, config.vocab_size, int(length)).tolist() for length in args.lengths.split(",")]
     for _ in range(2):
         start = time.perf_counter()
-        made = [[] for _ in prompts]
+        outputs = [[] for _ in prompts]
         for step in stream_queue(generator, prompts, args.new_tokens, max_batch=args.max_batch):
-            for row, sequence in enumerate(step.sequences):
+            for batch_slot, sequence in enumerate(step.sequences):
                 if sequence is not None:
-                    made[sequence].append((int(step.tokens[row]), np.asarray(step.logits[row], np.float32)))
+                    outputs[sequence].append(
+                        (int(step.tokens[batch_slot]), np.asarray(step.logits[batch_slot], np.float32))
+                    )
         queue_s = time.perf_counter() - start
-    failed = 0
-    for prompt, of_queue in zip(prompts, made):
+    failed, writer, origin = 0, RowWriter(args.out), provenance.of_script(list(place.devices))
+    for prompt, of_queue in zip(prompts, outputs):
         steps = generator.stream([prompt], args.new_tokens)
         row = _compared(of_queue, [(int(step.tokens[0]), np.asarray(step.logits[0], np.float32)) for step in steps])
         failed += not row["passed"]
         row |= dict(config=args.config, prompt_tokens=len(prompt), max_batch=args.max_batch, queue_s=queue_s)
-        row |= dict(hardware=provenance.hardware(list(place.devices)), versions=provenance.versions())
-        row |= dict(git_commit=provenance.git_commit(), command=" ".join(["python3", *sys.argv]))
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        writer.append(row | origin)
     print(f"{len(prompts)} sequences in {queue_s:.2f} s, {failed} failed")
     return int(failed > 0)
 
 
 def _compared(of_queue, alone) -> dict:
-    """Tokens and logits of one sequence, made both ways: what there is to say up to the first other token."""
+    """Returns a row's fields: tokens and logits of one sequence by both ways, up to the first token that differs."""
     same = next((i for i, (a, b) in enumerate(zip(of_queue, alone)) if a[0] != b[0]), len(alone))
     until = min(same + 1, len(alone))
     error = max(float(np.abs(a[1] - b[1]).max()) for a, b in zip(of_queue[:until], alone[:until]))

@@ -3,9 +3,9 @@
 python3 scripts/plot_front_page.py docs/figures/tree_and_ring.png
 """
 
+import argparse
 import json
 import pathlib
-import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDERS = ("compare_8xh200_8processes", "compare_4xh200_4processes_spread")
@@ -75,4 +75,6 @@ def title(groups: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=pathlib.Path, help="the picture, e.g. a .png")
+    main(parser.parse_args().path)

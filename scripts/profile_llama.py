@@ -1,18 +1,17 @@
-"""What a step of a Llama's decoding is made of: its kernels' times, by the profiler.
+"""Profiles a step of a Llama's decoding: the times of its kernels.
 
     python3 scripts/profile_llama.py --config llama-2-7b --context 8192 --samples 16,64,256 --out FILE
 
-Random weights and one prompt that all samples share, on one GPU; a few layers do, since all are alike. One JSON row per
-case: `kernels` are name -> microseconds of one launch and launches a step, what takes longest first; `us_per_step` is
-their sum. The profiler runs no CUDA graphs, so gaps between kernels are not those of a run: nothing is said of them.
+Weights are random, all samples share one prompt, and one GPU runs a few layers, since all layers are alike. The file
+gets one JSON row per case: `kernels` are name -> microseconds of one launch, and launches a step, by falling time;
+`us_per_step` is their sum. The profiler runs no CUDA graphs: gaps between kernels are not those of a run, and no row
+has them.
 """
 
 import argparse
 import dataclasses
 import itertools
-import json
 import pathlib
-import sys
 
 
 def main() -> None:
@@ -27,6 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     from tree_attn.commands import session
     from tree_attn.measure import provenance
+    from tree_attn.measure.rows import RowWriter
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
     from tree_attn.models.llama.presets import preset
 
@@ -38,23 +38,21 @@ def main() -> None:
     generator = Generator(
         Llama(config, sharding, parameters.random(sharding, place.dtype)), by_name("single", sharding)
     )
+    writer, origin = RowWriter(args.out), provenance.of_script(list(place.devices))
     prompt = [i % config.vocab_size for i in range(args.context)]
     for samples in map(int, args.samples.split(",")):
         kernels = profile(generator, [prompt] * samples, args.new_tokens)
         row = {"config": args.config, "context": args.context, "samples": samples, "new_tokens": args.new_tokens}
         row |= {"layers": args.layers, "us_per_step": sum(us * count for us, count in kernels.values())}
         row |= {"kernels": kernels}
-        row |= {"hardware": provenance.hardware(list(place.devices)), "versions": provenance.versions()}
-        row |= {"git_commit": provenance.git_commit(), "command": " ".join(["python3", *sys.argv])}
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        writer.append(row | origin)
         print(f"{samples:,} x {args.context:,}: {row['us_per_step']:,.0f} us a step of {args.layers} layers")
         for name, (us, count) in itertools.islice(kernels.items(), 15):
             print(f"{us * count / args.layers:10.2f} us a layer in {count / args.layers:5.2f} launches  {name}")
 
 
 def profile(generator, prompts, new_tokens: int) -> dict[str, tuple[float, float]]:
-    """Kernels of the steps after the first token: name -> (microseconds of one launch, launches a step)."""
+    """Returns kernels of the steps after the first token: name -> (microseconds of one launch, launches a step)."""
     from tree_attn.measure.device_time import by_name, device_events
 
     for _ in generator.stream(prompts, new_tokens):  # compiles, and lets clocks rise

@@ -1,68 +1,95 @@
-"""The Hopper kernels on shapes of a few tiles, for NVIDIA's compute-sanitizer.
+"""Runs a Hopper kernel on a shape of a few KV tiles, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool racecheck --kernel-name kernel_substring=lean python3 scripts/sanitize.py whole
     compute-sanitizer --tool memcheck python3 scripts/sanitize.py tall
 
-One of: whole (rows that no run cuts), short (those of a tile or two, by length), cut, exchanged (cut, whose kernel ends
-in an exchange, here with itself), tall, shared (tall, of several heads, whose merge takes the suffixes' state along),
-few (as shared, of columns), sparq, grouped (SparQ for groups, by one kernel and through memory), mutant: SparQ without
-the barriers of its reductions, in which racecheck must find hazards. Without the kernel's name (lean, tall, sparq)
-every kernel of the program is watched, and racecheck may take longer than anybody waits.
+- whole: output tiles that no run cuts; short: sequences of a KV tile or two, by length
+- cut: output tiles in several runs
+- exchanged: like cut, and the kernel ends in an exchange, here with itself
+- tall: many query rows; shared: many query rows of several heads, whose merge takes the suffixes' state along
+- few: like shared, for query columns
+- sparq; grouped: SparQ for groups of query heads, by one kernel and through memory
+- mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards
+
+Without the kernel's name (lean, tall, sparq) every kernel of the program is watched, and racecheck may take hours.
 """
 
-import sys
+import argparse
 
 import jax.numpy as jnp
 import numpy as np
 
+SHAPES = {  # query, key
+    "whole": ((1, 1, 8, 128), (1, 128, 2, 128)),
+    "short": ((5, 1, 4, 128), (5, 72, 2, 128)),
+    "cut": ((1, 1, 4, 128), (1, 512, 1, 128)),
+    "tall": ((1, 40, 4, 128), (1, 256, 1, 128)),
+    "exchanged": ((1, 1, 4, 128), (1, 512, 1, 128)),
+    "shared": ((40, 1, 4, 128), (40, 8, 2, 128)),
+    "few": ((12, 1, 2, 128), (12, 8, 2, 128)),
+    "sparq": ((1, 1, 2, 128), (1, 512, 2, 128)),
+    "grouped": ((1, 1, 8, 128), (1, 512, 2, 128)),
+    "mutant": ((1, 1, 2, 128), (1, 512, 2, 128)),
+}
+LENGTHS = {"cut": [500], "short": [3, 40, 0, 72, 20]}
 
-def main(what: str) -> None:
+
+def main() -> None:
     """Runs one of the calls and prints the sum of its lse."""
-    if what == "mutant":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", choices=tuple(SHAPES))
+    call = parser.parse_args().call
+    if call == "mutant":
         from jax.experimental.mosaic.gpu import utils
 
         utils.warpgroup_barrier = lambda: None
-    from tree_attn import attend, bifurcated_decode, make_mesh, sparq_decode, tree_decode
-
     rng = np.random.default_rng(0)
-    # Made on the host: what JAX draws on the GPU would be watched too.
+    # Made on the host: the sanitizer would also watch JAX's random numbers on the GPU.
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
-    shapes = {
-        "whole": ((1, 1, 8, 128), (1, 128, 2, 128)),
-        "short": ((5, 1, 4, 128), (5, 72, 2, 128)),
-        "cut": ((1, 1, 4, 128), (1, 512, 1, 128)),
-        "tall": ((1, 40, 4, 128), (1, 256, 1, 128)),
-    }
-    if what in shapes:
-        query, key, value = normal(*shapes[what][0]), normal(*shapes[what][1]), normal(*shapes[what][1])
-        lengths = {"cut": jnp.array([500]), "short": jnp.array([3, 40, 0, 72, 20])}.get(what)
-        lse = attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
-    elif what == "exchanged":
-        query, key, value = normal(1, 1, 4, 128), normal(1, 512, 1, 128), normal(1, 512, 1, 128)
-        how = dict(mesh=make_mesh({"seq": 1}), axis_name="seq", reduction="fused", implementation="mosaic_gpu")
-        lse = tree_decode(query, key, value, **how, return_lse=True)[1]
-    elif what in ("shared", "few"):
-        batch, heads = {"shared": (40, 4), "few": (12, 2)}[what]
-        query, prefix_key, prefix_value = normal(batch, 1, heads, 128), normal(512, 2, 128), normal(512, 2, 128)
-        key, value = normal(batch, 8, 2, 128), normal(batch, 8, 2, 128)
-        how = dict(implementation="mosaic_gpu", return_lse=True)
-        lse = bifurcated_decode(query, prefix_key, prefix_value, key, value, **how)[1]
-    elif what == "grouped":
-        query, key, value = normal(1, 1, 8, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
-        by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
-        how = dict(num_components=8, num_keys=70, local_window=3, implementation="mosaic_gpu", return_lse=True)
-        how["key_by_component"] = by_component
-        lse = sum(sparq_decode(query, key, value, reallocate=mean, **how)[1] for mean in (False, True))
-    else:
-        query, key, value = normal(1, 1, 2, 128), normal(1, 512, 2, 128), normal(1, 512, 2, 128)
-        by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
-        how = dict(num_components=8, num_keys=70, local_window=3, implementation="mosaic_gpu", return_lse=True)
-        lse = sparq_decode(query, key, value, key_by_component=by_component, **how)[1]
-    print(float(lse.sum()))
+    run = {"exchanged": _exchanged, "shared": _shared, "few": _shared}
+    run |= dict.fromkeys(("sparq", "grouped", "mutant"), _sparq)
+    print(float(run.get(call, _attended)(call, normal).sum()))
+
+
+def _attended(call: str, normal):
+    from tree_attn import attend
+
+    query_shape, key_shape = SHAPES[call]
+    query, key, value = normal(*query_shape), normal(*key_shape), normal(*key_shape)
+    lengths = jnp.array(LENGTHS[call]) if call in LENGTHS else None
+    return attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
+
+
+def _exchanged(call: str, normal):
+    from tree_attn import make_mesh, tree_decode
+
+    query_shape, key_shape = SHAPES[call]
+    query, key, value = normal(*query_shape), normal(*key_shape), normal(*key_shape)
+    across = dict(mesh=make_mesh({"seq": 1}), axis_name="seq", reduction="fused")
+    return tree_decode(query, key, value, **across, implementation="mosaic_gpu", return_lse=True)[1]
+
+
+def _shared(call: str, normal):
+    from tree_attn import bifurcated_decode
+
+    query_shape, key_shape = SHAPES[call]
+    query, prefix_key, prefix_value = normal(*query_shape), normal(512, 2, 128), normal(512, 2, 128)
+    suffix = normal(*key_shape), normal(*key_shape)
+    return bifurcated_decode(query, prefix_key, prefix_value, *suffix, implementation="mosaic_gpu", return_lse=True)[1]
+
+
+def _sparq(call: str, normal):
+    from tree_attn import sparq_decode
+
+    query_shape, key_shape = SHAPES[call]
+    query, key, value = normal(*query_shape), normal(*key_shape), normal(*key_shape)
+    by_component = jnp.asarray(np.asarray(key).transpose(0, 2, 3, 1))
+    options = dict(num_components=8, num_keys=70, local_window=3)
+    options |= dict(key_by_component=by_component, implementation="mosaic_gpu", return_lse=True)
+    # A group of query heads runs with and without the mean of the values.
+    choices = ({"reallocate": False}, {"reallocate": True}) if call == "grouped" else ({},)
+    return sum(sparq_decode(query, key, value, **choice, **options)[1] for choice in choices)
 
 
 if __name__ == "__main__":
-    names = ("whole", "short", "cut", "exchanged", "tall", "shared", "few", "sparq", "grouped", "mutant")
-    if len(sys.argv) != 2 or sys.argv[1] not in names:
-        sys.exit(f"one of {', '.join(names)} must be given, got {sys.argv[1:]}")
-    main(sys.argv[1])
+    main()

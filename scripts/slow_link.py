@@ -1,6 +1,6 @@
-"""Tree and ring attention over two nodes with a slow link between them: time, and bytes per level of the topology.
+"""Measures tree and ring attention over two nodes with a slow link between them: time, and bytes per link class.
 
-On the miniature cluster, whose nodes have interfaces of their own to count bytes on and a link that can be limited:
+It runs on the miniature cluster, whose nodes have interfaces to count bytes on, and a link that can be limited.
 
   slurm/minicluster/minicluster start --nodes 2
   slurm/minicluster/minicluster shape 50mbit
@@ -8,24 +8,25 @@ On the miniature cluster, whose nodes have interfaces of their own to count byte
   srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out docs/results/slow_link
   python3 scripts/slow_link.py --table docs/results/slow_link
 
-Every node has four emulated CPU devices, two per process. The share of a strategy is what its algorithm has to send: a
-flat collective runs along a ring of all devices, which leaves each node once, so one device's traffic crosses the link;
-in a hierarchical one, each of a node's devices merges with its partners in the other nodes.
+Every node has four emulated CPU devices, two per process. The share of a strategy is the number of bytes that its
+algorithm has to send. A flat collective runs along a ring of all devices, which leaves each node once: one device's
+traffic crosses the link. In a hierarchical one, each of a node's devices merges with its partners in the other nodes.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import time
 
-ROUNDS = 3  # the median of so many rounds of steps is what counts: emulated devices share their cores with everything
+from tree_attn.measure.rows import RowWriter, read, strategy_label
+
+ROUNDS = 3  # the median of the rounds counts: emulated devices share their cores with other programs
 NODES, TASKS, DEVICES_PER_TASK = 2, 2, 2
 KEY_COUNT, HEADS, KV_HEADS, HEAD_DIM, BATCH = 256, 32, 2, 64, 4
 
 
 def shares(step, strategy: str, reduction: str | None) -> tuple[float, float]:
-    """Bytes that one node has to send in a step, (within itself, to the other nodes), by the ring model."""
+    """Returns the bytes that one node has to send in a step, (within itself, to other nodes), by the ring model."""
     from tree_attn.cost import predict
 
     sizes = (step.n_devices // NODES, NODES)
@@ -37,12 +38,12 @@ def shares(step, strategy: str, reduction: str | None) -> tuple[float, float]:
 
 
 def sent_bytes(interface: str) -> int:
-    """What this node has sent through an interface so far."""
+    """Returns the bytes that this node has sent through an interface so far."""
     return int(pathlib.Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 def measure_case(case, devices, num_steps: int) -> dict:
-    """The row of one strategy: what its steps took and sent, beside its share."""
+    """Returns the row of one strategy: time and bytes of its steps, and its share."""
     import jax
 
     from tree_attn.commands.compare import data as comparison_data
@@ -60,8 +61,8 @@ def measure_case(case, devices, num_steps: int) -> dict:
     }
 
 
-def measure_level(case, devices, level: int, num_steps: int) -> dict:
-    """The row of one level of the hierarchical reduction alone: a state is gathered over that axis and merged."""
+def measure_axis(case, devices, axis_index: int, num_steps: int) -> dict:
+    """Returns the row of one axis of the hierarchical reduction: a state is gathered over it and merged."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -69,15 +70,15 @@ def measure_level(case, devices, level: int, num_steps: int) -> dict:
     from tree_attn.reduce import reduce_state
     from tree_attn.state import SoftmaxState
 
-    mesh, axis = case.mesh(devices), case.axes[level]
-    rows = (case.step.batch, case.step.num_queries, case.step.num_heads)
+    mesh, axis = case.mesh(devices), case.axes[axis_index]
+    shape = (case.step.batch, case.step.num_queries, case.step.num_heads)
 
     def reduce(query):  # the state differs between devices, so that nothing can be left out
         out = query + jax.lax.axis_index(case.axes)
-        merged = reduce_state(SoftmaxState(out, jnp.ones(rows, jnp.float32)), (axis,), "gather").out
+        merged = reduce_state(SoftmaxState(out, jnp.ones(shape, jnp.float32)), (axis,), "gather").out
         return merged[None]
 
-    query = jnp.ones((*rows, case.step.head_dim), case.step.dtype)
+    query = jnp.ones((*shape, case.step.head_dim), case.step.dtype)
     program = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=P(), out_specs=P(case.axes), check_vma=False))
     both = shares(case.step, case.strategy, case.reduction)
     return {
@@ -85,8 +86,8 @@ def measure_level(case, devices, level: int, num_steps: int) -> dict:
         "reduction": f"{axis} level alone",
         "axis_sizes": list(case.axis_sizes),
         **measure_steps(program, (query,), num_steps),
-        "bytes_share_per_node_within": both[0] if level == 0 else 0.0,
-        "bytes_share_per_node_across": both[1] if level == 1 else 0.0,
+        "bytes_share_per_node_within": both[0] if axis_index == 0 else 0.0,
+        "bytes_share_per_node_across": both[1] if axis_index == 1 else 0.0,
     }
 
 
@@ -129,7 +130,6 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
     from tree_attn.commands.compare import cases as comparison
     from tree_attn.cost.step import DecodeStep
     from tree_attn.measure import provenance
-    from tree_attn.measure.rows import RowWriter
 
     launch = distributed.initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
     assert launch.num_processes == NODES * TASKS, f"run it as the help shows, in {NODES} nodes of {TASKS} tasks"
@@ -156,20 +156,20 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
         "hardware": f"{NODES} nodes, network namespaces of one machine: {provenance.hardware(devices)}",
         "jax_version": jax.__version__,
     }
-    writer = RowWriter(out / "results.jsonl", facts) if jax.process_index() == 0 else None
+    writer = RowWriter(out / "results.jsonl", facts)
     cases = comparison.plan([step], (), [None], "cpu")
     (hierarchical,) = (case for case in cases if case.reduction == "hierarchical")
     rows = [measure_case(case, devices, num_steps) for case in cases]
-    rows += [measure_level(hierarchical, devices, level, num_steps) for level in (0, 1)]
+    rows += [measure_axis(hierarchical, devices, axis_index, num_steps) for axis_index in (0, 1)]
     for row in rows:
-        if writer is not None:
+        if writer.is_writer:
             command = "srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out DIR"
             writer.append(row | facts | {"git_commit": provenance.git_commit(), "command": command})
             print(f"{_name(row)}: {row['latency_us_median'] / 1e3:.1f} ms, {row['bytes_sent_per_node_across']:,.0f} B")
 
 
 def table(rows: list[dict]) -> str:
-    """A Markdown table: time, then bytes per step and node at each level, measured and by the model."""
+    """Returns a Markdown table: time, then bytes per step and node over each link class, measured and by the model."""
     lines = [
         f"| strategy | time per step (range) | sent within a node (share) | across, {rows[0]['link']} (share) |",
         "|---|---|---|---|",
@@ -177,8 +177,8 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         time_ms = [row[f"latency_us_{which}"] / 1e3 for which in ("median", "least", "most")]
         cells = [_name(row), "{:.1f} ms ({:.1f} to {:.1f})".format(*time_ms)]
-        for level in ("within", "across"):
-            sent, share = (row[f"bytes_{which}_per_node_{level}"] / 1e3 for which in ("sent", "share"))
+        for place in ("within", "across"):
+            sent, share = (row[f"bytes_{which}_per_node_{place}"] / 1e3 for which in ("sent", "share"))
             cells.append(f"{sent:,.1f} kB ({share:,.1f})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -187,19 +187,20 @@ def table(rows: list[dict]) -> str:
 def _name(row: dict) -> str:
     if row["strategy"] == "level":
         return f"hierarchical, {row['reduction']}"
-    return f"tree {row['reduction']}" if row["reduction"] else row["strategy"].replace("_", " ")
+    return strategy_label(row["strategy"], row["reduction"])
 
 
 def main() -> None:
+    """Measures and writes rows, or prints their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", type=pathlib.Path, metavar="DIR", help="measure, and write DIR/results.jsonl")
-    what.add_argument("--table", type=pathlib.Path, metavar="DIR", help="print the table of DIR/results.jsonl")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--out", type=pathlib.Path, metavar="DIR", help="measure, and write DIR/results.jsonl")
+    task.add_argument("--table", type=pathlib.Path, metavar="DIR", help="print the table of DIR/results.jsonl")
     parser.add_argument("--steps", type=int, default=30, help="per round (default 30)")
-    parser.add_argument("--link", default="50 Mbit/s", help="what the table calls the link (default 50 Mbit/s)")
+    parser.add_argument("--link", default="50 Mbit/s", help="the link's name in the table (default 50 Mbit/s)")
     args = parser.parse_args()
     if args.table is not None:
-        print(table([json.loads(line) for line in (args.table / "results.jsonl").read_text().splitlines()]))
+        print(table(read(args.table / "results.jsonl")))
     else:
         run(args.out, args.steps, args.link)
 

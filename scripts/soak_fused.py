@@ -1,12 +1,12 @@
-"""Many consecutive fused exchanges while ranks are held up at random; every result is checked on every rank.
+"""Runs many consecutive fused exchanges while ranks are held up at random, and checks every result on every rank.
 
     python3 scripts/soak_fused.py --devices 2,4 --steps 10000 --out docs/results/soak_fused.jsonl       # one process
     python3 scripts/soak_fused.py --devices 2,4 --steps 10000 --out ... --process-per-device            # one per GPU
 
-Each step exchanges two states of different size, independent of one another, and the partial states of an attention, at
-the end of its kernel; in a quarter of the steps the second state is left out. Before each exchange a rank waits, with
-probability 1/4, for up to 40 us. Rows say how many elements were further from the merge of all ranks' states than
-float32 allows, or bfloat16 where attention was by that (`wrong`), and how long a step took.
+Each step exchanges two independent states of different size, and the partial states of an attention at the end of its
+kernel. A quarter of the steps leave out the second state. Before each exchange a rank waits, with probability 1/4, for
+up to 40 us. `wrong` counts the elements whose distance from the merge of all ranks' states is more than float32 allows,
+or bfloat16 for the attention.
 """
 
 import argparse
@@ -17,15 +17,13 @@ import sys
 import time
 
 import numpy as np
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-import gpu_check
+from process_per_device import environment, join, spawn, writable
 
 SHAPES = ((1, 1, 16, 128), (3, 5, 8, 64))
-MOST_NS = 40_000
+MAX_DELAY_NS = 40_000
 TOLERANCE = 1e-4  # of sums of a few float32 terms near 1, by the hardware's exponential
-ATTENDED = (1, 4096, 2, 128)  # keys of a rank: 32 tiles a run of two, so 32 partial states a row
-# Of means of values up to 9, rounded to bfloat16, and of lse; the values of another step or rank would be off by more.
+ATTENDED = (1, 4096, 2, 128)  # keys of a rank: 32 KV tiles, two to a run, so 32 partial states of an output tile
+# For means of values up to 9, rounded to bfloat16, and for lse; values of another step or rank would be off by more.
 ATTENDED_TOLERANCE = 0.05
 
 
@@ -41,23 +39,24 @@ def main() -> int:
     if args.process_per_device:
         command = [sys.executable, __file__, "--steps", str(args.steps), "--out", str(args.out)]
         counts = [int(count) for count in args.devices.split(",")]
-        return max(gpu_check.spawn([*command, "--devices", str(count)], count) for count in counts)
+        return max(spawn([*command, "--devices", str(count)], count) for count in counts)
     if args.worker:
-        gpu_check.join(args.worker)
+        join(args.worker)
     return max(soak(int(count), args.steps, args.out) for count in args.devices.split(","))
 
 
 def soak(num_devices: int, steps: int, out: pathlib.Path) -> int:
-    """Runs and writes a row; returns 1 if anything was wrong."""
+    """Runs the steps and writes a row; returns 1 if anything was wrong."""
     import jax
     from jax.sharding import PartitionSpec as P
 
     from tree_attn import make_mesh
+    from tree_attn.measure.rows import RowWriter
 
     mesh = make_mesh({"seq": num_devices})
     on_device = functools.partial(_steps, mesh=mesh, steps=min(steps, 1000))
     program = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-    ends_so = "lean_exchange" in program.lower(np.int32(0)).as_text()  # else partial states were merged otherwise
+    ends_attention = "lean_exchange" in program.lower(np.int32(0)).as_text()  # else another kernel merged them
     rounds = -(-steps // 1000)
     wrong, worst, start = 0, np.zeros(2), None
     for i in range(rounds):
@@ -73,24 +72,23 @@ def soak(num_devices: int, steps: int, out: pathlib.Path) -> int:
         "max_abs_error": float(worst[0]),
         "max_abs_error_attended": float(worst[1]),
         "us_per_step": (time.perf_counter() - start) / max(1, rounds - 1) / min(steps, 1000) * 1e6,
-        "exchange_ends_attention": ends_so,
-        "passed": wrong == 0 and ends_so,
-    } | gpu_check.environment(num_devices)
-    if jax.process_index() == 0:
+        "exchange_ends_attention": ends_attention,
+        "passed": wrong == 0 and ends_attention,
+    } | environment(num_devices)
+    writer = RowWriter(out)
+    if writer.is_writer:
         print(json.dumps(row))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        writer.append(writable(row))
     return int(not row["passed"])
 
 
 def local(x):
-    """This process's copy of a value that all devices have."""
+    """Returns this process's copy of a value that all devices have."""
     return np.asarray(x.addressable_data(0))
 
 
 def _steps(round_index, *, mesh, steps):
-    """`steps` steps on one device: how many elements were wrong on any, and by how much at most."""
+    """Runs `steps` steps on one device; returns the number of wrong elements on all, and the largest errors."""
     import jax
     import jax.numpy as jnp
 
@@ -105,7 +103,7 @@ def _steps(round_index, *, mesh, steps):
     ranks = mesh.shape["seq"]
 
     def zero(chaos):
-        delay = jnp.where(jax.random.bernoulli(chaos, 0.25), jax.random.randint(chaos, (), 0, MOST_NS), 0)
+        delay = jnp.where(jax.random.bernoulli(chaos, 0.25), jax.random.randint(chaos, (), 0, MAX_DELAY_NS), 0)
         return _stall(delay)
 
     def compared(merged, expected, tolerance):
@@ -115,15 +113,15 @@ def _steps(round_index, *, mesh, steps):
 
     def exchanged(key, shape, chaos):
         states = _states(key, ranks, shape)
-        held = jax.tree.map(lambda x: x[rank] + zero(chaos), states)
-        return compared(reduce_state(held, ("seq",), "fused", mesh), merge_states(states, axis=0), TOLERANCE)
+        delayed = jax.tree.map(lambda x: x[rank] + zero(chaos), states)
+        return compared(reduce_state(delayed, ("seq",), "fused", mesh), merge_states(states, axis=0), TOLERANCE)
 
     def attended(key, chaos):
         query, keys, values = _attention(key, ranks)
-        held = query + zero(chaos).astype(query.dtype)
+        delayed = query + zero(chaos).astype(query.dtype)
         options = AttentionOptions(implementation="mosaic_gpu")
-        own = shard_attention(held, keys[rank], values[rank], options, Shard())
-        merged = jax.tree.map(lambda x: x.astype(jnp.float32), reduce_state(own, ("seq",), "fused", mesh))
+        attention = shard_attention(delayed, keys[rank], values[rank], options, Shard())
+        merged = jax.tree.map(lambda x: x.astype(jnp.float32), reduce_state(attention, ("seq",), "fused", mesh))
         of_rank = lambda k, v: SoftmaxState(*attend(query, k, v, implementation="xla"))
         states = jax.tree.map(lambda x: x.astype(jnp.float32), jax.vmap(of_rank)(keys, values))
         return compared(merged, merge_states(states, axis=0), ATTENDED_TOLERANCE)
@@ -146,7 +144,7 @@ def _steps(round_index, *, mesh, steps):
 
 
 def _states(key, ranks, shape):
-    """Every rank's state of one step, `[ranks, *shape]`; one row is empty everywhere, one on all but rank 0."""
+    """Returns every rank's state, `[ranks, *shape]`; one query is empty everywhere, one on all but rank 0."""
     import jax
     import jax.numpy as jnp
 
@@ -160,7 +158,7 @@ def _states(key, ranks, shape):
 
 
 def _attention(key, ranks):
-    """Of one step: a query, and every rank's keys and values `[ranks, *ATTENDED]`, whose means differ by rank."""
+    """Returns one step's query, and every rank's keys and values `[ranks, *ATTENDED]`, whose means differ by rank."""
     import jax
     import jax.numpy as jnp
 
@@ -172,7 +170,7 @@ def _attention(key, ranks):
 
 
 def _stall(nanoseconds):
-    """Zero, float32, after so many nanoseconds on the device."""
+    """Returns zero, float32, after so many nanoseconds on the device."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas import mosaic_gpu as plgpu

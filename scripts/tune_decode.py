@@ -1,22 +1,21 @@
-"""What XLA had better be told of a Llama's decoding on one GPU, and how its kernels had better be stored.
+"""Times a Llama's decoding on one GPU by XLA's options, and by the layout of its weight kernels.
 
     python3 scripts/tune_decode.py products --out docs/results/llama_h200/products_7b.jsonl
     python3 scripts/tune_decode.py options --out docs/results/llama_h200/xla_options_7b.jsonl
 
-products: the products of layers of Llama 2's 7B shape, with what is between them, by the profiler: query, key and value
-apart or as one kernel, gate and up likewise. options: a step of that model with fewer layers, whose sequences share a
-prompt, by the clock. `told` names what XLA is told besides (`TOLD`); one JSON row per case.
+products: the profiler times the products of layers of Llama 2's 7B shape, and the operations between them. Query, key
+and value are apart or one weight kernel, and so are gate and up. options: the clock times a step of that model with
+fewer layers, whose sequences share a prompt. The field `told` names XLA's additional options (`OPTIONS`), and `rows`
+counts sequences. The file gets one JSON row per case.
 """
 
 import argparse
 import dataclasses
 import itertools
-import json
 import pathlib
 import statistics
-import sys
 
-TOLD = {
+OPTIONS = {
     "": {},
     "no Triton": {"xla_gpu_enable_triton_gemm": False},
     "merge products": {"xla_gpu_dot_merger_threshold_mb": 1 << 20},
@@ -39,31 +38,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("products", "options"))
     parser.add_argument("--config", default="llama-2-7b", help="a published shape")
-    parser.add_argument("--rows", default="1,16,64,256", help="sequences, e.g. 1,16")
+    parser.add_argument("--batch", "--rows", default="1,16,64,256", help="sequences, e.g. 1,16")
     parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt, of options")
-    parser.add_argument("--told", help="names in TOLD, comma-separated (default: those that are of this part)")
+    parser.add_argument("--options", "--told", help="names in OPTIONS, comma-separated (default: the part's own)")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
     from tree_attn.commands.session import choose_devices
     from tree_attn.measure import provenance
+    from tree_attn.measure.rows import RowWriter
     from tree_attn.models.llama.presets import preset
 
     parts = {"products": (products, ",no Triton"), "options": (options, ",CONCURRENT")}
-    cases, told = parts[args.part]
+    cases, usual_names = parts[args.part]
     config = dataclasses.replace(preset(args.config), num_layers=LAYERS[args.part])
-    names = (told if args.told is None else args.told).split(",")
-    for rows, name in itertools.product(map(int, args.rows.split(",")), names):
-        for found in cases(config, rows, args.context, TOLD[name]):
-            row = {"config": args.config, "layers": config.num_layers, "rows": rows, "told": name} | found
-            row |= {"hardware": provenance.hardware(choose_devices(1)), "versions": provenance.versions()}
-            row |= {"git_commit": provenance.git_commit(), "command": " ".join(["python3", *sys.argv])}
-            with args.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    names = (usual_names if args.options is None else args.options).split(",")
+    writer, origin = RowWriter(args.out), provenance.of_script(choose_devices(1))
+    for batch, name in itertools.product(map(int, args.batch.split(",")), names):
+        for found in cases(config, batch, args.context, OPTIONS[name]):
+            row = {"config": args.config, "layers": config.num_layers, "rows": batch, "told": name} | found
+            writer.append(row | origin)
             print({key: value for key, value in (row | {"kernels": None}).items() if key in ("rows", "told", *found)})
 
 
-def products(config, rows: int, context: int, told: dict):
-    """Rows `{stored, us_per_layer, kernels}`; `context` is not read."""
+def products(config, batch: int, context: int, xla_options: dict):
+    """Yields rows `{stored, us_per_layer, kernels}`; `context` is not read."""
     import jax
     import jax.numpy as jnp
 
@@ -86,20 +84,20 @@ def products(config, rows: int, context: int, told: dict):
         for layer, merged in zip(apart, together or [None] * len(apart), strict=True):
             multiply = lambda x, kernel: jnp.einsum("bd,fd->bf", x, kernel)
 
-            def made(x, names, layer=layer, merged=merged, multiply=multiply):
+            def multiplied(x, names, layer=layer, merged=merged, multiply=multiply):
                 if merged is None:
                     return [multiply(x, layer[name]) for name in names]
                 return jnp.split(multiply(x, merged[names]), len(names), axis=1)
 
-            query, key, value = made(norm(x), of_one[0])
+            query, key, value = multiplied(norm(x), of_one[0])
             x = x + multiply(query * key + value, layer["output"])
-            gate, up = made(norm(x), of_one[1])
+            gate, up = multiplied(norm(x), of_one[1])
             x = x + multiply(jax.nn.silu(gate) * up, layer["down"])
         return x
 
-    x = draw((rows, narrow))
+    x = draw((batch, narrow))
     for stored, merged in (("apart", None), ("together", together)):
-        compiled = jax.jit(run).lower(x, apart, merged).compile(compiler_options=told)
+        compiled = jax.jit(run).lower(x, apart, merged).compile(compiler_options=xla_options)
         call = lambda compiled=compiled, merged=merged: jax.block_until_ready(compiled(x, apart, merged))
         for _ in range(3):
             call()
@@ -110,8 +108,8 @@ def products(config, rows: int, context: int, told: dict):
         yield {"stored": stored, "us_per_layer": sum(us * n for us, n in kernels.values()), "kernels": kernels}
 
 
-def options(config, rows: int, context: int, told: dict):
-    """One row, `{context, new_tokens, per_token_ms_median}`."""
+def options(config, batch: int, context: int, xla_options: dict):
+    """Yields one row, `{context, new_tokens, per_token_ms_median}`."""
     import jax
 
     from tree_attn.commands import session
@@ -124,8 +122,8 @@ def options(config, rows: int, context: int, told: dict):
     model = Llama(config, sharding, parameters.random(sharding, place.dtype))
     generator = Generator(model, by_name("single", sharding))
     usual = generator._decode_options
-    generator._decode_options = lambda num_rows: usual(num_rows) | (told if sharding.is_on_gpus else {})
-    prompts = [[i % config.vocab_size for i in range(context)]] * rows
+    generator._decode_options = lambda num_rows: usual(num_rows) | (xla_options if sharding.is_on_gpus else {})
+    prompts = [[i % config.vocab_size for i in range(context)]] * batch
     for _ in generator.stream(prompts, new_tokens):  # compiles, and lets clocks rise
         pass
     steps = [step.seconds for step in generator.stream(prompts, new_tokens)]

@@ -1,19 +1,20 @@
-"""Finds the fastest layout of the lean kernel for each kind of call on this GPU, and writes it to the tuning table.
+"""Finds the fastest layout of the lean kernel for each sort of call on this GPU, and writes it to the tuning table.
 
-    python3 scripts/tune_lean.py --out docs/results/lean_h200/tuning.jsonl        # also tree_attn/local/tuning.json
+    python3 scripts/tune_lean.py --out docs/results/lean_h200/tuning.jsonl        # also tree_attn/kernels/tuning.json
 
-Every candidate is timed by the profiler on one call of its kind (K and V larger than the L2 cache). Candidates that do
-not fit in shared memory are left out. One JSON row per candidate; the table keeps the fastest.
+The profiler times every candidate on one call (K and V larger than the L2 cache). Candidates that do not fit in shared
+memory are left out. The file gets one JSON row per candidate; the table keeps the fastest.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import pathlib
 import sys
 
-CANDIDATES = tuple(itertools.product((1, 2, 3), (64, 128), (2, 3, 4)))  # CTAs per SM, keys per tile, stages
+from benching import chosen
+
+CANDIDATES = tuple(itertools.product((1, 2, 3), (64, 128), (2, 3, 4)))  # CTAs per SM, keys per KV tile, stages
 # batch, keys, query heads, KV heads, head dim, dtype of K and V, ragged
 CALLS = (
     (1, 65536, 16, 16, 128, "bfloat16", False),
@@ -30,7 +31,7 @@ CALLS = (
 
 
 def main() -> int:
-    """Times, prints, writes."""
+    """Times every candidate, writes its row, and writes the fastest into the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--calls", help="which of CALLS, e.g. 0,3 (default: all)")
@@ -39,15 +40,16 @@ def main() -> int:
 
     from tree_attn.kernels import tuning
     from tree_attn.measure import provenance
+    from tree_attn.measure.rows import RowWriter
 
+    writer = RowWriter(args.out)
     origin = {"hardware": provenance.hardware(jax.local_devices()[:1]), "git_commit": provenance.git_commit()}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    chosen = [CALLS[int(i)] for i in args.calls.split(",")] if args.calls else CALLS
+    origin |= {"versions": provenance.versions()}
     best = {}
-    for call in chosen:
+    for call in chosen(CALLS, args.calls):
         rows = list(_sweep(call))
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row | origin | {"versions": provenance.versions()}) + "\n" for row in rows)
+        for row in rows:
+            writer.append(row | origin)
         fastest = min((row for row in rows if row["device_us_median"]), key=lambda row: row["device_us_median"])
         best[fastest["kind"]] = fastest["config"]
         print(fastest["kind"], fastest["config"], f"{fastest['device_us_median']:.1f} us", flush=True)
@@ -56,7 +58,7 @@ def main() -> int:
 
 
 def _sweep(call):
-    """One row per candidate that fits."""
+    """Yields one row per candidate that fits."""
     import jax
     import jax.numpy as jnp
 
