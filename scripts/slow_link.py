@@ -2,11 +2,11 @@
 
 It runs on the miniature cluster, whose nodes have interfaces to count bytes on, and a link that can be limited.
 
-  slurm/minicluster/minicluster start --nodes 2
-  slurm/minicluster/minicluster shape 50mbit
-  eval "$(slurm/minicluster/minicluster env)"
-  srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out docs/results/slow_link
-  python3 scripts/slow_link.py --table docs/results/slow_link
+    slurm/minicluster/minicluster start --nodes 2
+    slurm/minicluster/minicluster shape 50mbit
+    eval "$(slurm/minicluster/minicluster env)"
+    srun --nodes=2 --ntasks-per-node=2 python3 scripts/slow_link.py --out docs/results/slow_link
+    python3 scripts/slow_link.py --table docs/results/slow_link
 
 Every node has four emulated CPU devices, two per process. The share of a strategy is the number of bytes that its
 algorithm has to send. A flat collective runs along a ring of all devices, which leaves each node once: one device's

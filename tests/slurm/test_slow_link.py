@@ -15,7 +15,7 @@ OVERHEAD = 1.15
 
 @pytest.fixture(scope="module")
 def rows(cluster, tmp_path_factory):
-    """What `scripts/slow_link.py` measures, and the table it makes."""
+    """Returns the rows of `scripts/slow_link.py`, and prints its table."""
     out = tmp_path_factory.mktemp("slow_link")
     minicluster("shape", "50mbit")
     try:
