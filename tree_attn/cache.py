@@ -1,6 +1,7 @@
 """The KV cache: sharded along the sequence, block-cyclic so that growth stays balanced, updated in place."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from tree_attn.arguments import (
     ATTENTION_DTYPES,
     NARROW_DTYPES,
     STORED_DTYPES,
+    AnyArray,
     check_lengths,
     concrete,
     one_of,
@@ -70,7 +73,7 @@ class KVCache:
         capacity: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         mesh: Mesh,
         axis_name: AxisName,
         block_size: int = 1,
@@ -217,7 +220,7 @@ class KVCache:
         lengths = jnp.where(has_room, self.lengths + num_tokens, self.lengths)
         return dataclasses.replace(self, lengths=lengths, overflowed=self.overflowed | ~has_room)
 
-    def with_lengths(self, lengths: Int[Array, " B"]) -> "KVCache":
+    def with_lengths(self, lengths: Int[AnyArray, " B"] | Sequence[int]) -> "KVCache":
         """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest.
 
         Where the sum of the values is kept it is taken anew, from all of them.
