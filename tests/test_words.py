@@ -12,7 +12,8 @@ FOLDERS = ("tree_attn", "models", "ring_baseline", "scripts", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("tree_attn", "models", "ring_baseline")]
 PROSE = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROSE += [ROOT / "slurm" / "README.md"]
+PROSE += [ROOT / "slurm" / "README.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
+PROSE += sorted((ROOT / "docs" / "results").rglob("README.md"))
 
 # Words without a subject: a sentence that begins so leaves the reader to find what it speaks of.
 NO_SUBJECT = re.compile(r"(As|How|Of|Or|That|Those|What|Where|Whether|Which|Whom|Whose)\b")
