@@ -1,4 +1,4 @@
-"""The roll call over real sockets: who does not fit is told so, on every rank, in the same words, and soon."""
+"""The roll call over real sockets: a rank that does not fit ends it on every rank, in the same words, and soon."""
 
 import concurrent.futures
 import contextlib
@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tree_attn.cluster import rollcall
+from tree_attn.cluster.channel import Channel
 from tree_attn.cluster.launch import Launch
 
 LIMIT_S = 10  # for every error here; the roll call itself is given longer, so that it cannot be the one to end it
@@ -19,7 +20,7 @@ VERSIONS = {"python": "3.12.1", "jax": "0.11.2", "jaxlib": "0.11.2"}
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch):
-    """Nobody comes late here."""
+    """No rank comes late here."""
     monkeypatch.setattr(rollcall, "_GRACE_S", 1.0)
     monkeypatch.setattr(rollcall, "_WELCOME_S", 1.0)
 
@@ -56,7 +57,7 @@ def outcome(launch: Launch, said: dict, timeout_s: float):
 
 
 def call(launches, timeout_s: float = 30.0, **changed_last) -> list:
-    """What comes of a roll call of these ranks, the last of which says something different; closes all connections."""
+    """Returns the results of a roll call of these ranks, the last one with another `hello`; closes all connections."""
     said = [hello(launch) for launch in launches[:-1]] + [hello(launches[-1], **changed_last)]
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(len(launches)) as pool:
@@ -147,7 +148,7 @@ def test_a_rank_that_dies_in_the_roll_call(ranks):
 
 
 def test_two_jobs_on_one_port(ranks):
-    """The job that was there goes on; the other one's rank is told at once."""
+    """The job that was there goes on; the other one's rank gets its error at once."""
     stranger = place(1, 4, ranks[0].coordinator_port, job="SLURM job 2 step 0")
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         first = pool.submit(outcome, ranks[0], hello(ranks[0]), 30.0)
@@ -160,7 +161,7 @@ def test_two_jobs_on_one_port(ranks):
         close(one)
 
 
-def test_a_port_that_is_taken_is_said_by_rank_0(ranks):
+def test_rank_0_reports_a_port_that_is_taken(ranks):
     with socket.create_server(("", ranks[0].coordinator_port)):
         (error,) = call(ranks[:1])
     port = ranks[0].coordinator_port
@@ -177,17 +178,17 @@ def test_another_program_on_the_port(ranks, says, reason):
         def serve():
             connection, _ = server.accept()
             connection.sendall(says)
-            held.append(connection)
+            connections.append(connection)
 
-        held: list[socket.socket] = []
+        connections: list[socket.socket] = []
         with in_background(serve):
             (error,) = call(ranks[1:2])
-        held[0].close()
+        connections[0].close()
     assert isinstance(error, ValueError)
     assert "where rank 0 on n1 should, is another program: " in str(error) and reason in str(error)
 
 
-def test_who_comes_and_says_nothing_of_ours_changes_nothing(ranks):
+def test_other_programs_that_connect_change_nothing(ranks):
     """Port scanners, health checks."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         first = pool.submit(outcome, ranks[0], hello(ranks[0]), 30.0)
@@ -204,7 +205,7 @@ def test_who_comes_and_says_nothing_of_ours_changes_nothing(ranks):
 
 def test_frames_that_come_in_pieces_and_together():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        channel = rollcall.Channel(socket.create_connection(server.getsockname()))
+        channel = Channel(socket.create_connection(server.getsockname()))
         right, _ = server.accept()
     lines = b"".join(json.dumps({"frame": name}).encode() + b"\n" for name in ("one", "two"))
     right.sendall(lines[:5])
@@ -223,12 +224,12 @@ def test_a_launch_of_another_number_is_not_mistaken(ranks):
     assert all("agree on num_processes: 4 in rank 0 on n1 (pid 100), 2 in rank 1" in str(error) for error in errors)
 
 
-def connect(port: int) -> rollcall.Channel:
+def connect(port: int) -> Channel:
     """A connection to rank 0, which may be about to listen."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:
-            return rollcall.Channel(socket.create_connection(("127.0.0.1", port), timeout=1))
+            return Channel(socket.create_connection(("127.0.0.1", port), timeout=1))
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.01)

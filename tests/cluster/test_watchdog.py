@@ -25,7 +25,7 @@ STARTS_S = 60
 LOOP = """
     import os, sys, jax, jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from tree_attn.cluster.join import initialize, make_mesh
+    from tree_attn import initialize, make_mesh
 
     launch = initialize(n_devices=2 * int(os.environ["WORLD_SIZE"]))
     mesh = make_mesh(("all",))

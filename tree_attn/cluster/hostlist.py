@@ -2,39 +2,39 @@
 
 import re
 
-_MOST = 100_000  # a list longer than this is a typing error, and would fill the memory
+_MAX_NODES = 100_000  # a list longer than this is a typing error, and would fill the memory
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
-    """Node names in order, as `scontrol show hostnames` prints them.
+    """Returns node names in order, as `scontrol show hostnames` prints them.
 
     Raises:
-        ValueError: `text` is no host list; says which part.
+      ValueError: `text` is no host list; names the wrong part.
 
     Example:
-        >>> expand_hostlist("n[1-3,07],m2")
-        ('n1', 'n2', 'n3', 'n07', 'm2')
+      >>> expand_hostlist("n[1-3,07],m2")
+      ('n1', 'n2', 'n3', 'n07', 'm2')
     """
     names = [name for word in _split(text) for name in _expand(word, text)]
-    if len(names) > _MOST:
-        raise ValueError(f"{text!r} names more than {_MOST} nodes")
+    if len(names) > _MAX_NODES:
+        raise ValueError(f"{text!r} names more than {_MAX_NODES} nodes")
     return tuple(names)
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Tasks on each node, in the order of the node list.
+    """Returns the tasks on each node, in the order of the node list.
 
     Raises:
-        ValueError: `text` is not of this form.
+      ValueError: `text` is not of this form.
 
     Example:
-        >>> expand_counts("2(x3),1")
-        (2, 2, 2, 1)
+      >>> expand_counts("2(x3),1")
+      (2, 2, 2, 1)
     """
     counts: list[int] = []
     for word in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
-        if match is None or int(match[2] or 1) > _MOST:
+        if match is None or int(match[2] or 1) > _MAX_NODES:
             raise ValueError(f"{word!r} is no count such as 2 or 2(x3)")
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
@@ -51,7 +51,7 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(word: str, text: str) -> list[str]:
-    """All names of one word: the first bracket's numbers, each followed by all that the rest of the word gives."""
+    """Returns all names of one word: the first bracket's numbers, each followed by every name of the rest."""
     before, bracket, rest = word.partition("[")
     if not bracket:
         return [word]
@@ -62,11 +62,11 @@ def _expand(word: str, text: str) -> list[str]:
 
 
 def _numbers(part: str, text: str) -> list[str]:
-    """The numbers of `7`, `07` or `08-11`, as wide as the first one is written."""
+    """Returns the numbers of `7`, `07` or `08-11`, as wide as the first one is written."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
     if match is None:
         raise ValueError(f"{part!r} in {text!r} is neither a number nor a range such as 1-3")
     first, last = int(match[1]), int(match[2] or match[1])
-    if last < first or last - first >= _MOST:
+    if last < first or last - first >= _MAX_NODES:
         raise ValueError(f"{part!r} in {text!r} counts backwards or too far")
     return [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]

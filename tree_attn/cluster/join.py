@@ -1,4 +1,4 @@
-"""Several processes as one program: how they start, how each learns that another is lost, and how they end."""
+"""Joins several processes into one program: how they start, how a lost one is noticed, and how they end."""
 
 import atexit
 import contextlib
@@ -17,18 +17,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import topology
-from tree_attn.cluster import launch as launches
-from tree_attn.cluster import relay, rollcall
-from tree_attn.cluster.launch import Launch
-from tree_attn.cluster.watchdog import LOST_STATUS, Watchdog, exit_now
+from tree_attn.cluster import gloo, relay, rollcall
+from tree_attn.cluster.launch import Launch, check_coordinator, detect, own_gpus
+from tree_attn.cluster.watchdog import Watchdog, exit_now
 from tree_attn.devices import planned_cpu_devices, request_cpu_devices, visible_gpus
 from tree_attn.mesh import make_mesh
 
-__all__ = ["LOST_STATUS", "Launch", "current", "fail", "initialize", "make_mesh", "shutdown", "speaks_of_others"]
-
 TIMEOUT_VARIABLE = "TREE_ATTN_TIMEOUT_S"
 HEARTBEAT_VARIABLE = "TREE_ATTN_HEARTBEAT_S"
-# How the runtime's errors begin, whatever Python type they have.
+# Errors of JAX's runtime begin with one of these, whatever Python type they have.
 _RUNTIME_CODES = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE")
 _RUNTIME_CODES += ("UNKNOWN",)
 _STAGES = ("connecting to JAX's coordinator", "starting its devices", "the first collective")
@@ -56,35 +53,35 @@ def initialize(
 ) -> Launch:
     """Joins this process to the others, if there are others, and watches them until the end.
 
-    Who the others are say, in this order: the arguments; SLURM, inside a step (under `srun`); torchrun's variables;
-    otherwise there is one process. All that was found is checked before anything connects; then every rank answers a
-    roll call, JAX connects, and a first collective is checked, each within the time limit. From then on a rank that is
-    lost ends all others (`tree_attn.cluster.watchdog`). Call it before anything uses a device; once
-    joined, a second call returns the first one's result.
+    The others come from the first of these that is there: the arguments; SLURM, inside a step (under `srun`);
+    torchrun's variables. Otherwise there is one process. All variables are checked before anything connects. Then every
+    rank answers a roll call, JAX connects, and a first collective is checked, each within the time limit.
+
+    From then on a rank that is lost ends all others (`tree_attn.cluster.watchdog`). Call it before anything uses a
+    device. Once joined, a second call returns the first one's result.
 
     Args:
-        coordinator_address: "host:port" of process 0, reachable from all; goes with the next two.
-        num_processes: how many processes there are.
-        process_id: this one, 0 to num_processes - 1; process 0 prints and writes files.
-        local_device_ids: which of the accelerators that this process sees are its own; None takes an equal part where
-            the number of processes on the node is known, else all.
-        n_devices: devices over all processes; without accelerators every process emulates its equal part of them.
-        timeout_s: time limit of each step; default `TREE_ATTN_TIMEOUT_S`, else 60.
-
+      coordinator_address: "host:port" of process 0, reachable from all; goes with the next two.
+      num_processes: the number of processes.
+      process_id: this one, 0 to num_processes - 1; process 0 prints and writes files.
+      local_device_ids: numbers of this process's own accelerators among those that it sees. None takes an equal part
+        where the number of processes on the node is known, else all.
+      n_devices: devices over all processes; without accelerators every process emulates its equal part of them.
+      timeout_s: time limit of each step, in seconds; default `TREE_ATTN_TIMEOUT_S`, else 60.
     Raises:
-        ValueError: a variable or argument is wrong, or the ranks do not fit together; the same on every rank.
-        TimeoutError: ranks are missing; names them and their hosts.
-        ConnectionError: JAX could not connect, or the first collective gave a wrong result.
+      ValueError: a variable or argument is wrong, or the ranks do not fit together; the same on every rank.
+      TimeoutError: ranks are missing; names them and their hosts.
+      ConnectionError: JAX could not connect, or the first collective gave a wrong result.
 
     Example:
-        >>> launch = initialize()
-        >>> mesh = make_mesh(("device", "node"))
+      >>> launch = initialize()
+      >>> mesh = make_mesh(("device", "node"))
     """
     if _state.watchdog is not None:
         return _state.launch
     timeout_s = _seconds("timeout_s", timeout_s, TIMEOUT_VARIABLE, 60.0)
     silence_s = _seconds(HEARTBEAT_VARIABLE, None, HEARTBEAT_VARIABLE, 30.0)
-    launch = launches.detect(coordinator_address, num_processes, process_id, local_device_ids)
+    launch = detect(coordinator_address, num_processes, process_id, local_device_ids)
     if n_devices is not None and n_devices % launch.num_processes:
         raise ValueError(f"n_devices must be a multiple of num_processes={launch.num_processes}, got {n_devices}")
     if launch.num_processes == 1:
@@ -98,41 +95,41 @@ def initialize(
 
 
 def current() -> Launch | None:
-    """What `initialize` returned, or None before it."""
+    """Returns the result of `initialize`, or None before it."""
     return _state.launch
 
 
 def shutdown() -> None:
-    """Leaves the others in good order; waits, as JAX does, until all have come to their end. Done at exit by itself."""
+    """Leaves the others in good order; waits, as JAX does, until all have come to their end. Runs at exit by itself."""
     if _state.watchdog is not None:
-        _state.watchdog.bye()
+        _state.watchdog.leave()
         jax.distributed.shutdown()
 
 
 def fail(message: str, status: int = 1, details: str = "") -> None:
     """Ends this process, with `message` on its stderr, and all others; returns at once where no others are watched.
 
-    For an error that a program reports by itself; call it where the error is handled. If the error is the consequence
-    of another rank's end (see `speaks_of_others`), it is that rank that is named, here too. Exceptions that nothing
-    catches are dealt with already; a rank that calls `sys.exit(1)` leaves the others waiting for as long as JAX lets
-    them.
+    It is for an error that a program reports by itself: call it where the error is handled. If the error is the
+    consequence of another rank's end (see `may_be_consequence`), the message names that rank, here too. Exceptions that
+    nothing catches end all ranks without it. A rank that calls `sys.exit(1)` leaves the others waiting for as long as
+    JAX lets them.
 
     Args:
-        message: one line; the others print it too, with this rank's name.
-        status: of this process; the others end with `LOST_STATUS`.
-        details: printed here below the message.
+      message: one line; the others print it too, with this rank's name.
+      status: of this process; the others end with `tree_attn.cluster.watchdog.LOST_STATUS`.
+      details: printed here below the message.
     """
     if _state.watchdog is not None:
         error = sys.exception()
-        _state.watchdog.fail(message, by_others=error is not None and speaks_of_others(error))
+        _state.watchdog.fail(message, is_consequence=error is not None and may_be_consequence(error))
         exit_now(status, f"{message}\n{details}".rstrip())
 
 
-def speaks_of_others(error: BaseException) -> bool:
-    """Whether an error may be the consequence of another rank's end: a broken connection, or what the runtime reports.
+def may_be_consequence(error: BaseException) -> bool:
+    """Returns whether an error may follow from another rank's end: a broken connection, or an error of JAX's runtime.
 
-    JAX raises what Gloo reports as JaxRuntimeError from one call and as ValueError from another. What all ranks meet
-    alike (no memory, not implemented) is not of this kind.
+    JAX raises Gloo's errors as JaxRuntimeError from one call and as ValueError from another. Errors that all ranks meet
+    alike (no memory, not implemented) are none of these.
     """
     if isinstance(error, ConnectionError):
         return True
@@ -141,19 +138,19 @@ def speaks_of_others(error: BaseException) -> bool:
     return is_runtime and not any(code in str(error) for code in ("RESOURCE_EXHAUSTED", "UNIMPLEMENTED"))
 
 
-def _seconds(name: str, given: float | None, variable: str, default: float) -> float:
-    text = os.environ.get(variable) if given is None else given
+def _seconds(name: str, argument: float | None, variable: str, default: float) -> float:
+    text = os.environ.get(variable) if argument is None else argument
     try:
         value = default if text in (None, "") else float(text)
     except (TypeError, ValueError):
         value = math.nan
     if not 0 < value < math.inf:
-        raise ValueError(f"{name if given is not None else variable} must be seconds above 0, got {text!r}")
+        raise ValueError(f"{name if argument is not None else variable} must be seconds above 0, got {text!r}")
     return value
 
 
 def _alone(launch: Launch) -> Launch:
-    ids = launches.own_gpus(launch, visible_gpus()) if launch.source != "single" or launch.local_device_ids else None
+    ids = own_gpus(launch, visible_gpus()) if launch.source != "single" or launch.local_device_ids else None
     if ids is not None:
         jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
     return dataclasses.replace(launch, local_device_ids=ids, hosts=(launch.node,))
@@ -162,12 +159,12 @@ def _alone(launch: Launch) -> Launch:
 def _join(launch: Launch, timeout_s: float, silence_s: float) -> Launch:
     gpus = visible_gpus()
     try:
-        launches.check_coordinator(launch)
-        ids = launches.own_gpus(launch, gpus)
+        check_coordinator(launch)
+        ids = own_gpus(launch, gpus)
     except ValueError as error:
-        # So that the others need not wait for the time limit; if they cannot be told, they do.
+        # The others then need not wait for the time limit, unless they cannot be reached.
         with contextlib.suppress(Exception):
-            rollcall.tell_problem(launch, _hello(launch, gpus, None, str(error)))
+            rollcall.report_problem(launch, _hello(launch, gpus, None, str(error)))
         raise
     launch = dataclasses.replace(launch, local_device_ids=ids)
     members = rollcall.hold(launch, _hello(launch, gpus, ids), timeout_s)
@@ -175,7 +172,7 @@ def _join(launch: Launch, timeout_s: float, silence_s: float) -> Launch:
     launch = dataclasses.replace(launch, hosts=hosts, num_nodes=len(set(hosts)), address=members.address)
     _state.watchdog = Watchdog(launch, members, _STAGES, timeout_s, silence_s)
     sys.excepthook = functools.partial(_on_exception, sys.excepthook)
-    atexit.register(_state.watchdog.bye)
+    atexit.register(_state.watchdog.leave)
     _connect_jax(launch, members, timeout_s, silence_s)
     return launch
 
@@ -184,25 +181,25 @@ def _hello(launch: Launch, gpus: Sequence[str], ids: Sequence[int] | None, probl
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
         versions["tree-attn"] = metadata.version("tree-attn")
-    own = [gpus[number] for number in (range(len(gpus)) if ids is None else ids)] if gpus else []
+    local_gpus = [gpus[number] for number in (range(len(gpus)) if ids is None else ids)] if gpus else []
     return rollcall.describe(
         launch,
         problem=problem,
         versions=versions,
         platform="gpu" if gpus else "cpu",
-        n_local_devices=len(own) if gpus else planned_cpu_devices(),
-        gpus=own,
+        n_local_devices=len(local_gpus) if gpus else planned_cpu_devices(),
+        gpus=local_gpus,
     )
 
 
 def _connect_jax(launch: Launch, members: rollcall.Members, timeout_s: float, silence_s: float) -> None:
-    """The stages after the roll call. The watchdog keeps their time limits, for some of them cannot be interrupted."""
+    """Runs the stages after the roll call. The watchdog keeps their time limits: some of them cannot be interrupted."""
     watchdog = _state.watchdog
     _bypass_proxies()
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # It would catch SIGTERM, and then a job that is cancelled goes on until it is killed.
+        # It would catch SIGTERM: a cancelled job would go on until it is killed.
         jax.config.update("jax_enable_preemption_service", False)
-    _use_address_for_gloo(members.address)
+    gloo.listen_on(members.address)
     port = members.jax_port
     if launch.process_id != 0:
         port = relay.start(members.channels[0].socket.getpeername()[0], port)
@@ -212,9 +209,9 @@ def _connect_jax(launch: Launch, members: rollcall.Members, timeout_s: float, si
             launch.num_processes,
             launch.process_id,
             list(launch.local_device_ids) if launch.local_device_ids else None,
-            # What it would detect has been detected, and checked.
+            # `detect` has found and checked all that JAX would detect.
             cluster_detection_method="deactivate",
-            # These are the backstop: the watchdog speaks first, and more clearly.
+            # These are the backstop: the watchdog ends first, with a clearer message.
             initialization_timeout=math.ceil(timeout_s) + 30,
             heartbeat_timeout_seconds=max(100, math.ceil(3 * silence_s)),
         )
@@ -240,27 +237,15 @@ def _first_collective() -> None:
 
 
 def _bypass_proxies() -> None:
-    """gRPC, by which JAX's coordinator is reached, would ask an HTTP proxy for it and wait for ever."""
+    """Keeps gRPC, by which JAX reaches its coordinator, from waiting for an HTTP proxy for ever."""
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
         for name in ("no_grpc_proxy", "no_proxy"):
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
 
 
-def _use_address_for_gloo(address: str) -> None:
-    """Makes Gloo (collectives on CPU) listen on the address by which this machine was reached in the roll call.
-
-    Left to itself it takes what the host name means here, which on many machines is 127.0.1.1. JAX has no option for
-    it, only an argument that its CPU client does not pass on.
-    """
-    from jax._src.lib import _jax
-
-    original = getattr(_jax.make_gloo_tcp_collectives, "func", _jax.make_gloo_tcp_collectives)
-    _jax.make_gloo_tcp_collectives = functools.partial(original, hostname=address)
-
-
 def _on_exception(previous, kind, error, traceback) -> None:
-    """What nothing caught ends the others too; or it is itself the consequence of another's end, which is then said."""
+    """Ends the others too after an exception that nothing caught, or this rank as the consequence of another's end."""
     message = f"{kind.__name__}: {str(error).strip() or 'no message'}".splitlines()[0][:500]
-    _state.watchdog.fail(message, by_others=speaks_of_others(error))
+    _state.watchdog.fail(message, is_consequence=may_be_consequence(error))
     previous(kind, error, traceback)
     exit_now(1)

@@ -1,4 +1,4 @@
-"""Which process of how many this is: read from arguments, SLURM or torchrun, and checked before anything connects."""
+"""The place of this process among the others, from arguments, SLURM or torchrun; checked before anything connects."""
 
 import dataclasses
 import ipaddress
@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from tree_attn.cluster.hostlist import expand_counts, expand_hostlist
+from tree_attn.cluster.variables import Reader
 
 HOST_VARIABLE = "TREE_ATTN_COORDINATOR_HOST"
 PORT_VARIABLE = "TREE_ATTN_COORDINATOR_PORT"
@@ -17,21 +18,21 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How this process was started, and its place among the others.
+    """The start of this process, and its place among the others.
 
     Attributes:
-        source: who said so: "arguments", "slurm", "torchrun", or "single" for one process without any of them.
-        process_id: this process, 0 to num_processes - 1.
-        num_processes: how many there are.
-        node: the name of this machine: SLURM's where there is one, else the host name.
-        local_rank: this process among those of its node, or None where nobody said.
-        local_size: processes on this node, or None.
-        num_nodes: machines, or None until the roll call has counted them.
-        hosts: the node of every rank; before the roll call, where it ought to be, or () where nobody said.
-        coordinator_host, coordinator_port: where rank 0 calls the roll; None for one process.
-        job: which job and step this is, e.g. "SLURM job 42 step 0"; two jobs never join each other.
-        local_device_ids: the accelerators that are this process's own; None is all that it sees.
-        address: this machine's address as the others reach it, e.g. "10.0.0.2"; None before the roll call.
+      source: of these facts: "arguments", "slurm", "torchrun", or "single" for one process without any of them.
+      process_id: this process, 0 to num_processes - 1.
+      num_processes: the number of processes.
+      node: the name of this machine: SLURM's where there is one, else the host name.
+      local_rank: this process among those of its node, or None where it is not known.
+      local_size: processes on this node, or None.
+      num_nodes: machines, or None until the roll call has counted them.
+      hosts: the node of every rank; before the roll call the expected one, or () where it is not known.
+      coordinator_host, coordinator_port: the address of rank 0's roll call; None for one process.
+      job: the job and its step, e.g. "SLURM job 42 step 0"; two jobs never join each other.
+      local_device_ids: the accelerators that are this process's own; None is all that it sees.
+      address: this machine's address as the others reach it, e.g. "10.0.0.2"; None before the roll call.
     """
 
     source: str
@@ -60,22 +61,22 @@ def detect(
     local_device_ids: Sequence[int] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Launch:
-    """Reads how this process was started; connects to nothing and asks no device.
+    """Reads how this process was started; connects to nothing and touches no device.
 
     The first of these that is there: the three arguments; a SLURM step (a variable `SLURM_STEP_*`, that is under
     `srun`); torchrun (`RANK`, `WORLD_SIZE` or `LOCAL_RANK`); otherwise there is one process.
 
     Raises:
-        ValueError: something is missing, is no number, is out of range, or contradicts the rest; names the variable
-            or argument, its value and the remedy.
+      ValueError: something is missing, is no number, is out of range, or contradicts the rest; names the variable
+        or argument, its value and the remedy.
 
     Example:
-        >>> detect("n1:9876", num_processes=2, process_id=0, environ={}).source
-        'arguments'
+      >>> detect("n1:9876", num_processes=2, process_id=0, environ={}).source
+      'arguments'
     """
-    given = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
-    if any(value is not None for value in given.values()):
-        found = _from_arguments(given)
+    arguments = {"coordinator_address": coordinator_address, "num_processes": num_processes, "process_id": process_id}
+    if any(value is not None for value in arguments.values()):
+        found = _from_arguments(arguments)
     elif any(name.startswith(_IN_STEP) for name in environ):
         found = _from_slurm(environ)
     elif any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
@@ -108,20 +109,18 @@ def check_coordinator(launch: Launch) -> None:
 
 
 def own_gpus(launch: Launch, gpus: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
-    """Which of the GPUs that this process sees are its own: all with one process on the node, else its equal part.
+    """Returns the numbers of this process's own GPUs: all with one process on the node, else its equal part.
 
     Args:
-        gpus: the GPUs that this process sees, in order.
-
+      gpus: the GPUs that this process sees, in order.
     Returns:
-        their numbers, or None where there are none.
-
+      Their numbers, or None where there are none.
     Raises:
-        ValueError: the GPUs of the node are not all visible, or cannot be dealt out equally.
+      ValueError: the GPUs of the node are not all visible, or cannot be dealt out equally.
 
     Example:
-        >>> own_gpus(Launch(source="slurm", local_rank=1, local_size=2), ["a", "b", "c", "d"], {})
-        (2, 3)
+      >>> own_gpus(Launch(source="slurm", local_rank=1, local_size=2), ["a", "b", "c", "d"], {})
+      (2, 3)
     """
     if launch.local_device_ids is not None:
         wrong = [number for number in launch.local_device_ids if gpus and not 0 <= number < len(gpus)]
@@ -162,21 +161,21 @@ def _host_remedy(launch: Launch) -> str:
     return f"set {named} to a name or address of rank 0's machine that every node can reach"
 
 
-def _from_arguments(given: Mapping) -> Launch:
-    missing = [name for name, value in given.items() if value is None]
+def _from_arguments(arguments: Mapping) -> Launch:
+    missing = [name for name, value in arguments.items() if value is None]
     if missing:
-        raise ValueError(f"{', '.join(missing)} must be given too: {', '.join(given)} go together")
-    num_processes, process_id = given["num_processes"], given["process_id"]
+        raise ValueError(f"{', '.join(missing)} must be given too: {', '.join(arguments)} go together")
+    num_processes, process_id = arguments["num_processes"], arguments["process_id"]
     for name in ("num_processes", "process_id"):
-        if not isinstance(given[name], int) or isinstance(given[name], bool):
-            raise ValueError(f"{name} must be an integer, got {given[name]!r}")
+        if not isinstance(arguments[name], int) or isinstance(arguments[name], bool):
+            raise ValueError(f"{name} must be an integer, got {arguments[name]!r}")
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     if not 0 <= process_id < num_processes:
         raise ValueError(f"process_id must lie in 0 .. num_processes - 1 = {num_processes - 1}, got {process_id}")
-    host, colon, port = str(given["coordinator_address"]).rpartition(":")
+    host, colon, port = str(arguments["coordinator_address"]).rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"coordinator_address must be HOST:PORT, got {given['coordinator_address']!r}")
+        raise ValueError(f"coordinator_address must be HOST:PORT, got {arguments['coordinator_address']!r}")
     return Launch(
         source="arguments",
         process_id=process_id,
@@ -187,8 +186,8 @@ def _from_arguments(given: Mapping) -> Launch:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
-    read = _Reader(environ, "SLURM", "start the program with srun, which sets it for every task")
-    num_processes = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
+    read = Reader(environ, "SLURM", "start the program with srun, which sets it for every task")
+    num_processes = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", minimum=1)
     job = f"SLURM job {read.integer('SLURM_JOB_ID')} step {read.text('SLURM_STEP_ID', 'SLURM_STEPID')}"
     if num_processes == 1:
         return Launch(source="slurm", job=job, num_nodes=1, local_rank=0, local_size=1, node=_slurm_node(environ))
@@ -201,13 +200,13 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
             f"gives {sum(counts)} tasks on {len(counts)} nodes, and there are {num_processes} tasks on the {len(nodes)}"
             f" nodes of SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']}",
         )
-    node_id = read.integer("SLURM_NODEID", most=len(nodes) - 1)
+    node_id = read.integer("SLURM_NODEID", maximum=len(nodes) - 1)
     return Launch(
         source="slurm",
-        process_id=read.integer("SLURM_PROCID", most=num_processes - 1),
+        process_id=read.integer("SLURM_PROCID", maximum=num_processes - 1),
         num_processes=num_processes,
         node=nodes[node_id],
-        local_rank=read.integer("SLURM_LOCALID", most=counts[node_id] - 1),
+        local_rank=read.integer("SLURM_LOCALID", maximum=counts[node_id] - 1),
         local_size=counts[node_id],
         num_nodes=len(nodes),
         hosts=_ranks_to_nodes(nodes, counts, environ.get("SLURM_DISTRIBUTION", "block")),
@@ -222,13 +221,13 @@ def _slurm_node(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that two steps which share a node are unlikely to have in common; below the ports that Linux hands out."""
+    """Returns a port that two steps on one node are unlikely to share; below the ports that Linux hands out."""
     step = environ.get("SLURM_STEP_ID") or environ["SLURM_STEPID"]
     return 20000 + (int(environ["SLURM_JOB_ID"]) * 31 + int(step) * 7 if step.isdecimal() else 0) % 12000
 
 
 def _ranks_to_nodes(nodes: Sequence[str], counts: Sequence[int], distribution: str) -> tuple[str, ...]:
-    """The node of every rank, or () for distributions that the variables do not tell."""
+    """Returns the node of every rank, or () for distributions that the variables do not give."""
     if distribution.startswith("cyclic"):
         turns = [(turn, node) for node, count in enumerate(counts) for turn in range(count)]
         return tuple(nodes[node] for _, node in sorted(turns))
@@ -238,13 +237,13 @@ def _ranks_to_nodes(nodes: Sequence[str], counts: Sequence[int], distribution: s
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Launch:
-    read = _Reader(environ, "torchrun", f"start with torchrun, or set all of {', '.join(_TORCHRUN)}, or none")
-    num_processes = read.integer("WORLD_SIZE", least=1)
-    rank = read.integer("RANK", most=num_processes - 1)
-    local_size = read.integer("LOCAL_WORLD_SIZE", least=1, most=num_processes)
-    local_rank = read.integer("LOCAL_RANK", most=local_size - 1)
-    port = read.integer("MASTER_PORT", least=1, most=65535)
-    # torchrun's agent listens on MASTER_PORT itself, and says so.
+    read = Reader(environ, "torchrun", f"start with torchrun, or set all of {', '.join(_TORCHRUN)}, or none")
+    num_processes = read.integer("WORLD_SIZE", minimum=1)
+    rank = read.integer("RANK", maximum=num_processes - 1)
+    local_size = read.integer("LOCAL_WORLD_SIZE", minimum=1, maximum=num_processes)
+    local_rank = read.integer("LOCAL_RANK", maximum=local_size - 1)
+    port = read.integer("MASTER_PORT", minimum=1, maximum=65535)
+    # torchrun's agent listens on MASTER_PORT itself, and sets this variable then.
     port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     run = environ.get("TORCHELASTIC_RUN_ID")
     return Launch(
@@ -263,45 +262,6 @@ def _from_torchrun(environ: Mapping[str, str]) -> Launch:
 def _port(environ: Mapping[str, str], default: int) -> int:
     if not environ.get(PORT_VARIABLE):
         return default
-    return _Reader(environ, "it", "take a free port of rank 0's machine").integer(PORT_VARIABLE, least=1, most=65535)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Reads variables that have to be there; every complaint names the variable, its value and the remedy."""
-
-    environ: Mapping[str, str]
-    who: str
-    remedy: str
-
-    def name(self, *names: str) -> str:
-        """The first of `names` that is set."""
-        for name in names:
-            if self.environ.get(name):
-                return name
-        there = [name for name in self.environ if name.startswith(("SLURM_STEP_", "RANK", "WORLD_SIZE", "LOCAL_RANK"))]
-        raise ValueError(
-            f"{' or '.join(names)} is not set, though {min(there, default='the rest')} is, so {self.who} must have "
-            f"started this process: {self.remedy}"
-        )
-
-    def text(self, *names: str) -> str:
-        return self.environ[self.name(*names)]
-
-    def integer(self, *names: str, least: int = 0, most: int | None = None) -> int:
-        name = self.name(*names)
-        text = self.environ[name]
-        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-            allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
-            raise self.wrong(name, f"must be an integer {allowed}")
-        return int(text)
-
-    def parsed(self, parse, *names: str):
-        name = self.name(*names)
-        try:
-            return parse(self.environ[name])
-        except ValueError as error:
-            raise self.wrong(name, f"cannot be read: {error}") from None
-
-    def wrong(self, name: str, reason: str) -> ValueError:
-        return ValueError(f"{name}={self.environ[name]} {reason}: {self.remedy}")
+    return Reader(environ, "it", "take a free port of rank 0's machine").integer(
+        PORT_VARIABLE, minimum=1, maximum=65535
+    )

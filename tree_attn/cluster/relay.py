@@ -1,8 +1,8 @@
-"""A detour of JAX's connection to its coordinator, so that JAX does not abort before it can be said why.
+"""A detour of JAX's connection to its coordinator, so that JAX does not abort before the reason can be printed.
 
 JAX's client aborts its process, in the middle of a C++ stack trace, at the moment at which the connection to rank 0
-closes. Through this relay it only hears nothing more; the watchdog, which sees its own connection close, then has the
-time to say which rank was lost. JAX's own time limit for a silent coordinator stays as the backstop.
+closes. Through this relay the connection only falls silent. The watchdog, whose own connection closes, then has the
+time to name the lost rank. JAX's own time limit for a silent coordinator stays as the backstop.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import threading
 def start(host: str, port: int) -> int:
     """Carries connections to a port of this machine on to `host:port`, in a thread; returns that port.
 
-    A side that closes is closed on the other side too, with one exception: that `host` closes is not passed on.
+    When one side closes, the relay closes the other too, with one exception: a close by `host` is not passed on.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_carry, args=(listener, host, port), name="tree_attn relay", daemon=True).start()

@@ -232,7 +232,7 @@ def _raise_if_peer_failed(error: Exception) -> None:
     A rerun would measure such a row, so it must not be in the file as one that cannot run.
     """
     launch = distributed.current()
-    if launch is not None and launch.num_processes > 1 and distributed.speaks_of_others(error):
+    if launch is not None and launch.num_processes > 1 and distributed.may_be_consequence(error):
         raise ConnectionError(
             f"lost the other processes: {str(error).strip()[:500]}. The rows before this one are on disk, and a rerun "
             "goes on with it"
