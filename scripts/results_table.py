@@ -9,12 +9,13 @@ Every line names the commit that its row was measured at.
 """
 
 import argparse
-import json
 import pathlib
 import re
 
 from bench_reduce import HEAD_DIM
 from benching import READ_GB_PER_S
+
+from tree_attn.measure.rows import read, strategy_label
 
 
 def compare_table(rows: list[dict]) -> str:
@@ -30,7 +31,7 @@ def compare_table(rows: list[dict]) -> str:
         rate = f"{row['sent_gb_per_s']:.0f} ({row['neighbour_gb_per_s']:.0f})" if is_ring else ""
         cells = (
             f"{row['num_keys']:,}",
-            row["strategy"].replace("_", " ") if is_ring else f"tree {row['reduction']}",
+            strategy_label(row["strategy"], row["reduction"]),
             f"{row['latency_us_median']:.0f} ({row['latency_us_p10']:.0f} to {row['latency_us_p90']:.0f})",
             f"{row['latency_us_median'] / fastest:.2f}",
             _sent(row),
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=pathlib.Path, help="JSON Lines, as the commands write them")
     parser.add_argument("--keys", type=int, help="rows of `compare` with this many keys only")
     args = parser.parse_args()
-    rows = [json.loads(line) for path in args.files for line in path.read_text().splitlines()]
+    rows = [row for path in args.files for row in read(path)]
     rows = [row for row in rows if args.keys in (None, row.get("num_keys"))]
     table_of = {"per_token_ms_median": llama_table, "keys_per_device": steps_table, "strategy": compare_table}
     print(next(make for field, make in table_of.items() if field in rows[0])(rows))

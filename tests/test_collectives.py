@@ -147,7 +147,7 @@ def test_rings_send_equation_10(n_devices):
 
 
 def test_rings_move_keys_and_values_in_their_own_dtype():
-    """As written; XLA's CPU compiler then widens 16-bit collectives to float32, which a GPU's does not."""
+    """Counts as written; XLA's CPU compiler then widens 16-bit collectives to float32, which a GPU's does not."""
     text = texts(ring("overlapped"), make_mesh({"device": 8}), make_step(8, "bfloat16"))[LOWERED]
     assert {item.dtype for item in hlo.collectives(text)} == {"bf16"}
     assert hlo.total_bytes_sent_per_device(text) == 2 * 7 / 8 * equations.ring_volume_elements(

@@ -1,7 +1,7 @@
 """Compiled peak memory of tree and ring decoding against equations 9 and 8: the paper's Figure 4, without running it.
 
-Arguments and temporaries of one device, float32, from XLA's buffer assignment. docs/peak_memory.md explains by name
-where a ring needs more than equation 8; the same numbers are asserted here.
+These are arguments and temporaries of one device, float32, from XLA's buffer assignment. docs/peak_memory.md explains
+where a ring needs more than equation 8, and has the same numbers.
 """
 
 import functools
@@ -19,14 +19,14 @@ from tree_attn.ring_baseline import ring_decode
 
 TOLERANCE = 0.10
 HEAD_DIM = 128
-# (hidden size, keys over all devices): sweeps of either, as in Figure 4. The local kernel on CPU copies 512 keys and
-# values at a time, so shards are long enough that this is within the tolerance.
+# (hidden size, keys over all devices), sweeps of either, as in Figure 4. Shards are long enough for the tolerance: the
+# local kernel on CPU copies 512 keys and values at a time.
 SWEEP = [(512, 98_304), (1024, 98_304), (2048, 98_304), (4096, 98_304), (2048, 196_608), (2048, 393_216)]
 
 
 @functools.lru_cache
 def peak_bytes(strategy: str, hidden_size: int, num_keys: int, n_devices: int) -> int:
-    """Arguments and temporaries of one device."""
+    """Returns the bytes of arguments and temporaries of one device."""
     mesh = make_mesh({"device": n_devices})
     options = dict(axis_name="device", mesh=mesh, implementation="xla")
     if strategy.startswith("ring"):
@@ -41,7 +41,7 @@ def peak_bytes(strategy: str, hidden_size: int, num_keys: int, n_devices: int) -
 
 
 def shard_bytes(hidden_size: int, num_keys: int, n_devices: int) -> int:
-    """`b t d` in bytes: the keys (or the values) of one device."""
+    """Returns `b t d` in bytes: the keys (or the values) of one device."""
     return 4 * num_keys // n_devices * hidden_size
 
 
@@ -60,8 +60,10 @@ def test_ring_on_two_devices_follows_equation_8(hidden_size, num_keys):
 
 @pytest.mark.parametrize("strategy, n_devices", [("ring_overlapped", 3), ("ring_public", 3), ("ring_public", 8)])
 def test_ring_on_more_devices_adds_the_cache_it_may_not_overwrite(strategy, n_devices):
-    """Equation 8 counts the shard in use and the one arriving. After the first hop neither is the device's own, whose
-    keys and values must be kept for the next step: 2 b t d more."""
+    """Equation 8 counts the shard in use and the one arriving.
+
+    After the first hop neither is the device's own, and the next step needs that one too: 2 b t d more.
+    """
     hidden_size, num_keys = 2048, 12_288 * n_devices
     equation_8 = 4 * equations.ring_memory_elements(b=1, t=num_keys // n_devices, d=hidden_size)
     own_cache = 2 * shard_bytes(hidden_size, num_keys, n_devices)
@@ -72,12 +74,15 @@ def test_ring_on_more_devices_adds_the_cache_it_may_not_overwrite(strategy, n_de
 
 @pytest.mark.parametrize("hidden_size, num_keys", SWEEP)
 def test_overlapped_ring_on_eight_devices(hidden_size, num_keys):
-    """One buffer more than that where XLA keeps our barriers; JAX 0.10's CPU compiler drops them before it schedules,
-    lets four hops run ahead of the attention, and so needs eight buffers beside the cache."""
+    """The ring needs one buffer more than that where XLA keeps our barriers.
+
+    JAX 0.10's CPU compiler drops them before it schedules. Four hops then run ahead of the attention, and need eight
+    buffers beside the cache.
+    """
     buffers = 7 if jax.__version_info__ >= (0, 11) else 10
     allowed = buffers * shard_bytes(hidden_size, num_keys, 8)
-    least = 6 * shard_bytes(hidden_size, num_keys, 8)
-    assert least <= peak_bytes("ring_overlapped", hidden_size, num_keys, 8) <= (1 + TOLERANCE) * allowed
+    held_by_any_ring = 6 * shard_bytes(hidden_size, num_keys, 8)
+    assert held_by_any_ring <= peak_bytes("ring_overlapped", hidden_size, num_keys, 8) <= (1 + TOLERANCE) * allowed
 
 
 @pytest.mark.parametrize("n_devices, ratio", [(2, 2), (3, 3)])
@@ -95,7 +100,7 @@ def test_gap_doubles_with_hidden_size_and_with_length():
 
 
 def test_timing_in_a_chain_adds_no_memory():
-    """Latency is taken from a chain of steps in one loop; were K and V copied into its carry, it would show here."""
+    """Latency is taken from a chain of steps in one loop, which must not copy K and V into its carry."""
     mesh = make_mesh({"device": 8})
     decode = functools.partial(tree_decode, axis_name="device", mesh=mesh, reduction="gather", implementation="xla")
     query = jax.ShapeDtypeStruct((1, 1, 4, HEAD_DIM), "float32", sharding=NamedSharding(mesh, P()))

@@ -1,4 +1,4 @@
-"""What exchanges cost: the model against sums done by hand, the shipped files, and files that describe no machine."""
+"""Costs of exchanges: the model against sums done by hand, the shipped files, and files that describe no machine."""
 
 import dataclasses
 import json

@@ -206,7 +206,7 @@ def test_what_programs_hold(strategy, shards):
 
 def test_one_device_sends_nothing_and_all_strategies_are_the_same():
     step, machine = make_step(n_devices=1), make_machine()
-    predicted = [predict.predict_step(step, *how, machine=machine) for how in (("ring_overlapped",), ("ring_public",))]
+    predicted = [predict.predict_step(step, ring, machine=machine) for ring in ("ring_overlapped", "ring_public")]
     tree = predict.predict_step(step, "tree", "fused", machine=machine)
     assert tree.latency_us > 0
     for ring in predicted:

@@ -85,7 +85,7 @@ def test_chain_carries_several_arrays_in_their_dtypes():
 
 
 def test_chain_repeats_transfers_that_do_not_depend_on_the_query():
-    """What makes a chained ring honest: K and V go round once per call, not once per program."""
+    """A chained ring is honest: K and V go round once per call, not once per program."""
     mesh = Mesh(np.array(jax.devices()), ("d",))
 
     def ring(query, key):

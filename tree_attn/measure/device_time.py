@@ -1,6 +1,6 @@
-"""What a program costs the device alone: its kernels' time, from the profiler, without launches and gaps.
+"""Device time of a program: its kernels' time, from the profiler, without launches and gaps.
 
-Around kernels of a few microseconds `latency.latency_us` times their enqueueing; this does not.
+For kernels of a few microseconds `latency.latency_us` times their enqueueing, and this module the kernels.
 """
 
 import collections
@@ -16,9 +16,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """Time in which at least one kernel, copy or memset ran, per call in microseconds, over `n_iters` calls.
+    """Time per call in which at least one kernel, copy or memset ran, in microseconds.
 
-    kernels: name -> (microseconds of one launch, launches per call), means; overlapping ones each count in full here.
+    Attributes:
+      median_us, p10_us, p90_us: median, 10th and 90th percentile over `n_iters` runs.
+      kernels: name -> (microseconds of one launch, launches per call), means. Overlapping kernels each count in full.
     """
 
     median_us: float
@@ -29,13 +31,13 @@ class DeviceTime:
 
 
 def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 10, warmup: int = 3) -> DeviceTime:
-    """Profiles `fn(*args)`, a jitted program that makes `calls` calls of what is to be timed one after another.
+    """Profiles `fn(*args)`, a jitted program that makes `calls` timed calls one after another.
 
     Raises:
-        RuntimeError: the profiler saw no device event (on a CPU there is none), or runs that differ.
+      RuntimeError: the profiler saw no device event (on a CPU there is none), or runs that differ.
 
     Example:
-        >>> device_time(jax.jit(lambda q, k, v: attend(q, k, v).out), query, key, value).median_us
+      >>> device_time(jax.jit(lambda q, k, v: attend(q, k, v).out), query, key, value).median_us
     """
     for _ in range(warmup):
         jax.block_until_ready(fn(*args))
@@ -55,7 +57,7 @@ def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 10, war
 
 
 def device_events(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
-    """Kernels, copies and memsets of `run()` as (start, end, name) in ns, in the order they started; none on a CPU."""
+    """Returns kernels, copies and memsets of `run()` as (start, end, name) in ns, by their start; none on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -66,7 +68,7 @@ def device_events(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
 
 
 def _busy_ns(intervals: np.ndarray) -> float:
-    """The length of the union of intervals `[n, 2]`, sorted by start."""
+    """Returns the length of the union of intervals `[n, 2]`, sorted by start."""
     busy, reached = 0.0, -np.inf
     for start, end in intervals:
         busy += max(0.0, end - max(start, reached))
@@ -75,7 +77,7 @@ def _busy_ns(intervals: np.ndarray) -> float:
 
 
 def by_name(events, calls: int) -> dict[str, tuple[float, float]]:
-    """`DeviceTime.kernels` of events of `calls` calls, what takes longest first."""
+    """Returns `DeviceTime.kernels` for the events of `calls` calls, the longest first."""
     spent: dict[str, list[float]] = collections.defaultdict(list)
     for start, end, name in events:
         spent[name].append((end - start) / 1e3)

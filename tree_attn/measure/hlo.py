@@ -1,14 +1,14 @@
 """Counts the collectives of a program, and the bytes they send, in its lowered and in its compiled HLO text.
 
-Both texts are worth counting: the lowered one is what was written, the compiled one is what runs (XLA combines
-neighbouring all-reduces, splits collectives into start and done, and moves loop-invariant ones out of loops).
+Both texts are worth counting. The lowered one has the collectives as written, the compiled one those that run: XLA
+combines neighbouring all-reduces, splits collectives into start and done, and moves loop-invariant ones out of loops.
 """
 
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
-from tree_attn.measure import hlo_text as _text
+from tree_attn.measure import hlo_loops, hlo_text
 
 COLLECTIVES = (
     "all-reduce",
@@ -26,15 +26,15 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-        kind: one of `COLLECTIVES`.
-        name: the instruction's name in the text.
-        dtype: of the first operand, as HLO writes it ("f32").
-        bytes_payload: bytes of one execution, per device: the output of an all-gather, the input of every other kind;
-            summed over the operands of a variadic collective.
-        bytes_sent_per_device: bytes that each device puts on its links in one execution (see `bytes_sent`).
-        group_size: how many devices take part in one group.
-        count: how often it is executed: the product of the trip counts of the loops around it.
-        channel: XLA's channel id, or None.
+      kind: one of `COLLECTIVES`.
+      name: the instruction's name in the text.
+      dtype: of the first operand, as HLO writes it ("f32").
+      bytes_payload: bytes of one execution, per device: the output of an all-gather, the input of every other
+        collective; summed over the operands of a variadic collective.
+      bytes_sent_per_device: bytes that each device puts on its links in one execution (see `bytes_sent`).
+      group_size: the number of devices in one group.
+      count: the number of executions: the product of the trip counts of the loops around it.
+      channel: XLA's channel id, or None.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Executions of one kind of collective and the bytes of all of them together, per device."""
+    """Executions of one collective, and the bytes of all of them together, per device."""
 
     count: int = 0
     bytes_payload: int = 0
@@ -57,42 +57,41 @@ class Total:
 
 
 def collectives(
-    hlo_text: str, *, num_devices: int | None = None, unknown_trip_count: int | None = None
+    text: str, *, num_devices: int | None = None, unknown_trip_count: int | None = None
 ) -> list[Collective]:
     """Lists the collectives that one execution of a program runs on each device.
 
-    Follows loops (counts are multiplied by trip counts), calls, fusions and asynchronous wrappers; of the branches
-    of a conditional it takes the one that sends most. A `-start` counts once and its `-done` not at all. A variadic
-    collective (several operands in one instruction, as XLA's combiners make) is one whose bytes are summed.
+    Follows loops (counts are multiplied by trip counts), calls, fusions and asynchronous wrappers. Of a conditional it
+    takes the branch that sends most. A `-start` counts once and its `-done` not at all. A variadic collective, with
+    several operands in one instruction, is one collective whose bytes are summed.
 
     Args:
-        hlo_text: `lowered.as_text(dialect="hlo")` or `compiled.as_text()`.
-        num_devices: the size of a group where the text writes "all of them" and does not say how many that is.
-        unknown_trip_count: what to multiply by for a loop whose trip count the text does not reveal; None raises.
+      text: `lowered.as_text(dialect="hlo")` or `compiled.as_text()`.
+      num_devices: the size of a group where the text writes "all of them" without their number.
+      unknown_trip_count: the factor for a loop whose trip count the text does not reveal; None raises.
 
     Returns:
-        One `Collective` per instruction, in the order of the text.
+      One `Collective` per instruction, in the order of the text.
 
     Raises:
-        ValueError: the text is not HLO, a loop around a collective has an unknown trip count, or a group an unknown
-            size.
+      ValueError: the text is not HLO, a loop around a collective has an unknown trip count, or a group an unknown size.
 
     Example:
-        >>> step = jax.jit(f).lower(x)
-        >>> [c.kind for c in collectives(step.compile().as_text())]
-        ['all-reduce', 'all-reduce', 'all-reduce']
+      >>> step = jax.jit(f).lower(x)
+      >>> [c.kind for c in collectives(step.compile().as_text())]
+      ['all-reduce', 'all-reduce', 'all-reduce']
     """
-    module = _text.parse(hlo_text)
+    module = hlo_text.parse(text)
     walk = _Walk(module, num_devices or module.num_devices, unknown_trip_count)
     return list(walk.computation(module.entry, 1))
 
 
 def summarize(program: str | Iterable[Collective]) -> dict[str, Total]:
-    """Totals per kind of collective, of HLO text or of a list from `collectives`; kinds that do not occur are left out.
+    """Returns the total of each collective that occurs in HLO text, or in a list from `collectives`.
 
     Example:
-        >>> summarize(compiled.as_text())
-        {'all-gather': Total(count=1, bytes_payload=66048, bytes_sent_per_device=57792.0)}
+      >>> summarize(compiled.as_text())
+      {'all-gather': Total(count=1, bytes_payload=66048, bytes_sent_per_device=57792.0)}
     """
     totals: dict[str, Total] = {}
     for item in collectives(program) if isinstance(program, str) else program:
@@ -106,17 +105,17 @@ def summarize(program: str | Iterable[Collective]) -> dict[str, Total]:
 
 
 def counts(program: str | Iterable[Collective]) -> dict[str, int]:
-    """How often each kind of collective is executed: `{"all-reduce": 3}`."""
+    """Returns the number of executions of each collective: `{"all-reduce": 3}`."""
     return {kind: total.count for kind, total in summarize(program).items()}
 
 
 def total_bytes_sent_per_device(program: str | Iterable[Collective]) -> float:
-    """Bytes that each device sends in one execution of a program, over all its collectives."""
+    """Returns the bytes that each device sends in one execution of a program, over all its collectives."""
     return sum(total.bytes_sent_per_device for total in summarize(program).values())
 
 
 def bytes_sent(kind: str, bytes_payload: float, group_size: int) -> float:
-    """Bytes that each of `group_size` = p devices sends for one collective, by the bandwidth-optimal ring model.
+    """Returns the bytes that each of `group_size` = p devices sends for one collective, by the ring model.
 
         all-reduce                      2 (p - 1) / p * payload    (equation 12 of Tree Attention)
         all-gather                        (p - 1) / p * output
@@ -124,8 +123,12 @@ def bytes_sent(kind: str, bytes_payload: float, group_size: int) -> float:
         collective-broadcast              (p - 1) / p * input      (a chain: all but the last device forward it)
         collective-permute                              input
 
-    What a library really sends may differ (NCCL's tree and one-shot algorithms do); the model makes programs
-    comparable.
+    The ring is bandwidth-optimal. A library may send other amounts (NCCL's tree and one-shot algorithms do); the model
+    makes programs comparable.
+
+    Raises:
+      ValueError: `kind` is not one of `COLLECTIVES`.
+
     Source: Tree Attention, section 6.3, after Anthony et al. 2024.
     """
     if kind not in COLLECTIVES:
@@ -137,9 +140,9 @@ def bytes_sent(kind: str, bytes_payload: float, group_size: int) -> float:
 
 
 class _Walk:
-    """Visits the instructions of a module the way an execution does."""
+    """Visits the instructions of a module in the way an execution does."""
 
-    def __init__(self, module: _text.Module, num_devices: int | None, unknown_trip_count: int | None):
+    def __init__(self, module: hlo_text.Module, num_devices: int | None, unknown_trip_count: int | None):
         self.module = module
         self.num_devices = num_devices
         self.unknown_trip_count = unknown_trip_count
@@ -158,42 +161,41 @@ class _Walk:
                 for called in _called(instruction):
                     yield from self.computation(called, count)
 
-    def _loop(self, computation: _text.Computation, loop: _text.Instruction, count: int) -> Iterator[Collective]:
-        once = [*self.computation(loop.called("body"), 1), *self.computation(loop.called("condition"), 1)]
+    def _loop(self, computation: hlo_text.Computation, loop: hlo_text.Instruction, count: int) -> Iterator[Collective]:
+        names = loop.called_computation("body"), loop.called_computation("condition")
+        once = [item for name in names for item in self.computation(name, 1)]
         if not once:
             return
-        trips = _text.trip_count(self.module, computation, loop)
+        trips = hlo_loops.trip_count(self.module, computation, loop)
         trips = self.unknown_trip_count if trips is None else trips
         if trips is None:
             raise ValueError(
                 f"the loop {loop.name!r} holds {len(once)} collectives and its trip count cannot be read from the "
                 "text; give it a constant number of iterations, or pass unknown_trip_count"
             )
-        for item in self.computation(loop.called("body"), count * trips):
-            yield item
-        for item in self.computation(loop.called("condition"), count * (trips + 1)):
-            yield item
+        yield from self.computation(names[0], count * trips)
+        yield from self.computation(names[1], count * (trips + 1))
 
-    def _conditional(self, instruction: _text.Instruction, count: int) -> Iterator[Collective]:
-        names = instruction.called_list("branch_computations")
-        names += [instruction.called("true_computation"), instruction.called("false_computation")]
+    def _conditional(self, instruction: hlo_text.Instruction, count: int) -> Iterator[Collective]:
+        names = instruction.called_computations("branch_computations")
+        names += [instruction.called_computation(branch) for branch in ("true_computation", "false_computation")]
         branches = [list(self.computation(name, count)) for name in names if name]
         cost = lambda branch: (total_bytes_sent_per_device(branch), sum(item.count for item in branch))
         yield from max(branches, key=cost, default=[])
 
     def _collective(
-        self, computation: _text.Computation, instruction: _text.Instruction, kind: str, count: int
+        self, computation: hlo_text.Computation, instruction: hlo_text.Instruction, kind: str, count: int
     ) -> Collective:
         operands = [computation[name].type for name in instruction.operands if name in computation]
         if instruction.opcode == "send":
             operands = operands[:1]  # the second is a token
         group_size = self._group_size(instruction, kind)
-        payload = sum(map(_text.type_bytes, operands)) * (group_size if kind == "all-gather" else 1)
+        payload = sum(map(hlo_text.type_bytes, operands)) * (group_size if kind == "all-gather" else 1)
         channel = re.search(r"channel_id=(\d+)", instruction.attributes)
         return Collective(
             kind=kind,
             name=instruction.name,
-            dtype=_text.first_dtype(operands[0]) if operands else "",
+            dtype=hlo_text.first_dtype(operands[0]) if operands else "",
             bytes_payload=payload,
             bytes_sent_per_device=bytes_sent(kind, payload, group_size) if group_size > 1 else 0.0,
             group_size=group_size,
@@ -201,12 +203,12 @@ class _Walk:
             channel=int(channel.group(1)) if channel else None,
         )
 
-    def _group_size(self, instruction: _text.Instruction, kind: str) -> int:
+    def _group_size(self, instruction: hlo_text.Instruction, kind: str) -> int:
         if kind == "collective-permute":
             pairs = re.search(r'source_target_pairs="?\{(\{[\d,{} ]*\})?\}', instruction.attributes)
             links = re.findall(r"\{(\d+)\s*,\s*(\d+)\}", pairs.group(1) or "") if pairs else []
             return len({device for link in links if link[0] != link[1] for device in link})
-        size = _text.replica_group_size(instruction.attributes, self.num_devices)
+        size = hlo_text.replica_group_size(instruction.attributes, self.num_devices)
         if size is None:
             raise ValueError(
                 f"the collective {instruction.name!r} runs over all devices and the text does not say how many there "
@@ -215,8 +217,8 @@ class _Walk:
         return size
 
 
-def _kind(instruction: _text.Instruction) -> str | None:
-    """The kind of collective an instruction begins, or None."""
+def _kind(instruction: hlo_text.Instruction) -> str | None:
+    """Returns the collective that an instruction begins, or None."""
     opcode = instruction.opcode.removesuffix("-start")
     # XLA's GPU pipeliner may turn a permute into send and recv; host transfers use the same opcodes.
     if instruction.opcode == "send" and "is_host_transfer=true" not in instruction.attributes:
@@ -224,8 +226,8 @@ def _kind(instruction: _text.Instruction) -> str | None:
     return opcode if opcode in COLLECTIVES else None
 
 
-def _called(instruction: _text.Instruction) -> list[str]:
-    names = [instruction.called("calls")]
+def _called(instruction: hlo_text.Instruction) -> list[str]:
+    names = [instruction.called_computation("calls")]
     if instruction.opcode == "call":
-        names.append(instruction.called("to_apply"))
-    return [name for name in (*names, *instruction.called_list("called_computations")) if name]
+        names.append(instruction.called_computation("to_apply"))
+    return [name for name in (*names, *instruction.called_computations("called_computations")) if name]

@@ -1,4 +1,4 @@
-"""How fast devices exchange data: bare transfers, which no ring can beat, and small collectives."""
+"""Rates of the links between devices: bare transfers, which no ring can beat, and small collectives."""
 
 import dataclasses
 import functools
@@ -15,30 +15,31 @@ TRANSFER_CHUNK_BYTES = 64 * 1024
 
 
 def spread_transfers() -> None:
-    """Has NCCL spread a transfer to a neighbour over more channels, so that rings run at the link's rate from 40 MB on.
+    """Makes NCCL spread a transfer over more channels: rings then run at the link's rate from 40 MB on.
 
-    Of p GPUs of a host NCCL gives a transfer 32 / p channels of some 20 GB/s each, and doubles them only while each has
-    more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send: 16 MB by default (its `addP2pToPlan`), so that 42 MB between
-    eight H200s go over four channels at 80 of 350 GB/s. With chunks of 64 KiB each channel has 2 MB at the most. On
-    four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 2 %
+    Among p GPUs of a host, NCCL gives a transfer 32 / p channels of some 20 GB/s each. It doubles them only while each
+    has more than 32 times `NCCL_P2P_NVL_CHUNKSIZE` to send, 16 MB by default (its `addP2pToPlan`). So 42 MB between
+    eight H200s go over four channels, at 80 of 350 GB/s. With chunks of 64 KiB each channel has 2 MB at most.
+
+    On four H200s 17 to 84 MB are sent up to twice as fast; 2 to 8 MB a fifth slower, and 300 MB and more up to 2 %
     (docs/log/ring.md: "NCCL's channels limit transfers below 134 MB"). Call it before JAX starts its devices; what the
     environment says already stays.
 
     Example:
-        >>> spread_transfers()  # then ring_decode, ring_attention
+      >>> spread_transfers()  # then ring_decode, ring_attention
     """
     os.environ.setdefault("NCCL_P2P_NVL_CHUNKSIZE", str(TRANSFER_CHUNK_BYTES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisLinks:
-    """What the links along one mesh axis do, all groups of that axis at once; medians.
+    """Medians for the links along one mesh axis, with all groups of that axis at once.
 
     Attributes:
-        axis: name of the mesh axis.
-        size: devices along it.
-        sum_us, gather_us: one all-reduce and one all-gather of 4 kB per device, in a chain of dependent ones.
-        neighbour_gb_per_s: see `neighbour_gb_per_s`.
+      axis: name of the mesh axis.
+      size: devices along it.
+      sum_us, gather_us: one all-reduce and one all-gather of 4 kB per device, in a chain of dependent ones.
+      neighbour_gb_per_s: see the function `neighbour_gb_per_s`.
     """
 
     axis: str
@@ -52,10 +53,11 @@ def measure_axes(mesh: Mesh, num_bytes: int | None = None) -> list[AxisLinks]:
     """Times the links along every axis of more than one device, fastest axis first.
 
     Args:
-        num_bytes: size of one transfer to a neighbour, as for `neighbour_gb_per_s`.
+      mesh: the devices.
+      num_bytes: size of one transfer to a neighbour, see `neighbour_gb_per_s`.
 
     Example:
-        >>> measure_axes(make_mesh(("device", "node")))
+      >>> measure_axes(make_mesh(("device", "node")))
     """
     return [
         AxisLinks(
@@ -71,7 +73,7 @@ def measure_axes(mesh: Mesh, num_bytes: int | None = None) -> list[AxisLinks]:
 
 
 def _collective_us(mesh: Mesh, collective) -> float:
-    """The median time of `collective`, [1, 1024] -> [1, 1024] float32 on each device, from chains of them."""
+    """Returns the median time of `collective`, [1, 1024] -> [1, 1024] float32 on each device, from chains of them."""
     axes = tuple(mesh.axis_names)
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(lambda: jnp.ones((1, 1024), jnp.float32), in_specs=()))()
@@ -86,20 +88,22 @@ def _is_emulated(mesh: Mesh) -> bool:
 def neighbour_gb_per_s(
     mesh: Mesh, num_bytes: int | None = None, n_iters: int = 10, axis_name: str | None = None
 ) -> float | None:
-    """Rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device; the median.
+    """Returns the rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device.
 
-    From chains of `ppermute`s, each sending what the one before received, as `latency.latency_us` times them.
+    The median over chains of `ppermute`s that `latency.latency_us` times; each sends the array that it received.
 
     Args:
-        axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
-        num_bytes: size of one transfer; default 256 MB, and 4 MB between emulated devices. A device holds a few such
-            buffers meanwhile.
+      mesh: the devices.
+      num_bytes: size of one transfer; default 256 MB, and 4 MB between emulated devices. A device needs memory for a
+        few such buffers.
+      n_iters: samples.
+      axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
 
     Returns:
-        GB/s, or None where there is one device.
+      GB/s, or None for one device.
 
     Example:
-        >>> neighbour_gb_per_s(make_mesh({"device": 8}))
+      >>> neighbour_gb_per_s(make_mesh({"device": 8}))
     """
     axes = tuple(mesh.axis_names)
     ring = axes if axis_name is None else axis_name
