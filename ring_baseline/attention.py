@@ -34,9 +34,9 @@ def ring_attention(
 
     out[t] = sum_{k <= t} softmax_k(scale query[t] . key[k]) value[k]     (without `k <= t` if not causal)
 
-    Balanced under the causal mask: with `block_size=1` (striped) the query and key positions of every pair of shards
-    interleave, so that in each hop each device has half of its pairs to compute, to within one diagonal. The stored
-    order is that of the cache, which takes K and V as they are.
+    `block_size=1` (striped) balances the causal mask: the query and key positions of every pair of shards interleave.
+    In each hop each device then has half of its pairs to compute, to within one diagonal. The stored order is that of
+    `KVCache`, which takes K and V without reordering.
 
     Args:
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`

@@ -35,14 +35,17 @@ def ring_decode(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of a replicated query over sequence-sharded keys, by rotating K and V: the baseline.
 
-    The formula, arguments, result and errors are those of `tree_attn.tree_decode`; there is no `reduction`. Each
-    device ends with the states of all p shards and merges them in ring order, so that all hold the same bits. Keys and
-    values in float8_e4m3fn and int8 travel as they are (on a CPU XLA widens the former first).
+    The formula is that of `tree_attn.tree_decode`. Each device ends with the states of all p shards and merges them in
+    ring order, so that all hold the same bits. Keys and values in float8_e4m3fn and int8 travel in that dtype (on a CPU
+    XLA widens float8 first).
 
     Args:
-      variant: "overlapped": p - 1 hops, the next hop's transfer started before this hop's attention so that they can
-        overlap; each device sends `2 B S K H (p - 1) / p` elements. "public": p hops in a loop, attention first and
+      query, key, value, axis_name, mesh, block_size, return_lse, options: as in `tree_attn.tree_decode`.
+      variant: "overlapped": p - 1 hops; the next hop's transfer starts before this hop's attention so that they can
+        overlap. Each device sends `2 B S K H (p - 1) / p` elements. "public": p hops in a loop, attention first and
         then the transfer, as the public JAX rings do it (the last hop brings every shard home again).
+    Returns:
+      As `tree_attn.tree_decode`.
     Raises:
       ValueError, TypeError, NotImplementedError: as `tree_attn.tree_decode`; an unknown `variant`.
 
@@ -66,7 +69,7 @@ def ring_decode(
             return attend_shard(query, *key_value, options, visiting, beside_transfers=True)
 
         by_hop = rotate(attend_to, (key, value), axes, shard.num_shards)
-        # Every device met the shards in another order; in the ring's order the merge rounds alike everywhere.
+        # Every device met the shards in another order. Merged in the ring's order they round alike everywhere.
         order = (place(axes) - jnp.arange(shard.num_shards)) % shard.num_shards
         state = merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
         return add_sinks(state, options.sinks)

@@ -1,8 +1,8 @@
 """The ring itself: keys and values go round the devices, one neighbour per hop.
 
-The ring runs in the mesh's own order of devices, where neighbours share the fastest link; over several axes only the
-last device of each row sends over the slow one. A device's place in the ring is therefore not the index of its shard,
-which counts the axes in the order that `axis_name` has them.
+The ring runs in the mesh's own order of devices, where neighbours share the fastest link. Over several axes only the
+last device along the fastest axis sends over a slower one. A device's place in the ring is therefore not the index of
+its shard, which counts the axes in the order of `axis_name`.
 """
 
 import math
@@ -28,7 +28,7 @@ def place(axes: tuple[str, ...]) -> Int[Array, ""]:
 
 
 def source(axes: tuple[str, ...], hop: int | Int[Array, ""]) -> Int[Array, ""]:
-    """Returns which shard a device holds after `hop` hops, its index: that of the device `hop` places before it."""
+    """Returns the index of the shard that is here after `hop` hops: that of the device `hop` places back in the ring."""
     sizes = dict(zip(axes, bound_axis_sizes(axes), strict=True))
     rest, coordinates, index = (place(axes) - hop) % math.prod(sizes.values()), {}, 0
     for axis in reversed(_in_mesh_order(axes)):

@@ -246,9 +246,9 @@ def level(sequences=((0, 1), (2,)), lengths=None, keys=4, heads=2, nodes=2, bloc
         (
             {"sequences": ((0, 1), (1,))},
             {},
-            r"levels\[0\].sequences must name rows of the batch of 3, none of them twice",
+            r"levels\[0\].sequences must name sequences of the batch of 3, none twice",
         ),
-        ({"sequences": ((0, 1), (3,))}, {}, r"levels\[0\].sequences must name rows of the batch of 3"),
+        ({"sequences": ((0, 1), (3,))}, {}, r"levels\[0\].sequences must name sequences of the batch of 3"),
         ({"sequences": ((0, 1, 2),)}, {}, r"levels\[0\]: key must have the batch size of query, 1, got 2"),
         ({"heads": 3}, {}, r"levels\[0\]: query heads must be a multiple of key heads, got N=4 and K=3"),
         ({"lengths": np.array([5, 0])}, {}, r"levels\[0\]: lengths must lie in \[0, 4\]"),

@@ -1,4 +1,4 @@
-"""Tree Attention decoding: each device attends to its shard of the keys, then partial results meet in collectives."""
+"""Tree Attention decoding: each device attends to its shard of the keys, then collectives merge the partial states."""
 
 from typing import Unpack
 
@@ -34,31 +34,31 @@ def tree_decode(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of a replicated query over keys and values sharded along the sequence.
 
-    With key set S = S_1 + ... + S_p over p devices, and (out_i, lse_i) the attention over S_i on device i,
-      lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i.
+    With key set S = S_1 + ... + S_p over p devices, and (out_i, lse_i) the attention over S_i on device i:
+      lse = log sum_i exp(lse_i),    out = sum_i exp(lse_i - lse) out_i
 
-    Call it from plain (jitted) code with `mesh`, or with `jax.set_mesh`, where arrays are global; or inside an
-    existing `shard_map` that binds `axis_name`, where `key` and `value` are this device's shards.
+    In plain (jitted) code arrays are global; pass `mesh`, or call `jax.set_mesh`. Inside a `shard_map` that binds
+    `axis_name`, `key` and `value` are this device's shards.
 
     Args:
       query: `[B, T, N, H]`, the same on every device of the axes; T is 1 for plain decoding, more for speculation.
       key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S, both in query's dtype, float8_e4m3fn or int8.
-        Contiguous placement may have any S (the array is padded, a copy, where the devices do not divide it).
+        Contiguous placement may have any S: where the devices do not divide it, the arrays are padded, in copies.
       axis_name: mesh axis, or an ordered tuple of axes, fastest link first. Any number of devices.
       mesh: the mesh, unless the axes are bound or a context mesh is set.
       block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn.
-      reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective), "fused" (one kernel,
-        for the GPUs of one host), "hierarchical" or a tuple of one of the former per axis; None: the cheapest that can
-        run, by the cost model, see `tree_attn.reduce.reduce_state`.
-      shard_heads: leave each of the p devices N / p heads, as a next product that is sharded over heads wants them, by
-        one all-to-all of a p-th of what a gather sends. The result is sharded over `axis_name` along N, and inside a
-        `shard_map` it is this device's heads. `reduction` must be None.
+      reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective) or "fused" (one
+        kernel, for the GPUs of one host). A tuple names one of these for each axis; "hierarchical" is "gather" for
+        each. None: the cheapest that can run, by the cost model, see `tree_attn.reduce.reduce_state`.
+      shard_heads: leave each of the p devices N / p heads, for a next product that is sharded over heads. It takes one
+        all-to-all, of a p-th of the elements that a gather sends. The result is sharded over `axis_name` along N;
+        inside a `shard_map` it is this device's heads. `reduction` must be None.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
       options: the attention options of `tree_attn.attend`. Lengths count the valid keys over all shards; they may end
         anywhere, and a shard may hold no valid key. `implementation` is the kernel on each device.
     Returns:
-      `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. Where a
-      query sees no key: `out = 0, lse = -inf`.
+      `out [B, T, N, Hv]` in the query's dtype, the same on every device; with `return_lse`, `(out, lse)`. A query that
+      sees no key has `out = 0, lse = -inf`.
     Raises:
       ValueError, TypeError: an argument does not fit, an axis is unknown, or no mesh; the message names it.
       NotImplementedError: the named implementation or reduction cannot do what is asked; it never falls back.

@@ -42,12 +42,15 @@ def energy(
 ) -> Float[Array, "B T N"]:
     """The energy of each query under its own source: `F(zeta) = log sum_a exp(scale q . k_a + zeta . v_a)`.
 
-    `jax.grad(lambda z: energy(q, k, v, z).sum())(zeros)` is attention: query t of head n feels its own source only, so
-    the sum over queries is the F_tot of equation 27. Stable for logits of any size (appendix F), and over shards one
+    Its gradient at zeta = 0 is attention's output. Query t of head n depends on its own source only, so the sum over
+    queries is the F_tot of equation 27. The energy is stable for logits of any size (appendix F). Over shards one
     maximum and one sum cross the devices (Algorithm 1); reverse mode adds one more sum (Algorithm 2).
 
+    The energy is a log-sum-exp, float32 `[B, T, N]`: the scalar itself is returned, and there is no `return_lse`.
+
     Args:
-      source: zeta, `[B, T, N, Hv]`, query's dtype: one vector per query and head, as values have.
+      query, key, value: as in `tree_attn.attend`.
+      source: zeta, `[B, T, N, Hv]`, in query's dtype: one vector per query and head.
       axis_name, mesh, block_size: None for one device; else as in `tree_attn.tree_decode`.
       options: as in `tree_attn.attend`. There is no soft cap, which would bend zeta . v as well.
     Returns:
@@ -66,7 +69,7 @@ def energy(
     # XLA's attention can be differentiated any number of times, the fused kernels cannot.
     attention = AttentionOptions(**options, scale=scale, implementation="xla")
     # scale [q, zeta / scale] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys, so the
-    # kernel's tiling and masks serve unchanged. Of the values one column is kept, since only the lse is wanted.
+    # kernel's tiling and masks serve unchanged. Only the lse is used, so one column of the values is enough.
     query = jnp.concatenate([query, source / jnp.asarray(scale, source.dtype)], axis=-1)
     key = jnp.concatenate([key, value], axis=-1)
     value = value[..., :1]
@@ -95,14 +98,15 @@ def attention_moments(
     block_size: int | None = None,
     **options: Unpack[OptionArguments],
 ) -> tuple[Array, ...]:
-    """Cumulants of the values under the attention distribution, from derivatives of `energy` at zeta = 0.
+    """Computes cumulants of the values under the attention distribution: derivatives of `energy` at zeta = 0.
 
     order 1: mean `<v>`, which is attention's output         `[B, T, N, Hv]`
     order 2: covariance `<v v> - <v><v>`                     `[B, T, N, Hv, Hv]`; its diagonal is the variance
     order 3: third cumulant                                  `[B, T, N, Hv, Hv, Hv]`, and so on
 
     Args:
-      order: the highest order wanted, 1 to 4 (an array of order r has `Hv ** r` numbers per query).
+      query, key, value: as in `tree_attn.attend`.
+      order: the highest order, 1 to 4; an array of order r has `Hv ** r` numbers per query.
       axis_name, mesh, block_size, options: as in `energy`.
     Returns:
       `(order 1, ..., order `order`)`, float32.
@@ -117,12 +121,14 @@ def attention_moments(
     """
     if not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
         raise ValueError(f"order must be an integer from 1 to {MAX_ORDER}, got {order!r}")
-    rows = (*query.shape[:3], value.shape[-1])
+    source_shape = (*query.shape[:3], value.shape[-1])
     sharding = {"axis_name": axis_name, "mesh": mesh, "block_size": block_size}
 
     # Queries do not interact, so one shared source vector differentiates all of them at once.
     def shared_source(zeta: Float[Array, " Hv"]) -> Float[Array, "B T N"]:
-        return energy(query, key, value, jnp.broadcast_to(zeta[None, None, None, :], rows), **sharding, **options)
+        return energy(
+            query, key, value, jnp.broadcast_to(zeta[None, None, None, :], source_shape), **sharding, **options
+        )
 
     derivatives: list[Callable] = [shared_source]
     for _ in range(order):
@@ -132,7 +138,7 @@ def attention_moments(
 
 
 def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
-    """Algorithm 1, lines 4 to 6: one all-reduce of the maximum, one of the sum. `out` is left as it is."""
+    """Reduces lse by one all-reduce of the maximum and one of the sum (Algorithm 1, lines 4 to 6); `out` becomes 0."""
     max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
     _, denominator = numerator_and_denominator(state, max_lse)
     denominator = jax.lax.psum(denominator, axes)

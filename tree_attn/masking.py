@@ -1,4 +1,4 @@
-"""What a query may see, in one place: lengths, causal offsets, windows, and the extra logits called sinks."""
+"""Visibility of keys, in one place: lengths, causal offsets, windows, and the extra logits called sinks."""
 
 import dataclasses
 from functools import partial
@@ -19,17 +19,18 @@ from tree_attn.state import SoftmaxState, merge_state
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Which of a shard's keys each query sees.
+    """The keys of a shard that each query sees.
 
-    Key at position k is visible to the query at position q of sequence b iff
-    `k < lengths[b]`, and `k <= q` if causal, and `q - left <= k <= q + right` within the window.
+    The query at position q of sequence b sees the key at position k if
+      k < lengths[b],  and k <= q if causal,  and q - left <= k <= q + right within a window.
 
-    lengths:          int32 `[B]`, valid keys counted over all shards; None when every slot of every shard is valid
-    query_positions:  int32 `[B, T]`; None when no rule depends on them (plain decoding)
-    shard:            which positions the `num_slots` keys at hand have
-    is_diagonal:      queries are causal and stored as the keys are, so that query t sees the slots up to t, or, if
-                      `is_strict`, up to t - 1: what a kernel's own causal mask can do
-    is_strict:        bool; None where it is False when compiling
+    lengths:          int32 `[B]`, valid keys counted over all shards; None if every slot of every shard is valid
+    query_positions:  int32 `[B, T]`; None if no rule depends on them (plain decoding)
+    shard:            the shard that the keys are; it gives their positions
+    num_slots:        the number of its slots
+    is_causal, window: the rules; a window is `(left, right)`, inclusive, None for unlimited
+    is_diagonal:      query t sees the slots up to t, as in a kernel's own causal mask; with `is_strict` up to t - 1
+    is_strict:        bool; None if it is known to be False when compiling
     """
 
     lengths: Int[Array, " B"] | None
@@ -102,11 +103,15 @@ def visibility(
     shard: Shard,
     query_shard: Shard | None = None,
 ) -> Visibility:
-    """Normalises the masking options of the vocabulary into one `Visibility` (they are checked already).
+    """Normalises the masking options into one `Visibility`; they are checked already.
 
-    Without `query_positions` the T queries are the last T positions of each sequence; then a single query sees every
-    valid key whether causal or not, and the causal rule is dropped so that the plainest kernel can run. Or the queries
-    are those of `query_shard`, which is to `shard` what a prompt's own part is to another.
+    Without `query_positions` the T queries are the last T positions of each sequence. A single query then sees every
+    valid key whether causal or not, so the causal rule is dropped and the plainest kernel can run.
+
+    Args:
+      shard: the shard that the keys are, of `num_slots` slots.
+      query_shard: the shard of the same prompt that the queries are, in the same placement (ring prefill); their
+        positions come from it. None: the queries are those of `options`.
     """
     if query_shard is not None:
         options = dataclasses.replace(options, query_positions=query_shard.positions(num_queries))
@@ -121,9 +126,11 @@ def visibility(
     positions = None
     if is_causal or window is not None:
         positions = _positions(batch, num_queries, num_keys, lengths, options.query_positions)
-    # Striped, position t of one shard comes before position t of the next.
-    is_alike = query_shard is not None and num_queries == num_slots and (shard.num_shards == 1 or shard.block_size == 1)
-    is_diagonal = is_causal and window is None and is_alike
+    # In a striped placement, position t of one shard comes before position t of the next.
+    are_alike = (
+        query_shard is not None and num_queries == num_slots and (shard.num_shards == 1 or shard.block_size == 1)
+    )
+    is_diagonal = is_causal and window is None and are_alike
     return Visibility(
         lengths=lengths,
         query_positions=positions,
@@ -137,7 +144,7 @@ def visibility(
 
 
 def normalise_window(local_window_size: int | Window | None) -> Window | None:
-    """Returns `(left, right)`, inclusive, or None when nothing is limited. An int limits both sides."""
+    """Returns `(left, right)`, inclusive, or None if nothing is limited. An integer limits both sides."""
     if local_window_size is None or local_window_size == (None, None):
         return None
     return local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)

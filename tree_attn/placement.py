@@ -1,9 +1,9 @@
-"""Where each key of a sequence lives when the sequence is sharded: contiguous or block-cyclic.
+"""Placement of a sequence's keys on shards: contiguous or block-cyclic.
 
 Contiguous (`block_size=None`): shard i holds the i-th run of keys. Appending then fills the last shard only.
 Block-cyclic (`block_size=b`): b consecutive keys go to each shard in turn, so that a growing sequence stays balanced
-to within one block; `b=1` is the striping that balances causal prefill. In both, the valid keys of a shard are a
-prefix of its slots, and their positions ascend.
+to within one block. `b=1` is the striping that balances causal prefill. In both placements the valid keys of a shard
+are a prefix of its slots, and their positions ascend.
 """
 
 import dataclasses
@@ -65,7 +65,8 @@ def locate(positions: Int[Array, "*n"], num_shards: int, block_size: int) -> tup
 def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> np.ndarray:
     """Returns the permutation `p` with `stored = natural[:, p]`: stored index i holds the key at position `p[i]`.
 
-    Stored arrays are sharded evenly along the sequence; shard s holds stored indices `s * num_tokens / num_shards` on.
+    Stored arrays are sharded evenly along the sequence. Shard s holds the stored indices from
+    `s * num_tokens / num_shards` on.
 
     Args:
       num_tokens: length of the sequence; a multiple of `num_shards` (contiguous) or `num_shards * block_size`.
@@ -77,6 +78,8 @@ def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> n
 
     Example:
       >>> storage_order(8, num_shards=2, block_size=2)   # array([0, 1, 4, 5, 2, 3, 6, 7])
+
+    Source: Striped Attention (Brandon et al. 2023), section 3, for blocks of one key.
     """
     check_block_size(block_size)
     check_integer("num_tokens", num_tokens, least=0)

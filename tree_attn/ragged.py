@@ -24,7 +24,7 @@ from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_segments, merge_state
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-_XLA_CHUNK = 1024  # packed keys whose states XLA holds at once
+_XLA_CHUNK = 1024  # packed keys whose states XLA holds at the same time
 
 
 @takes_options()
@@ -177,7 +177,7 @@ def _choose(query, key, value, view: Visibility, options: AttentionOptions, scal
 
 
 def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | None, scales) -> SoftmaxState:
-    """Every key of every sequence is a state of its own, `(value, logit)`; a sequence is their merge."""
+    """Merges the keys of each sequence: every key is a state of its own, `(value, logit)`."""
     batch, num_queries, num_heads, head_dim = query.shape
     total, num_kv_heads = key.shape[:2]
     group = num_heads // num_kv_heads
@@ -192,12 +192,12 @@ def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | 
         # Sequences ascend, so a key belongs to the first that ends after it.
         owner = jnp.minimum(jnp.sum(owner_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32), batch - 1)
 
-        def take(x, head_scale):  # multiplied out in float32, a chunk at a time
+        def take(x, head_scale):  # multiplied by its scale in float32, a chunk at a time
             return jax.lax.dynamic_slice_in_dim(x, start, _XLA_CHUNK).astype(jnp.float32) * head_scale[None, :, None]
 
-        own = query[owner].reshape(-1, num_queries, num_kv_heads, group, head_dim)
+        owner_query = query[owner].reshape(-1, num_queries, num_kv_heads, group, head_dim)
         logits = jnp.einsum(
-            "stkgh,skh->stkg", own.astype(jnp.float32), take(key, key_scale), precision="highest"
+            "stkgh,skh->stkg", owner_query.astype(jnp.float32), take(key, key_scale), precision="highest"
         ) * jnp.float32(scale)
         logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
         logits = logits.reshape(-1, num_queries, num_heads)
@@ -208,7 +208,7 @@ def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | 
         merged = merge_segments(SoftmaxState(out, lse), owner, batch)
         return merge_state(state, merged), None
 
-    rows = (batch, num_queries, num_heads)
-    empty = SoftmaxState(jnp.zeros((*rows, head_dim), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32))
+    shape = (batch, num_queries, num_heads)
+    empty = SoftmaxState(jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
     state, _ = jax.lax.scan(chunk, empty, jnp.arange(0, total + padding, _XLA_CHUNK, dtype=jnp.int32))
     return SoftmaxState(state.out.astype(query.dtype), state.lse)

@@ -16,7 +16,9 @@ def attention(
     logits_soft_cap=None,
     sinks=None,
 ):
-    """Attention by the textbook, in float64: `out = softmax(mask(cap(scale q k))) v` and its natural-log denominator.
+    """Computes attention by the textbook, in float64: `out = softmax(mask(cap(scale q k))) v`, and its lse.
+
+    lse is the natural logarithm of the softmax's denominator.
 
     Args:
       query: `[B, T, N, H]`; key, value: `[B, S, K, H]` with `N = K * G`. Anything numpy can turn into float64.
@@ -81,12 +83,12 @@ def sparq(
     is_causal=False,
     score_temperature="coverage",
 ):
-    """SparQ Attention by its Algorithm 1, in float64, one group of query heads at a time.
+    """Computes SparQ Attention by its Algorithm 1, in float64, one group of query heads at a time.
 
-    Args:
-      as `tree_attn.sparq_decode`; of equal scores the earlier key is kept.
+    Args are those of `tree_attn.sparq_decode`. Of equal scores the earlier key is kept.
+
     Returns:
-      `(out, lse)` as `attention`; `lse` is that of the kept keys, less `log alpha` where the rest has its weight.
+      `(out, lse)` as `attention`; lse is that of the kept keys, less `log alpha` with `reallocate`.
     """
     query, key, value = (np.asarray(x).astype(np.float64) for x in (query, key, value))
     batch, num_queries, num_heads, head_dim = query.shape
@@ -110,14 +112,14 @@ def sparq(
         log_scores = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
         scores = np.exp(log_scores).sum(axis=0)
         scores[max(end - local_window, 0) :] = np.inf
-        kept = np.argsort(-scores, kind="stable")[:num_keys]
-        exact = scale * (q @ k[kept].T)
+        kept_keys = np.argsort(-scores, kind="stable")[:num_keys]
+        exact = scale * (q @ k[kept_keys].T)
         top = exact.max(axis=1, keepdims=True)
         weights = np.exp(exact - top)
         denominator = weights.sum(axis=1, keepdims=True)
-        log_alpha = np.logaddexp.reduce(log_scores[:, kept], axis=1) if reallocate else np.zeros(len(q))
+        log_alpha = np.logaddexp.reduce(log_scores[:, kept_keys], axis=1) if reallocate else np.zeros(len(q))
         alpha = np.exp(log_alpha)
         mean = value[b, :end, head].mean(axis=0)
-        out[b, t, heads[head]] = alpha[:, None] * (weights / denominator @ v[kept]) + (1 - alpha)[:, None] * mean
+        out[b, t, heads[head]] = alpha[:, None] * (weights / denominator @ v[kept_keys]) + (1 - alpha)[:, None] * mean
         lse[b, t, heads[head]] = top[:, 0] + np.log(denominator[:, 0]) - log_alpha
     return out, lse

@@ -1,8 +1,8 @@
-"""The one `shard_map`, and what every attention function does around it.
+"""The one `shard_map`, and the steps of every attention function around it.
 
 Tree and Ring Attention differ only in the body they hand to `over_shards`. A function checks its call (`check_call`),
 pads keys that the devices do not divide (`pad_keys`), and runs its body over operands and their specs (`over_shards`).
-The body asks for its shard (`local_shard`) and adds the sinks at its end (`tree_attn.masking.add_sinks`).
+The body finds its shard (`local_shard`) and adds the sinks at its end (`tree_attn.masking.add_sinks`).
 """
 
 import contextlib
@@ -36,9 +36,9 @@ def over_shards(
 ) -> SoftmaxState:
     """Runs `body(*operands)` once per shard and returns the state over all shards.
 
-    Inside an existing `shard_map` that binds `axes`, and where there are no axes, `body` is called as it is. Otherwise
-    it is wrapped in one `shard_map` over `mesh` (or the context mesh), manual in `axes` only, so that the caller's
-    sharding over other axes is kept.
+    Inside an existing `shard_map` that binds `axes`, and without axes, `body` is called as it is. Otherwise one
+    `shard_map` over `mesh`, or the context mesh, wraps it. It is manual in `axes` only, so the caller's sharding over
+    other axes is kept.
 
     Args:
       body: takes this device's parts of the operands, and returns the state over all shards.
@@ -116,7 +116,7 @@ def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, bloc
 
 
 def check_one_device(**sharding) -> None:
-    """Raises ValueError where an option of sharding is given and no `axis_name` is."""
+    """Raises ValueError if an option of sharding is given without `axis_name`."""
     for name, value in sharding.items():
         if value is not None:
             raise ValueError(f"{name} must be None where axis_name is, got {value!r}")
@@ -153,7 +153,7 @@ def _slot_unit(axes: tuple[str, ...], mesh: Mesh | None, block_size: int | None)
 
 
 def _kernels_for(mesh: Mesh | AbstractMesh):
-    """Makes the choice of kernels follow the mesh where it is not on the default platform: CPU devices beside a GPU."""
+    """Makes the choice of kernels follow a mesh that is not on the default platform: CPU devices beside a GPU."""
     if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != default_platform():
         return jax.default_device(mesh.local_devices[0])
     return contextlib.nullcontext()

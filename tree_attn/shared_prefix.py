@@ -1,9 +1,9 @@
 """Decoding sequences that share prefixes: keys that many have in common are held once, and read once for all of them.
 
-A prefix tree is a list of levels; each node of a level holds keys and serves some sequences of the batch, and a
-sequence's keys are those of the nodes on its path, then its own suffix. By the algebra its attention is the merge of
-one state per node and one of the suffix. The queries of all sequences that a node serves attend to it together, which
-turns a product of a matrix with each query into one of two matrices.
+A prefix tree is a list of prefix levels. Each node of a level holds keys and serves some sequences of the batch. The
+keys of a sequence are those of the nodes on its path, then its own suffix. By the algebra its attention is the merge of
+one state per node and one of the suffix. All sequences that a node serves attend to it in one call, so that one product
+of two matrices replaces a product of a matrix with each query.
 
 Sharded along the sequence, every device does this over its part of all nodes, and one reduction serves all levels.
 
@@ -58,11 +58,12 @@ from tree_attn.state import SoftmaxState, empty_like, merge_state
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixLevel:
-    """One level of a prefix tree: its nodes' keys and values, and which sequences each node serves.
+    """One level of a prefix tree: its nodes' keys and values, and the sequences that each node serves.
 
     key:        `[nodes, S, K, H]`; value: `[nodes, S, K, Hv]`
     lengths:    int32 `[nodes]`, valid keys of each node; None: all
-    sequences:  for each node the rows of the batch it serves (static); no row has two nodes of a level, some have none
+    sequences:  for each node the indices of the sequences that it serves (static); a sequence has one node of a level
+                or none
     block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; None: contiguous
     key_scale, value_scale: float32 `[K]`, of this level's keys and values; None: those of the call
 
@@ -79,7 +80,12 @@ class PrefixLevel:
     value_scale: Float[Array, " K"] | None = None
 
     def check(self, name: str, query, num_shards: int = 1) -> None:
-        """Raises ValueError or TypeError, naming what does not fit `query [B, T, N, H]`; `key` is one of the shards."""
+        """Raises ValueError or TypeError, naming the argument, unless the level fits `query [B, T, N, H]`.
+
+        Args:
+          name: of the level, for messages.
+          num_shards: the number of shards of which `key` is one.
+        """
         batch, nodes = query.shape[0], len(self.sequences)
         with _named(name):
             check_block_size(self.block_size)
@@ -88,10 +94,10 @@ class PrefixLevel:
                 check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_shards)
             for scale in ("key_scale", "value_scale"):
                 check_head_scale(scale, getattr(self, scale), num_kv_heads=self.key.shape[2])
-        rows = [row for served in self.sequences for row in served]
-        if len(set(rows)) != len(rows) or any(not 0 <= row < batch for row in rows):
+        served = [sequence for sequences in self.sequences for sequence in sequences]
+        if len(set(served)) != len(served) or any(not 0 <= sequence < batch for sequence in served):
             raise ValueError(
-                f"{name}.sequences must name rows of the batch of {batch}, none of them twice, got {self.sequences}"
+                f"{name}.sequences must name sequences of the batch of {batch}, none twice, got {self.sequences}"
             )
 
 
@@ -112,12 +118,12 @@ def hydragen_decode(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Exact attention of each sequence over the nodes of its path in a prefix tree, and its own suffix.
 
-    With node keys P_1, ..., P_d on the path of sequence b and suffix keys S_b,
-      (out_b, lse_b) = merge(attend(q_b, P_1), ..., attend(q_b, P_d), attend(q_b, S_b)).
+    Sequence b has the node keys P_1, ..., P_d on its path and the suffix keys S_b:
+      (out_b, lse_b) = merge(attend(q_b, P_1), ..., attend(q_b, P_d), attend(q_b, S_b))
 
     Args:
       query: `[B, T, N, H]`; the T tokens' own keys are in the suffix.
-      levels: the tree, any number of levels; keys of a node precede those of deeper nodes and of the suffix.
+      levels: the tree, any number of prefix levels; keys of a node precede those of deeper nodes and of the suffix.
       key: `[B, S, K, H]`; value: `[B, S, K, Hv]`: the suffixes. S may be 0.
       axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; None: all on one device. Nodes are sharded
         along their keys, each level by its own `block_size`; inside a `shard_map` they are this device's part.
@@ -160,11 +166,11 @@ def hydragen_decode(
 
     def body(query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
         shard = local_shard(axes, block_size)
-        suffix = _suffixes_of_shard if by_batch else attend_shard
+        suffix = _attend_suffixes_of_shard if by_batch else attend_shard
         state = suffix(query, key, value, options, shard)
         for level in reversed(levels):
             placed = dataclasses.replace(shard, block_size=level.block_size)
-            state = _with_level(state, query, level, options, placed)
+            state = _merge_level(state, query, level, options, placed)
         return add_sinks(reduce_state(state, axes, reduction, mesh) if axes else state, options.sinks)
 
     along_sequence = P(None, axes)
@@ -196,15 +202,16 @@ def bifurcated_decode(
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """Exact attention of many samples over one context that they share, and each over its own continuation.
+    """Exact attention of many samples over one context that they share, and of each over its own continuation.
 
       out_b = softmax([q_b K_c^T, q_b K_b^T]) [V_c; V_b]
 
     `hydragen_decode` with one level of one node.
 
     Args:
+      query: `[B, T, N, H]`; the T tokens' own keys are in the continuation.
       prefix_key: `[S, K, H]`; prefix_value: `[S, K, Hv]`: the context, held once.
-      key: `[B, D, K, H]`; value: `[B, D, K, Hv]`: what each sample has added.
+      key: `[B, D, K, H]`; value: `[B, D, K, Hv]`: each sample's continuation.
       prefix_length: valid keys of the context; default: all.
       axis_name, mesh, block_size, shard_suffix, reduction, return_lse, options: as in `hydragen_decode`.
     Returns:
@@ -250,22 +257,22 @@ def _padded(name: str, level: PrefixLevel, axes: tuple[str, ...], mesh: Mesh | N
     return dataclasses.replace(level, key=key, value=value, lengths=options.key_value_seq_lengths)
 
 
-def _with_level(
+def _merge_level(
     state: SoftmaxState, query, level: PrefixLevel, options: AttentionOptions, shard: Shard
 ) -> SoftmaxState:
-    """`state` `[B, T, N]`, with what each sequence gets from its node of this level, if it has one."""
+    """Merges `state` `[B, T, N]` with the attention of each sequence to its node of this level, if it has one."""
     batch, num_queries, *heads = query.shape
-    nodes, most = len(level.sequences), max(map(len, level.sequences), default=0)
-    if most == 0:
+    num_nodes, share = len(level.sequences), max(map(len, level.sequences), default=0)
+    if share == 0:
         return state
-    # A node with fewer sequences than another is given row 0 besides, whose result nobody takes.
-    rows, places = np.zeros((nodes, most), np.int32), np.full(batch, nodes * most, np.int32)
+    # A node with fewer sequences than another is filled up with sequence 0, whose result there is dropped.
+    sequences, places = np.zeros((num_nodes, share), np.int32), np.full(batch, num_nodes * share, np.int32)
     for node, served in enumerate(level.sequences):
-        rows[node, : len(served)] = served
-        places[list(served)] = node * most + np.arange(len(served))
-    # A node that serves nobody is given row 0 too, so it is where rows are that tells.
-    is_in_order = nodes * most == batch and np.array_equal(places, np.arange(batch))
-    together = query if is_in_order else query[rows.ravel()]
+        sequences[node, : len(served)] = served
+        places[list(served)] = node * share + np.arange(len(served))
+    # `sequences` cannot answer this: where it fills a node up, it names sequence 0 again.
+    is_in_order = num_nodes * share == batch and np.array_equal(places, np.arange(batch))
+    node_query = query if is_in_order else query[sequences.ravel()]
     options = dataclasses.replace(
         options,
         key_value_seq_lengths=level.lengths,
@@ -274,25 +281,26 @@ def _with_level(
         value_scale=options.value_scale if level.value_scale is None else level.value_scale,
     )
     attend_nodes = functools.partial(
-        attend_shard, together.reshape(nodes, most * num_queries, *heads), level.key, level.value, options, shard
+        attend_shard, node_query.reshape(num_nodes, share * num_queries, *heads), level.key, level.value, options, shard
     )
-    by_sequence = functools.partial(jax.tree.map, lambda x: x.reshape(nodes * most, num_queries, *x.shape[2:]))
+    by_sequence = functools.partial(jax.tree.map, lambda x: x.reshape(num_nodes * share, num_queries, *x.shape[2:]))
     if is_in_order:
-        return by_sequence(attend_nodes(onto=jax.tree.map(lambda x: x.reshape(nodes, -1, *x.shape[2:]), state)))
-    own = by_sequence(attend_nodes())
+        node_state = jax.tree.map(lambda x: x.reshape(num_nodes, -1, *x.shape[2:]), state)
+        return by_sequence(attend_nodes(merge_with=node_state))
+    out, lse = by_sequence(attend_nodes())
     take = functools.partial(jnp.take, indices=places, axis=0, mode="fill")
-    return merge_state(state, SoftmaxState(take(own.out, fill_value=0), take(own.lse, fill_value=-jnp.inf)))
+    return merge_state(state, SoftmaxState(take(out, fill_value=0), take(lse, fill_value=-jnp.inf)))
 
 
-def _suffixes_of_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
-    """The suffixes of this device's part of the batch; empty for the rest, which is other devices'."""
+def _attend_suffixes_of_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:
+    """Attends to the suffixes of this device's part of the batch; the state is empty for the other sequences."""
     share = key.shape[0]
-    mine = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=shard.index * share, slice_size=share, axis=0)
+    part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=shard.index * share, slice_size=share, axis=0)
     lengths = options.key_value_seq_lengths
-    options = dataclasses.replace(options, key_value_seq_lengths=None if lengths is None else mine(lengths))
-    state = attend_shard(mine(query), key, value, options, Shard())
+    options = dataclasses.replace(options, key_value_seq_lengths=None if lengths is None else part(lengths))
+    state = attend_shard(part(query), key, value, options, Shard())
     whole = empty_like(jax.tree.map(lambda x: jnp.zeros((query.shape[0], *x.shape[1:]), x.dtype), state))
-    put = lambda all_rows, own: jax.lax.dynamic_update_slice_in_dim(all_rows, own, shard.index * share, axis=0)
+    put = lambda x, update: jax.lax.dynamic_update_slice_in_dim(x, update, shard.index * share, axis=0)
     return jax.tree.map(put, whole, state)
 
 

@@ -1,9 +1,9 @@
 """The algebra: attention over a set of keys is an element of a commutative monoid, `(out, lse)`.
 
 Every method of this library folds the same monoid over a different index set: sequence shards (Tree and Ring
-Attention), chunks of keys (the local kernels), nodes of a prefix tree. States are merged with
-`exp(lse - max)`, which is written here and nowhere else: in `numerator_and_denominator`. (Kernels merge in
-registers, by code of their own.)
+Attention), chunks of keys (the local kernels), nodes of a prefix tree. The weight of a state in a merge,
+`exp(lse - max)`, is written in `numerator_and_denominator` and nowhere else. (Kernels merge in registers, by code of
+their own.)
 
 Source: Tree Attention, section 5 and Algorithm 3; LeanAttention, section 4.1 (associativity of softmax rescaling).
 """
@@ -29,7 +29,13 @@ class SoftmaxState(NamedTuple):
 
 
 def empty_like(state: SoftmaxState) -> SoftmaxState:
-    """Returns the identity of the monoid, `out = 0, lse = -inf`, in the shapes and dtypes of `state`."""
+    """Returns the identity of the monoid, `out = 0, lse = -inf`, in the shapes and dtypes of `state`.
+
+    Example:
+      >>> running = empty_like(attend(query, key[:, :64], value[:, :64]))
+
+    Source: Tree Attention, section 5 (the reduction's neutral element).
+    """
     return SoftmaxState(jnp.zeros_like(state.out), jnp.full_like(state.lse, -jnp.inf))
 
 
@@ -76,6 +82,10 @@ def merge_states(stacked: SoftmaxState, axis: int) -> SoftmaxState:
     Raises:
       ValueError: `axis` is not an axis of `lse`, or the shapes do not belong together.
 
+    Example:
+      >>> parts = [attend(query, key[:, i : i + 64], value[:, i : i + 64]) for i in range(0, 256, 64)]
+      >>> whole = merge_states(jax.tree.map(lambda *x: jnp.stack(x), *parts), axis=0)
+
     Source: Tree Attention, Algorithm 3 (here on one device; `tree_attn.reduce` does it across devices).
     """
     _check_state("stacked", stacked)
@@ -99,6 +109,9 @@ def merge_segments(states: SoftmaxState, segment_ids: Int[Array, " n"], num_segm
     Raises:
       ValueError: `segment_ids` is not one integer per state, or `num_segments` is negative.
 
+    Example:
+      >>> by_sequence = merge_segments(partial_states, jnp.array([0, 0, 1, 2, 2]), num_segments=3)
+
     Source: LeanAttention, Algorithm 1 (partials of one output tile come from several CTAs).
     """
     _check_state("states", states)
@@ -109,9 +122,9 @@ def merge_segments(states: SoftmaxState, segment_ids: Int[Array, " n"], num_segm
     if num_segments < 0:
         raise ValueError(f"num_segments must be at least 0, got {num_segments}")
     max_lse = finite_max(jax.ops.segment_max(states.lse, segment_ids, num_segments))
-    # The row of a dropped id weighs exp(lse - inf) = 0. A finite value could make it infinite, and its gradient NaN.
-    max_of_row = jnp.take(max_lse, segment_ids, axis=0, mode="fill", fill_value=jnp.inf)
-    numerator, denominator = numerator_and_denominator(states, max_of_row)
+    # A state whose id is dropped weighs exp(lse - inf) = 0. A finite value could make it infinite, its gradient NaN.
+    max_by_state = jnp.take(max_lse, segment_ids, axis=0, mode="fill", fill_value=jnp.inf)
+    numerator, denominator = numerator_and_denominator(states, max_by_state)
     return from_sums(
         jax.ops.segment_sum(numerator, segment_ids, num_segments),
         jax.ops.segment_sum(denominator, segment_ids, num_segments),
@@ -129,7 +142,7 @@ def finite_max(max_lse: Array) -> Array:
 
 
 def numerator_and_denominator(state: SoftmaxState, max_lse: Array) -> tuple[Array, Array]:
-    """Un-normalises a state: `n = out exp(lse - max_lse)` and `d = exp(lse - max_lse)`, float32.
+    """Undoes a state's normalisation: `n = out exp(lse - max_lse)` and `d = exp(lse - max_lse)`, float32.
 
     These are the two summands of Algorithm 3, line 4 (Tree Attention). `max_lse` comes from `finite_max`.
     """

@@ -3,13 +3,13 @@
 Errors are against the float64 oracle (`tree_attn.reference`).
 - `lse` is float32 at every boundary and always tight: `rtol = atol = 2e-5`, whatever the input's dtype. A kernel that
   keeps its statistics in float32 meets that; one that rounds them to bf16 misses it a hundredfold.
-- `out` in float32: `rtol = atol = 2e-5`, and more where logits are huge: a float32 logit (or lse) of size L is known to
-  `eps L` only, which `exp` turns into that relative error of a weight (1e-3 for logits of 1e4).
-- `out` in bf16 or fp16: the largest error is at most `RATIO` times that of a plain implementation in the same dtype
-  (`plain_attention`: products accumulated in float32, weights and result rounded once), plus one rounding of the
-  largest output. An absolute bound would either pass wrong kernels on small values or fail right ones on large.
-- where keys are too many for a plain implementation to run (`tree-attn compare`, `doctor`): so many roundings of the
-  largest output, `relative_out_tolerance`.
+- `out` in float32: `rtol = atol = 2e-5`, and more where logits are huge. A float32 logit (or lse) of size L has an
+  error of `eps L`, and `exp` turns it into that relative error of a weight: 1e-3 for logits of 1e4.
+- `out` in bf16 or fp16: the largest error is at most `RATIO` times that of `plain_attention` in the same dtype, plus
+  one rounding of the largest output. An absolute bound would pass wrong kernels on small values, or fail right ones on
+  large values.
+- with too many keys for a plain implementation (`tree-attn compare`, `doctor`): a number of roundings of the largest
+  output, `relative_out_tolerance`.
 """
 
 import jax
@@ -23,7 +23,9 @@ ROUNDINGS = 4  # of a logit on its way to a weight: product, scale, difference t
 
 
 def plain_attention(query, key, value, visible=None, scale: float | None = None):
-    """Attention as a first implementation would write it, in the inputs' own dtype: the yardstick of the policy.
+    """Computes attention plainly, in the inputs' own dtype: the yardstick of the policy.
+
+    Products are accumulated in float32; weights and result are rounded once.
 
     query `[B, T, N, H]`, key, value `[B, S, K, H]`; visible: bool broadcastable to `[B, N, T, S]`.
     """
@@ -38,7 +40,7 @@ def plain_attention(query, key, value, visible=None, scale: float | None = None)
 
 
 def max_abs_error(actual, expected) -> float:
-    """Largest absolute difference in float64; equal infinities count as 0, a NaN or a lone infinity as infinity."""
+    """Returns the largest absolute difference; equal infinities count as 0, a NaN or a lone infinity as infinity."""
     actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected, np.float64)
     if actual.shape != expected.shape:
         raise ValueError(f"actual must have the shape of expected, {expected.shape}, got {actual.shape}")
@@ -48,10 +50,13 @@ def max_abs_error(actual, expected) -> float:
 
 
 def out_tolerance(dtype, expected, plain_out=None, expected_lse=0.0) -> float:
-    """Largest error allowed in `out` of `dtype` whose exact value is `expected`.
+    """Returns the largest error allowed in `out` of `dtype` whose exact value is `expected`.
 
-    For a narrow dtype give `plain_out`, the result of `plain_attention` on the same inputs. Where logits are huge, give
-    the exact lse, which tells their size.
+    Args:
+      plain_out: the result of `plain_attention` on the same inputs; needed for narrow dtypes.
+      expected_lse: the exact lse; needed where logits are huge, because it bounds their size.
+    Raises:
+      ValueError: a narrow dtype without `plain_out`.
     """
     dtype = jnp.dtype(dtype)
     largest = float(np.max(np.abs(expected), initial=0.0))
@@ -64,7 +69,7 @@ def out_tolerance(dtype, expected, plain_out=None, expected_lse=0.0) -> float:
 
 
 def lse_tolerance(expected) -> float:
-    """Largest error allowed in `lse` whose exact value is `expected`."""
+    """Returns the largest error allowed in `lse` whose exact value is `expected`."""
     return LSE_TOLERANCE * (1.0 + _largest_finite(expected))
 
 
@@ -74,7 +79,7 @@ def _largest_finite(x) -> float:
 
 
 def relative_out_tolerance(dtype, expected) -> float:
-    """Largest error allowed in `out`, as roundings of the largest entry of its exact value `expected`.
+    """Returns the largest error allowed in `out`, as roundings of the largest entry of its exact value `expected`.
 
     16-bit kernels round the output once and the weights once more: 2 eps. float32 kernels also lose digits in the
     logits, whose errors grow with the square root of the head dim: 64 eps.

@@ -95,7 +95,7 @@ class MergedWith(Call):
         options = AttentionOptions(
             implementation="mosaic_gpu", **count(lambda x: jnp.minimum(x, self.first)), **self.options
         )
-        return attend_shard(query, key[:, : self.first], value[:, : self.first], options, Shard(), onto=onto)
+        return attend_shard(query, key[:, : self.first], value[:, : self.first], options, Shard(), merge_with=onto)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

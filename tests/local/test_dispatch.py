@@ -95,7 +95,7 @@ def test_mosaic_gpu_differentiates_a_state_that_it_merges_onto(monkeypatch):
     onto = SoftmaxState(out, jnp.asarray(rng.normal(size=out.shape[:3]), jnp.float32))
 
     def loss(name, query, onto):
-        state = attend_shard(query, key, key, AttentionOptions(implementation=name), Shard(), onto=onto)
+        state = attend_shard(query, key, key, AttentionOptions(implementation=name), Shard(), merge_with=onto)
         return state.out.astype(jnp.float32).sum() + state.lse.sum()
 
     ours, xlas = (jax.grad(partial(loss, name), argnums=(0, 1))(query, onto) for name in ("mosaic_gpu", "xla"))

@@ -94,13 +94,12 @@ class Epilogue(Protocol):
         """Merges the partial states of all devices into the results; `spans_ref` has those of each output tile."""
 
 
-# Also the order in which `implementation=None` tries them: flash_attn repeats K and V per query head, so it is named
-# or not used at all.
 IMPLEMENTATIONS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn,
 }  # fmt: skip
+# The order in which `implementation=None` tries them. flash_attn reads K and V once per query head: it is never picked.
 _AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
-# The lean kernel keeps every SM to its end, and a transfer's own kernels wait for one: a ring is faster beside cuDNN.
+# The lean kernel occupies every SM to its end, and a transfer's kernels wait for one: cuDNN makes a faster ring.
 _BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
 _log = logging.getLogger("tree_attn")
 
@@ -116,28 +115,29 @@ def attend(
 ) -> SoftmaxState:
     """Exact attention of `query` over the keys on this device, as a state to merge with those of other keys.
 
-    `tree_attn.merge_state` folds such states. Every other attention function returns `out`, and `(out, lse)` with
-    `return_lse=True`; this one always returns both, as a `SoftmaxState`.
+    This function is for folding: it returns a `SoftmaxState`, and `tree_attn.merge_state` merges such states. Every
+    other attention function returns `out`, and `(out, lse)` with `return_lse=True`.
 
     logits = cap(scale key_scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
     out    = value_scale sum exp(logits - lse) value
 
     Args:
       query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]` with `N = K * G`, one float dtype. S may be 0.
-        key and value may both be float8_e4m3fn or int8 instead; they are widened where they are used, which is exact.
+        key and value may both be float8_e4m3fn or int8 instead; they are widened in use, which is exact.
       key_value_seq_lengths: int32 `[B]`, valid keys per sequence, counted over all shards; default: all.
       is_causal: query t sees the keys at positions up to its own.
       query_positions: int32 `[B, T]` or `[T]`; default: the last T positions of each sequence.
-      local_window_size: an int or (left, right), inclusive, around the query's position; None is unlimited.
+      local_window_size: an integer or (left, right), inclusive, around the query's position; None is unlimited.
       logits_soft_cap: logits become `cap * tanh(logits / cap)`.
       sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`).
       scale: multiplies the logits, default `H ** -0.5`.
-      key_scale, value_scale: float32 `[K]`, what the stored keys and values of each head are multiplied by; default 1.
-      shard: which positions of the sequence `key` holds; default: all of it.
-      implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn"; None takes the first of the first three that can run
-        and logs which.
+      key_scale, value_scale: float32 `[K]`, factors of the stored keys and values of each head; default 1.
+      shard: the shard of the sequence that `key` is; default: the whole sequence.
+      implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn". None takes the first of the first three that can run
+        and logs its name.
     Returns:
-      `SoftmaxState(out [B, T, N, Hv] in query's dtype, lse float32 [B, T, N])`; where a query sees nothing, 0 and -inf.
+      `SoftmaxState(out [B, T, N, Hv] in query's dtype, lse float32 [B, T, N])`. A query that sees no key has 0 and
+      -inf.
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
       NotImplementedError: the named implementation cannot do an option, or cannot run here. It never falls back.
@@ -165,7 +165,7 @@ def attend_shard(
     *,
     query_shard: Shard | None = None,
     beside_transfers: bool = False,
-    onto: SoftmaxState | None = None,
+    merge_with: SoftmaxState | None = None,
 ) -> SoftmaxState:
     """Computes attention over one shard's keys, without sinks (they join once, for all shards).
 
@@ -173,12 +173,12 @@ def attend_shard(
       options: checked already.
       query_shard: the shard of a prompt that the queries are, stored as its keys are; it gives their positions.
       beside_transfers: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
-      onto: a state over other keys, with which the result is merged, or None.
+      merge_with: a state over other keys, with which the result is merged, or None.
     """
     attention = shard_attention(
         query, key, value, options, shard, query_shard=query_shard, beside_transfers=beside_transfers
     )
-    return attention.run(onto=onto)
+    return attention.run(merge_with=merge_with)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,13 +200,13 @@ class ShardAttention:
         """Number of elements of the state, `out` and lse together."""
         return math.prod(self.query.shape[:3]) * (self.value.shape[-1] + 1)
 
-    def run(self, *, onto: SoftmaxState | None = None, exchange: Exchange | None = None) -> SoftmaxState:
-        """Returns the state over the shard's keys, merged with `onto`; with `exchange`, over all devices."""
+    def run(self, *, merge_with: SoftmaxState | None = None, exchange: Exchange | None = None) -> SoftmaxState:
+        """Returns the state over the shard's keys, merged with `merge_with`; with `exchange`, over all devices."""
         arrays, arguments = (self.query, self.key, self.value), self.arguments | {"scale": self.scale}
         if self.implementation == "mosaic_gpu":  # its kernels merge anyway
-            return mosaic_gpu.attend(*arrays, onto=onto, exchange=exchange, **arguments)
+            return mosaic_gpu.attend(*arrays, onto=merge_with, exchange=exchange, **arguments)
         state = IMPLEMENTATIONS[self.implementation].attend(*arrays, **arguments)
-        state = state if onto is None else merge_state(state, onto)
+        state = state if merge_with is None else merge_state(state, merge_with)
         return state if exchange is None else exchange.merge(state)
 
 

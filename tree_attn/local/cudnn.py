@@ -1,8 +1,8 @@
 """cuDNN's fused attention, with the float32 lse that `jax.nn` rounds away.
 
 `jax.nn.dot_product_attention(..., return_residual=True)` casts the lse to the input's dtype, which bends merged
-weights by up to 3 %. The function below it does not. It is private to JAX, so it is named in `_fused_attention`
-alone, and a test fails loudly when JAX moves it.
+weights by up to 3 %. The function that it calls does not. That function is private to JAX: only `_fused_attention`
+names it, and a test fails when JAX moves it.
 """
 
 from functools import partial
@@ -62,9 +62,8 @@ def attend(
 ) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
 
-    Lengths alone become cuDNN's padding mask, which reads no more than the valid keys, and a prompt's own causal
-    diagonal its causal mask; other causal offsets and windows become an additive bias `[B, 1, T, S]`, read once beside
-    K and V.
+    Lengths alone become cuDNN's padding mask, which reads the valid keys only. A prompt's own causal diagonal becomes
+    its causal mask. Other causal offsets and windows become an additive bias `[B, 1, T, S]`, read once beside K and V.
     """
     return _attend(query, key, value, visible, scale)
 
@@ -78,13 +77,13 @@ def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxStat
         shape = (query.shape[0], query.shape[1], key.shape[1])
         options = {"mask": jnp.broadcast_to(visible.mask(), shape)[:, None]}
     elif lengths is not None:
-        # cuDNN's row statistics are undefined for a sequence of no keys, so it is given one and masked below.
+        # cuDNN's statistics are undefined for a sequence of no keys, so it gets one key, which is masked below.
         options = {
             "mask_type": fused.MaskType.PADDING_CAUSAL if is_diagonal else fused.MaskType.PADDING,
             "q_seqlen": jnp.full(lengths.shape, query.shape[1], jnp.int32),
             "kv_seqlen": jnp.maximum(lengths, 1),
         }
-    # The mask is that of query t and slots up to t. Query t + 1 in t's place sees one slot less.
+    # cuDNN's mask shows query t the slots up to t. Query t + 1 in t's place then sees one slot less.
     shift = 0 if visible.is_strict is None else visible.is_strict.astype(jnp.int32)
     out, lse = fused.dot_product_attention(
         _shifted(query, shift), key, value, scale=scale, return_residual=True, **options
@@ -103,7 +102,7 @@ def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxStat
 
 
 def _shifted(x, by):
-    """`[B, T, ...]` with row `t + by` at t, where `by` is -1, 0 or 1. What moves in at an end is some row."""
+    """Returns `[B, T, ...]` with query `t + by` at t, where `by` is -1, 0 or 1; at the ends queries repeat."""
     if isinstance(by, int):
         return x
     padded = jnp.concatenate([x[:, :1], x, x[:, -1:]], axis=1)
@@ -115,7 +114,7 @@ def _forward(query, key, value, visible, scale):
 
 
 def _backward(scale, residuals, cotangents):
-    """JAX's own rule drops the cotangent of lse without a word, and every merge depends on it: XLA recomputes."""
+    """Recomputes by XLA: JAX's own rule drops the cotangent of lse silently, and every merge depends on it."""
     *arrays, visible = residuals
     _, pull = jax.vjp(partial(xla.attend, scale=scale, logits_soft_cap=None, visible=visible), *arrays)
     return (*pull(cotangents), None)
@@ -125,7 +124,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _fused_attention():
-    """The one place that names JAX's private module."""
+    """Imports JAX's private module, in the one place that names it."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

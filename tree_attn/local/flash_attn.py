@@ -1,7 +1,7 @@
 """FlashAttention-2 through the package flash-attn-jax, the kernel that the Tree Attention paper used.
 
 flash-attn-jax 0.6.2 declares `jax<0.9` and links CUDA 12's runtime, so it is installed without its dependencies. It
-reads K and V once per query head (no packing of GQA groups), hence never chosen unless named.
+reads K and V once per query head (no packing of GQA groups), so it runs only where it is named.
 """
 
 import importlib
@@ -77,7 +77,7 @@ def load():
         raise ImportError(
             f"flash-attn-jax is installed but does not load ({error}); install it with: {INSTALL}"
         ) from error
-    # Its own way to the number asks the linker for "libcudart.so", which only an installed CUDA toolkit provides.
+    # The package's own function asks the linker for "libcudart.so", which only an installed CUDA toolkit provides.
     flash_fwd.get_sm_count = _sm_count
     return flash_fwd
 
@@ -87,7 +87,7 @@ def _sm_count() -> int:
 
 
 def _preload_cuda_runtime() -> None:
-    # The wheel's library lies in no search path; once loaded by its full name the linker finds it by its soname.
+    # The wheel's library is in no search path. Once it is loaded by its full name, the linker finds it by its soname.
     import ctypes
 
     spec = importlib.util.find_spec("nvidia.cuda_runtime") if importlib.util.find_spec("nvidia") else None

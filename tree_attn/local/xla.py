@@ -1,8 +1,8 @@
 """The backend that does everything everywhere: plain XLA, tiled so that memory does not grow with T or S.
 
-Queries are cut into tiles, keys into chunks; each (tile, chunk) gives a state, folded by `merge_state`. A pair in
-which nothing is visible is skipped at run time, so that causal prefill costs half and short sequences in long
-buffers cost what their lengths do.
+Queries are cut into tiles, keys into chunks; each (tile, chunk) gives a state, folded by `merge_state`. A pair without
+visible keys is skipped at run time. So causal prefill costs half, and a short sequence in a long buffer costs what its
+length does.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tree_attn.masking import Visibility
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 MAX_TILE_QUERIES = 512
-# float32 logits held at once; 16 MiB. One chunk covers most decode steps, so that a GPU sees no loop at all.
+# float32 logits in memory; 16 MiB. One chunk covers most decode steps, so that a GPU runs no loop at all.
 MAX_LOGITS_PER_CHUNK = 1 << 22
 MIN_CHUNK_KEYS = 256
 # XLA's CPU dots first copy K and V into the layout they want; the chunk bounds those copies.
@@ -52,7 +52,7 @@ def attend(
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_queries]
 
-    # "edge" repeats the last position, so that a padded tile is not given work by its padding.
+    # "edge" repeats the last position, so that padding adds no work to a tile.
     positions = visible.query_positions
     tiled_positions = None if positions is None else tiles_first(positions, "edge")
 
@@ -65,7 +65,7 @@ def attend(
 
 
 def _attend_tile(query, visible: Visibility, *, key, value, scale, soft_cap, scales) -> SoftmaxState:
-    """The state of one tile of queries over all keys. K and V are never multiplied out: logits and `out` are scaled."""
+    """Returns the state of one tile of queries over all keys. Scales multiply logits and `out`, never K and V."""
     key_scale, value_scale = (None, None) if scales is None else scales
     scale = jnp.full(1, scale, jnp.float32) if key_scale is None else jnp.float32(scale) * key_scale
     state = _fold_chunks(query, visible, key=key, value=value, scale=scale[:, None, None], soft_cap=soft_cap)
@@ -79,15 +79,15 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
     """Folds the state of one tile of queries over chunks of keys; float32 `out`."""
     batch, num_queries, num_heads, _ = query.shape
     num_keys = key.shape[1]
-    rows = (batch, num_queries, num_heads)
-    empty = empty_like(SoftmaxState(jnp.zeros((*rows, value.shape[-1]), jnp.float32), jnp.zeros(rows, jnp.float32)))
+    shape = (batch, num_queries, num_heads)
+    empty = empty_like(SoftmaxState(jnp.zeros((*shape, value.shape[-1]), jnp.float32), jnp.zeros(shape, jnp.float32)))
     if num_keys == 0:
         return empty
     chunk_keys = min(num_keys, _chunk_keys(batch * num_queries * num_heads))
     num_chunks = -(-num_keys // chunk_keys)
 
     def chunk_state(start, first_slot):
-        """State of slots `start ..`, of which those before `first_slot` belong to the previous chunk."""
+        """Returns the state of a chunk from slot `start` on; slots before `first_slot` belong to the previous chunk."""
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk_keys, axis=1)
         mask = visible.mask(start, chunk_keys)
         mask = mask & (start + jnp.arange(chunk_keys) >= first_slot)[None, None, :]
@@ -112,9 +112,11 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
 
 
 def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
-    """Attention over one chunk, float32 `out`.
+    """Computes attention over one chunk, float32 `out`.
 
-    `scale` is float32 `[K or 1, 1, 1]`; `mask` is bool `[B or 1, T or 1, S]`, or None when all is visible.
+    Args:
+      mask: bool `[B or 1, T or 1, S]`; None if every key is visible.
+      scale: float32 `[K or 1, 1, 1]`.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
@@ -136,11 +138,11 @@ def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
     # The weights meet V in V's dtype, as in every flash kernel; their sum was taken before that rounding.
     out = dot("btkgs,bskv->btkgv", weights.astype(value.dtype), value) / safe_total
     lse = jnp.where(sees_any, top + jnp.log(safe_total), -jnp.inf)
-    rows = (batch, num_queries, num_heads)
-    return SoftmaxState(out.reshape(*rows, value.shape[-1]), lse.reshape(rows))
+    shape = (batch, num_queries, num_heads)
+    return SoftmaxState(out.reshape(*shape, value.shape[-1]), lse.reshape(shape))
 
 
-def _chunk_keys(num_rows: int) -> int:
-    """Returns how many keys per chunk keep `num_rows * keys` logits, and on CPU the copies, within their limits."""
-    chunk_keys = max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_rows)
+def _chunk_keys(num_query_rows: int) -> int:
+    """Returns the number of keys per chunk that keeps `num_query_rows * keys` logits, and on CPU copies, in limits."""
+    chunk_keys = max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_query_rows)
     return min(chunk_keys, MAX_CHUNK_KEYS_ON_CPU) if default_platform() == "cpu" else chunk_keys
