@@ -28,7 +28,7 @@ def place(axes: tuple[str, ...]) -> Int[Array, ""]:
 
 
 def source(axes: tuple[str, ...], hop: int | Int[Array, ""]) -> Int[Array, ""]:
-    """Returns the index of the shard that is here after `hop` hops: that of the device `hop` places back in the ring."""
+    """Returns the index of the shard that is here after `hop` hops: that of the device `hop` places back."""
     sizes = dict(zip(axes, bound_axis_sizes(axes), strict=True))
     rest, coordinates, index = (place(axes) - hop) % math.prod(sizes.values()), {}, 0
     for axis in reversed(_in_mesh_order(axes)):
