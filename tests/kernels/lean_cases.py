@@ -91,11 +91,13 @@ class MergedWith(Call):
     def run(self, query, key, value, *lengths):
         count = lambda of: {"key_value_seq_lengths": of(lengths[0])} if lengths else {}
         others = count(lambda x: jnp.maximum(x - self.first, 0))
-        onto = attend(query, key[:, self.first :], value[:, self.first :], implementation="xla", **others)
+        other_state = attend(query, key[:, self.first :], value[:, self.first :], implementation="xla", **others)
         options = AttentionOptions(
             implementation="mosaic_gpu", **count(lambda x: jnp.minimum(x, self.first)), **self.options
         )
-        return attend_shard(query, key[:, : self.first], value[:, : self.first], options, Shard(), merge_with=onto)
+        return attend_shard(
+            query, key[:, : self.first], value[:, : self.first], options, Shard(), merge_with=other_state
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which backend runs: the named one or an error, and without a name the first of a documented order."""
+"""The choice of a backend: the named one or an error, and without a name the first of a documented order."""
 
 import logging
 from functools import partial
@@ -63,19 +63,20 @@ def test_flash_attn_is_not_given_scales_that_it_would_ignore(monkeypatch):
 @pytest.mark.parametrize("scales", [{}, HEAD_SCALES], ids=["unscaled", "scaled"])
 def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(scales, monkeypatch):
     """Its kernels are stood in for by XLA: what is under test is what reaches them, and the rule for gradients."""
-    given = []
+    calls = []
 
-    def kernels(query, key, value, *, visible, scale, soft_cap, scales, onto):
-        given.append((key.dtype, scales))
-        return xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
+    def kernels(query, key, value, scales, merge_with, visible, scale, logits_soft_cap):
+        calls.append((key.dtype, scales))
+        options = dict(scale=scale, logits_soft_cap=logits_soft_cap, visible=visible, scales=scales)
+        return xla.attend(query, key, value, **options)
 
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    monkeypatch.setattr(mosaic_gpu, "lean_padded", kernels)
+    monkeypatch.setattr(mosaic_gpu, "_lean_padded", kernels)
     rng = np.random.default_rng(0)
     sizes = {"bfloat16": (2, 3, 4, 64), "float8_e4m3fn": (2, 40, 2, 64)}
     query, key = (jnp.asarray(rng.normal(size=size), dtype) for dtype, size in sizes.items())
     assert_attention(attend(query, key, key, implementation="mosaic_gpu", **scales), query, key, key, **scales)
-    ((dtype, passed),) = given
+    ((dtype, passed),) = calls
     assert dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(passed, np.stack(list(scales.values())) if scales else None)
     loss = lambda name, query, scales: attend(query, key, key, implementation=name, **scales).lse.sum()
@@ -83,22 +84,22 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
     jax.tree.map(np.testing.assert_array_equal, ours, xlas)
 
 
-def test_mosaic_gpu_differentiates_a_state_that_it_merges_onto(monkeypatch):
-    def kernels(query, key, value, *, visible, scale, soft_cap, scales, onto):
-        state = xla.attend(query, key, value, scale=scale, logits_soft_cap=soft_cap, visible=visible, scales=scales)
-        return merge_state(state, onto)
+def test_mosaic_gpu_differentiates_a_state_that_it_merges_with(monkeypatch):
+    def kernels(query, key, value, scales, merge_with, visible, scale, logits_soft_cap):
+        options = dict(scale=scale, logits_soft_cap=logits_soft_cap, visible=visible, scales=scales)
+        return merge_state(xla.attend(query, key, value, **options), merge_with)
 
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    monkeypatch.setattr(mosaic_gpu, "lean_padded", kernels)
+    monkeypatch.setattr(mosaic_gpu, "_lean_padded", kernels)
     rng = np.random.default_rng(0)
     query, key, out = (jnp.asarray(rng.normal(size=(2, size, 4, 64)), jnp.bfloat16) for size in (3, 40, 3))
-    onto = SoftmaxState(out, jnp.asarray(rng.normal(size=out.shape[:3]), jnp.float32))
+    other_state = SoftmaxState(out, jnp.asarray(rng.normal(size=out.shape[:3]), jnp.float32))
 
-    def loss(name, query, onto):
-        state = attend_shard(query, key, key, AttentionOptions(implementation=name), Shard(), merge_with=onto)
+    def loss(name, query, other_state):
+        state = attend_shard(query, key, key, AttentionOptions(implementation=name), Shard(), merge_with=other_state)
         return state.out.astype(jnp.float32).sum() + state.lse.sum()
 
-    ours, xlas = (jax.grad(partial(loss, name), argnums=(0, 1))(query, onto) for name in ("mosaic_gpu", "xla"))
+    ours, xlas = (jax.grad(partial(loss, name), argnums=(0, 1))(query, other_state) for name in ("mosaic_gpu", "xla"))
     jax.tree.map(np.testing.assert_array_equal, ours, xlas)
 
 

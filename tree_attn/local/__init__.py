@@ -48,7 +48,7 @@ class Backend(Protocol):
     def attend(
         self, query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None
     ) -> SoftmaxState:
-        """Computes the state; arguments are checked already. `mosaic_gpu.attend` also takes `onto` and `exchange`."""
+        """Computes the state; arguments are checked already. `mosaic_gpu` also takes `merge_with` and `exchange`."""
 
 
 class Exchange(Protocol):
@@ -204,7 +204,7 @@ class ShardAttention:
         """Returns the state over the shard's keys, merged with `merge_with`; with `exchange`, over all devices."""
         arrays, arguments = (self.query, self.key, self.value), self.arguments | {"scale": self.scale}
         if self.implementation == "mosaic_gpu":  # its kernels merge anyway
-            return mosaic_gpu.attend(*arrays, onto=merge_with, exchange=exchange, **arguments)
+            return mosaic_gpu.attend(*arrays, merge_with=merge_with, exchange=exchange, **arguments)
         state = IMPLEMENTATIONS[self.implementation].attend(*arrays, **arguments)
         state = state if merge_with is None else merge_state(state, merge_with)
         return state if exchange is None else exchange.merge(state)
@@ -262,7 +262,7 @@ def choose(
     Raises:
       NotImplementedError: the named backend cannot run here, or cannot do what is asked; with the reason.
     """
-    reason_against = lambda name: (obstacles or {}).get(name) or why_not(name, query, key, value, **arguments)
+    reason_against = lambda name: why_not(name, query, key, value, **arguments) or (obstacles or {}).get(name)
     if implementation is not None:
         reason = reason_against(implementation)
         if reason is not None:

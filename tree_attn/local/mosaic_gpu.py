@@ -81,18 +81,18 @@ def slot_multiple(num_slots: int) -> int:
 
 def attend(
     query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None,
-    onto: SoftmaxState | None = None, exchange=None,
+    merge_with: SoftmaxState | None = None, exchange=None,
 ) -> SoftmaxState:  # fmt: skip
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
 
     Args:
-      onto: a state over other keys, with which the result is merged, or None.
+      merge_with: a state over other keys, with which the result is merged, or None.
       exchange: merges with the states of other devices (`tree_attn.local.Exchange`), or None. Then there is no
         derivative.
     """
     if exchange is None:
-        return _attend(query, key, value, scales, onto, visible, scale, logits_soft_cap)
-    return _lean_padded(query, key, value, scales, onto, visible, scale, logits_soft_cap, exchange)
+        return _attend(query, key, value, scales, merge_with, visible, scale, logits_soft_cap)
+    return _lean_padded(query, key, value, scales, merge_with, visible, scale, logits_soft_cap, exchange)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
