@@ -18,16 +18,12 @@ import dataclasses
 import functools
 import json
 import pathlib
-import subprocess
 import sys
 import time
 
 import numpy as np
-from benching import READ_GB_PER_S, ROTATE_BYTES, TIMING, MissingRows, torch_device_us
-
-from tree_attn.measure.rows import read
-
-KEYS = ("figure", "batch", "max_keys", "sum_keys", "num_heads", "num_kv_heads", "head_dim", "implementation")
+from benching import READ_GB_PER_S, ROTATE_BYTES, TIMING, MissingRows, flashinfer_rows, torch_device_us
+from lean_tables import KEYS, markdown, plot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,11 +110,12 @@ def run(cases: list[LeanStep], args: argparse.Namespace, with_energy: bool) -> i
     missing, start = MissingRows(args.out, KEYS), time.monotonic()
     is_done = lambda case: all(missing.has(case.row() | {"implementation": name}) for name in _implementations())
     cases = [case for case in cases if not is_done(case)]
-    peers = {} if with_energy else _flashinfer_rows(cases)
+    request = json.dumps([dataclasses.asdict(case) for case in cases])
+    peers = [] if with_energy else flashinfer_rows(__file__, request)
     for i, case in enumerate(cases):
         ways = {name: functools.partial(_time_jax, case, name, args.iters, with_energy) for name in _implementations()}
-        if i in peers:
-            ways["flashinfer"] = functools.partial(peers.get, i)
+        if peers:
+            ways["flashinfer"] = functools.partial(peers.__getitem__, i)
         for name, measured in ways.items():
             if time.monotonic() - start <= args.budget_s:
                 labels = case.row() | {"implementation": name}
@@ -204,17 +201,6 @@ def _energy(program, args, calls: int, seconds: float = 3.0) -> dict:
     return {"energy_mj_per_call": joules / count * 1e3, "power_w_mean": joules / elapsed, "energy_calls": count}
 
 
-def _flashinfer_rows(cases: list[LeanStep]) -> dict[int, dict]:
-    """Returns FlashInfer's rows by case, from a process of its own; none where it is not installed."""
-    request = json.dumps([dataclasses.asdict(case) for case in cases])
-    worker = [sys.executable, __file__, "flashinfer"]
-    done = subprocess.run(worker, input=request, capture_output=True, text=True)
-    if done.returncode:
-        print(f"flashinfer did not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-        return {}
-    return dict(enumerate(json.loads(done.stdout.strip().splitlines()[-1])))
-
-
 def _flashinfer_worker() -> int:
     """Reads cases from stdin, times FlashInfer's batch decode on each, prints a JSON list of rows."""
     print(json.dumps([_time_flashinfer(LeanStep(**case)) for case in json.loads(sys.stdin.read())]))
@@ -261,60 +247,6 @@ def _time_flashinfer(case: LeanStep) -> dict:
         "flashinfer": flashinfer.__version__,
         "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
     }
-
-
-def markdown(path: pathlib.Path) -> int:
-    """Prints device times, one line per case, in microseconds."""
-    rows = read(path)
-    names = {"mosaic_gpu": "mosaic_gpu", "cudnn": "cuDNN", "flashinfer": "FlashInfer"}
-    print(f"| step | heads | {' | '.join(names.values())} | limit | commit |")
-    print("|---|---|" + "---|" * (len(names) + 2))
-    cases = {_key(row)[:-1]: row for row in rows}
-    for key, row in cases.items():
-        times = {r["implementation"]: r["device_us_median"] for r in rows if _key(r)[:-1] == key}
-        step = f"{row['batch']} x {row['max_keys']:,}"
-        step = f"{row['batch']} ragged, longest {row['max_keys']:,}" if row["is_ragged"] else step
-        cells = " | ".join(f"{times[name]:.1f}" if name in times else "" for name in names)
-        heads = f"{row['num_heads']}/{row['num_kv_heads']}"
-        print(f"| {step} | {heads} | {cells} | {row['limit_us']:.1f} | {row['git_commit']} |")
-    return 0
-
-
-def plot(path: pathlib.Path) -> int:
-    """Draws time over the limit for each figure, one line per implementation and number of heads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in read(path) if row.get("device_us_median")]
-    axes_of = {"7": ("max_keys", "keys, one sequence"), "8": ("batch", "sequences of 16,384 keys")}
-    axes_of["12"] = ("sum_keys", "keys over 8 sequences, the longest 65,536")
-    figure, panels = plt.subplots(1, 3, figsize=(16, 5), sharey=True)
-    styles = {"mosaic_gpu": "-", "cudnn": "--", "flash_attn": "-.", "flashinfer": ":"}
-    for panel, (name, (x, label)) in zip(panels, axes_of.items()):
-        for implementation, style in styles.items():
-            for heads, colour in zip((8, 32, 64), ("tab:blue", "tab:orange", "tab:green")):
-                chosen = [r for r in rows if (r["figure"], r["implementation"]) == (name, implementation)]
-                points = sorted(
-                    (r[x], r["device_us_median"] / r["limit_us"]) for r in chosen if r["num_heads"] == heads
-                )
-                if points:
-                    panel.plot(*zip(*points), style, color=colour, marker=".", label=f"{implementation}, {heads} heads")
-        panel.set(xscale="log", yscale="log", xlabel=label, title=f"LeanAttention, Figure {name}: head dim 64, bf16")
-        panel.axhline(1, color="gray", linewidth=1)
-        points = sorted({row[x] for row in rows if row["figure"] == name})
-        panel.set_xticks(points, [f"{point:,}" for point in points], rotation=20)
-        panel.set_xticks([], minor=True)
-        if panel.get_legend_handles_labels()[0]:  # rows of this figure are there
-            panel.legend(fontsize=7)
-    panels[0].set_ylabel(f"device time / time to read K and V at {READ_GB_PER_S / 1000} TB/s")
-    figure.savefig(path.with_suffix(".png"), bbox_inches="tight", dpi=110)
-    return 0
-
-
-def _key(row: dict) -> tuple:
-    return tuple(row[name] for name in KEYS)
 
 
 def _title(row: dict) -> str:

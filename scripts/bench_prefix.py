@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
@@ -23,6 +22,7 @@ from benching import (
     ROTATE_BYTES,
     MissingRows,
     chosen,
+    flashinfer_rows,
     markdown,
     max_errors,
     normals,
@@ -108,7 +108,7 @@ def main() -> int:
     cases = {"table": CASES, "switch": SWITCH_CASES, "llama": LLAMA_CASES}[args.part]
     names = {"table": tuple(WAYS), "switch": ("mosaic_gpu", "mosaic_gpu, not shared"), "llama": ("mosaic_gpu", "cudnn")}
     ways = {name: WAYS[name] for name in names[args.part]}
-    peers = [] if args.ways or args.part != "table" else _flashinfer_rows()
+    peers = [] if args.ways or args.part != "table" else flashinfer_rows(__file__)
     for i, case in chosen(list(enumerate(cases)), args.cases):
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
         for way, (is_shared, implementation) in ways.items():
@@ -174,15 +174,6 @@ def _time(case: SharedPrefixStep, is_shared: bool, implementation: str, n_iters:
     except (NotImplementedError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return timed | {"max_errors": errors}
-
-
-def _flashinfer_rows() -> list[dict]:
-    """Returns FlashInfer's row of each case, from a process of its own; none where it is not installed."""
-    done = subprocess.run([sys.executable, __file__, "flashinfer"], capture_output=True, text=True)
-    if done.returncode:
-        print(f"flashinfer did not run: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-        return []
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def _time_flashinfer(case: SharedPrefixStep) -> dict:

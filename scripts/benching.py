@@ -2,7 +2,10 @@
 
 import functools
 import itertools
+import json
 import pathlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -92,6 +95,15 @@ def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
         events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         samples.append(sum(event.time_range.elapsed_us() for event in events) / n_iters / calls)
     return float(np.median(samples))
+
+
+def flashinfer_rows(script: str, request: str = "") -> list[dict]:
+    """Returns FlashInfer's row of each case, from `script flashinfer` as a process; none where it is not installed."""
+    worker = subprocess.run([sys.executable, script, "flashinfer"], input=request, capture_output=True, text=True)
+    if worker.returncode:
+        print(f"flashinfer did not run: {(worker.stderr.strip().splitlines() or ['no message'])[-1]}")
+        return []
+    return json.loads(worker.stdout.strip().splitlines()[-1])
 
 
 def max_errors(found, expected, sequences: slice) -> list[float]:

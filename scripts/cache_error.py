@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     writer = RowWriter(args.out)
     checkpoint = load.open_checkpoint(hub.resolve(hub.SMOLLM2))
-    sharding = spread_over(checkpoint.config, make_mesh({"seq": 1}, jax.devices()[:1]))
+    sharding = spread_over(checkpoint.config, make_mesh({"seq": 1}, jax.devices()[:1]), "seq")
     wide = checkpoint.load(sharding, jnp.float32)
     attention = by_name("single", sharding)
     text = checkpoint.tokenizer.encode(args.text.read_text(), add_special_tokens=False)

@@ -280,19 +280,8 @@ def sparq_checks(num_devices: int, done: Collection[str]) -> Iterator[dict]:
 def _key(row: dict) -> str:
     """Returns the fields that tell local checks apart, or those of SparQ."""
     local = ("num_queries", "num_heads", "num_kv_heads", "head_dim", "num_keys", "dtype", "options_name")
-    sparq = (
-        "n_devices",
-        "num_queries",
-        "selection",
-        "dtype",
-        "num_keys",
-        "head_dim",
-        "lengths",
-        "k",
-        "group",
-        "reallocate",
-    )
-    names = {"local": local, "sparq": sparq}.get(row["what"], ())
+    sparq = ("n_devices", "num_queries", "selection", "dtype", "num_keys", "head_dim", "lengths", "k", "group")
+    names = {"local": local, "sparq": (*sparq, "reallocate")}.get(row["what"], ())
     row = dict(group=1, num_queries=1, reallocate=True) | row  # the oldest rows lack these fields
     return json.dumps([row["what"], row.get("implementation"), *(row.get(name) for name in names)])
 
