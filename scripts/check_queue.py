@@ -34,7 +34,7 @@ def main() -> int:
     from tree_attn.models.llama.generation.queue import stream_queue
     from tree_attn.models.llama.presets import preset
 
-    config, place = preset(args.config), session.Place(devices=session.choose_devices(1), two_levels=False)
+    config, place = preset(args.config), session.Place(devices=session.choose_devices(1), has_two_axes=False)
     sharding, rng = place.sharding(config), np.random.default_rng(0)
     generator = Generator(
         Llama(config, sharding, parameters.random(sharding, place.dtype)), by_name("single", sharding)

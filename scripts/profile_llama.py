@@ -33,7 +33,7 @@ def main() -> None:
     config = dataclasses.replace(
         preset(args.config), num_layers=args.layers, max_position=args.context + args.new_tokens
     )
-    place = session.Place(devices=session.choose_devices(1), two_levels=False)
+    place = session.Place(devices=session.choose_devices(1), has_two_axes=False)
     sharding = place.sharding(config)
     generator = Generator(
         Llama(config, sharding, parameters.random(sharding, place.dtype)), by_name("single", sharding)

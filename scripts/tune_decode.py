@@ -117,7 +117,7 @@ def options(config, batch: int, context: int, xla_options: dict):
 
     new_tokens = 65
     config = dataclasses.replace(config, max_position=context + new_tokens)
-    place = session.Place(devices=session.choose_devices(1), two_levels=False)
+    place = session.Place(devices=session.choose_devices(1), has_two_axes=False)
     sharding = place.sharding(config)
     model = Llama(config, sharding, parameters.random(sharding, place.dtype))
     generator = Generator(model, by_name("single", sharding))

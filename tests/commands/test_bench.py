@@ -51,7 +51,7 @@ def test_samples_share_their_prompt(tmp_path, capsys):
     assert many["predicted"]["cache"] < 70 * one["predicted"]["cache"] / 2
 
 
-def test_two_levels_of_sharing_beside_one(capsys):
+def test_two_prefix_levels_of_sharing_beside_one(capsys):
     options = ["--problems", "2", "--problem-tokens", "35", "--samples", "64", "--levels", "2,1", "--json"]
     assert cli.main(bench(*options, "--attention", "single")) == 0
     two, one = json.loads(capsys.readouterr().out)["rows"]

@@ -71,7 +71,7 @@ def test_figure_3_has_no_relative_series_where_the_ring_with_the_fewest_keys_was
     assert set(values(figure, "640,000 keys", "ring overlapped", True)) == {4, 8}
 
 
-def test_figure_3_predicts_two_levels_beyond_a_node(measured):
+def test_figure_3_predicts_two_axes_beyond_a_node(measured):
     """128 GPUs are 16 nodes of 8, so that the best tree is the best reduction over two axes."""
     predicted = values(paper.figure_3(measured, H200), "5,120,000 keys", "tree", False)
     step = dataclasses.replace(rows.step(measured[0]), num_keys=5_120_000, n_devices=128)

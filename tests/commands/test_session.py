@@ -30,7 +30,7 @@ def four_nodes(monkeypatch):
 
 def test_a_hierarchical_reduction_keeps_each_node_in_the_near_axis(four_nodes):
     """Otherwise the level that should stay on the links of a node crosses the network."""
-    place = session.Place(devices=session.choose_devices(None), two_levels=True)
+    place = session.Place(devices=session.choose_devices(None), has_two_axes=True)
     sharding = place.sharding(preset("smollm2-135m"))
     assert dict(sharding.mesh.shape) == {"device": DEVICES, "node": NODES}
     assert sharding.sequence == ("device", "node")
@@ -46,4 +46,4 @@ def test_one_axis_goes_node_by_node(four_nodes):
 
 def test_a_prime_number_of_devices_has_no_two_axes(four_nodes):
     with pytest.raises(ValueError, match="devices=7: a hierarchical reduction needs a product of two numbers above 1"):
-        session.Place(devices=session.choose_devices(None)[:7], two_levels=True)
+        session.Place(devices=session.choose_devices(None)[:7], has_two_axes=True)

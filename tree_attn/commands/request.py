@@ -53,7 +53,7 @@ def open_request(args: argparse.Namespace) -> Request:
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     processes.join(args, args.devices)
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
-    place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    place = session.Place(devices=devices, has_two_axes=args.reduction == "hierarchical")
     reduction = check_choice(args.attention, args.reduction, tuple(place.axis_sizes), len(devices), sparq)
     check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
     check_cache_dtype(args.attention, args.cache_dtype)

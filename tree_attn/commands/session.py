@@ -1,4 +1,4 @@
-"""What the commands share: devices, a mesh, and a model read with a progress bar."""
+"""The devices that a command runs on, their mesh, and a model read with a progress bar."""
 
 import contextlib
 import dataclasses
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from rich import progress
+from rich.console import Console
 
 from tree_attn import topology
 from tree_attn.devices import ensure_devices, request_cpu_devices
@@ -22,17 +24,21 @@ DEFAULT_DEVICES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """The devices that a model runs on, in order, and whether the mesh has two levels of links.
+    """The devices that a model runs on, in order, and the axes of their mesh.
+
+    Attributes:
+      devices: in the order of the mesh.
+      has_two_axes: two axes, ("device", "node"), for a hierarchical reduction; else one, "seq".
 
     Raises:
-      ValueError: two levels of a number of devices that has no two factors.
+      ValueError: two axes, of a number of devices without two factors.
     """
 
     devices: tuple[jax.Device, ...]
-    two_levels: bool = False
+    has_two_axes: bool = False
 
     def __post_init__(self) -> None:
-        if self.two_levels and node_axes(self.devices) is None:
+        if self.has_two_axes and node_axes(self.devices) is None:
             raise ValueError(
                 f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1"
             )
@@ -40,27 +46,28 @@ class Place:
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Mesh axes of the sequence and their sizes, fastest links first."""
-        return node_axes(self.devices) if self.two_levels else {"seq": len(self.devices)}
+        return node_axes(self.devices) if self.has_two_axes else {"seq": len(self.devices)}
 
     def sharding(self, config: LlamaConfig) -> LlamaSharding:
         """Returns the sharding with the sequence over all devices; MLP and vocabulary too where they divide."""
         axes = tuple(self.axis_sizes)
         mesh = make_mesh(self.axis_sizes, self.devices)
-        return spread_over(config, mesh, sequence=axes if self.two_levels else axes[0])
+        return spread_over(config, mesh, sequence=axes if self.has_two_axes else axes[0])
 
     @property
     def dtype(self) -> DTypeLike:
-        """float32 on CPUs, which have no faster kind; bfloat16 elsewhere."""
+        """float32 on CPUs, where nothing is faster; bfloat16 elsewhere."""
         return jnp.float32 if self.devices[0].platform == "cpu" else jnp.bfloat16
 
 
 def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
-    """The requested number of devices, emulated if there are too few; by default up to 8 accelerators, or 8 emulated.
+    """Returns the requested number of devices, emulated if there are too few.
 
-    Of several processes, all devices, node by node: each must have a part in what the others wait for.
+    By default it returns up to 8 accelerators, or 8 emulated devices.
+    In a run of several processes it returns all devices, node by node: each must take part in the collectives.
 
     Raises:
-      ValueError: the number is not positive, or not that of all devices of several processes.
+      ValueError: the number is not positive, or, in a run of several processes, not that of all devices.
     """
     if jax.distributed.is_initialized():  # to count processes would start JAX too early where there is one
         if requested not in (None, jax.device_count()):
@@ -68,22 +75,20 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
         return tuple(topology.node_by_node(jax.devices()))
     if requested is not None:
         return tuple(ensure_devices(requested))
-    request_cpu_devices(DEFAULT_DEVICES)  # whether they are needed is known only once JAX has started
+    request_cpu_devices(DEFAULT_DEVICES)  # JAX must have started before it is known that they are needed
     return tuple(jax.devices()[:DEFAULT_DEVICES])
 
 
 @contextlib.contextmanager
 def phase(description: str) -> Iterator[None]:
-    """A spinner on stderr while something without a measure runs."""
-    import rich.console
-
-    console = rich.console.Console(stderr=True)
+    """Shows a spinner on stderr while work without a known length runs."""
+    console = Console(stderr=True)
     with console.status(description) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
 def open_with_progress(model: str) -> Checkpoint:
-    """`open_checkpoint(resolve(model))`, saying what it waits for."""
+    """Returns `open_checkpoint(resolve(model))`; a spinner names the step that runs."""
     with phase(f"finding {model} (the first time, it is downloaded) ..."):
         path = hub.resolve(model)
     with phase(f"opening {path.name} ..."):
@@ -91,17 +96,14 @@ def open_with_progress(model: str) -> Checkpoint:
 
 
 def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: DTypeLike) -> Llama:
-    """`checkpoint.load`, with a bar over its bytes on stderr."""
-    import rich.console
-    from rich import progress
-
+    """Returns `checkpoint.load(...)`; a bar on stderr shows its bytes."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TimeElapsedColumn(),
     )
-    console = rich.console.Console(stderr=True)
+    console = Console(stderr=True)
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading weights onto {sharding.mesh.size} devices", total=checkpoint.num_bytes(dtype))
         return checkpoint.load(sharding, dtype, lambda count: bar.advance(task, count))

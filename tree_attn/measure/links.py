@@ -77,11 +77,12 @@ def _collective_us(mesh: Mesh, collective) -> float:
     axes = tuple(mesh.axis_names)
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(lambda: jnp.ones((1, 1024), jnp.float32), in_specs=()))()
-    long_chain = None if _is_emulated(mesh) else 64
+    long_chain = None if is_emulated(mesh) else 64
     return latency_us(shard_map(collective, in_specs=P(axes)), whole, chain=16, long_chain=long_chain).median_us
 
 
-def _is_emulated(mesh: Mesh) -> bool:
+def is_emulated(mesh: Mesh) -> bool:
+    """Returns True if the devices are emulated on the CPU: their times measure nothing."""
     return mesh.devices.flat[0].platform == "cpu"
 
 
@@ -110,10 +111,10 @@ def neighbour_gb_per_s(
     ring_size = mesh.devices.size if axis_name is None else mesh.shape[axis_name]
     if ring_size == 1:
         return None
-    is_emulated = _is_emulated(mesh)
+    emulated = is_emulated(mesh)
     if num_bytes is None:
-        num_bytes = 4_000_000 if is_emulated else 256_000_000
-    num_hops = 2 if is_emulated else 16
+        num_bytes = 4_000_000 if emulated else 256_000_000
+    num_hops = 2 if emulated else 16
     permutation = [(i, (i + 1) % ring_size) for i in range(ring_size)]
     num_elements = max(1, num_bytes // 4)
 
@@ -127,6 +128,6 @@ def neighbour_gb_per_s(
 
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(fill, in_specs=()))()
-    long_chain = None if is_emulated else 4
+    long_chain = None if emulated else 4
     timing = latency_us(shard_map(send, in_specs=P(axes)), whole, n_iters=n_iters, long_chain=long_chain)
     return num_hops * num_elements * 4 / timing.median_us / 1e3

@@ -70,7 +70,7 @@ def bench(args: argparse.Namespace) -> None:
     processes.join(args, args.devices)
     is_single = plan.attentions == ["single"] and args.devices is None
     devices = session.choose_devices(1 if is_single else args.devices)
-    place = session.Place(devices=devices, two_levels=args.reduction == "hierarchical")
+    place = session.Place(devices=devices, has_two_axes=args.reduction == "hierarchical")
     for name in plan.attentions:
         check_cache_dtype(name, args.cache_dtype)
         check_prefill_chunk(name, args.prefill_chunk if name in CHUNKING else None, len(devices))

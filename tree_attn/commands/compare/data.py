@@ -1,7 +1,7 @@
 """Random queries, keys and values for `tree-attn compare`, made on their devices, and the oracle's answer to them.
 
-Keys and values are a function of (seed, shard, block) alone. So every device makes its own shard, no place ever holds
-all of them, and the oracle can make any part of them again without the devices.
+Keys and values are a function of (seed, shard, block) alone. So every device makes its own shard, and no place ever
+holds all of them. The oracle can make any part of them again without the devices.
 """
 
 import dataclasses

@@ -39,9 +39,9 @@ def print_predictions(
 
 def _print_limit(console: Console, step: DecodeStep, device_kind: str, neighbour_gb_per_s: float | None) -> None:
     limit_us = limits.read_limit_us(step, device_kind)
-    least = f"at least {time(limit_us)}" if limit_us is not None else f"no read rate is known for {device_kind!r}"
+    limit = f"at least {time(limit_us)}" if limit_us is not None else f"no read rate is known for {device_kind!r}"
     num_bytes = size(step.key_value_bytes_per_device)
-    console.print(f"Physical limit, {step.num_keys:,} keys: each device reads {num_bytes} of keys and values: {least}.")
+    console.print(f"Physical limit, {step.num_keys:,} keys: each device reads {num_bytes} of keys and values: {limit}.")
     if neighbour_gb_per_s is not None:
         shard = size(step.key_value_bytes_per_device / 2)
         console.print(f"  A bare transfer of {shard} to a neighbour runs at {neighbour_gb_per_s:.1f} GB/s here.")
