@@ -51,6 +51,20 @@ def test_help_imports_no_command_and_starts_no_backend():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_help_of_a_command_loads_no_jax():
+    """Options are declared in modules that load JAX only when the command runs."""
+    code = (
+        "import sys\n"
+        "from tree_attn import cli\n"
+        "for name in cli.COMMANDS:\n"
+        "    try: cli.main([name, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "    assert not {'jax', 'numpy', 'flax', 'rich', 'matplotlib'} & set(sys.modules), name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_error_is_one_line_and_names_the_command(capsys, tmp_path):
     assert cli.main(["compare", "--keys", "0", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
