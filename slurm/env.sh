@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Settings of NCCL and JAX for jobs over several nodes, each with its reason. The sbatch files source it; whatever is in
-# the environment already stays as it is.
+# Settings of NCCL and JAX for jobs over several nodes, each with its reason. The sbatch files source it; variables that
+# are set already stay as they are.
 
 # NVLS is NVLink multicast. It is set up by the fabric manager for all GPUs of a node together, so on shared nodes a job
 # that dies within it can take the GPUs of others down. The collectives of this library are a few KB: they gain nothing.
@@ -15,14 +15,14 @@ export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # Not set, for no value is right everywhere: NCCL_SOCKET_IFNAME and NCCL_IB_HCA. Where NCCL or Gloo picks a network that
 # does not reach the other nodes (docker0, a management network), name the one that does: NCCL_SOCKET_IFNAME=ib0.
 
-# Compiled programs outlive the job: one that is requeued starts where it was within seconds, not minutes.
+# Compiled programs outlive the job: a requeued job goes on within seconds, not minutes.
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/tree-attn/compiled}
 
-# Python keeps what it prints to a file until 8 KB are there; a rank that is killed would take its last words with it.
+# Python buffers 8 KB of output to a file; a rank that is killed would lose its last lines.
 export PYTHONUNBUFFERED=1
 
 # On a crash in native code (NCCL, XLA), every thread's Python stack goes to the rank's log.
 export PYTHONFAULTHANDLER=1
 
-# Not set, but to be known: no --gpus-per-task and no CUDA_VISIBLE_DEVICES per task. JAX gives task i of a node the node's
+# A rule, not a setting: no --gpus-per-task and no CUDA_VISIBLE_DEVICES per task. JAX gives task i of a node the node's
 # i-th GPU, so every task must see them all (jax#23452, #28194): ask for --gpus-per-node or --gres=gpu:N.

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the sbatch files have in common; they source it. It sets, from the environment or by default:
+# The common part of the sbatch files, which source it. It sets, from the environment or by default:
 #
 #   TREE_ATTN_HOME     the checkout                               the folder that sbatch was called in
 #   TREE_ATTN_SETUP    a file to source on each node, for         none
@@ -12,7 +12,7 @@
 #                      when a rank has failed
 #   TREE_ATTN_LOGS     a log per rank and job                     logs/ in the folder of the results
 #
-# A job that is requeued has the same job id, hence the same folder, and goes on from what lies there.
+# A job that is requeued has the same job id, hence the same folder, and goes on from the files in it.
 
 TREE_ATTN_HOME=${TREE_ATTN_HOME:-$SLURM_SUBMIT_DIR}
 TREE_ATTN_OUT=${TREE_ATTN_OUT:-$SLURM_SUBMIT_DIR/results/$SLURM_JOB_ID}
@@ -31,7 +31,7 @@ source "$TREE_ATTN_HOME/slurm/env.sh"
 say() { echo "$(date +%FT%T) $(hostname): $*"; }
 
 # SLURM sends USR1 when the time limit is near (--signal in the sbatch files), TERM when the job is cancelled, preempted
-# or out of time. What is finished is on disk at every moment, so there is nothing to save here.
+# or out of time. Finished work is on disk at every moment, so there is nothing to save here.
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 touch "$scratch/started"
@@ -44,10 +44,10 @@ on_time_limit() {
   say "job $SLURM_JOB_ID is near its time limit: it is requeued, and goes on from what is in $TREE_ATTN_OUT"
   scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again with TREE_ATTN_OUT=$TREE_ATTN_OUT"
 }
-told_to_end=
+must_end=
 on_term() {
-  told_to_end=yes
-  say "job $SLURM_JOB_ID was told to end; what is finished is in $TREE_ATTN_OUT, and the same job goes on from there"
+  must_end=yes
+  say "job $SLURM_JOB_ID got a signal to end; finished work is in $TREE_ATTN_OUT, and the same job goes on from there"
 }
 trap on_time_limit USR1
 trap on_term TERM
@@ -64,8 +64,8 @@ run_ranks() {
   end_if_stuck "$step" &
   # A signal to this script ends `wait` early.
   while wait "$step" && status=0 || status=$?; kill -0 "$step" 2>/dev/null; do :; done
-  # Ranks that were told to end may still end well, without having done all there was to do.
-  [ -z "$told_to_end" ] || status=143
+  # Ranks that got the signal may end with status 0, without having done all their work.
+  [ -z "$must_end" ] || status=143
   [ "$status" = 0 ] || say_last_words "$status"
   return "$status"
 }

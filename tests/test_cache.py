@@ -24,13 +24,13 @@ def empty_cache(num_devices=3, capacity=12, block_size=1, **options):
 
 
 def tokens(count, seed=0):
-    """Keys and values of `count` tokens; no element is 0, which is what an empty slot holds."""
+    """Returns keys and values of `count` tokens; no element is 0, which is what an empty slot holds."""
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.uniform(1, 2, size=(B, count, K, H)), jnp.float32) for _ in range(2))
 
 
 def natural(cache):
-    """The keys and values held, `[..., B, S, K, H]` in the order of their positions."""
+    """Returns the keys and values held, `[..., B, S, K, H]` in the order of their positions."""
     order = storage_order(cache.capacity, cache.num_shards, cache.block_size)
     return tuple(np.asarray(x)[..., np.argsort(order), :, :] for x in (cache.key, cache.value))
 
@@ -38,10 +38,10 @@ def natural(cache):
 def assert_holds(cache, key, value, lengths):
     """Each sequence holds the first of these tokens, as many as its length says, and nothing after them."""
     np.testing.assert_array_equal(cache.lengths, lengths)
-    for held, given in zip(natural(cache), (key, value), strict=True):
+    for found, written in zip(natural(cache), (key, value), strict=True):
         for b, length in enumerate(lengths):
-            np.testing.assert_array_equal(held[b, :length], given[b, :length])
-            assert not held[b, length:].any()
+            np.testing.assert_array_equal(found[b, :length], written[b, :length])
+            assert not found[b, length:].any()
 
 
 @pytest.mark.parametrize("num_devices, block_size", [(1, 2), (3, 1), (3, 2), (8, 1)])
@@ -50,8 +50,8 @@ def test_growth_is_balanced_to_within_one_block(num_devices, block_size):
     key, value = tokens(19)
     for t in range(19):
         cache = append(cache, key[:, t : t + 1], value[:, t : t + 1])
-        held = [int((np.asarray(shard.data)[0, :, 0, 0] != 0).sum()) for shard in cache.key.addressable_shards]
-        assert sum(held) == t + 1 and max(held) - min(held) <= block_size
+        found = [int((np.asarray(shard.data)[0, :, 0, 0] != 0).sum()) for shard in cache.key.addressable_shards]
+        assert sum(found) == t + 1 and max(found) - min(found) <= block_size
     assert_holds(cache, key, value, [19, 19])
 
 
@@ -71,9 +71,9 @@ def test_several_tokens_after_ragged_lengths(block_size):
     new_key, new_value = tokens(3, seed=1)
     cache = append(cache, new_key, new_value)
     np.testing.assert_array_equal(cache.lengths, lengths + 3)
-    for held, old, new in zip(natural(cache), (key, value), (new_key, new_value), strict=True):
-        np.testing.assert_array_equal(held[0, :8], np.concatenate([old[0, :5], new[0]]))
-        np.testing.assert_array_equal(held[1, :3], new[1])
+    for found, old, new in zip(natural(cache), (key, value), (new_key, new_value), strict=True):
+        np.testing.assert_array_equal(found[0, :8], np.concatenate([old[0, :5], new[0]]))
+        np.testing.assert_array_equal(found[1, :3], new[1])
 
 
 def write_every_layer(cache, stacked):
@@ -102,12 +102,12 @@ def test_a_step_happens_in_place(num_layers):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
 def test_layers_that_are_not_stacked_hold_what_stacked_ones_hold(dtype):
-    kept = dict(num_layers=2, dtype=dtype, keeps_value_sum=True, keeps_key_by_component=True)
+    options = dict(num_layers=2, dtype=dtype, keeps_value_sum=True, keeps_key_by_component=True)
     if dtype == jnp.int8:
-        kept |= {name: jnp.asarray([[0.02, 0.1], [0.05, 0.01]]) for name in ("key_scale", "value_scale")}
+        options |= {name: jnp.asarray([[0.02, 0.1], [0.05, 0.01]]) for name in ("key_scale", "value_scale")}
 
     def filled(stacks_layers, batch):
-        cache = empty_cache(capacity=12, stacks_layers=stacks_layers, batch=batch, **kept)
+        cache = empty_cache(capacity=12, stacks_layers=stacks_layers, batch=batch, **options)
         for layer in range(2):
             cache = cache.write_prefix(*(x[:batch] for x in tokens(6, seed=layer)), layer=layer)
         cache = cache.with_lengths(np.full(batch, 5, np.int32))
@@ -151,9 +151,9 @@ def test_layers_are_written_apart_and_counted_once():
     stacked = of_three_layers(2)
     cache = jax.jit(write_every_layer, donate_argnums=0)(empty_cache(num_layers=3), stacked)
     np.testing.assert_array_equal(cache.lengths, [2, 2])
-    for held, given in zip(natural(cache), stacked, strict=True):
-        np.testing.assert_array_equal(held[:, :, :2], given)
-        assert not held[:, :, 2:].any()
+    for found, written in zip(natural(cache), stacked, strict=True):
+        np.testing.assert_array_equal(found[:, :, :2], written)
+        assert not found[:, :, 2:].any()
 
 
 @pytest.mark.parametrize("block_size, num_layers", [(1, None), (2, None), (2, 3)])
@@ -211,10 +211,10 @@ def test_inside_jit_a_refused_write_leaves_its_sequence_alone_and_marks_it():
     cache = append(cache, *new)
     np.testing.assert_array_equal(cache.overflowed, [True, False])
     np.testing.assert_array_equal(cache.lengths, [11, 6])
-    for held, old, added in zip(natural(cache), (key, value), new, strict=True):
-        np.testing.assert_array_equal(held[0, :11], old[0, :11])
-        assert not held[0, 11:].any()
-        np.testing.assert_array_equal(held[1, :6], np.concatenate([old[1, :4], added[1]]))
+    for found, old, added in zip(natural(cache), (key, value), new, strict=True):
+        np.testing.assert_array_equal(found[0, :11], old[0, :11])
+        assert not found[0, 11:].any()
+        np.testing.assert_array_equal(found[1, :6], np.concatenate([old[1, :4], added[1]]))
     cache = append(cache, *tokens(1, seed=2))  # would fit, yet the sequence is already wrong
     np.testing.assert_array_equal(cache.overflowed, [True, False])
     with pytest.raises(CacheFullError, match=r"sequence 0 .*refused already"):
@@ -226,8 +226,8 @@ def test_a_cache_can_be_filled_to_its_last_slot():
     cache = append(cache, key[:, 11:], value[:, 11:])
     np.testing.assert_array_equal(cache.lengths, [12, 5])
     assert not np.asarray(cache.overflowed).any()
-    for held, given in zip(natural(cache), (key, value), strict=True):
-        np.testing.assert_array_equal(held[0], given[0])
+    for found, written in zip(natural(cache), (key, value), strict=True):
+        np.testing.assert_array_equal(found[0], written[0])
 
 
 def test_two_axes_shard_the_sequence_as_they_are_named():
@@ -240,11 +240,11 @@ def test_two_axes_shard_the_sequence_as_they_are_named():
 
 
 def test_a_row_takes_another_sequence_and_the_others_keep_every_bit():
-    kept = dict(num_layers=2, keeps_value_sum=True, keeps_key_by_component=True)
+    options = dict(num_layers=2, keeps_value_sum=True, keeps_key_by_component=True)
     fill = jax.jit(lambda cache, key, value: cache.write(key, value, layer=1).advance(key.shape[1]))
-    cache = fill(empty_cache(capacity=12, **kept), *tokens(7))
+    cache = fill(empty_cache(capacity=12, **options), *tokens(7))
     cache = fill(cache, *tokens(6, seed=1))  # no room: both rows are marked
-    other = fill(empty_cache(capacity=6, batch=1, **kept), *(x[:1] for x in tokens(5, seed=2)))
+    other = fill(empty_cache(capacity=6, batch=1, **options), *(x[:1] for x in tokens(5, seed=2)))
     moved = jax.jit(KVCache.with_sequence)(cache, 1, other)
     np.testing.assert_array_equal(moved.lengths, [7, 5])
     np.testing.assert_array_equal(moved.overflowed, [True, False])
@@ -253,8 +253,8 @@ def test_a_row_takes_another_sequence_and_the_others_keep_every_bit():
     for name in names:
         np.testing.assert_array_equal(rows(moved, name, 0), rows(cache, name, 0))
     np.testing.assert_array_equal(rows(moved, "value_sum", 1), rows(other, "value_sum", 0))
-    for held, given in zip(natural(moved), natural(other), strict=True):
-        np.testing.assert_array_equal(held[..., 1, :5, :, :], given[..., 0, :5, :, :])
+    for found, written in zip(natural(moved), natural(other), strict=True):
+        np.testing.assert_array_equal(found[..., 1, :5, :, :], written[..., 0, :5, :, :])
     np.testing.assert_array_equal(in_order(moved)[..., 1, :, :, :5], in_order(other)[..., 0, :, :, :5])
 
 
@@ -269,7 +269,7 @@ def test_a_sequence_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_the_sum_of_the_values_and_the_keys_by_component_follow_every_change(num_layers):
-    """What SparQ reads besides: after a prefill, appended tokens, a refused write, and tokens that were dropped."""
+    """Checks SparQ's arrays after a prefill, appended tokens, a refused write, and tokens that were dropped."""
     cache = empty_cache(capacity=12, num_layers=num_layers, keeps_value_sum=True, keeps_key_by_component=True)
     layer = None if num_layers is None else 1
     prompt, order = tokens(6), storage_order(6, cache.num_shards, 1)
@@ -294,14 +294,14 @@ def test_the_sum_of_the_values_and_the_keys_by_component_follow_every_change(num
     assert_kept(jax.jit(KVCache.with_lengths)(cache, np.array([0, 8], np.int32)))
 
 
-def test_a_float8_cache_rounds_and_clips_what_it_is_given_and_decodes_as_stored():
+def test_a_float8_cache_rounds_and_clips_and_decodes_as_stored():
     cache = empty_cache(dtype=jnp.float8_e4m3fn, keeps_value_sum=True)
     key, value = tokens(5)
     key = key.at[0, 0, 0, 0].set(1e4)
     cache = append(cache, key, value)
     stored = [x.astype(jnp.float8_e4m3fn).astype(jnp.float32) for x in (jnp.clip(key, -448, 448), value)]
-    for held, expected in zip(natural(cache), stored, strict=True):
-        np.testing.assert_array_equal(held[:, :5].astype(np.float32), expected)
+    for found, expected in zip(natural(cache), stored, strict=True):
+        np.testing.assert_array_equal(found[:, :5].astype(np.float32), expected)
     np.testing.assert_allclose(cache.value_sum, stored[1].sum(axis=1), rtol=1e-6)
     query = jnp.asarray(np.random.default_rng(2).normal(size=(B, 1, 4, H)), jnp.float32)
     decode = partial(tree_decode, axis_name="seq", mesh=cache.mesh, block_size=1, return_lse=True)
@@ -331,8 +331,8 @@ def test_an_int8_cache_is_the_nearest_multiple_of_each_heads_scale_and_decodes_a
     ]
     expected = [np.clip(np.round(x), -127, 127) for x in wide]
     assert expected[0].min() == -127 and (np.abs(expected[0]) < 127).any()
-    held = [x if layer is None else x[layer] for x in natural(cache)]
-    for got, stored in zip(held, expected, strict=True):
+    found = [x if layer is None else x[layer] for x in natural(cache)]
+    for got, stored in zip(found, expected, strict=True):
         assert got.dtype == np.int8
         np.testing.assert_array_equal(got[:, :5], stored)
     total = cache.value_sum if layer is None else cache.value_sum[layer]

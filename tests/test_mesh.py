@@ -50,7 +50,7 @@ def test_names_alone_take_the_real_nodes_whatever_the_order_of_ranks(monkeypatch
     assert dict(mesh.shape) == {"device": 4, "node": 2}
     assert mesh.axis_names == ("node", "device")  # slowest first, as where sizes are given
     assert mesh.devices.tolist() == [devices[0::2], devices[1::2]]
-    assert make_mesh(("all",)).devices.tolist() == [*devices[0::2], *devices[1::2]]
+    assert make_mesh(("seq",)).devices.tolist() == [*devices[0::2], *devices[1::2]]
 
 
 def test_one_process_is_one_node():
@@ -62,7 +62,7 @@ def test_unequal_nodes_have_no_second_axis(monkeypatch):
     monkeypatch.setattr("tree_attn.topology.by_node", lambda _: {"n1": devices[:5], "n2": devices[5:]})
     with pytest.raises(ValueError, match=r"as many devices on every node, got {'n1': 5, 'n2': 3}: use one axis"):
         make_mesh(("device", "node"))
-    assert make_mesh(("all",)).devices.shape == (8,)
+    assert make_mesh(("seq",)).devices.shape == (8,)
     with pytest.raises(ValueError, match="must be one name, or two for devices and nodes; give sizes for more"):
         make_mesh(("device", "node", "rack"))
 
@@ -90,9 +90,9 @@ def test_the_axes_of_known_nodes_are_the_nodes(monkeypatch):
     assert node_axes(devices) == node_axes(16) == {"device": 4, "node": 4}
 
 
-@pytest.mark.parametrize("given, expected", [("seq", ("seq",)), (("a", "b"), ("a", "b"))])
-def test_axis_tuple(given, expected):
-    assert axis_tuple(given) == expected
+@pytest.mark.parametrize("axis_name, expected", [("seq", ("seq",)), (("a", "b"), ("a", "b"))])
+def test_axis_tuple(axis_name, expected):
+    assert axis_tuple(axis_name) == expected
 
 
 def test_bound_axis_sizes():

@@ -1,4 +1,4 @@
-"""`tree-attn`: finds the command that was asked for, and imports only that one."""
+"""The program `tree-attn`: finds the command by its name, and imports only that one."""
 
 import argparse
 import importlib
@@ -57,16 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_all(line: str, details: str) -> None:
-    """Ends this process and the others, if this is one of several; JAX would wait for them, and they for this one."""
-    distributed = sys.modules.get("tree_attn.cluster.join")
-    if distributed is not None:
-        distributed.fail(line, 2, details)
+    """Ends this process and the others, if this is one of several; otherwise each would wait for the rest in JAX."""
+    join = sys.modules.get("tree_attn.cluster.join")
+    if join is not None:
+        join.fail(line, 2, details)
 
 
 def _rank_of_several() -> str:
     """Returns "rank 3 on n2: " in one of several processes, nothing in a single one."""
-    distributed = sys.modules.get("tree_attn.cluster.join")
-    launch = distributed and distributed.current()
+    join = sys.modules.get("tree_attn.cluster.join")
+    launch = join and join.current()
     return f"{launch.name_of(launch.process_id)}: " if launch and launch.num_processes > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Which devices a command runs on: real ones if there are enough, otherwise emulated ones on the CPU."""
+"""The devices that a command runs on: real ones if there are enough, otherwise emulated ones on the CPU."""
 
 import ctypes
 import importlib.util
@@ -10,17 +10,16 @@ import jax
 def ensure_devices(n_devices: int) -> list[jax.Device]:
     """Returns `n_devices` devices: accelerators if there are at least that many, otherwise emulated CPU devices.
 
-    Call it before anything else uses a device: how many CPU devices JAX emulates is fixed when its backends start.
+    Call it before anything else uses a device: JAX fixes the number of its CPU devices when its backends start.
 
     Args:
-        n_devices: how many, over all processes; at least 1.
-
+      n_devices: devices over all processes; at least 1.
     Raises:
-        ValueError: `n_devices` is not a positive integer; or there are fewer accelerators and JAX started earlier with
-            fewer CPU devices (says how to get them).
+      ValueError: `n_devices` is not a positive integer. Or there are fewer accelerators, and JAX started earlier with
+        fewer CPU devices; the message gives the remedy.
 
     Example:
-        >>> mesh = make_mesh({"device": 8}, devices=ensure_devices(8))
+      >>> mesh = make_mesh({"seq": 8}, devices=ensure_devices(8))
     """
     if not isinstance(n_devices, int) or isinstance(n_devices, bool) or n_devices < 1:
         raise ValueError(f"n_devices must be an integer of at least 1, got {n_devices!r}")
@@ -43,9 +42,9 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
 
 
 def default_platform() -> str:
-    """The platform that programs run on unless told otherwise, e.g. "cpu" or "gpu": what kernels are chosen by.
+    """Returns the platform that programs run on by default, e.g. "cpu" or "gpu"; kernels are chosen by it.
 
-    JAX's default backend, or that of the default device where one is set (`jax.default_device`).
+    It is JAX's default backend, or that of the default device where one is set (`jax.default_device`).
     """
     device = jax.config.jax_default_device
     if device is None:
@@ -56,7 +55,7 @@ def default_platform() -> str:
 def request_cpu_devices(n_devices: int) -> None:
     """Asks for at least `n_devices` emulated CPU devices per process; too late (backends have started) is no error."""
     if jax.distributed.is_initialized():
-        return  # `distributed.initialize` has asked for this process's part already
+        return  # `tree_attn.initialize` has requested this process's part already
     try:
         # The option overrides the environment variable, so it must not lower what that asks for.
         jax.config.update("jax_num_cpu_devices", max(n_devices, planned_cpu_devices()))
@@ -65,20 +64,20 @@ def request_cpu_devices(n_devices: int) -> None:
 
 
 def planned_cpu_devices() -> int:
-    """How many CPU devices this process has, or will have when JAX starts."""
+    """Returns the number of CPU devices that this process has, or will have when JAX starts."""
     flag = "--xla_force_host_platform_device_count="
     flags = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
     return max([1, jax.config.jax_num_cpu_devices, *(int(count) for count in flags if count.isdigit())])
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """PCI addresses of the NVIDIA GPUs that JAX will use in this process, in its order; () where it will use the CPU.
+    """Returns the PCI addresses of the NVIDIA GPUs that JAX will use here, in its order; () where it will use the CPU.
 
-    Asks the driver and starts no backend, so it can be called before `jax.distributed` connects.
+    Reads them from the driver and starts no backend, so it can be called before `jax.distributed` connects.
 
     Example:
-        >>> visible_gpus()
-        ('0000:1B:00.0', '0000:43:00.0')
+      >>> visible_gpus()
+      ('0000:1B:00.0', '0000:43:00.0')
     """
     platforms = jax.config.jax_platforms
     if platforms and platforms.split(",")[0] not in ("cuda", "gpu"):

@@ -21,10 +21,10 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
       axis_shapes: axis name -> size, fastest link first, e.g. `{"device": 4, "node": 2}` for `axis_name=("device",
         "node")`: four neighbours in each of two nodes. (`mesh.axis_names` then lists them slowest first.) Or the names
         alone: `("device", "node")` has the sizes of the real topology, the devices of each node and the nodes, as
-        `tree_attn.initialize` found them, and `("device",)` is all devices, node by node.
-      devices: which devices, in order; default: the first ones of `jax.devices()`. For names alone in any order, all.
+        `tree_attn.initialize` found them, and `("seq",)` is all devices, node by node.
+      devices: the devices, in order; default: the first ones of `jax.devices()`. For names alone all, in any order.
     Raises:
-      ValueError: a size is not positive, or there are fewer devices than the axes ask for; for names alone, the nodes
+      ValueError: a size is not positive, or there are fewer devices than the axes need. For names alone: the nodes
         have unequal numbers of devices, or there are several processes that `initialize` has not joined.
 
     Example:
@@ -74,7 +74,7 @@ def node_axes(devices: Sequence[jax.Device] | int) -> dict[str, int] | None:
 
 
 def _real_mesh(names: tuple[str, ...], nodes: dict[str, list[jax.Device]]) -> Mesh:
-    """Axes over nodes: one over all devices, or two, over the devices of a node and over the nodes."""
+    """Returns a mesh of one axis over all devices, or of two, over the devices of a node and over the nodes."""
     axis_tuple(names)
     if len(names) > 2:
         raise ValueError(f"axis_shapes {names} must be one name, or two for devices and nodes; give sizes for more")

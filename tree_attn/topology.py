@@ -1,7 +1,7 @@
-"""Which node each process runs on: recorded when processes have joined, read by meshes and reductions.
+"""The node that each process runs on: recorded when processes have joined, read by meshes and reductions.
 
-A node is a machine, whether one process runs on it or many. `tree_attn.initialize` records it; nothing here knows how
-processes find each other.
+A node is a machine, whether one process runs on it or many. `tree_attn.initialize` records it; the way in
+which processes find each other is the business of `tree_attn.cluster`.
 """
 
 from collections.abc import Sequence
@@ -55,5 +55,5 @@ def node_by_node(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def is_first_process() -> bool:
-    """Returns whether this is process 0, the one that prints and writes files; starts no backend for one process."""
+    """Returns True in process 0, the one that prints and writes files; starts no backend where there is one process."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0

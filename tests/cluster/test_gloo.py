@@ -14,10 +14,10 @@ class Reached(Exception):
 
 def test_jax_makes_gloo_with_the_address(monkeypatch):
     """Fails where JAX has moved, renamed or bypassed the private function that `listen_on` replaces."""
-    asked = {}
+    arguments = {}
 
     def make(distributed_client, hostname=None, interface=None):
-        asked.update(client=distributed_client, hostname=hostname)
+        arguments.update(client=distributed_client, hostname=hostname)
         raise Reached
 
     monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", make)
@@ -31,7 +31,7 @@ def test_jax_makes_gloo_with_the_address(monkeypatch):
             xla_bridge.make_cpu_client()
     finally:
         jax.config.update("jax_cpu_collectives_implementation", before)
-    assert asked == {"client": "a client", "hostname": "10.0.0.2"}
+    assert arguments == {"client": "a client", "hostname": "10.0.0.2"}
 
 
 def test_the_function_takes_an_address():

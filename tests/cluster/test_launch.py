@@ -1,4 +1,4 @@
-"""How a process finds out which one it is, and the one error that it gives for each wrong environment."""
+"""The detection of a process's place among the others, and the one error for each wrong environment."""
 
 import dataclasses
 
@@ -210,10 +210,10 @@ def test_a_coordinator_that_does_not_resolve():
         check_coordinator(launch)
 
 
-@pytest.mark.parametrize("local_rank, local_size, own", [(0, 1, (0, 1, 2, 3)), (1, 2, (2, 3)), (3, 4, (3,))])
-def test_gpus_are_dealt_out_over_the_processes_of_a_node(local_rank, local_size, own):
+@pytest.mark.parametrize("local_rank, local_size, numbers", [(0, 1, (0, 1, 2, 3)), (1, 2, (2, 3)), (3, 4, (3,))])
+def test_gpus_are_dealt_out_over_the_processes_of_a_node(local_rank, local_size, numbers):
     launch = Launch(source="slurm", local_rank=local_rank, local_size=local_size)
-    assert own_gpus(launch, GPUS, {"SLURM_GPUS_ON_NODE": "4"}) == own
+    assert own_gpus(launch, GPUS, {"SLURM_GPUS_ON_NODE": "4"}) == numbers
 
 
 def test_no_gpus_and_no_word_of_the_node():

@@ -42,7 +42,7 @@ def states_of(num_devices, dtype):
 
 
 def reduced_on_each_device(states, axis_sizes, reduction):
-    """What each device ends with, stacked along a new first axis."""
+    """Returns the result of each device, stacked along a new first axis."""
     axes = tuple(axis_sizes)
 
     def on_device(state):

@@ -18,7 +18,7 @@ COMMANDS = ("munged", "slurmctld", "slurmd", "ip", "tc")
 
 
 def reason_to_skip() -> str | None:
-    """Why there can be no cluster here, with what would change that; None where there can."""
+    """Returns the reason why there can be no cluster here, and the remedy; None where there can."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         return "the SLURM tests share one cluster: run them in one process, python3 -m pytest -n 0 tests/slurm"
     if os.geteuid() != 0:
@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cluster(request, tmp_path_factory):
-    """Four idle nodes that SLURM's commands talk to while it lives; afterwards, nothing may be left.
+    """Starts four idle nodes that SLURM's commands talk to; afterwards, nothing may be left.
 
-    Its `disk` is small, and was mounted before, for the nodes see only what was there when they started.
+    Its `disk` is small, and is mounted first: the nodes see only file systems that were there when they started.
     """
     reason = reason_to_skip()
     assert reason is None, reason
@@ -77,7 +77,7 @@ class SmallDisk:
         self._run("umount")
 
     def fill_up_to(self, free_bytes: int) -> None:
-        """Leaves so much room."""
+        """Leaves `free_bytes` of room."""
         free = shutil.disk_usage(self.folder).free
         (self.folder / "ballast").write_bytes(b"x" * (free - free_bytes))
 
@@ -99,7 +99,7 @@ class LimitedJobs:
 
     @classmethod
     def start(cls, folder: pathlib.Path) -> "LimitedJobs":
-        """Submits both: they take minutes, and little of the machine."""
+        """Submits both jobs: they take minutes, and little of the machine."""
         sweep = "--heads 2 --head-dim 8 --dtype float32 --iters 2 --reduction gather"
         matrix, pauses = folder / "matrix.txt", folder / "pauses"
         matrix.write_text("# three lines\n" + "".join(f"--keys {keys} {sweep}\n" for keys in (8, 16, 24)))
@@ -125,7 +125,7 @@ class Cluster:
 
 @pytest.fixture(autouse=True)
 def ends_its_jobs():
-    """A test that fails must not leave the next one without nodes."""
+    """Cancels the jobs that a test leaves: the next test needs their nodes."""
     before = set(running_jobs())
     yield
     left = set(running_jobs()) - before
@@ -149,7 +149,7 @@ def limited_jobs(cluster):
 
 
 def remains() -> set[str]:
-    """Network interfaces, namespaces, and processes of SLURM and of its jobs, one line each."""
+    """Returns network interfaces, namespaces, and processes of SLURM and of its jobs, one line each."""
     commands = (["ip", "-brief", "link"], ["ip", "netns", "list"], ["ps", "-eo", "pid,args"])
     lines = [line for command in commands for line in subprocess.check_output(command, text=True).splitlines()]
     of_slurm = {line for line in lines if any(word in line for word in ("mc-", "slurmd", "slurmctld", "munged"))}

@@ -1,4 +1,4 @@
-"""What the SLURM tests ask of the cluster: jobs, their states, logs and processes. Every wait has a limit."""
+"""Jobs of the SLURM tests: their states, logs, rows and processes. Every wait has a limit."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def wait_until(condition, limit_s: float, what):
 
 
 def slurm(*command: str) -> str:
-    """What a command of SLURM prints; fails with its message."""
+    """Returns the output of a command of SLURM; fails with its message."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def facts(self) -> dict[str, str]:
-        """`scontrol show job`, as a dictionary."""
+        """The fields of `scontrol show job`."""
         return dict(re.findall(r"(\S+?)=(\S*)", slurm("scontrol", "show", "job", "-o", self.id)))
 
     @property
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What the sbatch file printed."""
+        """The output of the sbatch file."""
         path = self.logs / "job.log"
         return path.read_text() if path.exists() else ""
 
@@ -86,13 +86,13 @@ class Job:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def story(self) -> str:
-        """All there is to say when something went wrong."""
+        """Returns the state, output and logs of the job, for messages."""
         logs = "".join(f"\n-- rank {rank}:\n{self.rank_log(rank)[-5000:]}" for rank in range(4))
         whole = f"job {self.id} is {self.state}\n-- output:\n{self.output}{logs}"
         return "\n".join(line[:400] for line in whole.splitlines())
 
     def rows(self, name: str = "results.jsonl") -> list[dict]:
-        """The rows so far; fails if one is torn, but for the last while it is being written."""
+        """Returns the rows so far; fails if one is torn, but for the last while it is being written."""
         path = self.out / name
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -106,7 +106,7 @@ class Job:
         wait_until(enough, limit_s, self.story)
 
     def process(self, rank: int) -> int:
-        """The process of a rank, as the host numbers it."""
+        """Returns the process of a rank, as the host numbers it."""
         found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_rank(pid, rank)]
         assert len(found) == 1, f"rank {rank} of job {self.id} has the processes {found}"
         return found[0]
@@ -141,5 +141,5 @@ def submit(
 
 
 def cases(rows: list[dict]) -> list[tuple]:
-    """What was measured, in order: all of a row but its measurements."""
+    """Returns the cases of rows, in order: all of a row but its measurements."""
     return [(row["strategy"], row["reduction"], row["num_keys"], row["n_processes"], row["error"]) for row in rows]

@@ -1,5 +1,7 @@
-"""Faults, each against a running job: it ends in time and not well, says who or where, and loses no row; then the same
-job, queued again, finishes with the rows of a job that nothing happened to."""
+"""Faults of running jobs: a job ends in time and with a failure, names the rank or node, and loses no row.
+
+The same job, queued again, finishes with the rows of an undisturbed job.
+"""
 
 import os
 import signal
@@ -9,7 +11,7 @@ import sys
 from jobs import MINICLUSTER, SETTINGS, Job, cases, minicluster, slurm, submit, wait_until
 
 SWEEP = ("--heads", "2", "--head-dim", "8", "--dtype", "float32", "--reduction", "gather")
-LONG = 1500  # samples a row: after the first row, what is done to a job meets it in a collective
+LONG = 1500  # samples a row: after the first row, a fault meets the job in a collective
 STRATEGIES = [("tree", "gather"), ("ring_overlapped", None), ("ring_public", None)]
 UNDISTURBED = [(*strategy, 16, 2, None) for strategy in STRATEGIES]
 ENDS_S = 60  # the most that a job may live on after a fault; nothing here is set to more than 25 s
@@ -17,13 +19,13 @@ FINISHES_S = 90
 
 
 def start(out, keys: str = "16", iters: int = 5, **options) -> Job:
-    """A sweep of three rows for each number of keys, over two nodes, a task each."""
+    """Submits a sweep of three rows for each number of keys, over two nodes, a task each."""
     where = ("--nodelist=n[1-2]", "--ntasks-per-node=1")
     return submit("compare", out, *SWEEP, f"--iters={iters}", sbatch=where, TREE_ATTN_KEYS=keys, **options)
 
 
 def check_ended_badly(job: Job, *words: str, states=("FAILED",), expected=UNDISTURBED) -> None:
-    """The job has ended in one of the states, with all of these words in its logs, and every row so far is whole."""
+    """Checks that the job ended in one of the states, all words are in its logs, and every row so far is whole."""
     state = job.wait(ENDS_S)
     assert state in states, job.story()
     assert job.facts["ExitCode"] != "0:0" or state == "CANCELLED", job.story()
@@ -33,7 +35,7 @@ def check_ended_badly(job: Job, *words: str, states=("FAILED",), expected=UNDIST
 
 
 def check_finishes(job: Job, expected=UNDISTURBED) -> None:
-    """Queued again, the job ends well with each row once, those it had before among them to the letter."""
+    """Queues the job again, and checks that it ends well with each row once, the earlier ones to the letter."""
     before = job.rows()
     job.requeue()
     assert job.wait(FINISHES_S) == "COMPLETED", job.story()
@@ -96,7 +98,7 @@ def test_a_coordinator_port_that_is_taken(cluster, tmp_path):
 def test_a_disk_that_fills(small_disk, tmp_path):
     job_folder = small_disk.folder / "out"
     job_folder.mkdir()
-    small_disk.fill_up_to(8192)  # a page for what describes the sweep, and one for three rows and a part of the fourth
+    small_disk.fill_up_to(8192)  # a page for the sweep's description, and one for three rows and a part of the fourth
     job = start(job_folder, "16,32", logs=tmp_path)
     expected = [(*strategy, keys, 2, None) for keys in (16, 32) for strategy in STRATEGIES]
     check_ended_badly(job, "No space left on device: row", "could not be written", "rank 0 on n1", expected=expected)
@@ -109,5 +111,5 @@ def test_a_cancelled_job(cluster, tmp_path):
     job = start(tmp_path / "out", iters=LONG)
     job.wait_for_rows(1, FINISHES_S)
     slurm("scancel", job.id)
-    check_ended_badly(job, "ON n1 CANCELLED", "was told to end", states=("CANCELLED",))
+    check_ended_badly(job, "ON n1 CANCELLED", "got a signal to end", states=("CANCELLED",))
     check_finishes(job)

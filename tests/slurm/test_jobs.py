@@ -1,11 +1,11 @@
-"""The sbatch files on two nodes of two tasks: a model generates as it does in one process, and rows come once."""
+"""The sbatch files on two nodes of two tasks: a model generates as in one process, and each row comes once."""
 
 import os
 import signal
 
 from jobs import SETTINGS, cases, submit
 
-# What `tree-attn generate --attention single` says in one process: tests/commands/test_generate.py.
+# The tokens of `tree-attn generate --attention single` in one process, as in tests/commands/test_generate.py.
 PROMPT = "What is the capital of France? Answer in one sentence."
 NEW_IDS = [504, 3575, 282, 4649, 314, 7042, 30]
 DECODE = ("--max-new-tokens", "12", "--save-every", "2")
@@ -55,7 +55,7 @@ def test_tree_and_ring_are_compared_over_all_processes(cluster, tmp_path):
 
 
 def test_settings_reach_the_tasks(cluster, tmp_path):
-    """`env.sh` is in force in every task, and what a site sets stays."""
+    """`env.sh` is in force in every task, and settings of a site stay."""
     report = tmp_path / "report"
     report.write_text("#!/bin/sh\necho $SLURM_PROCID $NCCL_NVLS_ENABLE $NCCL_DEBUG $PYTHONUNBUFFERED\n")
     report.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The miniature cluster itself: what it makes, and what it refuses. That nothing is left of it, its fixture checks."""
+"""The miniature cluster itself: its nodes, and the calls that it refuses. Its fixture checks that nothing is left."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from jobs import MINICLUSTER, minicluster, wait_until
 
 
 def refused(*arguments: str, user: int | None = None, **environment: str) -> str:
-    """The message of a `minicluster` call that must fail."""
+    """Returns the message of a `minicluster` call that must fail."""
     done = subprocess.run(
         [MINICLUSTER, *arguments], capture_output=True, text=True, timeout=60, user=user, env=os.environ | environment
     )
@@ -31,12 +31,12 @@ def test_a_node_can_be_cut_off_and_healed(cluster):
         assert not reaches("n1", "n2")
     finally:
         minicluster("heal", "n2")
-    # An address that nobody answered for is asked for again once a second: the first try may come between.
+    # The kernel looks up an address that did not answer once a second: the first try may come between.
     wait_until(lambda: reaches("n1", "n2"), 10, "n2 was not reached")
 
 
 def reaches(source: str, target: str) -> bool:
-    """Whether `source` can connect to the slurmd of `target` within a second."""
+    """Returns whether `source` can connect to the slurmd of `target` within a second."""
     connect = f"exec 3<>/dev/tcp/{target}/27818"
     done = subprocess.run([MINICLUSTER, "exec", source, "timeout", "1", "bash", "-c", connect], capture_output=True)
     return done.returncode == 0

@@ -1,4 +1,4 @@
-"""Two nodes of four devices with a link of 50 Mbit/s between them: what each strategy sends across, counted there."""
+"""Two nodes of four devices with a link of 50 Mbit/s between them: bytes that each strategy sends across."""
 
 import importlib.util
 import json
