@@ -24,10 +24,10 @@ from tree_attn import make_mesh
 from tree_attn.measure import provenance
 from tree_attn.measure.rows import RowWriter
 from tree_attn.models.llama import Generator, Llama, by_name, generate, parameters, spread_over
-from tree_attn.models.llama.attention import empty_cache
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint import open as load
 from tree_attn.models.llama.generation.int8_scales import MARGIN, cache_scales
+from tree_attn.models.llama.storage import empty_cache
 
 TAIL = 128
 CONTEXT = 1024

@@ -120,9 +120,8 @@ def options(config, batch: int, context: int, xla_options: dict):
     place = session.Place(devices=session.choose_devices(1), has_two_axes=False)
     sharding = place.sharding(config)
     model = Llama(config, sharding, parameters.random(sharding, place.dtype))
-    generator = Generator(model, by_name("single", sharding))
-    usual = generator._decode_options
-    generator._decode_options = lambda num_rows: usual(num_rows) | (xla_options if sharding.is_on_gpus else {})
+    xla_options = xla_options if sharding.is_on_gpus else {}
+    generator = Generator(model, by_name("single", sharding), xla_options=xla_options)
     prompts = [[i % config.vocab_size for i in range(context)]] * batch
     for _ in generator.stream(prompts, new_tokens):  # compiles, and lets clocks rise
         pass

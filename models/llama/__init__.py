@@ -7,9 +7,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tree_attn.models.llama.attention import ATTENTIONS as ATTENTIONS
     from tree_attn.models.llama.attention import Attention as Attention
     from tree_attn.models.llama.attention import by_name as by_name
+    from tree_attn.models.llama.attention_choice import ATTENTIONS as ATTENTIONS
     from tree_attn.models.llama.config import Llama3RopeScaling as Llama3RopeScaling
     from tree_attn.models.llama.config import LlamaConfig as LlamaConfig
     from tree_attn.models.llama.config import from_huggingface as from_huggingface
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tree_attn.models.llama.sharding import spread_over as spread_over
 
 _MODULE_OF = {
-    "ATTENTIONS": "attention",
+    "ATTENTIONS": "attention_choice",
     "PRESETS": "presets",
     "Attention": "attention",
     "Generation": "generation.generate",

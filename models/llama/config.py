@@ -1,4 +1,4 @@
-"""What a Llama is, in numbers: one frozen dataclass that checks itself, and where to read one from."""
+"""The configuration of a Llama: one frozen dataclass that checks itself, and its source in Hugging Face files."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:
-    raise ValueError(f"{name}={value!r}: must be {allowed}")
+    raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def _require_positive_int(name: str, value: object) -> None:
@@ -21,7 +21,7 @@ def _require_positive_number(name: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """How Llama 3.1 stretches its rotary frequencies beyond the context it was first trained on.
+    """The scaling of rotary frequencies by which Llama 3.1 extends the context that it was first trained on.
 
     Wavelengths longer than `original_max_position / low_freq_factor` are stretched by `factor`, those shorter than
     `original_max_position / high_freq_factor` are kept, and those between are interpolated.
@@ -42,7 +42,7 @@ class Llama3RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The shape of one Llama.
+    """The shape and constants of one Llama.
 
     Raises:
       ValueError: a field is out of range, `num_heads` is not a multiple of `num_kv_heads`, or `head_dim` is odd.
@@ -77,21 +77,21 @@ class LlamaConfig:
         if self.num_heads % self.num_kv_heads:
             _reject("num_heads", self.num_heads, f"a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
-            _reject("head_dim", self.head_dim, "even: rotary embedding turns pairs")
+            _reject("head_dim", self.head_dim, "even, for rotary embedding turns pairs")
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 _reject("bos_token_id or eos_token_ids", token_id, f"in [0, vocab_size={self.vocab_size})")
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key head."""
+        """The number of query heads that share one key head."""
         return self.num_heads // self.num_kv_heads
 
 
 def _only(source: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
-    """Refuses a field of `source` that is present with a value other than the allowed ones."""
+    """Raises ValueError if a field of `source` is present with a value other than the allowed ones."""
     if source.get(name, allowed[0]) not in allowed:
-        _reject(name, source[name], f"one of {list(allowed)}; this Llama has no other kind")
+        _reject(name, source[name], f"one of {list(allowed)}, the only ones of this Llama")
 
 
 def _field(source: Mapping[str, Any], name: str) -> Any:
@@ -104,12 +104,12 @@ def _rope_from_huggingface(source: Mapping[str, Any]) -> tuple[float, Llama3Rope
     """Reads `rope_theta` and scaling as transformers 5 (`rope_parameters`) and 4 (`rope_scaling`) write them."""
     scaling = source.get("rope_parameters") or source.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", source.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     _only(scaling, "partial_rotary_factor", (1.0,))
-    if kind == "default":
+    if rope_type == "default":
         return float(theta), None
-    if kind != "llama3":
-        _reject("rope_type", kind, "'default' or 'llama3'")
+    if rope_type != "llama3":
+        _reject("rope_type", rope_type, "'default' or 'llama3'")
     return float(theta), Llama3RopeScaling(
         factor=_field(scaling, "factor"),
         low_freq_factor=_field(scaling, "low_freq_factor"),

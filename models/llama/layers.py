@@ -1,11 +1,11 @@
-"""The parts of one Llama layer. Kernels keep the checkpoint's order, outputs before inputs.
+"""The parts of one Llama layer. Weights keep the checkpoint's order, outputs before inputs.
 
-Kernels that multiply the same thing are stored as one, query, key and value, and gate and up: one product reads them
+Weights that multiply the same array are stored as one: query, key and value, and gate and up. One product reads them
 faster than several do (docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS beats Triton
 above 16 sequences").
 
-Every layer's parameters are declared stacked along a leading `layers` axis. `Llama` scans over it or has each layer's
-made by itself; either way the code below sees those of one layer.
+Every layer's parameters are declared stacked along a leading `layers` axis. `Llama` scans over it, or creates each
+layer's parameters apart; either way the code below sees those of one layer.
 """
 
 import dataclasses
@@ -34,13 +34,13 @@ class Attend(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pass:
-    """What the layers of one forward pass share.
+class ForwardContext:
+    """The context of one forward pass, the same for all layers.
 
     Attributes:
-      cosine_sine: of the tokens' positions, from `rope.rotation`.
+      cosine_sine: `rope.rotation` of the tokens' positions.
       attend: writes the new keys and values to the cache and attends.
-      sharding: where the parts of an intermediate array go.
+      sharding: maps dimensions of intermediate arrays to mesh axes.
       token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
     """
 
@@ -50,16 +50,16 @@ class Pass:
     token_axis: str | None
 
     def clashes(self, axis: str) -> bool:
-        """Whether a logical axis is cut over devices of the sequence: an array can have one of the two."""
+        """True if a logical axis is cut over devices of the sequence: an array can have only one of the two."""
         return bool(set(as_tuple(getattr(self.sharding, axis))) & set(as_tuple(self.sharding.sequence)))
 
     def joins(self, axis: str) -> bool:
-        """Whether, in decoding, what is cut over this logical axis, as the sequence is, is joined within a layer.
+        """True if, in decoding, this axis is cut over the sequence's devices, so the layer gathers or sums its result.
 
-        That is written out rather than left to XLA, for it is few numbers (`tree_attn.reduce.activations`).
+        The layer does so itself, and not XLA, because the numbers are few (`tree_attn.reduce.activations`).
         """
-        cut = as_tuple(getattr(self.sharding, axis))
-        is_over_sequence = cut == as_tuple(self.sharding.sequence) and not self.clashes("embed")
+        mesh_axes = as_tuple(getattr(self.sharding, axis))
+        is_over_sequence = mesh_axes == as_tuple(self.sharding.sequence) and not self.clashes("embed")
         return self.token_axis is None and is_over_sequence and self.sharding.num_shards("sequence") > 1
 
 
@@ -78,11 +78,11 @@ class RMSNorm(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Projections and rotary embedding around an attention that is passed in."""
+    """Projections and rotary embedding around the attention of the context."""
 
     def __init__(self, config: LlamaConfig, create: Create):
         group = config.group_size
-        # Of each KV head its query heads, its key and its value: a cut over KV heads leaves these on one device.
+        # Each KV head has its query heads, its key and its value: a cut over KV heads leaves these on one device.
         self.query_key_value = nnx.Param(
             create(
                 Parameter(
@@ -105,82 +105,90 @@ class SelfAttention(nnx.Module):
             )
         )
 
-    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array | int, shared: Pass) -> tuple[jax.Array, KVCache]:
-        """`x` is `[B, T, D]`; returns the same shape, and the cache that holds this layer's new keys and values."""
+    def __call__(
+        self, x: jax.Array, cache: KVCache, layer: jax.Array | int, context: ForwardContext
+    ) -> tuple[jax.Array, KVCache]:
+        """Maps `x`, `[B, T, D]`, to the same shape, and writes this layer's new keys and values to the cache."""
         with jax.named_scope("project"):
-            query, key, value = _query_key_value(x, self.query_key_value[...], shared)
+            query, key, value = _query_key_value(x, self.query_key_value[...], context)
         with jax.named_scope("rope"):
-            query, key = apply_rotation(query, shared.cosine_sine), apply_rotation(key, shared.cosine_sine)
+            query, key = apply_rotation(query, context.cosine_sine), apply_rotation(key, context.cosine_sine)
         with jax.named_scope("attend"):
-            out, cache = shared.attend(query, key, value, cache, layer)
+            out, cache = context.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):
-            return _from_heads(out, self.output[...], shared), cache
+            return _from_heads(out, self.output[...], context), cache
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`[B, T, D]` times `[..., D]` to `[B, T, ...]`.
+    """Multiplies `[B, T, D]` by `[..., D]` to `[B, T, ...]`.
 
-    All outputs are one axis in it: XLA on CPU would transpose kernels of more axes at every step, which takes ten times
-    as long as the product of a single token.
+    All outputs are one axis in the product: XLA on CPU would transpose weights of more axes at every step, which takes
+    ten times as long as the product of a single token.
     """
     out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
     return out.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 
-def _query_key_value(x: jax.Array, kernel: jax.Array, shared: Pass) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`[B, T, D]` times `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`."""
-    joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if shared.joins(axis)]
-    made = _to_all_heads(x, kernel, *joined, shared) if joined else _to_heads(x, kernel, shared)
-    query = made[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
-    if not shared.clashes("heads"):
-        query = shared.sharding.constrain(query, "batch", shared.token_axis, "heads", "head_dim")
-    return query, made[:, :, :, -2], made[:, :, :, -1]
+def _query_key_value(
+    x: jax.Array, kernel: jax.Array, context: ForwardContext
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`."""
+    joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if context.joins(axis)]
+    heads = _to_all_heads(x, kernel, *joined, context) if joined else _to_heads(x, kernel, context)
+    query = heads[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
+    if not context.clashes("heads"):
+        query = context.sharding.constrain(query, "batch", context.token_axis, "heads", "head_dim")
+    return query, heads[:, :, :, -2], heads[:, :, :, -1]
 
 
-def _to_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
-    """`[B, T, D]` times `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`.
+def _to_heads(x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
+    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`.
 
-    In decoding each device makes the heads whose weights it has. In prefill it has tokens of its own, and needs all.
+    In decoding each device computes the heads whose weights it holds. In prefill it computes all heads of its tokens.
     """
-    is_cut = shared.token_axis is None or not shared.clashes("kv_heads")
+    is_cut = context.token_axis is None or not context.clashes("kv_heads")
     heads = ("kv_heads", None, "head_dim") if is_cut else (None, None, None)
-    return shared.sharding.constrain(_product(x, kernel), "batch", shared.token_axis, *heads)
+    return context.sharding.constrain(_product(x, kernel), "batch", context.token_axis, *heads)
 
 
-def _to_all_heads(x: jax.Array, kernel: jax.Array, cut: int, shared: Pass) -> jax.Array:
-    """The same in decoding with a kernel whose dimension `cut` is as the sequence: each makes its part, and has all."""
-    axes, mesh = as_tuple(shared.sharding.sequence), shared.sharding.mesh
+def _to_all_heads(x: jax.Array, kernel: jax.Array, cut: int, context: ForwardContext) -> jax.Array:
+    """Computes all heads on every device, in decoding, from weights cut along dimension `cut` as the sequence is."""
+    axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
 
-    def of_shard(x, kernel):
-        gathered = gather_activations(_product(x, kernel), axes, mesh)  # [devices, B, T, K, G + 2, H], but for the cut
+    def on_shard(x, kernel):
+        # [devices, B, T, K, G + 2, H] with the size of a part along the cut dimension
+        gathered = gather_activations(_product(x, kernel), axes, mesh)
         whole = list(kernel.shape[:-1])
         whole[cut] = -1
         return jnp.moveaxis(gathered, 0, 2 + cut).reshape(*x.shape[:2], *whole)
 
     specs = dict(in_specs=(P(), P(*[None] * cut, axes)), out_specs=P())
-    return jax.shard_map(of_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, kernel)
+    return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, kernel)
 
 
-def _from_heads(x: jax.Array, kernel: jax.Array, shared: Pass) -> jax.Array:
-    """`[B, T, N, H]` times `[D, N, H]` to `[B, T, D]`."""
+def _from_heads(x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
+    """Multiplies `[B, T, N, H]` by `[D, N, H]` to `[B, T, D]`."""
 
-    def product(x, kernel, **how):
-        return jnp.einsum("btf,df->btd", x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1), **how)
+    def product(x, kernel, preferred_element_type=None):
+        x, kernel = x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1)
+        return jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=preferred_element_type)
 
-    if not shared.joins("heads"):
+    if not context.joins("heads"):
         return product(x, kernel)
-    return _sum_of_parts(product, shared, (x, kernel), cut=(2, 1))
+    return _sum_of_parts(product, context, (x, kernel), cut=(2, 1))
 
 
-def _sum_of_parts(product: Callable, shared: Pass, arrays: Sequence[jax.Array], cut: Sequence[int | None]) -> jax.Array:
-    """In decoding: the sum over devices of `product` of what each has of `arrays`, cut along the dimensions `cut`."""
-    axes, mesh = as_tuple(shared.sharding.sequence), shared.sharding.mesh
+def _sum_of_parts(
+    product: Callable, context: ForwardContext, arrays: Sequence[jax.Array], cut: Sequence[int | None]
+) -> jax.Array:
+    """Sums over devices, in decoding, the `product` of each device's parts of `arrays`, cut along dimensions `cut`."""
+    axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
 
-    def of_shard(*arrays):
+    def on_shard(*arrays):
         return sum_activations(product(*arrays, preferred_element_type=jnp.float32), axes, mesh)
 
     total = jax.shard_map(
-        of_shard,
+        on_shard,
         mesh=mesh,
         axis_names=set(axes),
         in_specs=tuple(P() if dim is None else P(*[None] * dim, axes) for dim in cut),
@@ -211,37 +219,39 @@ class GatedMLP(nnx.Module):
             create(Parameter(name="layers.mlp.down", shape=(layers, narrow, wide), axes=axes, fan_in=wide))
         )
 
-    def __call__(self, x: jax.Array, shared: Pass) -> jax.Array:
+    def __call__(self, x: jax.Array, context: ForwardContext) -> jax.Array:
         gate_up, down = self.gate_up[...], self.down[...]
-        token_axis, is_cut = shared.token_axis, shared.sharding.num_shards("mlp") > 1
-        if shared.joins("mlp"):
-            return _sum_of_parts(_gated, shared, (x, gate_up, down), cut=(None, 1, 1))
-        if token_axis is not None and shared.clashes("mlp"):
-            # An axis holds one dimension at a time. Either the tokens gather for the first product and scatter after
-            # the second, or the kernels gather: long prompts are more than each of the three. They gather one by one,
-            # for XLA would transpose what it gathers along a second dimension.
+        token_axis, is_cut = context.token_axis, context.sharding.num_shards("mlp") > 1
+        if context.joins("mlp"):
+            return _sum_of_parts(_gated, context, (x, gate_up, down), cut=(None, 1, 1))
+        if token_axis is not None and context.clashes("mlp"):
+            # A mesh axis holds one dimension at a time. Either the tokens gather for the first product and scatter
+            # after the second, or the weights gather: long prompts are larger than each of the three. They gather one
+            # by one, for XLA would transpose an array that it gathers along a second dimension.
             if is_cut and x.size > down.size:
-                gate, up, down = (shared.sharding.constrain(kernel, None, None) for kernel in (*gate_up, down))
+                gate, up, down = (context.sharding.constrain(kernel, None, None) for kernel in (*gate_up, down))
                 hidden = jax.nn.silu(_product(x, gate)) * _product(x, up)
-                return _product(shared.sharding.constrain(hidden, "batch", token_axis, None), down)
+                return _product(context.sharding.constrain(hidden, "batch", token_axis, None), down)
             token_axis = None
-        constrain = lambda hidden: shared.sharding.constrain(hidden, "batch", token_axis, "mlp")
+        constrain = lambda hidden: context.sharding.constrain(hidden, "batch", token_axis, "mlp")
         return _gated(x, gate_up, down, product=_product_of_cut if is_cut else _product, constrain=constrain)
 
 
-def _gated(x, gate_up, down, product=_product, constrain=lambda hidden: hidden, **how):
-    made = product(x, gate_up)
-    hidden = jax.nn.silu(made[:, :, 0]) * made[:, :, 1]
-    return jnp.einsum("btf,df->btd", constrain(hidden), down, **how)
+def _gated(
+    x, gate_up, down, product=_product, constrain=lambda hidden: hidden, preferred_element_type=None
+) -> jax.Array:
+    gate_and_up = product(x, gate_up)
+    hidden = jax.nn.silu(gate_and_up[:, :, 0]) * gate_and_up[:, :, 1]
+    return jnp.einsum("btf,df->btd", constrain(hidden), down, preferred_element_type=preferred_element_type)
 
 
 def _product_of_cut(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`_product` with a kernel `[2, F, D]` that is cut along F. As `[2 F, D]` other rows would be each device's."""
+    """Multiplies as `_product` by weights `[2, F, D]` cut along F; as `[2 F, D]` devices would hold other rows."""
     return jnp.einsum("btd,cfd->btcf", x, kernel)
 
 
 class LlamaLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, each behind a norm and added to its input."""
 
     def __init__(self, config: LlamaConfig, create: Create):
         def norm(name: str) -> RMSNorm:
@@ -254,11 +264,13 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedMLP(config, create)
 
-    def __call__(self, x: jax.Array, cache: KVCache, layer: jax.Array | int, shared: Pass) -> tuple[jax.Array, KVCache]:
-        """`x` is `[B, T, D]`; `layer` is the index of this layer in the cache."""
+    def __call__(
+        self, x: jax.Array, cache: KVCache, layer: jax.Array | int, context: ForwardContext
+    ) -> tuple[jax.Array, KVCache]:
+        """Maps `x`, `[B, T, D]`, to the same shape; `layer` is the index of this layer in the cache."""
         with jax.named_scope("attention"):
-            update, cache = self.attention(self.attention_norm(x), cache, layer, shared)
-            x = shared.sharding.constrain(x + update, "batch", shared.token_axis, "embed")
+            update, cache = self.attention(self.attention_norm(x), cache, layer, context)
+            x = context.sharding.constrain(x + update, "batch", context.token_axis, "embed")
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x), shared)
-            return shared.sharding.constrain(x, "batch", shared.token_axis, "embed"), cache
+            x = x + self.mlp(self.mlp_norm(x), context)
+            return context.sharding.constrain(x, "batch", context.token_axis, "embed"), cache

@@ -1,4 +1,4 @@
-"""The Llama: embedding, a scan over its layers, and a head. Attention is passed in; the cache goes through the scan."""
+"""The Llama: embedding, a scan over its layers, and a head. Attention is an argument; the cache is carried along."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.cache import KVCache
-from tree_attn.models.llama.attention import Attention, Prefix, num_tokens_before
+from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.config import LlamaConfig
-from tree_attn.models.llama.layers import Attend, LlamaLayer, Pass, RMSNorm
+from tree_attn.models.llama.layers import Attend, ForwardContext, LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
+from tree_attn.models.llama.prefix import Prefix, num_tokens_before
 from tree_attn.models.llama.rope import rotation
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import sum_activations
@@ -21,16 +22,17 @@ from tree_attn.reduce.activations import sum_activations
 class Llama(nnx.Module):
     """A Llama whose keys and values are sharded along the sequence.
 
-    The layers are one module with its parameters stacked, run by `lax.scan`: the program, and so the time to compile
-    it, does not grow with the depth. Or they are as many modules, written out one after another: more to compile, but
-    in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of the stack before it reads them
-    (half of a token's time, docs/log/llama.md: "A loop over layers copies weights and caches on GPUs").
+    By default on CPUs, the layers are one module with its parameters stacked, run by `lax.scan`: the program, and so
+    the time to compile it, does not grow with the depth. Unrolled, they are as many modules, one after another. That
+    takes longer to compile, but in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of
+    the stack before it reads them (half of a token's time, docs/log/llama.md: "A loop over layers copies weights and
+    caches on GPUs").
 
     Args:
       config: the model's shape.
-      sharding: where parameters and intermediate arrays go.
+      sharding: maps parameters and intermediate arrays to devices.
       create: makes each declared parameter; see `parameters.py`.
-      unroll_layers: whether the layers are written out; default: on GPUs.
+      unroll_layers: whether the layers are unrolled; default: on GPUs.
 
     Example:
       >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
@@ -77,11 +79,11 @@ class Llama(nnx.Module):
           lengths: int32 `[B]`, tokens of each prompt; 1 or more.
           cache: an empty cache with room for `S`.
           attention: from `attention.by_name`.
-          prefixes: levels of nodes that come before these prompts, read already, the root's first.
+          prefixes: levels of nodes that precede these prompts, read already, the root's first.
           all_logits: whether to apply the head to every token rather than to each prompt's last one.
           chunk: a multiple of the shards that divides `S`. A chunk's tokens attend to one another as whole prompts do,
-            and to those before, which stay where they are, as to a prefix: what is held besides the cache is a chunk's,
-            and per layer its merged states move and no keys. None: all at once.
+            and to earlier chunks, which stay in place, as to a prefix. Besides the cache only one chunk's arrays are
+            held, and each layer moves the chunk's merged states but no keys. None: all at once.
 
         Raises:
           ValueError: `chunk` does not divide `S`, or `all_logits` with it.
@@ -91,7 +93,9 @@ class Llama(nnx.Module):
         """
         if chunk is not None:
             if tokens.shape[1] % chunk or all_logits:
-                raise ValueError(f"{chunk=}: must divide {tokens.shape[1]} tokens, and {all_logits=} be False")
+                raise ValueError(
+                    f"chunk must divide {tokens.shape[1]} tokens, with all_logits=False, got {chunk} and {all_logits=}"
+                )
             return self._prefill_in_chunks(tokens, lengths, cache, attention, prefixes, chunk)
         order = attention.storage_order(tokens.shape[1])
         before = num_tokens_before(prefixes, tokens.shape[0])
@@ -100,20 +104,20 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             levels = [prefix.level(layer) for prefix in prefixes]
             out = attention.prefill(query, key, value, lengths, levels)
-            return _written(out, cache.write_prefix(key, value, layer=layer))
+            return _write_first(out, cache.write_prefix(key, value, layer=layer))
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
         cache = cache.with_lengths(lengths)
         if all_logits:
             return self._logits(x), cache
-        return self._logits(_rows(x, jnp.asarray(order.indices)[lengths - 1]))[:, 0], cache
+        return self._logits(_take(x, jnp.asarray(order.indices)[lengths - 1]))[:, 0], cache
 
     def _prefill_in_chunks(self, tokens, lengths, cache, attention, prefixes, chunk: int):
         batch, num_shards = tokens.shape[0], attention.num_shards
         order = attention.storage_order(chunk)
         before = num_tokens_before(prefixes, batch)
-        each_by_itself = tuple((row,) for row in range(batch))
-        # A shard's tokens ascend, so that of each chunk it holds the next few: no token moves.
+        each_by_itself = tuple((sequence,) for sequence in range(batch))
+        # A shard's tokens ascend, so each chunk consists of the next few tokens of every shard: no token moves.
         chunks = tokens.reshape(batch, num_shards, -1, chunk // num_shards).transpose(2, 0, 1, 3)
         chunks = self.sharding.constrain(chunks.reshape(-1, batch, chunk), None, "batch", "sequence")
 
@@ -121,19 +125,19 @@ class Llama(nnx.Module):
             cache, last = carry
             index, tokens = index_and_tokens
             start = index * chunk
-            own, earlier = jnp.clip(lengths - start, 0, chunk), jnp.minimum(lengths, start)
+            chunk_lengths, earlier_lengths = jnp.clip(lengths - start, 0, chunk), jnp.minimum(lengths, start)
             positions = (before + start)[:, None] + jnp.asarray(order.positions)[None, :]
 
             def attend(query, key, value, cache, layer):
-                read = Prefix(cache=dataclasses.replace(cache, lengths=earlier), sequences=each_by_itself)
-                levels = [prefix.level(layer) for prefix in (*prefixes, read)]
-                out = attention.prefill(query, key, value, own, levels)
-                return _written(out, cache.write_prefix(key, value, layer=layer, start=start))
+                earlier = Prefix(cache=dataclasses.replace(cache, lengths=earlier_lengths), sequences=each_by_itself)
+                levels = [prefix.level(layer) for prefix in (*prefixes, earlier)]
+                out = attention.prefill(query, key, value, chunk_lengths, levels)
+                return _write_first(out, cache.write_prefix(key, value, layer=layer, start=start))
 
             x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
-            where = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]
+            last_index = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]
             is_here = (lengths > start) & (lengths <= start + chunk)
-            return (cache, jnp.where(is_here[:, None, None], _rows(x, where), last)), None
+            return (cache, jnp.where(is_here[:, None, None], _take(x, last_index), last)), None
 
         last = jnp.zeros((batch, 1, self.config.hidden_size), self.embedding[...].dtype)
         indices = jnp.arange(len(chunks), dtype=jnp.int32)
@@ -149,7 +153,7 @@ class Llama(nnx.Module):
           tokens: int32 `[B, T]`; `T` is 1, or more for tokens that are to be verified together.
           cache: with room for `T` more.
           attention: from `attention.by_name`.
-          prefixes: levels of nodes that come before what the cache holds.
+          prefixes: levels of nodes that precede the sequences in the cache.
 
         Returns:
           Logits, float32 `[B, T, V]`, and the cache, `T` longer.
@@ -168,12 +172,12 @@ class Llama(nnx.Module):
         return self._logits(x), cache.advance(num_tokens)
 
     def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, KVCache]:
-        """Logits of tokens by an attention of the caller's own, e.g. one that keeps more than keys and values.
+        """Applies the model with the caller's own attention, e.g. one that stores more than keys and values.
 
         Args:
           tokens, positions: int32 `[B, T]`.
           cache: any pytree; it goes through the layers.
-          attend: `(query, key, value, cache, layer) -> (out, cache)`, given the new tokens of one layer.
+          attend: `(query, key, value, cache, layer) -> (out, cache)`, called for the new tokens of each layer.
 
         Returns:
           Logits, float32 `[B, T, V]`, and the cache.
@@ -185,71 +189,75 @@ class Llama(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array, cache: KVCache, attend: Attend, token_axis: str | None
     ) -> tuple[jax.Array, KVCache]:
         with jax.named_scope("embed"):
-            x = self._look_up(tokens, token_axis)
+            x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
             x = self.sharding.constrain(x, "batch", token_axis, "embed")
-        shared = Pass(
+        context = ForwardContext(
             cosine_sine=rotation(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
         )
         if self.unroll_layers:
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
-                    x, cache = layer(x, cache, i, shared)
+                    x, cache = layer(x, cache, i, context)
             return x, cache
         structure, stacked = nnx.split(self.layers)
 
         def step(carry, index_and_parameters):
             x, cache = carry
             index, parameters = index_and_parameters
-            return nnx.merge(structure, parameters)(x, cache, index, shared), None
+            return nnx.merge(structure, parameters)(x, cache, index, context), None
 
         with jax.named_scope("layers"):
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
             (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
         return x, cache
 
-    def _look_up(self, tokens: jax.Array, token_axis: str | None) -> jax.Array:
-        """Rows of the embedding, `[B, T]` to `[B, T, D]`.
-
-        Where the table is cut over the vocabulary and the tokens are few (decoding), each device looks up the rows it
-        has and a sum brings them together. Left to itself, XLA on GPU gathers the whole table for every token.
-        """
-        axes = as_tuple(self.sharding.vocab)
-        if self.sharding.num_shards("vocab") == 1 or token_axis is not None:
-            return self.embedding[...].at[tokens].get(mode="clip")
-
-        def of_shard(table, tokens):
-            row = tokens - jax.lax.axis_index(axes) * table.shape[0]
-            is_here = (row >= 0) & (row < table.shape[0])
-            rows = table.at[jnp.where(is_here, row, 0)].get(mode="clip")
-            rows = jnp.where(is_here[..., None], rows, jnp.zeros_like(rows))
-            return sum_activations(rows, axes, self.sharding.mesh)
-
-        return jax.shard_map(
-            of_shard,
-            mesh=self.sharding.mesh,
-            axis_names=set(axes),
-            in_specs=(P(axes), P()),
-            out_specs=P(),
-            check_vma=False,
-        )(self.embedding[...], tokens)
-
     def _logits(self, x: jax.Array) -> jax.Array:
-        """`[B, T, D]` to float32 `[B, T, V]`: bfloat16 logits would tie tokens that differ."""
+        """Maps `[B, T, D]` to float32 `[B, T, V]`: bfloat16 logits would tie tokens that differ."""
         with jax.named_scope("head"):
             table = self.embedding if self.config.tie_embeddings else self.head
             x = self.final_norm(x)
             return jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
 
 
-def _written(out: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """The same, but nothing goes on with `out` before the cache is written.
+def _look_up(table: jax.Array, tokens: jax.Array, sharding: LlamaSharding, token_axis: str | None) -> jax.Array:
+    """Looks up rows of the embedding, `[B, T]` to `[B, T, D]`.
 
-    XLA puts off what nobody waits for, and would hold every layer's keys and values beside the cache to the end.
+    In decoding the tokens are few. Where the table is cut over the vocabulary, each device then looks up the rows that
+    it has, and a sum joins them. Left to itself, XLA on GPU gathers the whole table for every token.
+    """
+    axes = as_tuple(sharding.vocab)
+    if sharding.num_shards("vocab") == 1 or token_axis is not None:
+        return table.at[tokens].get(mode="clip")
+
+    def on_shard(table, tokens):
+        row = tokens - jax.lax.axis_index(axes) * table.shape[0]
+        is_here = (row >= 0) & (row < table.shape[0])
+        rows = table.at[jnp.where(is_here, row, 0)].get(mode="clip")
+        rows = jnp.where(is_here[..., None], rows, jnp.zeros_like(rows))
+        return sum_activations(rows, axes, sharding.mesh)
+
+    return jax.shard_map(
+        on_shard,
+        mesh=sharding.mesh,
+        axis_names=set(axes),
+        in_specs=(P(axes), P()),
+        out_specs=P(),
+        check_vma=False,
+    )(table, tokens)
+
+
+def _write_first(out: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """Returns its arguments; nothing that depends on `out` begins before the cache is written.
+
+    XLA delays work on which nothing depends, and would hold every layer's keys and values beside the cache to the end.
     """
     return jax.lax.optimization_barrier((out, cache))
 
 
-def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Row `index[b]` of each `[T, D]`, as `[B, 1, D]`. To look it up, XLA would gather the tokens of all devices."""
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes token `index[b]` of each `[T, D]`, as `[B, 1, D]`.
+
+    It is a sum with one term: for a look-up XLA would gather the tokens of all devices.
+    """
     is_it = jnp.arange(x.shape[1])[None, :] == index[:, None]
     return jnp.where(is_it[:, :, None], x, 0).sum(axis=1, keepdims=True)

@@ -1,7 +1,7 @@
-"""How parameters come to be: each is declared once, and a source turns the declaration into an array.
+"""The parameters of a Llama: each is declared once, and a source turns the declaration into an array.
 
-The model's constructor calls `create(parameter)` for every parameter it has. What `create` does decides what is built:
-shapes only (`abstract`), random numbers (`random`), or the tensors of a file (`weights.py`, `gguf.py`).
+The model's constructor calls `create(parameter)` for every parameter that it has. The source is `create`: shapes only
+(`abstract`), random numbers (`random`), another model (`moved`), or a file (`checkpoint/huggingface.py`, `gguf.py`).
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ class Parameter:
       shape: the whole shape; parameters of layers have the layers stacked along dimension 0.
       axes: one logical axis per dimension; `layers` is dimension 0 of the stacked ones.
       fan_in: inputs summed into one output, which scales a random start; None for a norm's scale, which starts at 1.
-      layer: the only layer that it is of; None: of all layers stacked, or of none.
-      parts: tensors that a checkpoint has of it, as they lie one after another along the dimension whose axis is None:
-        the last component of each one's name, and its size there. `()`: it is one tensor.
+      layer: index of its layer; None: it stacks all layers, or belongs to none.
+      parts: the checkpoint's tensors that it joins, in order along the dimension whose axis is None: the last component
+        of each one's name, and its size there. `()`: it is one tensor.
     """
 
     name: str
@@ -45,13 +45,15 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"axes={self.axes!r}: must name each dimension of shape={self.shape}")
+            raise ValueError(f"axes must name each dimension of shape={self.shape}, got {self.axes!r}")
         if self.parts and sum(size for _, size in self.parts) != self.shape[self.part_axis]:
-            raise ValueError(f"parts={self.parts!r}: must add up to dimension {self.part_axis} of shape={self.shape}")
+            raise ValueError(
+                f"parts must add up to dimension {self.part_axis} of shape={self.shape}, got {self.parts!r}"
+            )
 
     @property
     def is_stacked(self) -> bool:
-        """Whether dimension 0 counts layers."""
+        """True if dimension 0 counts layers."""
         return self.axes[0] == "layers"
 
     @property
@@ -60,7 +62,7 @@ class Parameter:
         return self.axes.index(None) if self.parts else 0
 
     def apart(self) -> tuple["Parameter", ...]:
-        """Its parts, each declared by itself; what is one tensor is its only part."""
+        """Returns its parts, each declared by itself; one tensor is its own only part."""
         if not self.parts:
             return (self,)
         owner, axis = self.name.rpartition(".")[0], self.part_axis
@@ -76,16 +78,21 @@ Create = Callable[[Parameter], Any]
 
 
 def of_layer(create: Create, layer: int) -> Create:
-    """Makes one layer's part of each parameter that is declared for all layers."""
+    """Returns a source of one layer's part of each parameter that is declared for all layers."""
     return lambda parameter: create(
         dataclasses.replace(parameter, shape=parameter.shape[1:], axes=parameter.axes[1:], layer=layer)
     )
 
 
-def abstract(sharding: LlamaSharding, dtype: DTypeLike) -> Create:
-    """Parameters as shapes, dtypes and shardings: enough to lower or to count bytes, and nothing is allocated."""
+def abstract(sharding: LlamaSharding | None, dtype: DTypeLike) -> Create:
+    """Returns a source of shapes, dtypes and shardings (None: without): enough to lower a program, or to count.
+
+    Nothing is allocated.
+    """
 
     def create(parameter: Parameter) -> jax.ShapeDtypeStruct:
+        if sharding is None:
+            return jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(dtype))
         sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
         return jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(dtype), sharding=sharding.named(*parameter.axes))
 
@@ -99,15 +106,15 @@ ReadSlice = Callable[[Parameter, int | None, Index], np.ndarray]
 def from_slices(
     sharding: LlamaSharding, dtype: DTypeLike, read: ReadSlice, on_bytes: Callable[[int], None] | None = None
 ) -> Create:
-    """Parameters read piece by piece: each device's slice goes from the file to that device.
+    """Returns a source that reads a file piece by piece: each device's slice goes from the file to that device.
 
     Args:
-      sharding: where the parameters go.
-      dtype: what they are stored as.
-      read: `(parameter, layer, index) -> array` gives a slice of one tensor of the file, in any float dtype, shaped
-        like the parameter without its `layers` dimension; `layer` is None where the parameter is of no layer. A
+      sharding: maps the parameters to devices.
+      dtype: of the stored parameters.
+      read: `(parameter, layer, index) -> array` returns a slice of one tensor of the file, in any float dtype, shaped
+        like the parameter without its `layers` dimension; `layer` is None for a parameter that belongs to no layer. A
         parameter of several parts is read part by part, each whole along the dimension that they share.
-      on_bytes: told how many bytes each read placed, for a progress bar.
+      on_bytes: called with the number of bytes that each read placed, for a progress bar.
 
     The host holds one slice of one parameter at a time.
     """
@@ -145,9 +152,10 @@ def from_slices(
 
 
 def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
-    """Normal numbers over the square root of the fan-in, norms' scales 1; the same on any number of devices.
+    """Returns a source of normal numbers over the square root of the fan-in; norms' scales are 1.
 
-    They are the same whether layers are stacked or not, and made where they go, so that billions take seconds on GPUs.
+    They are the same on any number of devices, and whether layers are stacked or not. Each device draws its own part,
+    so that billions take seconds on GPUs.
     """
 
     def draw(part: Parameter) -> jax.Array:
@@ -166,7 +174,7 @@ def random(sharding: LlamaSharding, dtype: DTypeLike, seed: int = 0) -> Create:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _draw(key: jax.Array, shape, fan_in: int | None, is_stacked: bool, dtype: jnp.dtype, where: NamedSharding):
+def _draw(key: jax.Array, shape, fan_in: int | None, is_stacked: bool, dtype: jnp.dtype, sharding: NamedSharding):
     normal = lambda key, shape: (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(dtype)
     if fan_in is None:
         drawn = jnp.ones(shape, dtype)
@@ -174,16 +182,16 @@ def _draw(key: jax.Array, shape, fan_in: int | None, is_stacked: bool, dtype: jn
         drawn = jax.vmap(lambda layer: normal(jax.random.fold_in(key, layer), shape[1:]))(jnp.arange(shape[0]))
     else:
         drawn = normal(key, shape)
-    return jax.lax.with_sharding_constraint(drawn, where)
+    return jax.lax.with_sharding_constraint(drawn, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _joined(parts: Sequence[jax.Array], axis: int, where: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jnp.concatenate(parts, axis), where)
+def _joined(parts: Sequence[jax.Array], axis: int, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.concatenate(parts, axis), sharding)
 
 
 def moved(model: nnx.Module, sharding: LlamaSharding) -> Create:
-    """The parameters of a model that exists, put elsewhere, with layers stacked or not."""
+    """Returns a source that moves the parameters of another model, with layers stacked or not."""
 
     def create(parameter: Parameter) -> jax.Array:
         sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
@@ -202,6 +210,6 @@ def _array_of(model: nnx.Module, parameter: Parameter) -> jax.Array:
 
 
 def checkpoint_shape(parameter: Parameter) -> tuple[int, ...]:
-    """The shape of one layer's tensor in a checkpoint, where all axes beside `embed` are one: heads and head dim."""
+    """Returns the shape of one layer's tensor in a checkpoint, where heads and head dim are one axis."""
     sizes = [(axis == "embed", size) for size, axis in zip(parameter.shape, parameter.axes) if axis != "layers"]
-    return tuple(math.prod(size for _, size in run) for _, run in itertools.groupby(sizes, key=lambda one: one[0]))
+    return tuple(math.prod(size for _, size in run) for _, run in itertools.groupby(sizes, key=lambda item: item[0]))

@@ -2,6 +2,7 @@
 
 import functools
 
+from tree_attn.arguments import one_of
 from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig
 
 
@@ -70,7 +71,7 @@ PRESETS: dict[str, LlamaConfig] = {
 
 
 def preset(name: str) -> LlamaConfig:
-    """The configuration of a published model.
+    """Returns the configuration of a published model.
 
     Raises:
       ValueError: no such name; the message lists them.
@@ -79,6 +80,5 @@ def preset(name: str) -> LlamaConfig:
       >>> preset("llama-3.1-8b").num_kv_heads
       8
     """
-    if name not in PRESETS:
-        raise ValueError(f"{name=}: must be one of {', '.join(PRESETS)}")
+    one_of("name", name, tuple(PRESETS))
     return PRESETS[name]

@@ -8,10 +8,10 @@ from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Radians per position of each rotated pair, float32 `[H/2]`.
+    """Returns the radians per position of each rotated pair, float32 `[H/2]`.
 
-    Formula: `theta ** (-2 i / H)`, then scaled as `Llama3RopeScaling` says. Worked out in float64 on the host and
-    rounded once: an error here is multiplied by the position.
+    Formula: `theta ** (-2 i / H)`, then scaled as `Llama3RopeScaling` says. Computed in float64 on the host and rounded
+    once, for an error here is multiplied by the position.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     frequencies = float(config.rope_theta) ** -exponents
@@ -21,7 +21,7 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def frequency_divisors(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
-    """What `llama3` scaling divides each frequency by: 1 for short wavelengths, `factor` for long ones.
+    """Returns the divisor of each frequency in `llama3` scaling: 1 for short wavelengths, `factor` for long ones.
 
     Between the two cut-offs the scaled frequency is `(1 - s) f / factor + s f`, with `s` rising linearly from 0 to 1 in
     `original_max_position / wavelength`.
@@ -33,7 +33,7 @@ def frequency_divisors(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> n
 
 
 def rotation(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine for each position, float32 `[B, T, 1, H/2]`.
+    """Returns cosine and sine for each position, float32 `[B, T, 1, H/2]`.
 
     Args:
       config: gives the frequencies.
@@ -56,7 +56,7 @@ def apply_rotation(heads: jax.Array, cosine_sine: tuple[jax.Array, jax.Array]) -
       cosine_sine: from `rotation`, float32 `[B, T, 1, H/2]`.
 
     Returns:
-      `[B, T, N, H]` in the dtype of `heads`, worked out in float32.
+      `[B, T, N, H]` in the dtype of `heads`, computed in float32.
 
     Source: Su et al., RoFormer (arXiv 2104.09864), section 3.2.
     """

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tree_attn import cli
-from tree_attn.models.llama import Generator, LlamaConfig, presets
+from tree_attn.models.llama import LlamaConfig, presets
+from tree_attn.models.llama.generation.programs import Programs
 
 SIZES = dict(hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64)
 
@@ -65,8 +66,8 @@ def test_two_prefix_levels_of_sharing_beside_one(capsys):
 
 def test_what_warms_up_is_the_program_that_is_timed(monkeypatch, capsys):
     """A few new tokens need smaller caches than 60, and so would be another program."""
-    compiled, compile_it = [], Generator._compile
-    monkeypatch.setattr(Generator, "_compile", lambda *args: compiled.append(args) or compile_it(*args))
+    compiled, compile_it = [], Programs._compile
+    monkeypatch.setattr(Programs, "_compile", lambda *args: compiled.append(args) or compile_it(*args))
     assert cli.main([*bench("--attention", "single", "--json"), "--new-tokens", "60"]) == 0
     assert len(compiled) == 1
 
@@ -88,7 +89,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--config", "llama-9"], "must be one of llama-2-7b"),
+        (["--config", "llama-9"], "must be one of 'llama-2-7b'"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
         (["--samples", "0"], "--samples must be integers of at least 1, separated by commas, got '0'"),
         (["--problems", "2", "--attention", "tree"], "--problem-tokens must be at least 1, got 0"),
@@ -96,7 +97,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
         (["--levels", "3"], "--levels must be one of 1, 2, got 3"),
         (["--samples", "2", "--attention", "ring"], "attention='ring' has no form for shared prefixes"),
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
-        (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk=9: must be a multiple of 2 shards"),
+        (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk must be a multiple of 2 shards, got 9"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),
         (["--attention", "star"], "--attention must be one of 'tree', 'ring', 'single', 'sparq', got 'star'"),
         (["--attention", "tree,sparq"], "--attention sparq needs --num-components and --num-keys, got neither"),
@@ -105,7 +106,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
             "cache_dtype='int8': attention='sparq' takes no scales; float8_e4m3fn needs none",
         ),
         (["--selection", "global"], "--selection: of --attention sparq only, and it is tree,ring"),
-        (["--attention", "single", "--devices", "2"], "attention='single': keeps all keys on one device"),
+        (["--attention", "single", "--devices", "2"], "attention='single' keeps all keys on one device"),
         (["--reduction", "star"], "reduction must be one of"),
     ],
 )

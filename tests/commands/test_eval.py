@@ -140,7 +140,7 @@ def test_what_was_scored_before_there_were_depths_is_of_the_same_sweep():
         (["--tasks", "needle_at_depth", "--kept", "8,9"], "--kept must be one number for needle_at_depth, got '8,9'"),
         (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),
         (["--cache-dtype", "int8"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int8'"),
-        (["--context", "200,100"], "context=100: must be at least tail + 128 = 136"),
+        (["--context", "200,100"], "context must be at least tail + 128 = 136, got 100"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--text", "nowhere.txt"], "nowhere.txt"),
     ],

@@ -95,8 +95,8 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
             ["--attention", "sparq", "--num-components", "9", "--num-keys", "8"],
             "num_components must be an integer of at least 1 and at most 8, got 9",
         ),
-        (["--temperature", "-1"], "temperature=-1.0: must be 0 (greedy)"),
-        (["--max-new-tokens", "60"], "max_new_tokens=60: with a prompt of 11 tokens it must be at most 53"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or a finite number above it, got -1.0"),
+        (["--max-new-tokens", "60"], "max_new_tokens must be at most 53 with a prompt of 11 tokens, got 60"),
     ],
 )
 def test_wrong_arguments_are_one_line_on_stderr(capsys, monkeypatch, arguments, message):

@@ -62,7 +62,7 @@ def main():
     tell(text)
     put_back = text.count(" dynamic-update-slice(")
     growth = prefill_bytes(mesh, 6) - prefill_bytes(mesh, 2)
-    model._written = lambda *both: both
+    model._write_first = lambda *both: both
     without = prefill_bytes(mesh, 6) - prefill_bytes(mesh, 2)
     found = {"put_back": put_back, "growth": growth, "growth_where_writes_are_put_off": without}
     print(json.dumps(found), flush=True)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tree_attn.commands import session
     from tree_attn.models.llama.checkpoint.open import move
-    from tree_attn.models.llama.generation.generator import check_request
+    from tree_attn.models.llama.generation.request import check_request
 
     devices = session.choose_devices(args.devices)
     many, one = session.Place(devices=devices), session.Place(devices=devices[:1])
@@ -87,7 +87,7 @@ def _try(name: str, model, prompt_ids: list[int], max_new_tokens: int, stop_ids)
     stderr = console.Console(stderr=True)
     with progress.Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(f"{name}: compiling", total=None)
-        programs = generator.programs([prompt_ids], max_new_tokens)
+        programs = generator.compile([prompt_ids], max_new_tokens)
         bar.update(task, description=f"{name}: generating", total=max_new_tokens)
         (result,) = generate(
             generator, [prompt_ids], max_new_tokens, stop_ids=stop_ids, on_token=lambda *_: bar.advance(task)

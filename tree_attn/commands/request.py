@@ -8,9 +8,9 @@ from typing import Any
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
 from tree_attn.models.llama import Generator, Sampling, by_name
-from tree_attn.models.llama.attention import check_cache_dtype, check_choice, check_prefill_chunk
+from tree_attn.models.llama.attention_choice import check_cache_dtype, check_choice, check_prefill_chunk
 from tree_attn.models.llama.checkpoint.open import Checkpoint
-from tree_attn.models.llama.generation.generator import check_request
+from tree_attn.models.llama.generation.request import check_request
 from tree_attn.sparq import SparqOptions
 
 

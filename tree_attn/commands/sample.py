@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from tree_attn.commands import session
     from tree_attn.commands.request import load_generator, open_request
     from tree_attn.models.llama import generate, rank_samples
-    from tree_attn.models.llama.attention import check_sharing
+    from tree_attn.models.llama.attention_choice import check_sharing
     from tree_attn.topology import is_first_process
 
     check_at_least(args, num_samples=1, top=1)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     generator = load_generator(args, request)
     prompts = [request.prompt_ids] * args.num_samples
     with session.phase("compiling ..."):
-        generator.programs(prompts, args.max_new_tokens, share_prefixes=args.share_prefix)
+        generator.compile(prompts, args.max_new_tokens, share_prefixes=args.share_prefix)
     with session.phase(f"drawing {args.num_samples} samples ..."):
         samples = generate(
             generator,

@@ -1,1 +1,1 @@
-"""Opens Llama checkpoints: safetensors folders and GGUF files, their tokenizers, and where they come from."""
+"""Checkpoints of Llamas: sources, safetensors folders and GGUF files, and their tokenizers."""

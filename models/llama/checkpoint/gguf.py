@@ -1,4 +1,4 @@
-"""Weights and configuration from a GGUF file, through the `gguf` package. Quantized tensors are dequantized."""
+"""GGUF files: weights and configuration, through the `gguf` package. Quantized tensors are dequantized."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ TENSOR_NAMES = {
     "layers.mlp.down": "blk.{layer}.ffn_down.weight",
 }
 
-# Their rows come in the order of the original checkpoints, rotary pairs next to each other.
+# Rows of these tensors are in the order of the original checkpoints, rotary pairs next to each other.
 _ROTATED = ("layers.attention.query", "layers.attention.key")
 
 
@@ -57,31 +57,31 @@ class GGUFFile:
         self._dequantize = gguf.quants.dequantize
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value as Python objects."""
+        """Returns a metadata value as Python objects."""
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
     def require(self, key: str) -> Any:
-        """A metadata value that must be there."""
+        """Returns a metadata value; raises CheckpointError if it is missing."""
         if key not in self._fields:
             raise CheckpointError(f"{self.path.name}: metadata {key} is missing")
         return self.get(key)
 
     def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        """Rows of a tensor, dequantized to float32. Quantization blocks lie within rows, so each can be read alone."""
+        """Reads rows of a tensor as float32. Quantization blocks lie within rows, so each row can be read alone."""
         tensor = self.tensors[name]
         return self._dequantize(tensor.data[rows], tensor.tensor_type)
 
 
 def read_config(file: GGUFFile) -> LlamaConfig:
-    """The configuration in a GGUF file's metadata.
+    """Reads the configuration in a GGUF file's metadata.
 
     Raises:
       CheckpointError: another architecture than `llama`, experts, a partial rotary dimension, or a missing key.
     """
     architecture = file.require("general.architecture")
     if architecture != "llama":
-        raise CheckpointError(f"{file.path.name}: general.architecture={architecture!r}: must be 'llama'")
+        raise CheckpointError(f"{file.path.name}: general.architecture must be 'llama', got {architecture!r}")
     if file.get("llama.expert_count", 0):
         raise CheckpointError(f"{file.path.name}: llama.expert_count: mixtures of experts are not supported")
     num_heads, hidden_size = file.require("llama.attention.head_count"), file.require("llama.embedding_length")
@@ -89,7 +89,7 @@ def read_config(file: GGUFFile) -> LlamaConfig:
     rotary_dim = file.get("llama.rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise CheckpointError(
-            f"{file.path.name}: llama.rope.dimension_count={rotary_dim}: must be {head_dim}, the head's dimension"
+            f"{file.path.name}: llama.rope.dimension_count must be {head_dim}, the head's dimension, got {rotary_dim}"
         )
     theta = float(file.get("llama.rope.freq_base", 10000.0))
     bos, eos = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
@@ -112,10 +112,12 @@ def read_config(file: GGUFFile) -> LlamaConfig:
 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> Llama3RopeScaling | None:
-    """GGUF keeps `llama3` scaling as a table of divisors; finds the scaling that made it, or refuses."""
-    kind = file.get("llama.rope.scaling.type", "none")
-    if kind != "none":
-        raise CheckpointError(f"{file.path.name}: llama.rope.scaling.type={kind!r}: must be 'none' or absent")
+    """Finds the `llama3` scaling that made the table of divisors which GGUF stores; raises if there is none."""
+    scaling_type = file.get("llama.rope.scaling.type", "none")
+    if scaling_type != "none":
+        raise CheckpointError(
+            f"{file.path.name}: llama.rope.scaling.type must be 'none' or absent, got {scaling_type!r}"
+        )
     if "rope_freqs.weight" not in file.tensors:
         return None
     divisors = file.rows("rope_freqs.weight", slice(None))
@@ -131,10 +133,10 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> Llama3RopeScal
 def from_gguf(
     file: GGUFFile, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None
 ) -> Create:
-    """Parameters read and dequantized from a GGUF file; see `parameters.from_slices`.
+    """Returns a source that reads and dequantizes a GGUF file; see `parameters.from_slices`.
 
     Raises:
-      CheckpointError: when a parameter is created, its tensor is missing or of another shape.
+      CheckpointError: when a parameter is created, its tensor is missing or has another shape.
     """
 
     def read(parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
@@ -145,7 +147,7 @@ def from_gguf(
         check_shape(file.path.name, name, [int(size) for size in reversed(file.tensors[name].shape)], parameter)
         first = int(parameter.is_stacked)
         shape, axes = parameter.shape[first:], parameter.axes[first:]
-        num_row_axes = axes.index("embed") or 1  # what comes before `embed` makes up its rows, or `embed` itself
+        num_row_axes = axes.index("embed") or 1  # the axes before `embed` make up its rows, or `embed` itself
         order = np.arange(math.prod(shape[:num_row_axes])).reshape(shape[:num_row_axes])
         rows = (_halves(order) if parameter.name in _ROTATED else order)[index[:num_row_axes]]
         data = file.rows(name, rows.reshape(-1)).reshape(*rows.shape, *shape[num_row_axes:])
@@ -155,5 +157,5 @@ def from_gguf(
 
 
 def _halves(rows: np.ndarray) -> np.ndarray:
-    """Rows `[..., H]` with rotary pairs next to each other, put half a head apart for `rope.apply_rotation`."""
+    """Reorders rows `[..., H]` with rotary pairs next to each other: half a head apart, as `rope.apply_rotation`."""
     return rows.reshape(*rows.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(rows.shape)

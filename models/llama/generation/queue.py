@@ -1,4 +1,4 @@
-"""Continuous batching: a row whose sequence has stopped takes the next prompt while the other rows go on."""
+"""Continuous batching: a batch slot whose sequence has stopped takes the next prompt while the others continue."""
 
 import functools
 import time
@@ -9,8 +9,11 @@ import jax
 import numpy as np
 
 from tree_attn.cache import KVCache
-from tree_attn.models.llama.attention import BLOCK_SIZE
-from tree_attn.models.llama.generation.generator import Generator, Rows, Step, check_request, shardings_of
+from tree_attn.models.llama.generation.generator import Generator, Step
+from tree_attn.models.llama.generation.inputs import Inputs
+from tree_attn.models.llama.generation.layout import BatchSlots
+from tree_attn.models.llama.generation.programs import Programs, shardings_of
+from tree_attn.models.llama.generation.request import check_max_batch, check_request
 
 
 def stream_queue(
@@ -24,9 +27,9 @@ def stream_queue(
 ) -> Iterator[Step]:
     """Yields steps of at most `max_batch` sequences at a time, until all have stopped.
 
-    A row whose sequence has met a stop token, or has `max_new_tokens`, takes the next prompt: that is prefilled by
-    itself, its keys and values go to the row's place in the cache, and the other rows go on. Its first token is a
-    step of one row. Each sequence gets the tokens that `Generator.stream` would give it.
+    A batch slot whose sequence has met a stop token, or has `max_new_tokens`, takes the next prompt. That is prefilled
+    by itself, its keys and values go to the slot's place in the cache, and the other slots continue. Its first token is
+    a step of one slot. Each sequence gets the tokens that `Generator.stream` would give it.
 
     Prompts are padded to a power of two times the shards (and whole chunks), and a program is compiled for each of
     the lengths that occur: at most one more than the binary logarithm of the longest. The cache holds `max_batch`
@@ -40,84 +43,107 @@ def stream_queue(
     check_max_batch(max_batch)
     if generator.sharding.num_shards("batch") > 1:
         raise NotImplementedError(f"{max_batch=}: the batch is cut over {generator.sharding.batch!r}")
-    num_rows = min(max_batch, len(prompts))
-    return _steps(generator, prompts, max_new_tokens, num_rows, frozenset(stop_ids), first_step)
-
-
-def check_max_batch(max_batch: int) -> None:
-    """Raises ValueError unless `max_batch` is a positive integer."""
-    if not isinstance(max_batch, int | np.integer) or max_batch < 1:
-        raise ValueError(f"{max_batch=}: must be an integer of at least 1")
-
-
-def _steps(
-    generator: Generator, prompts, max_new_tokens: int, num_rows: int, stop_ids, first_step: int
-) -> Iterator[Step]:
-    capacity = generator.capacity(prompts, max_new_tokens)
-    rows, cache = generator.new_rows(num_rows), generator.empty_cache(num_rows, capacity)
-    decode = generator.compiled_once(
-        ("queue", cache.shape), functools.partial(generator.compile_decode, rows, (), cache)
+    queue = _Queue(
+        generator.inputs,
+        generator.programs,
+        prompts,
+        max_new_tokens,
+        batch=min(max_batch, len(prompts)),
+        stop_ids=frozenset(stop_ids),
+        first_step=first_step,
     )
-    waiting, counts = deque(range(len(prompts))), [0] * len(prompts)
-    held: list[int | None] = [None] * num_rows
-    longest = max(map(len, prompts))
-
-    def goes_on(sequence: int, token: int) -> bool:
-        counts[sequence] += 1
-        return token not in stop_ids and counts[sequence] < max_new_tokens
-
-    while True:
-        for row in range(num_rows):
-            while held[row] is None and waiting:
-                sequence = waiting.popleft()
-                new = generator.new_rows(1, first_sequence=sequence, step=first_step)
-                padded = _bucket(generator, len(prompts[sequence]), longest)
-                prompt = generator.lay_out_level([prompts[sequence]], padded)
-                inputs = *prompt, new, generator.sharding.place(np.array(row, np.int32)), rows
-                admit = _compile_admission(generator, *inputs, cache=cache)
-                start = time.perf_counter()
-                rows, tokens, log_p, logits, cache = admit(generator.parameters, *inputs, cache=cache)
-                tokens = np.asarray(tokens)
-                yield Step(tokens, np.asarray(log_p), logits, time.perf_counter() - start, (sequence,))
-                held[row] = sequence if goes_on(sequence, int(tokens[0])) else None
-        if all(sequence is None for sequence in held):
-            return
-        start = time.perf_counter()
-        rows, tokens, log_p, logits, cache = decode(generator.parameters, rows, (), cache=cache)
-        tokens, log_p = jax.device_get((tokens, log_p))
-        each_s = (time.perf_counter() - start) / len(tokens)
-        for made, *results in zip(tokens, log_p, logits, strict=True):
-            yield Step(made, *results, each_s, tuple(held))
-            held = [
-                sequence if sequence is not None and goes_on(sequence, token) else None
-                for sequence, token in zip(held, made.tolist(), strict=True)
-            ]
+    return queue.steps()
 
 
-def _bucket(generator: Generator, num_tokens: int, longest: int) -> int:
-    """One of few lengths to which prompts of a queue are padded."""
-    unit = generator.attention.num_shards * BLOCK_SIZE
-    power = 1 << (-(-num_tokens // unit) - 1).bit_length()
-    return min(generator.padded(unit * power), generator.padded(longest))
+class _Queue:
+    """A queue of prompts and the batch that they pass through.
 
+    Attributes:
+      sequences: the sequence in each batch slot; None for an idle one.
+      waiting: sequences that have no slot yet.
+      counts: new tokens of each sequence.
+    """
 
-def _compile_admission(generator: Generator, tokens: jax.Array, *inputs, cache: KVCache) -> jax.stages.Compiled:
-    def compile_it() -> jax.stages.Compiled:
-        of_row, of_logits = generator.sharding.named("batch"), generator.sharding.named("batch", "vocab")
-        admit = jax.jit(
-            functools.partial(_admit, generator),
-            donate_argnames="cache",
-            out_shardings=(of_row, of_row, of_row, of_logits, shardings_of(cache)),
+    def __init__(
+        self,
+        inputs: Inputs,
+        programs: Programs,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        batch: int,
+        stop_ids: Collection[int],
+        first_step: int,
+    ):
+        self.inputs, self.programs, self.prompts = inputs, programs, prompts
+        self.max_new_tokens, self.stop_ids, self.first_step = max_new_tokens, stop_ids, first_step
+        self.longest = max(map(len, prompts))
+        self.waiting, self.counts = deque(range(len(prompts))), [0] * len(prompts)
+        self.sequences: list[int | None] = [None] * batch
+
+    def steps(self) -> Iterator[Step]:
+        """Fills idle slots and decodes, until no sequence is left."""
+        slots = self.inputs.batch_slots(len(self.sequences))
+        capacity = self.inputs.layout.capacity(self.prompts, self.max_new_tokens)
+        cache = self.inputs.empty_cache(len(self.sequences), capacity)
+        decode = self.programs.once(
+            ("queue", cache.shape), functools.partial(self.programs.compile_decode, slots, (), cache)
         )
-        return admit.lower(generator.parameters, tokens, *inputs, cache=cache).compile()
+        while True:
+            for index in range(len(self.sequences)):
+                while self.sequences[index] is None and self.waiting:
+                    step, slots, cache = self._admit_next(index, slots, cache)
+                    yield step
+                    self._advance(index, step.sequences[0], int(step.tokens[0]))
+            if all(sequence is None for sequence in self.sequences):
+                return
+            start = time.perf_counter()
+            slots, tokens, log_p, logits, cache = decode(self.programs.parameters, slots, (), cache=cache)
+            tokens, log_p = jax.device_get((tokens, log_p))
+            seconds = (time.perf_counter() - start) / len(tokens)
+            for of_step in zip(tokens, log_p, logits, strict=True):
+                yield Step(*of_step, seconds, tuple(self.sequences))
+                for index, token in enumerate(of_step[0].tolist()):
+                    self._advance(index, self.sequences[index], token)
 
-    return generator.compiled_once(("admission", tokens.shape, cache.shape), compile_it)
+    def _advance(self, index: int, sequence: int | None, token: int) -> None:
+        """Counts a new token of the sequence in a slot; the slot is idle after the sequence's last."""
+        if sequence is not None:
+            self.counts[sequence] += 1
+            is_last = token in self.stop_ids or self.counts[sequence] >= self.max_new_tokens
+            self.sequences[index] = None if is_last else sequence
 
+    def _admit_next(self, index: int, slots: BatchSlots, cache: KVCache) -> tuple[Step, BatchSlots, KVCache]:
+        """Prefills the next waiting prompt into slot `index`: its first token as a step, and the batch with it."""
+        sequence = self.waiting.popleft()
+        prompt = self.prompts[sequence]
+        new = self.inputs.batch_slots(1, first_sequence=sequence, step=self.first_step)
+        texts = self.inputs.texts([prompt], self.inputs.layout.bucket_length(len(prompt), self.longest))
+        arguments = *texts, new, self.inputs.sharding.place(np.array(index, np.int32)), slots
+        admit = self._compile_admission(*arguments, cache=cache)
+        start = time.perf_counter()
+        slots, tokens, log_p, logits, cache = admit(self.programs.parameters, *arguments, cache=cache)
+        tokens = np.asarray(tokens)
+        step = Step(tokens, np.asarray(log_p), logits, time.perf_counter() - start, (sequence,))
+        return step, slots, cache
 
-def _admit(generator: Generator, parameters, tokens, lengths, new: Rows, row, rows: Rows, *, cache: KVCache):
-    """Prefills one prompt into a cache of its own and puts that into `row` of the batch."""
-    own = generator.empty_cache(1, tokens.shape[1], cache.scales())
-    logits, own = generator.read(generator.model_of(parameters), tokens, lengths, own)
-    new, log_p = generator.next_rows(logits, new)
-    rows = jax.tree.map(lambda batch, one: jax.lax.dynamic_update_slice(batch, one, (row,)), rows, new)
-    return rows, new.tokens, log_p, logits, cache.with_sequence(row, own)
+    def _compile_admission(self, tokens: jax.Array, *arguments, cache: KVCache) -> jax.stages.Compiled:
+        def compile_admission() -> jax.stages.Compiled:
+            of_slot, of_logits = self.inputs.sharding.named("batch"), self.inputs.sharding.named("batch", "vocab")
+            admit = jax.jit(
+                self._admit,
+                donate_argnames="cache",
+                out_shardings=(of_slot, of_slot, of_slot, of_logits, shardings_of(cache)),
+            )
+            return admit.lower(self.programs.parameters, tokens, *arguments, cache=cache).compile()
+
+        return self.programs.once(("admission", tokens.shape, cache.shape), compile_admission)
+
+    def _admit(self, parameters, tokens, lengths, new: BatchSlots, index, slots: BatchSlots, *, cache: KVCache):
+        """Prefills one prompt into a cache of its own and puts that into batch slot `index`."""
+        prompt_cache = self.inputs.empty_cache(1, tokens.shape[1], cache.scales())
+        model = self.programs.model_of(parameters)
+        logits, prompt_cache = self.programs.read(model, tokens, lengths, prompt_cache)
+        new, log_p = self.programs.next_slots(logits, new)
+        slots = jax.tree.map(lambda batch, one: jax.lax.dynamic_update_slice(batch, one, (index,)), slots, new)
+        return slots, new.tokens, log_p, logits, cache.with_sequence(index, prompt_cache)

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p."""
+"""Sampling of the next token from logits: greedy, or drawn with temperature, top-k and top-p."""
 
 import dataclasses
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Options by which the next token is chosen.
 
     Attributes:
       temperature: 0 is greedy; otherwise divides the logits.
-      top_k: draw among the k most likely tokens only; None is all of them.
-      top_p: draw among the fewest most likely tokens whose probabilities sum to p or more; None is all of them.
+      top_k: draw among the k most likely tokens only; None is all tokens.
+      top_p: draw among the fewest most likely tokens whose probabilities sum to p or more; None is all tokens.
       seed: the same seed draws the same tokens.
 
     Raises:
@@ -30,27 +30,27 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature!r}: must be 0 (greedy) or a finite number above it")
+            raise ValueError(f"temperature must be 0 (greedy) or a finite number above it, got {self.temperature!r}")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k!r}: must be 1 or more")
+            raise ValueError(f"top_k must be 1 or more, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r}: must be above 0 and at most 1")
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed!r}: must be in [0, 2**32)")
+            raise ValueError(f"seed must be in [0, 2**32), got {self.seed!r}")
 
 
 def choose(logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: int = 1) -> jax.Array:
-    """The next token of each sequence.
+    """Chooses the next token of each sequence.
 
     Args:
       logits: float32 `[B, V]`.
-      sampling: its seed is not used; `keys` are.
+      sampling: the options; its seed is replaced by `keys`.
       keys: JAX random keys `[B]`, for this step of each sequence, so that no draw depends on the rest of the batch.
-      num_shards: pieces that the vocabulary is cut into; a greedy choice then moves one candidate of each between
-        devices, where a plain argmax would move all logits.
+      num_shards: pieces into which the vocabulary is cut. A greedy choice then moves one candidate of each piece
+        between devices, where a plain argmax would move all logits.
 
     Returns:
-      int32 `[B]`. Of equal logits, greedy takes the lowest token.
+      int32 `[B]`. Among equal logits, greedy takes the lowest token.
     """
     if sampling.temperature == 0:
         return _greedy(logits, num_shards)
@@ -63,7 +63,7 @@ def choose(logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: i
 
 
 def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """What the model itself gives to these tokens, at temperature 1 and of all tokens, however they were chosen.
+    """Returns the model's log-probability of these tokens, at temperature 1 and among all tokens.
 
       log p[b] = logits[b, tokens[b]] - log sum_v exp(logits[b, v])
 
@@ -74,7 +74,7 @@ def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     Returns:
       float32 `[B]`.
     """
-    # A sum with one term: to take a token's logit by its index, XLA would gather a vocabulary that is cut.
+    # A sum with one term: for a look-up by index XLA would gather a vocabulary that is cut.
     is_token = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :] == tokens[:, None]
     return jnp.sum(jnp.where(is_token, logits, 0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 

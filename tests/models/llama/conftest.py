@@ -10,6 +10,7 @@ from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import Llama, LlamaConfig, LlamaSharding, parameters, spread_over
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint import open as load
+from tree_attn.models.llama.generation import memory
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +18,7 @@ def sharding_over():
     """`sharding_over(config, n)`: what the commands use on `n` devices."""
 
     def make(config: LlamaConfig, num_devices: int) -> LlamaSharding:
-        return spread_over(config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+        return spread_over(config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
 
     return make
 
@@ -46,6 +47,17 @@ def tiny_model(tiny_config, sharding_over):
         return Llama(tiny_config, sharding, parameters.random(sharding, jnp.float32))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def cache_bytes():
+    """`cache_bytes(generator, prompts, n)`: keys and values of a generation, padding included, on all devices."""
+
+    def count(generator, prompts, max_new_tokens: int, share_prefixes: bool | None = None) -> int:
+        levels = generator.layout.levels(generator.prefix_tree(prompts, share_prefixes), max_new_tokens)
+        return sum(len(level.texts) * level.capacity for level in levels) * memory.bytes_per_token(generator)
+
+    return count
 
 
 @pytest.fixture(scope="session")

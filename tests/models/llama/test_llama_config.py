@@ -93,19 +93,27 @@ def test_config_json_of_llama_2_leaves_things_out():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model_type", "mistral", "model_type='mistral'"),
-        ("architectures", ["LlamaForSequenceClassification"], "architectures='LlamaForSequenceClassification'"),
-        ("hidden_act", "gelu", "hidden_act='gelu'"),
-        ("attention_bias", True, "attention_bias=True"),
-        ("mlp_bias", True, "mlp_bias=True"),
+        ("model_type", "mistral", r"model_type must be .*, got 'mistral'"),
+        (
+            "architectures",
+            ["LlamaForSequenceClassification"],
+            r"architectures must be .*, got 'LlamaForSeq",
+        ),
+        ("hidden_act", "gelu", r"hidden_act must be .*, got 'gelu'"),
+        ("attention_bias", True, r"attention_bias must be .*, got True"),
+        ("mlp_bias", True, r"mlp_bias must be .*, got True"),
         ("quantization_config", {"bits": 4}, "quantization_config"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type='yarn'"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type='linear'"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type must be 'default' or 'llama3', got 'yarn'"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type must be 'default' or 'llama3', got 'linear'"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
-        ("rope_scaling", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            "rope_scaling",
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            r"rotary_factor must be .*, got 0.5",
+        ),
         ("hidden_size", None, "hidden_size is missing"),
-        ("vocab_size", "many", "vocab_size='many'"),
-        ("num_key_value_heads", 5, "num_heads=32: must be a multiple of num_kv_heads=5"),
+        ("vocab_size", "many", "vocab_size must be an integer of 1 or more, got 'many'"),
+        ("num_key_value_heads", 5, "num_heads must be a multiple of num_kv_heads=5, got 32"),
     ],
 )
 def test_config_json_of_another_model_is_refused_by_field(field, value, message):
@@ -116,14 +124,14 @@ def test_config_json_of_another_model_is_refused_by_field(field, value, message)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers=0"),
-        ({"hidden_size": 2.5}, "hidden_size=2.5"),
-        ({"num_heads": True}, "num_heads=True"),
-        ({"num_heads": 3}, "num_heads=3: must be a multiple of num_kv_heads=2"),
-        ({"head_dim": 7}, "head_dim=7: must be even"),
-        ({"rope_theta": -1.0}, "rope_theta=-1.0"),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0"),
-        ({"eos_token_ids": (64,)}, r"64: must be in \[0, vocab_size=64\)"),
+        ({"num_layers": 0}, "num_layers must be an integer of 1 or more, got 0"),
+        ({"hidden_size": 2.5}, "hidden_size must be an integer of 1 or more, got 2.5"),
+        ({"num_heads": True}, "num_heads must be an integer of 1 or more, got True"),
+        ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads=2, got 3"),
+        ({"head_dim": 7}, r"head_dim must be even, .*, got 7"),
+        ({"rope_theta": -1.0}, "rope_theta must be a number above 0, got -1.0"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a number above 0, got 0.0"),
+        ({"eos_token_ids": (64,)}, r"eos_token_ids must be in \[0, vocab_size=64\), got 64"),
     ],
 )
 def test_config_checks_itself(tiny_config: LlamaConfig, changes, message):
@@ -132,12 +140,12 @@ def test_config_checks_itself(tiny_config: LlamaConfig, changes, message):
 
 
 def test_rope_scaling_checks_itself():
-    with pytest.raises(ValueError, match="factor=0"):
+    with pytest.raises(ValueError, match="factor must be a number above 0, got 0"):
         Llama3RopeScaling(factor=0)
-    with pytest.raises(ValueError, match=r"high_freq_factor=1.0: must be above low_freq_factor=1.0"):
+    with pytest.raises(ValueError, match=r"high_freq_factor must be above low_freq_factor=1.0, got 1.0"):
         Llama3RopeScaling(factor=8.0, high_freq_factor=1.0)
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"name='llama-4': must be one of llama-2-7b, .*smollm2-1.7b"):
+    with pytest.raises(ValueError, match=r"name must be one of 'llama-2-7b', .*'smollm2-1.7b', got 'llama-4'"):
         preset("llama-4")

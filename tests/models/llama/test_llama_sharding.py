@@ -28,13 +28,13 @@ KINDS = ("all-gather", "all-reduce")
 
 @pytest.fixture(scope="module")
 def mesh():
-    return make_mesh({"near": 4, "far": 2})
+    return make_mesh({"device": 4, "node": 2})
 
 
 def test_spec_follows_the_logical_axes(mesh):
-    sharding = LlamaSharding(mesh=mesh, sequence=("near", "far"), mlp="near")
-    assert sharding.spec("layers", "mlp", "embed") == PartitionSpec(None, "near", None)
-    assert sharding.spec(None, "sequence") == PartitionSpec(None, ("near", "far"))
+    sharding = LlamaSharding(mesh=mesh, sequence=("device", "node"), mlp="device")
+    assert sharding.spec("layers", "mlp", "embed") == PartitionSpec(None, "device", None)
+    assert sharding.spec(None, "sequence") == PartitionSpec(None, ("device", "node"))
     assert sharding.num_shards("sequence") == 8
     assert sharding.num_shards("vocab") == 1
 
@@ -42,11 +42,11 @@ def test_spec_follows_the_logical_axes(mesh):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"sequence": "model"}, "sequence='model': must be one of the mesh axes"),
-        ({"sequence": "near", "mlp": "model"}, "mlp='model': must be one of the mesh axes"),
-        ({"sequence": ("near", "near")}, "sequence=.*: must name each mesh axis once"),
-        ({"sequence": None}, "sequence=None: must name one or more"),
-        ({}, "sequence='sequence': must be one of the mesh axes"),
+        ({"sequence": "model"}, "sequence must be one of the mesh axes .*'model'"),
+        ({"sequence": "device", "mlp": "model"}, "mlp must be one of the mesh axes .*'model'"),
+        ({"sequence": ("device", "device")}, "sequence must name each mesh axis once"),
+        ({"sequence": None}, "sequence must name one or more .*None"),
+        ({}, "sequence must be one of the mesh axes .*'seq'"),
     ],
 )
 def test_wrong_axes_are_refused(mesh, axes, message):
@@ -55,25 +55,25 @@ def test_wrong_axes_are_refused(mesh, axes, message):
 
 
 def test_a_parameter_that_does_not_divide_is_named(tiny_config, mesh):
-    sharding = LlamaSharding(mesh=mesh, sequence="near", kv_heads=("near", "far"))
+    sharding = LlamaSharding(mesh=mesh, sequence="device", kv_heads=("device", "node"))
     with pytest.raises(ValueError, match=r"layers.attention.query_key_value has 2 along it, which must be a multiple"):
         Llama(tiny_config, sharding, parameters.abstract(sharding, jnp.float32))
 
 
 def test_spread_over_shards_what_divides_and_replicates_the_rest(tiny_config):
-    on_8 = spread_over(tiny_config, make_mesh({"sequence": 8}))
-    on_3 = spread_over(tiny_config, make_mesh({"sequence": 3}))
-    on_4 = spread_over(tiny_config, make_mesh({"sequence": 4}, jax.devices()[:4]))
-    assert (on_8.mlp, on_8.vocab, on_8.heads) == ("sequence", "sequence", None)
-    assert (on_4.heads, on_4.kv_heads) == ("sequence", None)
+    on_8 = spread_over(tiny_config, make_mesh({"seq": 8}))
+    on_3 = spread_over(tiny_config, make_mesh({"seq": 3}))
+    on_4 = spread_over(tiny_config, make_mesh({"seq": 4}, jax.devices()[:4]))
+    assert (on_8.mlp, on_8.vocab, on_8.heads) == ("seq", "seq", None)
+    assert (on_4.heads, on_4.kv_heads) == ("seq", None)
     assert (on_3.mlp, on_3.vocab) == (None, None)
     assert {on_3.kv_head_dim, on_4.kv_head_dim, on_8.kv_head_dim} == {None}  # too small to be worth a gather
 
 
 def test_spread_over_cuts_the_heads_of_a_large_model_where_there_are_fewer_of_keys_than_devices():
     config = dataclasses.replace(preset("llama-3.1-405b"), num_kv_heads=4)
-    sharding = spread_over(config, make_mesh({"sequence": 8}))
-    assert (sharding.kv_heads, sharding.kv_head_dim, sharding.heads) == (None, "sequence", "sequence")
+    sharding = spread_over(config, make_mesh({"seq": 8}))
+    assert (sharding.kv_heads, sharding.kv_head_dim, sharding.heads) == (None, "seq", "seq")
     attention = nnx.state(Llama(config, sharding, parameters.abstract(sharding, jnp.bfloat16)))["layers"]["attention"]
     kernel = attention["query_key_value"].get_raw_value()
     assert kernel.sharding.shard_shape(kernel.shape) == (126, 4, 32 + 2, 128 // 8, 16384)
@@ -90,7 +90,7 @@ def wide_config():
 
 def wide_steps(config, num_devices, attention="tree"):
     """The model, its programs and the logits of every step; everything that divides is spread over the devices."""
-    sharding = spread_over(config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+    sharding = spread_over(config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
     return steps_of(config, sharding, attention)
 
 
@@ -99,7 +99,7 @@ def steps_of(config, sharding, attention="tree"):
     generator = Generator(model, by_name(attention, sharding))
     prompts = [list(range(1, 12)), [7], [5, 40, 3]]
     steps = list(generator.stream(prompts, 5))
-    return model, generator.programs(prompts, 5), np.stack([np.asarray(step.logits) for step in steps])
+    return model, generator.compile(prompts, 5), np.stack([np.asarray(step.logits) for step in steps])
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +123,22 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
 @pytest.mark.parametrize(
     "axes",
     [
-        {"heads": "sequence"},
-        {"kv_heads": "sequence"},
+        {"heads": "seq"},
+        {"kv_heads": "seq"},
         {"heads": "model"},
         {"kv_heads": "model"},
-        {"heads": "model", "kv_heads": "sequence"},
-        {"heads": "sequence", "kv_heads": "model"},
-        {"heads": "sequence", "kv_head_dim": "sequence"},
-        {"kv_heads": "model", "kv_head_dim": "sequence"},
-        {"kv_heads": "sequence", "kv_head_dim": "model"},
+        {"heads": "model", "kv_heads": "seq"},
+        {"heads": "seq", "kv_heads": "model"},
+        {"heads": "seq", "kv_head_dim": "seq"},
+        {"kv_heads": "model", "kv_head_dim": "seq"},
+        {"kv_heads": "seq", "kv_head_dim": "model"},
         {"head_dim": "model", "mlp": "model"},
-        {"embed": "model", "heads": "sequence", "kv_heads": "sequence", "mlp": "sequence"},
+        {"embed": "model", "heads": "seq", "kv_heads": "seq", "mlp": "seq"},
     ],
     ids=str,
 )
 def test_any_cut_of_heads_gives_the_logits_of_one_device(wide_config, on_one_device, axes):
-    sharding = LlamaSharding(mesh=make_mesh({"sequence": 2, "model": 4}), **axes)
+    sharding = LlamaSharding(mesh=make_mesh({"seq": 2, "model": 4}), **axes)
     np.testing.assert_allclose(steps_of(wide_config, sharding)[2], on_one_device, atol=1e-5)
 
 
@@ -159,7 +159,7 @@ def test_one_key_head_of_all_query_heads(wide_config):
 
 def test_one_key_head_cut_over_its_dimensions_is_gathered_once_a_step(wide_config):
     config = dataclasses.replace(wide_config, num_kv_heads=1, head_dim=8)
-    sharding = dataclasses.replace(spread_over(config, make_mesh({"sequence": 8})), kv_head_dim="sequence")
+    sharding = dataclasses.replace(spread_over(config, make_mesh({"seq": 8})), kv_head_dim="seq")
     model, programs, logits = steps_of(config, sharding)
     np.testing.assert_allclose(logits, wide_steps(config, 1, "single")[2], atol=1e-5)
     assert model.layers.attention.query_key_value[...].addressable_shards[0].data.shape == (2, 1, 24 + 2, 8 // 8, 32)
@@ -175,7 +175,7 @@ def test_an_mlp_cut_over_other_devices_costs_a_sum_and_moves_no_kernel(wide_conf
             if one.count == wide_config.num_layers
         )
 
-    mesh = make_mesh({"sequence": 2, "model": 4})
+    mesh = make_mesh({"seq": 2, "model": 4})
     _, whole, _ = steps_of(wide_config, LlamaSharding(mesh=mesh))
     _, cut, logits = steps_of(wide_config, LlamaSharding(mesh=mesh, mlp="model"))
     np.testing.assert_allclose(logits, on_one_device, atol=1e-5)
@@ -205,13 +205,13 @@ def test_of_tokens_and_kernels_the_fewer_gather_in_prefill(wide_config):
     """A prompt of 56 tokens is more than a kernel of the MLP, one of 8 is less."""
     kernel, logits, gathered = 4 * 48 * 32, {}, {}
     for num_devices in (1, 8):
-        sharding = spread_over(wide_config, make_mesh({"sequence": num_devices}, jax.devices()[:num_devices]))
+        sharding = spread_over(wide_config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
         model = Llama(wide_config, sharding, parameters.random(sharding, jnp.float32))
         generator = Generator(model, by_name("tree", sharding))
         for count in (8, 56):
             prompts = [[i % 48 for i in range(count)]]
             logits[num_devices, count] = np.asarray(next(generator.stream(prompts, 2)).logits)
-            payloads = [one.bytes_payload for one in hlo.collectives(generator.programs(prompts, 2).prefill.as_text())]
+            payloads = [one.bytes_payload for one in hlo.collectives(generator.compile(prompts, 2).prefill.as_text())]
             gathered[num_devices, count] = 4 * count * 32 in payloads, payloads.count(kernel)
     for count in (8, 56):
         np.testing.assert_allclose(logits[8, count], logits[1, count], atol=1e-5)
@@ -221,7 +221,7 @@ def test_of_tokens_and_kernels_the_fewer_gather_in_prefill(wide_config):
 
 def test_abstract_parameters_allocate_nothing_and_say_where_they_go(mesh):
     config = preset("llama-3.1-405b")
-    sharding = LlamaSharding(mesh=mesh, sequence="far", mlp="near", heads="near")
+    sharding = LlamaSharding(mesh=mesh, sequence="node", mlp="device", heads="device")
     model = Llama(config, sharding, parameters.abstract(sharding, jnp.bfloat16))
     gate_up = nnx.state(model)["layers"]["mlp"]["gate_up"].get_raw_value()
     assert isinstance(gate_up, jax.ShapeDtypeStruct)
@@ -230,7 +230,7 @@ def test_abstract_parameters_allocate_nothing_and_say_where_they_go(mesh):
 
 
 def test_a_random_parameter_is_its_random_parts(tiny_config, mesh):
-    sharding = LlamaSharding(mesh=mesh, sequence="near", kv_heads="far", mlp="near")
+    sharding = LlamaSharding(mesh=mesh, sequence="device", kv_heads="node", mlp="device")
     declared = {}
     Llama(tiny_config, sharding, lambda one: declared.setdefault(one.name, one))
     create = parameters.random(sharding, jnp.float32)
@@ -246,7 +246,7 @@ def test_weights_on_the_sequence_devices_cost_one_sum_per_layer_and_no_logits_mo
     """Greedy decoding with everything sharded: per layer one gather (attention) and one sum (MLP)."""
     model = tiny_model(8)
     generator = Generator(model, by_name("tree", model.sharding, reduction="gather"))
-    counted = hlo.collectives(generator.programs([[1, 2, 3]], 4).decode.as_text())
+    counted = hlo.collectives(generator.compile([[1, 2, 3]], 4).decode.as_text())
     in_layers = [collective for collective in counted if collective.count == tiny_config.num_layers]
     assert sorted(collective.kind for collective in in_layers) == ["all-gather", "all-reduce"]
     after_layers = [collective for collective in counted if collective.count == 1]

@@ -10,7 +10,6 @@ import pytest
 
 from tree_attn import SoftmaxState, SparqOptions, merge_states, sparq_decode
 from tree_attn.models.llama import Generator, by_name, generate
-from tree_attn.models.llama.generation import memory
 
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
 COUNT = 6
@@ -33,7 +32,7 @@ def steps_of(generator, prompts=PROMPTS):
 
 def empty_cache_of(generator, room):
     """The one that a generation from the prompts begins with."""
-    return generator.lay_out(generator.prefix_tree(PROMPTS), room)[-1].cache
+    return generator.inputs.levels(generator.prefix_tree(PROMPTS), room)[-1].cache
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +93,11 @@ def test_selected_per_shard_it_is_each_shards_own_choice_merged(tiny_model):
     np.testing.assert_allclose(sharded(*given), merged(*given), atol=2e-5)
 
 
-def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model):
+def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model, cache_bytes):
     generator = make_generator(tiny_model, 3)
     cache = empty_cache_of(generator, COUNT)
     assert cache.key_by_component.shape == (2, 3, 2, 8, cache.capacity)
-    held = memory.cache_bytes(generator, PROMPTS, COUNT)
+    held = cache_bytes(generator, PROMPTS, COUNT)
     assert held == sum(x.nbytes for x in (cache.key, cache.value, cache.key_by_component))
 
 
@@ -136,8 +135,8 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
 @pytest.mark.parametrize(
     ("name", "sparq", "message"),
     [
-        ("sparq", None, "sparq=None: attention='sparq' needs num_components and num_keys"),
-        ("tree", FEW, "attention='tree' attends to all keys; only 'sparq' takes these options"),
+        ("sparq", None, "sparq must be SparqOptions .num_components, num_keys. for attention='sparq', got None"),
+        ("tree", FEW, "sparq must be None for attention='tree', which attends to all keys, got Sparq"),
     ],
 )
 def test_options_go_with_sparq_alone(tiny_config, sharding_over, name, sparq, message):
@@ -177,4 +176,4 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_compiled(tiny
         arrays = dataclasses.replace(cache.arrays, value_scale=jnp.ones((2, 2), jnp.float32))
         scaled = dataclasses.replace(cache, arrays=arrays)
         generator.attention.decode(jnp.zeros((3, 1, 4, 8)), scaled, 0, jnp.ones(3, jnp.int32))
-    assert not generator._programs
+    assert not generator.programs._compiled

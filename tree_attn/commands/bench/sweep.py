@@ -14,7 +14,7 @@ from tree_attn.commands.request import sparq_options
 from tree_attn.measure import provenance
 from tree_attn.measure.rows import RowWriter
 from tree_attn.models.llama import LlamaConfig
-from tree_attn.models.llama.attention import (
+from tree_attn.models.llama.attention_choice import (
     ATTENTIONS,
     CHUNKING,
     REDUCING,

@@ -72,7 +72,7 @@ def time_case(
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk if attention.prefills_in_chunks else None,
     )
-    programs, devices = generator.programs(prompts, args.new_tokens), list(place.devices)
+    programs, devices = generator.compile(prompts, args.new_tokens), list(place.devices)
     predicted = memory.predict(generator, prompts, args.new_tokens)
     earlier_peak = runtime_peak_memory_bytes(devices)
     if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others

@@ -15,7 +15,9 @@ from tree_attn.measure import provenance
 from tree_attn.measure.rows import RowWriter
 from tree_attn.models.llama.checkpoint.open import Checkpoint
 from tree_attn.models.llama.config import LlamaConfig
-from tree_attn.models.llama.evaluation.tasks import TASKS, Method, Scorer, make_samples, score
+from tree_attn.models.llama.evaluation.methods import Method
+from tree_attn.models.llama.evaluation.scorer import Scorer
+from tree_attn.models.llama.evaluation.tasks import TASKS, make_samples, score
 from tree_attn.sparq.transfers import dense_transfer_elements
 
 

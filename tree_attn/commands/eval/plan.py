@@ -6,7 +6,8 @@ from typing import Any
 
 from tree_attn.arguments import one_of
 from tree_attn.commands.options import check_at_least, integers_in
-from tree_attn.models.llama.evaluation.tasks import TASKS, Method, Sizes, methods_for
+from tree_attn.models.llama.evaluation.methods import Method, methods_for
+from tree_attn.models.llama.evaluation.tasks import TASKS, Sizes
 
 Group = tuple[str, Sizes, int | None]  # task, sizes, and depth in percent; None for a task without depths
 

@@ -73,8 +73,8 @@ def _continue(
 ) -> Generation:
     generator = load_generator(args, request)
     with session.phase("compiling ..."):
-        prompts, first_step = generator.going_on([request.prompt_ids], [done])
-        generator.programs(prompts, args.max_new_tokens - first_step)
+        prompts, first_step = generator.resume([request.prompt_ids], [done])
+        generator.compile(prompts, args.max_new_tokens - first_step)
     stop_ids = request.checkpoint.tokenizer.stop_ids
     (result,) = generate(
         generator, [request.prompt_ids], args.max_new_tokens, stop_ids=stop_ids, on_token=on_token, done=[done]

@@ -90,7 +90,7 @@ def checkpoint_tensors(model: Llama) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     "num_devices, is_quantized, cut",
-    [(1, False, {}), (2, False, {}), (8, False, {}), (2, True, {}), (8, True, {"kv_head_dim": "sequence"})],
+    [(1, False, {}), (2, False, {}), (8, False, {}), (2, True, {}), (8, True, {"kv_head_dim": "seq"})],
 )
 def test_a_model_written_as_gguf_is_read_back(
     tmp_path, tiny_model, tiny_config, sharding_over, num_devices, is_quantized, cut
@@ -141,10 +141,16 @@ def test_the_scaling_of_llama_3_is_found_from_its_table(tmp_path, tiny_model, ti
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "qwen2"}, "general.architecture='qwen2': must be 'llama'"),
+        ({"architecture": "qwen2"}, "general.architecture must be 'llama', got 'qwen2'"),
         ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts are not supported"),
-        ({"metadata": {"llama.rope.dimension_count": 4}}, "llama.rope.dimension_count=4: must be 8"),
-        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type='yarn'"),
+        (
+            {"metadata": {"llama.rope.dimension_count": 4}},
+            "dimension_count must be 8, the head's dimension, got 4",
+        ),
+        (
+            {"metadata": {"llama.rope.scaling.type": "yarn"}},
+            "llama.rope.scaling.type must be 'none' or absent, got 'yarn'",
+        ),
         ({"tensors": {"rope_freqs.weight": np.float32([1, 2, 3, 4])}}, "rope_freqs.weight is not the scaling"),
         ({"without": ["blk.1.ffn_up.weight"]}, "wrong.gguf: tensor blk.1.ffn_up.weight is missing"),
         (

@@ -201,8 +201,8 @@ def test_llama_3_metadata_gives_its_prefix_and_groups_digits_by_three(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "tokenizer.ggml.model='llama': must be 'gpt2'"),
-        ({"pre": "qwen2"}, "tokenizer.ggml.pre='qwen2': must be 'gpt-2', 'smollm' or 'llama-bpe'"),
+        ({"model": "llama"}, "tokenizer.ggml.model must be 'gpt2', got 'llama'"),
+        ({"pre": "qwen2"}, "tokenizer.ggml.pre must be 'gpt-2', 'smollm' or 'llama-bpe', got 'qwen2'"),
     ],
 )
 def test_another_tokenizer_in_gguf_is_refused(tmp_path, changes, message):

@@ -151,17 +151,17 @@ def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_mod
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.logits, b.logits, atol=1e-5)
         np.testing.assert_allclose(a.log_probabilities, b.log_probabilities, atol=1e-5)
-    with pytest.raises(ValueError, match="tokens_per_dispatch=0: must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="tokens_per_dispatch must be an integer of at least 1, got 0"):
         Generator(model, by_name("single", model.sharding), tokens_per_dispatch=0)
 
 
-def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(tiny_model):
+def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(tiny_model, cache_bytes):
     model = tiny_model(8)
     steps, held = {}, {}
     for dtype in (None, jnp.float8_e4m3fn):
         generator = Generator(model, by_name("tree", model.sharding), cache_dtype=dtype)
         steps[dtype] = [np.asarray(step.logits) for step in generator.stream(PROMPTS, 2)]
-        held[dtype] = memory.cache_bytes(generator, PROMPTS, 2)
+        held[dtype] = cache_bytes(generator, PROMPTS, 2)
     assert held[None] == 4 * held[jnp.float8_e4m3fn]
     whole, narrow = steps.values()
     np.testing.assert_array_equal(whole[0], narrow[0])  # prompts are read in full precision
@@ -212,9 +212,9 @@ def test_scales_are_of_the_largest_keys_and_values_and_for_int8_alone(tiny_model
     _, cache = model.prefill(tokens[None], jnp.array([12], jnp.int32), empty_cache(model, 1, 12), attention)
     for name, held in (("key_scale", cache.key), ("value_scale", cache.value)):
         np.testing.assert_allclose(scales[name], 1.5 / 127 * np.abs(held).max(axis=(1, 2, 4)), rtol=1e-5)
-    with pytest.raises(ValueError, match="cache_scales: must be None for cache_dtype='float32', only int8 has them"):
+    with pytest.raises(ValueError, match="cache_scales must be None for cache_dtype='float32': only int8 has them"):
         Generator(model, attention, cache_scales=scales)
-    with pytest.raises(ValueError, match="tokens must be one or more, and margin positive; got 12 tokens and margin=0"):
+    with pytest.raises(ValueError, match="tokens must be one or more, and margin positive, got 12 tokens and margin=0"):
         cache_scales(model, attention, tokens=tokens, margin=0)
 
 
@@ -246,7 +246,7 @@ def test_chunks_after_a_shared_prefix(tiny_model):
 
 def test_chunks_that_do_not_fit_are_refused(tiny_model):
     model = tiny_model(3)
-    with pytest.raises(ValueError, match="prefill_chunk=10: must be a multiple of 3 shards"):
+    with pytest.raises(ValueError, match="prefill_chunk must be a multiple of 3 shards, got 10"):
         Generator(model, by_name("tree", model.sharding), prefill_chunk=10)
     with pytest.raises(NotImplementedError, match="prefill_chunk=6: attention='ring' reads prompts whole"):
         Generator(model, by_name("ring", model.sharding), prefill_chunk=6)
@@ -256,7 +256,7 @@ def test_chunks_that_do_not_fit_are_refused(tiny_model):
 def test_what_cannot_go_on_is_refused(tiny_model, done):
     model = tiny_model(1)
     generator = Generator(model, by_name("single", model.sharding))
-    with pytest.raises(ValueError, match=r"done: must hold equally many new tokens for each of 3 prompts, fewer than"):
+    with pytest.raises(ValueError, match=r"done must hold equally many new tokens for each of 3 prompts, fewer than"):
         generate(generator, PROMPTS, 3, done=done)
 
 
@@ -266,7 +266,7 @@ def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
         sharding = sharding_over(config, 1)
         model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
         generator = Generator(model, by_name("single", sharding))
-        return generator.programs([[1, 2]], 2).decode.as_text().count("\n")
+        return generator.compile([[1, 2]], 2).decode.as_text().count("\n")
 
     # XLA writes loops of different lengths a little differently; a layer of its own would be some hundred lines.
     assert num_lines(9) < 1.05 * num_lines(2)
@@ -274,7 +274,7 @@ def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
 
 def test_a_profile_reads_like_the_source(tiny_model):
     model = tiny_model(8)
-    text = Generator(model, by_name("tree", model.sharding)).programs([[1, 2]], 2).decode.as_text()
+    text = Generator(model, by_name("tree", model.sharding)).compile([[1, 2]], 2).decode.as_text()
     for scope in ("/embed/", "/layers/", "/attention/rope/", "/attention/attend/", "/mlp/", "/head/", "/choose/"):
         assert scope in text
 
@@ -282,7 +282,7 @@ def test_a_profile_reads_like_the_source(tiny_model):
 def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
     model = tiny_model(8)
     generator = Generator(model, by_name("tree", model.sharding))
-    analysis = generator.programs([[1, 2, 3]], 61).decode.memory_analysis()
+    analysis = generator.compile([[1, 2, 3]], 61).decode.memory_analysis()
     keys_and_values = 2 * tiny_config.num_layers * 64 // 8 * tiny_config.num_kv_heads * tiny_config.head_dim * 4
     assert analysis.alias_size_in_bytes >= keys_and_values
 
@@ -291,7 +291,7 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     model, how = tiny_model(3), dict(share_prefixes=True)
     generator = Generator(model, by_name("tree", model.sharding))
     prompts = [[*range(3, 20), *rest] for rest in ([5], [9, 8, 7])]
-    predicted, programs = memory.predict(generator, prompts, 7, **how), generator.programs(prompts, 7, **how)
+    predicted, programs = memory.predict(generator, prompts, 7, **how), generator.compile(prompts, 7, **how)
 
     def alive() -> int:
         gc.collect()
@@ -317,15 +317,15 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
 
 def test_what_xla_is_told_of_decoding_on_gpus_depends_on_rows_and_devices(tiny_model, monkeypatch):
     on_one, on_two = (Generator(tiny_model(n), by_name("tree", tiny_model(n).sharding)) for n in (1, 2))
-    assert on_one._decode_options(17) == {}
+    assert on_one.programs.xla_options(17) == {}
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
     always = {"xla_gpu_enable_dynamic_slice_fusion": False}
     by_cublas = {"xla_gpu_enable_triton_gemm": False}
     side_by_side = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-    assert on_one._decode_options(16) == always | side_by_side
-    assert on_one._decode_options(17) == on_one._decode_options(128) == always | by_cublas | side_by_side
-    assert on_one._decode_options(129) == always | by_cublas
-    assert on_two._decode_options(1) == always  # kernels that exchange would wait for one another
+    assert on_one.programs.xla_options(16) == always | side_by_side
+    assert on_one.programs.xla_options(17) == on_one.programs.xla_options(128) == always | by_cublas | side_by_side
+    assert on_one.programs.xla_options(129) == always | by_cublas
+    assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
 
 
 @pytest.mark.parametrize("dtype, num_rows", [(jnp.float32, 1), (jnp.bfloat16, 3)])
@@ -339,7 +339,7 @@ def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_c
         found = re.findall(rf"= \w+\[([\d,]+)\]\S* (?:{'|'.join(kinds)})\(", program.as_text())
         return [tuple(map(int, dims.split(","))) for dims in found]
 
-    long, short = (generator.programs([[1] * count] * num_rows, 3) for count in (60, 3))
+    long, short = (generator.compile([[1] * count] * num_rows, 3) for count in (60, 3))
     for program in (long.prefill, short.decode):
         widths = sorted(shape[1] for shape in shapes(program, "dot") if len(shape) == 2)  # attention's have more
         assert widths == sorted([(4 + 2 + 2) * 8, 32, 2 * 56, 32, 80]), "query, key and value; output; MLP; head"
@@ -350,9 +350,9 @@ def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_c
 
 def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ahead(tiny_model, monkeypatch):
     generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
-    programs, launched = generator.programs([[1, 2, 3]], 4), []
+    programs, launched = generator.compile([[1, 2, 3]], 4), []
     decode = lambda *args, **how: launched.append(1) or programs.decode(*args, **how)
-    monkeypatch.setattr(generator, "compile_programs", lambda *args: programs._replace(decode=decode))
+    monkeypatch.setattr(generator.programs, "of_tree", lambda *args: programs._replace(decode=decode))
     stream = generator.stream([[1, 2, 3]], 4)
     assert [(next(stream) and len(launched)) for _ in range(4)] == [0, 2, 3, 3]
 
@@ -378,7 +378,7 @@ def test_slots_come_in_the_multiples_of_kernels_where_that_pads_little(tiny_mode
 def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monkeypatch):
     model = tiny_model(1)
     generator, calls = Generator(model, by_name("single", model.sharding)), []
-    programs = generator.programs([[1, 2, 3]], 6)
+    programs = generator.compile([[1, 2, 3]], 6)
 
     def decode(*args, **how):
         calls.append(1)
@@ -386,7 +386,7 @@ def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monk
             raise RuntimeError("out of memory")
         return programs.decode(*args, **how)
 
-    monkeypatch.setattr(generator, "compile_programs", lambda *_: programs._replace(decode=decode))
+    monkeypatch.setattr(generator.programs, "of_tree", lambda *_: programs._replace(decode=decode))
     made = []
     with pytest.raises(RuntimeError, match="out of memory"):
         for step in generator.stream([[1, 2, 3]], 6):
@@ -405,12 +405,16 @@ def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
 @pytest.mark.parametrize(
     ("prompts", "max_new_tokens", "message"),
     [
-        ([], 4, "prompts: must be one or more"),
-        ([[1], []], 4, r"of one or more tokens each; got \[1, 0\]"),
-        ([[1]], 0, "max_new_tokens=0: must be 1 or more"),
-        ([[1] * 100], 29, r"with a prompt of 100 tokens it must be at most 28; the model has 128 positions"),
-        ([[1, 64]], 4, r"token ids span 1 to 64; must be in \[0, 64\)"),
-        ([[-1, 3]], 4, r"token ids span -1 to 3"),
+        ([], 4, "prompts must be one or more"),
+        ([[1], []], 4, r"of one or more tokens each, got \[1, 0\]"),
+        ([[1]], 0, "max_new_tokens must be 1 or more, got 0"),
+        (
+            [[1] * 100],
+            29,
+            r"at most 28 with a prompt of 100 tokens, got 29; the model has 128 positions",
+        ),
+        ([[1, 64]], 4, r"token ids must be in \[0, 64\), got 1 to 64"),
+        ([[-1, 3]], 4, r"token ids must be in \[0, 64\), got -1 to 3"),
     ],
 )
 def test_wrong_requests_are_refused_before_anything_is_compiled(tiny_model, prompts, max_new_tokens, message):
@@ -418,15 +422,15 @@ def test_wrong_requests_are_refused_before_anything_is_compiled(tiny_model, prom
     generator = Generator(model, by_name("single", model.sharding))
     with pytest.raises(ValueError, match=message):
         generator.stream(prompts, max_new_tokens)
-    assert not generator._programs
+    assert not generator.programs._compiled
 
 
 @pytest.mark.parametrize(
     ("name", "num_devices", "options", "message"),
     [
-        ("flash", 8, {}, "attention='flash': must be one of tree, ring, single"),
+        ("flash", 8, {}, "attention must be one of 'tree', 'ring', 'single', 'sparq', got 'flash'"),
         ("ring", 8, {"reduction": "gather"}, "attention='ring' does not reduce across devices"),
-        ("single", 8, {}, "attention='single': keeps all keys on one device, but the sequence has 8"),
+        ("single", 8, {}, "attention='single' keeps all keys on one device: the sequence must have 1, got 8"),
         ("tree", 8, {"reduction": "star"}, "reduction must be one of .*'star'"),
         ("tree", 8, {"reduction": "hierarchical"}, "reduction='hierarchical' needs"),
         ("tree", 8, {"implementation": "abacus"}, "implementation must be one of .*'abacus'"),
@@ -474,10 +478,10 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
         assert [token for heard_of, token in heard if heard_of == sequence] == one.new_ids
     # One program for the steps, and one for each padded length of a prompt.
     lengths = {num_devices * 2 ** math.ceil(math.log2(math.ceil(len(prompt) / num_devices))) for prompt in QUEUE}
-    assert len(generator._programs) <= 1 + len(lengths)
-    num_programs = len(generator._programs)
+    assert len(generator.programs._compiled) <= 1 + len(lengths)
+    num_programs = len(generator.programs._compiled)
     steps = [step.sequences for step in stream_queue(generator, QUEUE, 8, max_batch=2, stop_ids=stop_ids)]
-    assert len(generator._programs) == num_programs
+    assert len(generator.programs._compiled) == num_programs
     assert {len(step) for step in steps} == {1, 2}
     for sequence, one in enumerate(queued):
         assert sum(held == sequence for step in steps for held in step) == len(one.new_ids) + one.stopped
@@ -489,8 +493,8 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"max_batch": 0}, ValueError, "max_batch=0: must be an integer of at least 1"),
-        ({"max_batch": 1.5}, ValueError, "max_batch=1.5: must be an integer of at least 1"),
+        ({"max_batch": 0}, ValueError, "max_batch must be an integer of at least 1, got 0"),
+        ({"max_batch": 1.5}, ValueError, "max_batch must be an integer of at least 1, got 1.5"),
         (
             {"max_batch": 2, "share_prefixes": True},
             NotImplementedError,
@@ -503,4 +507,4 @@ def test_queues_that_cannot_be_are_refused(tiny_model, options, error, message):
     generator = Generator(model, by_name("single", model.sharding))
     with pytest.raises(error, match=message):
         generate(generator, QUEUE, 4, **options)
-    assert not generator._programs
+    assert not generator.programs._compiled

@@ -49,12 +49,12 @@ def test_temperature_draws_in_proportion():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature=-0.1"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"seed": -1}, "seed=-1"),
+        ({"temperature": -0.1}, r"temperature must be 0 .*, got -0.1"),
+        ({"temperature": float("nan")}, r"temperature must be 0 .*, got nan"),
+        ({"top_k": 0}, "top_k must be 1 or more, got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"seed": -1}, r"seed must be in .*, got -1"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):

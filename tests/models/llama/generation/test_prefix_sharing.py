@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tree_attn.models.llama import Generation, Generator, LlamaSharding, Sampling, by_name, generate, rank_samples
-from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation.prefix_tree import MIN_SHARED_KEYS, unshared
 
 # A root for three rows, below it a node for two of them, and a row that shares nothing.
@@ -49,12 +48,12 @@ def alone(tiny_model):
     ("name", "num_devices", "sampling"),
     [("single", 1, SAMPLED), ("tree", 3, SAMPLED), ("tree", 8, None)],
 )
-def test_tokens_are_those_of_rows_by_themselves(tiny_model, alone, name, num_devices, sampling):
+def test_tokens_are_those_of_rows_by_themselves(tiny_model, cache_bytes, alone, name, num_devices, sampling):
     generator = make_generator(tiny_model, name, num_devices, sampling)
     tree = generator.prefix_tree(PROMPTS, True)
-    assert [[node.rows for node in level] for level in tree.levels] == [[(0, 1, 2)], [(0, 1)]]
+    assert [[node.sequences for node in level] for level in tree.levels] == [[(0, 1, 2)], [(0, 1)]]
     tokens, log_probabilities, logits, held_bytes = steps(generator, True)
-    assert held_bytes == memory.cache_bytes(generator, PROMPTS, COUNT, share_prefixes=True) < alone[sampling][3]
+    assert held_bytes == cache_bytes(generator, PROMPTS, COUNT, share_prefixes=True) < alone[sampling][3]
     np.testing.assert_array_equal(tokens, alone[sampling][0])
     np.testing.assert_allclose(logits, alone[sampling][2], rtol=0, atol=1e-5)
 
@@ -64,7 +63,7 @@ def test_tokens_are_those_of_rows_by_themselves(tiny_model, alone, name, num_dev
     np.testing.assert_allclose(log_probabilities, expected, rtol=0, atol=1e-5)
 
 
-def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model):
+def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model, cache_bytes):
     """Measured in the arrays that are alive while it generates, beside what is predicted from shapes."""
     generator = make_generator(tiny_model, sampling=SAMPLED)
     prompts, num_samples = [list(range(1, 62)), [7, 8, 9]], 16
@@ -90,7 +89,7 @@ def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model):
     assert bytes_held == {True: (2 * 64 + 32 * (1 + COUNT)) * slot_bytes, False: 32 * (61 + COUNT + 7) * slot_bytes}
     rows = [prompt for prompt in prompts for _ in range(num_samples)]
     for share_prefixes, measured in bytes_held.items():
-        assert memory.cache_bytes(generator, rows, COUNT, share_prefixes=share_prefixes) == measured
+        assert cache_bytes(generator, rows, COUNT, share_prefixes=share_prefixes) == measured
 
     best = rank_samples(shared[:num_samples], top=3)
     means = [sample.mean_log_probability for sample in shared[:num_samples]]
@@ -114,7 +113,7 @@ def test_of_equal_samples_one_is_ranked():
     samples = [sample([1], -2.0), sample([2], -1.0), sample([1], -2.0), sample([], -3.0), sample([2], -2.0, True)]
     assert rank_samples(samples) == [samples[1], samples[0], samples[4], samples[3]]
     assert rank_samples(samples, top=1) == [samples[1]]
-    with pytest.raises(ValueError, match="top=0: must be at least 1"):
+    with pytest.raises(ValueError, match="top must be at least 1, got 0"):
         rank_samples(samples, top=0)
 
 
@@ -147,15 +146,15 @@ def test_ring_generates_without_sharing_and_refuses_to_share(tiny_model):
     with pytest.raises(NotImplementedError, match="share_prefixes=True: attention='ring' has no form for shared"):
         generator.stream(PROMPTS, COUNT, share_prefixes=True)
     with pytest.raises(NotImplementedError, match="attention='ring' has no form for shared prefixes"):
-        cache = generator.lay_out(generator.prefix_tree(PROMPTS), 0)[-1].cache
+        cache = generator.inputs.levels(generator.prefix_tree(PROMPTS), 0)[-1].cache
         generator.attention.decode(jnp.zeros((2, 1, 4, 8)), cache, 0, None, [object()])
-    assert not generator._programs
+    assert not generator.programs._compiled
 
 
 def test_a_batch_over_devices_is_not_shared(tiny_model):
     model = tiny_model(8)
     generator = Generator(model, by_name("tree", model.sharding))
-    mesh = jax.make_mesh((2, 4), ("batch", "sequence"), axis_types=2 * (jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2, 4), ("batch", "seq"), axis_types=2 * (jax.sharding.AxisType.Auto,))
     generator.sharding = LlamaSharding(mesh=mesh, batch="batch")
     with pytest.raises(NotImplementedError, match="share_prefixes=True: the batch is cut over 'batch'"):
         generator.stream(PROMPTS, COUNT, share_prefixes=True)
@@ -164,14 +163,14 @@ def test_a_batch_over_devices_is_not_shared(tiny_model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_samples": 0}, "num_samples=0: must be an integer of at least 1"),
-        ({"num_samples": 2.0}, "num_samples=2.0: must be an integer of at least 1"),
+        ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
+        ({"num_samples": 2.0}, "num_samples must be an integer of at least 1, got 2.0"),
         ({"share_prefixes": "auto"}, "share_prefixes must be one of None, True, False, got 'auto'"),
-        ({"num_samples": 2, "done": [[1]] * 3}, r"done: must hold equally many new tokens for each of 8 prompts"),
+        ({"num_samples": 2, "done": [[1]] * 3}, r"done must hold equally many new tokens for each of 8 prompts"),
     ],
 )
 def test_wrong_requests_are_refused_before_anything_is_compiled(tiny_model, options, message):
     generator = make_generator(tiny_model)
     with pytest.raises(ValueError, match=message):
         generate(generator, PROMPTS, COUNT, **options)
-    assert not generator._programs
+    assert not generator.programs._compiled

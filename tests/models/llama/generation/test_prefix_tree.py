@@ -14,7 +14,12 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size
 def paths(tree):
     """For each row the nodes on its path, the root's first."""
     rows = range(len(tree.remainders))
-    return [[node for level in tree.levels for node in level if row in node.rows] for row in rows]
+    return [[node for level in tree.levels for node in level if row in node.sequences] for row in rows]
+
+
+def num_saved(tree) -> int:
+    """Tokens beyond the tree's if each sequence held its own copy of its nodes."""
+    return sum(len(node.tokens) * (len(node.sequences) - 1) for level in tree.levels for node in level)
 
 
 @given(prompts=PROMPTS, min_shared=st.integers(1, 12))
@@ -24,11 +29,11 @@ def test_a_path_and_its_remainder_are_the_prompt(prompts, min_shared):
         assert [*itertools.chain.from_iterable(node.tokens for node in path), *remainder] == prompt
         assert remainder
     for depth, level in enumerate(tree.levels):
-        rows = [row for node in level for row in node.rows]
+        rows = [row for node in level for row in node.sequences]
         assert level and len(set(rows)) == len(rows)
         for node in level:
-            assert len(node.tokens) * (len(node.rows) - 1) >= min_shared
-            assert not depth or any(set(node.rows) <= set(above.rows) for above in tree.levels[depth - 1])
+            assert len(node.tokens) * (len(node.sequences) - 1) >= min_shared
+            assert not depth or any(set(node.sequences) <= set(above.sequences) for above in tree.levels[depth - 1])
 
 
 @given(prompts=PROMPTS, min_shared=st.integers(1, 12))
@@ -41,7 +46,7 @@ def test_no_rows_hold_in_common_what_would_pay(prompts, min_shared):
             if len(prompt) > end:  # the last token is always a row's own
                 groups.setdefault(tuple(prompt[:end]), []).append(row)
         for rows in groups.values():
-            held = sum(len(node.tokens) for node in paths(tree)[rows[0]] if set(rows) <= set(node.rows))
+            held = sum(len(node.tokens) for node in paths(tree)[rows[0]] if set(rows) <= set(node.sequences))
             assert (end - held) * (len(rows) - 1) < min_shared
 
 
@@ -50,29 +55,29 @@ def test_with_no_threshold_every_common_prefix_is_held_once(prompts):
     tree = share(prompts, min_shared=1)
     held = tree.num_shared + sum(map(len, tree.remainders))
     assert held == len({tuple(p[:end]) for p in prompts for end in range(1, len(p))}) + len(prompts)
-    assert held + tree.num_saved == sum(map(len, prompts))
+    assert held + num_saved(tree) == sum(map(len, prompts))
 
 
 def test_two_levels():
     prompts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 7], [8]]
     tree = share(prompts, min_shared=1)
-    assert tree.levels == ((Node(tokens=(1,), rows=(0, 1, 2)),), (Node(tokens=(2, 3), rows=(0, 1)),))
+    assert tree.levels == ((Node(tokens=(1,), sequences=(0, 1, 2)),), (Node(tokens=(2, 3), sequences=(0, 1)),))
     assert tree.remainders == ((4,), (5,), (7,), (8,))
-    assert tree.served == ((), (((0,),),), (((0, 1, 2),), ((0, 1),)))
-    assert (tree.num_shared, tree.num_saved, tree.num_slots) == (3, 4, 1 + 2 + 4)
+    assert tree.descendants == ((), (((0,),),), (((0, 1, 2),), ((0, 1),)))
+    assert (tree.num_shared, num_saved(tree), tree.num_slots) == (3, 4, 1 + 2 + 4)
 
 
 def test_what_does_not_pay_goes_to_the_nodes_below():
     prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7, 7, 7, 0], [1, 7, 7, 7, 3], [1, 9]]
-    assert share(prompts, min_shared=4).levels == ((Node(tokens=(1,), rows=(0, 1, 2, 3, 4)),),)
+    assert share(prompts, min_shared=4).levels == ((Node(tokens=(1,), sequences=(0, 1, 2, 3, 4)),),)
     assert share(prompts[:4], min_shared=4).levels == (
-        (Node(tokens=(1, 2, 3, 4), rows=(0, 1)), Node(tokens=(1, 7, 7, 7), rows=(2, 3))),
+        (Node(tokens=(1, 2, 3, 4), sequences=(0, 1)), Node(tokens=(1, 7, 7, 7), sequences=(2, 3))),
     )
 
 
 def test_equal_prompts_keep_their_last_token_to_themselves():
     tree = share([[5, 6, 7]] * 3, min_shared=1)
-    assert tree.levels == ((Node(tokens=(5, 6), rows=(0, 1, 2)),),)
+    assert tree.levels == ((Node(tokens=(5, 6), sequences=(0, 1, 2)),),)
     assert tree.remainders == ((7,),) * 3
 
 

@@ -1,0 +1,86 @@
+"""The choice of an attention by name: the names, what each can do, and checks that need no model.
+
+Commands call the checks, so that a wrong choice is refused before a model is read.
+"""
+
+from collections.abc import Sequence
+
+from tree_attn.arguments import one_of
+from tree_attn.models.llama.storage import BLOCK_SIZE
+from tree_attn.reduce import check_reduction
+from tree_attn.sparq import SparqOptions
+
+ATTENTIONS = ("tree", "ring", "single", "sparq")
+REDUCING = ("tree", "sparq")
+SHARING = ("tree", "single")
+CHUNKING = ("tree", "single", "sparq")
+
+CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
+NO_SCALES = "attention='sparq' takes no scales; float8_e4m3fn needs none"
+
+
+def check_choice(
+    name: str, reduction: str | None, axes: tuple[str, ...], num_shards: int, sparq: SparqOptions | None = None
+) -> str | None:
+    """Returns the reduction that attention `name` will use over these mesh axes.
+
+    Raises:
+      ValueError: as `attention.by_name`.
+    """
+    one_of("attention", name, ATTENTIONS)
+    if name == "sparq" and sparq is None:
+        raise ValueError("sparq must be SparqOptions (num_components, num_keys) for attention='sparq', got None")
+    if name != "sparq" and sparq is not None:
+        raise ValueError(f"sparq must be None for attention={name!r}, which attends to all keys, got {sparq!r}")
+    if reduction is not None and name not in REDUCING:
+        raise ValueError(
+            f"reduction must be None, got {reduction!r}: attention={name!r} does not reduce across devices; "
+            f"only {_quoted(REDUCING)} take one"
+        )
+    if name == "single" and num_shards != 1:
+        raise ValueError(f"attention='single' keeps all keys on one device: the sequence must have 1, got {num_shards}")
+    if name not in REDUCING:
+        return None
+    chosen = check_reduction(reduction, axes)
+    return "hierarchical" if isinstance(chosen, tuple) else chosen
+
+
+def check_sharing(name: str, share_prefixes: bool | None) -> None:
+    """Raises where attention `name` cannot share prefixes as `share_prefixes` says.
+
+    Raises:
+      ValueError: `share_prefixes` is not None, True or False.
+      NotImplementedError: it is True, for an attention without a form for shared prefixes.
+    """
+    one_of("share_prefixes", share_prefixes, (None, True, False))
+    if share_prefixes and name not in SHARING:
+        raise NotImplementedError(f"{share_prefixes=}: attention={name!r} {CANNOT_SHARE}")
+
+
+def check_prefill_chunk(name: str, prefill_chunk: int | None, num_shards: int) -> None:
+    """Raises where attention `name` cannot read prompts by `prefill_chunk` tokens on `num_shards`.
+
+    Raises:
+      ValueError: `prefill_chunk` is no positive multiple of the shards.
+      NotImplementedError: `ring`, whose chunks would need the keys of earlier chunks.
+    """
+    if prefill_chunk is None:
+        return
+    if prefill_chunk < 1 or prefill_chunk % (num_shards * BLOCK_SIZE):
+        raise ValueError(f"prefill_chunk must be a multiple of {num_shards * BLOCK_SIZE} shards, got {prefill_chunk}")
+    if name not in CHUNKING:
+        raise NotImplementedError(f"{prefill_chunk=}: attention={name!r} reads prompts whole")
+
+
+def check_cache_dtype(name: str, cache_dtype: str | None) -> None:
+    """Raises where attention `name` cannot decode over a cache of `cache_dtype` (None: the model's).
+
+    Raises:
+      NotImplementedError: `sparq` over int8.
+    """
+    if name == "sparq" and cache_dtype == "int8":
+        raise NotImplementedError(f"{cache_dtype=}: {NO_SCALES}")
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return " and ".join(map(repr, names))

@@ -1,0 +1,182 @@
+"""The compiled programs of a generation: prefill of a prefix tree, and steps of decoding."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from tree_attn.cache import KVCache
+from tree_attn.models.llama.attention import Attention
+from tree_attn.models.llama.generation.inputs import LevelInputs
+from tree_attn.models.llama.generation.layout import BatchSlots, Layout
+from tree_attn.models.llama.generation.prefix_tree import Descendants, PrefixTree
+from tree_attn.models.llama.generation.sampling import Sampling, choose, log_probability
+from tree_attn.models.llama.model import Llama
+from tree_attn.models.llama.prefix import Prefix
+
+# Limits in sequences, measured on an H200. docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS
+# beats Triton above 16 sequences", "Independent kernels side by side gain up to 5 % below 256 sequences".
+MAX_BATCH_FOR_TRITON_PRODUCTS = 16
+MAX_BATCH_FOR_CONCURRENT_KERNELS = 128
+
+XlaOptions = Mapping[str, bool | int | str]
+
+
+class StreamPrograms(NamedTuple):
+    """The two compiled programs of a generation; `as_text()` and `memory_analysis()` describe them."""
+
+    prefill: jax.stages.Compiled
+    decode: jax.stages.Compiled
+
+
+class Programs:
+    """Compiles the programs of one model and one attention, once for each shape.
+
+    Args:
+      model: the parameters are those of this model.
+      attention: from `attention.by_name`, made with the model's sharding.
+      sampling: how tokens are chosen.
+      layout: says in which chunks prefill reads.
+      tokens_per_dispatch: steps of one call of the decoding program.
+      xla_options: XLA options of decoding programs, in addition to those of `xla_options`.
+
+    Attributes:
+      parameters: the first argument of each program.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        attention: Attention,
+        sampling: Sampling,
+        layout: Layout,
+        *,
+        tokens_per_dispatch: int,
+        xla_options: XlaOptions | None = None,
+    ):
+        self.sharding, self.tokens_per_dispatch = model.sharding, tokens_per_dispatch
+        self._attention, self._sampling, self._layout = attention, sampling, layout
+        self._user_xla_options = dict(xla_options or {})
+        self._structure, state = nnx.split(model)
+        # Programs are called with a list: flax's own containers take 0.6 ms of the host at each call of an 8B model.
+        self.parameters, self._containers = jax.tree.flatten(state)
+        self._compiled: dict[tuple, StreamPrograms | jax.stages.Compiled] = {}
+
+    def once(self, shape: tuple, compile_programs: Callable):
+        """Returns what `compile_programs` returned when it was called for this shape, the first time only."""
+        if shape not in self._compiled:
+            self._compiled[shape] = compile_programs()
+        return self._compiled[shape]
+
+    def of_tree(self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots) -> StreamPrograms:
+        """Returns the programs for a tree whose inputs have the shapes of these levels."""
+        shape = (tree.descendants, *((level.tokens.shape, level.cache.capacity) for level in levels))
+        return self.once(shape, lambda: self._compile(tree, levels, slots))
+
+    def compile_decode(self, slots: BatchSlots, prefixes: tuple[Prefix, ...], cache: KVCache) -> jax.stages.Compiled:
+        """Compiles the program of `tokens_per_dispatch` steps: `(parameters, slots, prefixes, cache=) -> ...`."""
+        named = self.sharding.named
+        decode = jax.jit(
+            self._decode,
+            donate_argnames="cache",
+            out_shardings=(
+                named("batch"),
+                named(None, "batch"),
+                named(None, "batch"),
+                named("batch", "vocab"),
+                shardings_of(cache),
+            ),
+        )
+        lowered = decode.lower(self.parameters, slots, prefixes, cache=cache)
+        return lowered.compile(compiler_options=self.xla_options(len(slots.tokens)))
+
+    def xla_options(self, batch: int) -> dict[str, bool | int | str]:
+        """Returns XLA's options for a decoding program of `batch` sequences.
+
+        For large batches cuBLAS reads kernels faster than Triton, which XLA would still choose for some of them.
+        For small ones, kernels that do not depend on one another run concurrently: writes of keys and values, and
+        attention to each sequence's own keys beside attention to shared ones. This holds on one device only: XLA does
+        not see that kernels which exchange with other devices wait for one another.
+        """
+        options: dict[str, bool | int | str] = {}
+        if self.sharding.is_on_gpus:
+            # Else the product with the head is made twice where its result is also put into an array.
+            options["xla_gpu_enable_dynamic_slice_fusion"] = False
+            if batch > MAX_BATCH_FOR_TRITON_PRODUCTS:
+                options["xla_gpu_enable_triton_gemm"] = False
+            if batch <= MAX_BATCH_FOR_CONCURRENT_KERNELS and self.sharding.mesh.size == 1:
+                options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+        return options | self._user_xla_options
+
+    def model_of(self, parameters) -> Llama:
+        """Returns the model within a program, from the program's argument `parameters`."""
+        return nnx.merge(self._structure, jax.tree.unflatten(self._containers, parameters))
+
+    def read(self, model: Llama, tokens, lengths, cache, prefixes: Sequence[Prefix] = ()) -> tuple[jax.Array, KVCache]:
+        """Prefills within a program, in chunks if there is more than one: logits and the filled cache."""
+        chunk = self._layout.chunk_of(tokens.shape[1])
+        return model.prefill(tokens, lengths, cache, self._attention, prefixes=prefixes, chunk=chunk)
+
+    def next_slots(self, logits: jax.Array, slots: BatchSlots) -> tuple[BatchSlots, jax.Array]:
+        """Chooses the next token of each slot: the slots after it, and the tokens' log-probabilities."""
+        with jax.named_scope("choose"):
+            key_of = lambda sequence, step: jax.random.fold_in(
+                jax.random.fold_in(jax.random.key(self._sampling.seed), sequence), step
+            )
+            keys = jax.vmap(key_of)(slots.sequences, slots.steps)
+            tokens = choose(logits, self._sampling, keys, self.sharding.num_shards("vocab"))
+            return BatchSlots(tokens, slots.sequences, slots.steps + 1), log_probability(logits, tokens)
+
+    def _compile(self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots) -> StreamPrograms:
+        tokens, lengths, caches = zip(*levels, strict=True)
+        named = self.sharding.named
+        prefill = jax.jit(
+            functools.partial(self._prefill, tree.descendants),
+            donate_argnames="caches",
+            out_shardings=(named("batch"), named("batch"), named("batch", "vocab"), shardings_of(caches)),
+        )
+        prefixes = prefixes_of(caches, tree.descendants[-1])
+        return StreamPrograms(
+            prefill=prefill.lower(self.parameters, tokens, lengths, slots, caches=caches).compile(),
+            decode=self.compile_decode(slots, prefixes, caches[-1]),
+        )
+
+    def _prefill(self, descendants: tuple[Descendants, ...], parameters, tokens, lengths, slots, *, caches):
+        """Reads level by level, each over those above it: a node's keys depend on all tokens before it."""
+        model = self.model_of(parameters)
+        filled = ()
+        for depth, level in enumerate(zip(tokens, lengths, caches, strict=True)):
+            logits, cache = self.read(model, *level, prefixes=prefixes_of(filled, descendants[depth]))
+            filled = (*filled, cache)
+        return *self.next_slots(logits, slots), logits, filled
+
+    def _decode(self, parameters, slots, prefixes, *, cache):
+        """Runs `tokens_per_dispatch` steps: the slots after the last, and the results of all."""
+        model = self.model_of(parameters)
+
+        def step(carry, _):
+            slots, cache = carry
+            logits, cache = model.decode(slots.tokens[:, None], cache, self._attention, prefixes=prefixes)
+            slots, log_p = self.next_slots(logits[:, 0], slots)
+            return (slots, cache), (slots.tokens, log_p, logits[:, 0])
+
+        count = self.tokens_per_dispatch
+        (slots, cache), (tokens, log_p, logits) = jax.lax.scan(step, (slots, cache), length=count, unroll=count == 1)
+        return slots, tokens, log_p, tuple(logits), cache
+
+
+def prefixes_of(caches: Sequence[KVCache], descendants: Descendants) -> tuple[Prefix, ...]:
+    """Returns the prefix levels above one depth of a tree.
+
+    Args:
+      caches: of each level, from the root's; those from that depth on are ignored.
+      descendants: `tree.descendants[depth]`.
+    """
+    return tuple(Prefix(cache=cache, sequences=nodes) for cache, nodes in zip(caches, descendants, strict=False))
+
+
+def shardings_of(tree):
+    """Returns a tree of the same form that holds each array's sharding."""
+    return jax.tree.map(lambda array: array.sharding, tree)

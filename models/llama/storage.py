@@ -1,0 +1,54 @@
+"""Storage of a Llama's tokens: the order in which shards hold them, and the caches of all layers."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from tree_attn import placement
+from tree_attn.cache import KVCache
+from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.sharding import LlamaSharding
+
+# One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
+BLOCK_SIZE = 1
+
+
+class StorageOrder(NamedTuple):
+    """An order of tokens: index `i` holds position `positions[i]`, and position `p` is at index `indices[p]`."""
+
+    positions: np.ndarray
+    indices: np.ndarray
+
+
+def storage_order(num_tokens: int, num_shards: int) -> StorageOrder:
+    """Returns the order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""
+    positions = placement.storage_order(num_tokens, num_shards, BLOCK_SIZE)
+    return StorageOrder(positions=positions, indices=np.argsort(positions).astype(np.int32))
+
+
+def empty_cache(
+    config: LlamaConfig, sharding: LlamaSharding, *, batch: int, capacity: int, dtype: DTypeLike, **options: Any
+) -> KVCache:
+    """Returns an empty cache for all layers of a model.
+
+    Args:
+      config: gives layers, KV heads and head dim.
+      sharding: gives the mesh and the axes of the sequence.
+      batch: sequences.
+      capacity: slots of each sequence, over all shards.
+      dtype: of keys and values.
+      options: other options of `KVCache.create`: scales, and `Attention.cache_options`.
+    """
+    return KVCache.create(
+        batch=batch,
+        capacity=capacity,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        mesh=sharding.mesh,
+        axis_name=sharding.sequence,
+        block_size=BLOCK_SIZE,
+        num_layers=config.num_layers,
+        **options,
+    )
