@@ -24,9 +24,9 @@ class Llama(nnx.Module):
 
     By default on CPUs, the layers are one module with its parameters stacked, run by `lax.scan`: the program, and so
     the time to compile it, does not grow with the depth. Unrolled, they are as many modules, one after another. That
-    takes longer to compile, but in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of
-    the stack before it reads them (half of a token's time, docs/log/llama.md: "A loop over layers copies weights and
-    caches on GPUs").
+    takes longer to compile. But in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of
+    the stack before it reads them: half of a token's time. See docs/log/llama.md: "A loop over layers copies weights
+    and caches on GPUs".
 
     Args:
       config: the model's shape.

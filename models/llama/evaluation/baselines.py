@@ -106,7 +106,7 @@ def h2o_decode(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B K S"]]:
     """Attends to the keys that are not dropped: the last l, and the k - l others with the highest scores.
 
-    Query after query: keys beyond the budget with the lowest scores are dropped for good, the query attends to the
+    For each query in turn, keys beyond the budget with the lowest scores are dropped for good. The query attends to the
     others, and its weights are added to their scores.
 
     Args:

@@ -1,7 +1,7 @@
 """The scorer: logits of given continuations under each decoding method, after contexts that are read densely.
 
 Continuations are given, not generated. A greedy generation agrees with the text up to the first token whose logits have
-another maximum, so the number of tokens before it is what a generation would have matched.
+another maximum. So the tokens before that one are those that a generation would have matched.
 
 Source: SparQ Attention, section 5.
 """

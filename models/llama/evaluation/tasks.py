@@ -58,8 +58,8 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if self.context < self.tail + MIN_PASSAGE:
-            least = self.tail + MIN_PASSAGE
-            raise ValueError(f"context must be at least tail + {MIN_PASSAGE} = {least}, got {self.context}")
+            minimum = self.tail + MIN_PASSAGE
+            raise ValueError(f"context must be at least tail + {MIN_PASSAGE} = {minimum}, got {self.context}")
 
 
 def _sample(tokenizer: Tokenizer, ids: Sequence[int], tail: Sequence[int]) -> Sample:

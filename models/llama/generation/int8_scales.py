@@ -26,9 +26,9 @@ def cache_scales(
 
       scale[l, k] = margin max_{t, h} |x[l, t, k, h]| / 127,    x the keys (after RoPE) or the values of these tokens
 
-    They belong to the model and to no prompt. So the stored keys of a sequence do not depend on its batch, and a
-    prefix, a chunk or an interrupted generation is stored as the whole would be. Values beyond `margin` times the
-    largest of these tokens are clipped.
+    They belong to the model and to no prompt. So the stored keys of a sequence do not depend on its batch. A prefix, a
+    chunk or an interrupted generation is stored as the whole would be. Values beyond `margin` times the largest of
+    these tokens are clipped.
 
     Args:
       model: makes the keys and values.

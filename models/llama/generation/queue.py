@@ -31,9 +31,9 @@ def stream_queue(
     by itself, its keys and values go to the slot's place in the cache, and the other slots continue. Its first token is
     a step of one slot. Each sequence gets the tokens that `Generator.stream` would give it.
 
-    Prompts are padded to a power of two times the shards (and whole chunks), and a program is compiled for each of
-    the lengths that occur: at most one more than the binary logarithm of the longest. The cache holds `max_batch`
-    of the longest sequence; a prefill holds its own keys and values besides.
+    Prompts are padded to a power of two times the shards, and to whole chunks. A program is compiled for each padded
+    length: at most one more than the binary logarithm of the longest. The cache holds `max_batch` of the longest
+    sequence; a prefill holds its own keys and values besides.
 
     Raises:
       ValueError: as `Generator.stream`; `max_batch` is not a positive integer.

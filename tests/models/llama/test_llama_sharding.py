@@ -113,11 +113,14 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
 ):
     model, _, logits = wide_steps(wide_config, num_devices, attention)
     np.testing.assert_allclose(logits, on_one_device, atol=1e-5)
-    held = {
+    shard_shapes = {
         name: kernel[...].addressable_shards[0].data.shape for name, kernel in nnx.state(model.layers.attention).items()
     }
-    kv_heads_held = 8 if num_devices == 3 else 8 // num_devices
-    assert held == {"query_key_value": (2, kv_heads_held, 3 + 2, 4, 32), "output": (2, 32, 24 // num_devices, 4)}
+    local_kv_heads = 8 if num_devices == 3 else 8 // num_devices
+    assert shard_shapes == {
+        "query_key_value": (2, local_kv_heads, 3 + 2, 4, 32),
+        "output": (2, 32, 24 // num_devices, 4),
+    }
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def steps_of(generator, prompts=PROMPTS):
 
 
 def empty_cache_of(generator, room):
-    """The one that a generation from the prompts begins with."""
+    """Returns the cache with which a generation from the prompts begins."""
     return generator.inputs.levels(generator.prefix_tree(PROMPTS), room)[-1].cache
 
 
@@ -50,8 +50,8 @@ def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(tiny_m
 
 def on_one_device(query, cache, layer, lengths, prefixes=()):
     """SparQ from keys and values alone."""
-    how = dataclasses.asdict(WITH_MEAN)
-    return sparq_decode(query, cache.key[layer], cache.value[layer], key_value_seq_lengths=lengths, **how)
+    options = dataclasses.asdict(WITH_MEAN)
+    return sparq_decode(query, cache.key[layer], cache.value[layer], key_value_seq_lengths=lengths, **options)
 
 
 @pytest.mark.parametrize("options", [IN_CHUNKS, FLOAT8])
@@ -75,7 +75,7 @@ def test_selected_per_shard_it_is_each_shards_own_choice_merged(tiny_model):
         rng.normal(size=(3, *shape)).astype(np.float32) for shape in ((20, 2, 8), (20, 2, 8), (1, 4, 8))
     )
     lengths = np.array([20, 4, 13], np.int32)
-    how = dict(num_components=FEW.num_components, num_keys=FEW.num_keys // 3, return_lse=True)
+    options = dict(num_components=FEW.num_components, num_keys=FEW.num_keys // 3, return_lse=True)
 
     @jax.jit
     def sharded(query, key, value, lengths):
@@ -84,21 +84,21 @@ def test_selected_per_shard_it_is_each_shards_own_choice_merged(tiny_model):
     @jax.jit
     def merged(query, key, value, lengths):
         states = [
-            sparq_decode(query, key[:, i::3], value[:, i::3], key_value_seq_lengths=(lengths - i + 2) // 3, **how)
+            sparq_decode(query, key[:, i::3], value[:, i::3], key_value_seq_lengths=(lengths - i + 2) // 3, **options)
             for i in range(3)
         ]
         return merge_states(SoftmaxState(*map(jnp.stack, zip(*states, strict=True))), axis=0).out
 
-    given = query, key, value, lengths
-    np.testing.assert_allclose(sharded(*given), merged(*given), atol=2e-5)
+    operands = query, key, value, lengths
+    np.testing.assert_allclose(sharded(*operands), merged(*operands), atol=2e-5)
 
 
 def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model, cache_bytes):
     generator = make_generator(tiny_model, 3)
     cache = empty_cache_of(generator, COUNT)
     assert cache.key_by_component.shape == (2, 3, 2, 8, cache.capacity)
-    held = cache_bytes(generator, PROMPTS, COUNT)
-    assert held == sum(x.nbytes for x in (cache.key, cache.value, cache.key_by_component))
+    num_bytes = cache_bytes(generator, PROMPTS, COUNT)
+    assert num_bytes == sum(x.nbytes for x in (cache.key, cache.value, cache.key_by_component))
 
 
 def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model):

@@ -1,4 +1,4 @@
-"""Where models come from: what is kept, what is verified, and what is said when there is no network."""
+"""Sources of models: files that are kept, digests that are verified, and messages when there is no network."""
 
 import dataclasses
 import hashlib

@@ -64,7 +64,7 @@ def test_smollm2_chat_text(smollm2):
 
 
 def test_smollm2_cuts_each_digit_from_what_is_before_it(smollm2):
-    """As its published tokenizer does, and llama.cpp; transformers 5.23 forgets it when it converts a GGUF file.
+    """Its published tokenizer does so, and llama.cpp; transformers 5.23 forgets it when it converts a GGUF file.
 
     It shows where white space comes before a digit: two line ends stay one token.
     """

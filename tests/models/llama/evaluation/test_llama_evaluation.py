@@ -121,8 +121,8 @@ def test_a_needle_at_a_depth_has_that_share_of_the_same_text_before_it():
 
 
 def test_one_seed_makes_the_same_samples_and_another_makes_others():
-    made = [make_samples("language_modelling", Letters(), text_ids(), SIZES, seed) for seed in (0, 0, 1)]
-    assert made[0] == made[1] != made[2]
+    samples = [make_samples("language_modelling", Letters(), text_ids(), SIZES, seed) for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
 
 
 def test_scores_by_hand():
@@ -146,11 +146,11 @@ def test_budgets_come_near_their_ratio(ratio):
 def test_ablations_are_what_sparq_decode_is_given():
     assert Method(name="h2o", num_keys=16).ablations() == []
     paper = Method(name="sparq_mean", num_keys=16, num_components=3)
-    given = [
-        (how.local_window, how.score_temperature, how.reallocate)
-        for how in (method.sparq_options() for method in (paper, *paper.ablations()))
+    found = [
+        (options.local_window, options.score_temperature, options.reallocate)
+        for options in (method.sparq_options() for method in (paper, *paper.ablations()))
     ]
-    assert given == [
+    assert found == [
         (4, "coverage", True), (4, "head_dim", True), (4, "num_components", True),
         (0, "coverage", True), (8, "coverage", True), (16, "coverage", True),
     ]  # fmt: skip

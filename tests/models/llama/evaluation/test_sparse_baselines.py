@@ -1,4 +1,4 @@
-"""What SparQ is compared with, each against a few lines of numpy that keep the keys it should."""
+"""The baselines of SparQ, each against a few lines of numpy that keep the keys it should."""
 
 import functools
 
@@ -20,10 +20,10 @@ def arrays(queries):
     return tuple(jnp.asarray(2 * rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
-def weights(query, key, b, t, head, kept):
-    """Attention weights of one group of queries over the keys `kept`, `[G, kept]`, float64."""
+def weights(query, key, b, t, head, seen_keys):
+    """Attention weights of one group of queries over the keys `seen_keys`, `[G, seen_keys]`, float64."""
     q = np.asarray(query, np.float64)[b, t, head * G : head * G + G]
-    logits = q @ np.asarray(key, np.float64)[b, kept, head].T * H**-0.5
+    logits = q @ np.asarray(key, np.float64)[b, seen_keys, head].T * H**-0.5
     unnormalised = np.exp(logits - logits.max(axis=1, keepdims=True))
     return unnormalised / unnormalised.sum(axis=1, keepdims=True)
 
@@ -32,9 +32,9 @@ def attended(query, key, value, keep):
     """Attention in which the group (b, t, head) sees the keys `keep(b, t, head)`."""
     out = np.zeros((*query.shape[:3], H))
     for b, t, head in np.ndindex(B, query.shape[1], K):
-        kept = np.asarray(keep(b, t, head))
-        values = np.asarray(value, np.float64)[b, kept, head]
-        out[b, t, head * G : head * G + G] = weights(query, key, b, t, head, kept) @ values
+        seen_keys = np.asarray(keep(b, t, head))
+        values = np.asarray(value, np.float64)[b, seen_keys, head]
+        out[b, t, head * G : head * G + G] = weights(query, key, b, t, head, seen_keys) @ values
     return out
 
 
@@ -42,66 +42,66 @@ def end(b, t, queries):
     return LENGTHS[b] - queries + t + 1
 
 
-def jitted(function, query, key, value, *rest, **how):
-    call = functools.partial(function, **how)
+def jitted(function, query, key, value, *rest, **options):
+    call = functools.partial(function, **options)
     return jax.jit(lambda *x: call(*x[:-1], key_value_seq_lengths=x[-1]))(query, key, value, *rest, LENGTHS)
 
 
 @pytest.mark.parametrize("num_keys", [6, 15])
 def test_lm_infinite_sees_the_first_and_the_last(num_keys):
-    given = arrays(3)
-    out = jitted(lm_infinite_decode, *given, num_keys=num_keys, num_first=4, is_causal=True)
+    operands = arrays(3)
+    out = jitted(lm_infinite_decode, *operands, num_keys=num_keys, num_first=4, is_causal=True)
     every = lambda b, t: range(end(b, t, 3))
     keep = lambda b, t, _: [s for s in every(b, t) if s < 4 or s >= end(b, t, 3) - (num_keys - 4)]
-    np.testing.assert_allclose(out, attended(*given, keep), atol=1e-5)
+    np.testing.assert_allclose(out, attended(*operands, keep), atol=1e-5)
 
 
 def test_flexgen_sees_the_highest_exact_scores():
-    given = arrays(1)
-    out = jitted(flexgen_decode, *given, num_keys=5)
+    operands = arrays(1)
+    out = jitted(flexgen_decode, *operands, num_keys=5)
 
     def keep(b, t, head):
-        scores = weights(*given[:2], b, t, head, np.arange(LENGTHS[b])).sum(axis=0)
+        scores = weights(*operands[:2], b, t, head, np.arange(LENGTHS[b])).sum(axis=0)
         return np.argsort(-scores)[:5]
 
-    np.testing.assert_allclose(out, attended(*given, keep), atol=1e-5)
+    np.testing.assert_allclose(out, attended(*operands, keep), atol=1e-5)
 
 
 def test_h2o_keeps_what_was_attended_to_most_and_forgets_the_rest_for_good():
     queries, prompt, budget, window = 4, 6, 5, 2
     query, key, value = arrays(queries + prompt)
-    asked, told = query[:, prompt:], query[:, :prompt]
-    scores = jax.jit(lambda *x: key_scores(*x[:2], key_value_seq_lengths=x[2]))(told, key, LENGTHS - queries)
-    out, left = jitted(h2o_decode, asked, key, value, scores, num_keys=budget, local_window=window)
+    new_queries, prompt_queries = query[:, prompt:], query[:, :prompt]
+    scores = jax.jit(lambda *x: key_scores(*x[:2], key_value_seq_lengths=x[2]))(prompt_queries, key, LENGTHS - queries)
+    out, left = jitted(h2o_decode, new_queries, key, value, scores, num_keys=budget, local_window=window)
 
     expected, live = np.zeros((B, K, S)), {(b, head): set(range(S)) for b in range(B) for head in range(K)}
     for b, t, head in np.ndindex(B, prompt, K):
         seen = np.arange(LENGTHS[b] - queries - prompt + t + 1)
-        expected[b, head, seen] += weights(told, key, b, t, head, seen).sum(axis=0)
+        expected[b, head, seen] += weights(prompt_queries, key, b, t, head, seen).sum(axis=0)
     np.testing.assert_allclose(scores, expected, atol=1e-5)
 
     def keep(b, t, head):
         seen = [s for s in live[b, head] if s < end(b, t, queries)]
         recent = [s for s in seen if s >= end(b, t, queries) - window]
         others = sorted(set(seen) - set(recent), key=lambda s: -expected[b, head, s])
-        kept = np.array(recent + others[: budget - len(recent)])
-        live[b, head] -= set(seen) - set(kept)
-        expected[b, head, kept] += weights(asked, key, b, t, head, kept).sum(axis=0)
-        return kept
+        seen_keys = np.array(recent + others[: budget - len(recent)])
+        live[b, head] -= set(seen) - set(seen_keys)
+        expected[b, head, seen_keys] += weights(new_queries, key, b, t, head, seen_keys).sum(axis=0)
+        return seen_keys
 
-    np.testing.assert_allclose(out, attended(asked, key, value, keep), atol=1e-5)
+    np.testing.assert_allclose(out, attended(new_queries, key, value, keep), atol=1e-5)
     for b, head in live:
         forgotten = sorted(set(range(LENGTHS[b])) - live[b, head])
         assert forgotten and np.isneginf(np.asarray(left)[b, head, forgotten]).all()
 
 
 def test_with_room_for_all_keys_each_is_dense():
-    given = arrays(2)
-    dense, _ = reference.attention(*given, key_value_seq_lengths=LENGTHS, is_causal=True)
-    how = dict(num_keys=S)
-    np.testing.assert_allclose(jitted(lm_infinite_decode, *given, is_causal=True, **how), dense, atol=1e-5)
-    np.testing.assert_allclose(jitted(flexgen_decode, *given, is_causal=True, **how), dense, atol=1e-5)
-    out, _ = jitted(h2o_decode, *given, jnp.zeros((B, K, S)), **how)
+    operands = arrays(2)
+    dense, _ = reference.attention(*operands, key_value_seq_lengths=LENGTHS, is_causal=True)
+    options = dict(num_keys=S)
+    np.testing.assert_allclose(jitted(lm_infinite_decode, *operands, is_causal=True, **options), dense, atol=1e-5)
+    np.testing.assert_allclose(jitted(flexgen_decode, *operands, is_causal=True, **options), dense, atol=1e-5)
+    out, _ = jitted(h2o_decode, *operands, jnp.zeros((B, K, S)), **options)
     np.testing.assert_allclose(out, dense, atol=1e-5)
 
 

@@ -157,12 +157,12 @@ def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_mod
 
 def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(tiny_model, cache_bytes):
     model = tiny_model(8)
-    steps, held = {}, {}
+    steps, num_bytes = {}, {}
     for dtype in (None, jnp.float8_e4m3fn):
         generator = Generator(model, by_name("tree", model.sharding), cache_dtype=dtype)
         steps[dtype] = [np.asarray(step.logits) for step in generator.stream(PROMPTS, 2)]
-        held[dtype] = cache_bytes(generator, PROMPTS, 2)
-    assert held[None] == 4 * held[jnp.float8_e4m3fn]
+        num_bytes[dtype] = cache_bytes(generator, PROMPTS, 2)
+    assert num_bytes[None] == 4 * num_bytes[jnp.float8_e4m3fn]
     whole, narrow = steps.values()
     np.testing.assert_array_equal(whole[0], narrow[0])  # prompts are read in full precision
     with pytest.raises(ValueError, match=r"cache_dtype must be one of 'float32', .*'int8', got 'bfloat16'"):
@@ -210,8 +210,8 @@ def test_scales_are_of_the_largest_keys_and_values_and_for_int8_alone(tiny_model
     tokens = np.arange(12, dtype=np.int32)
     scales = cache_scales(model, attention, tokens=tokens, margin=1.5)
     _, cache = model.prefill(tokens[None], jnp.array([12], jnp.int32), empty_cache(model, 1, 12), attention)
-    for name, held in (("key_scale", cache.key), ("value_scale", cache.value)):
-        np.testing.assert_allclose(scales[name], 1.5 / 127 * np.abs(held).max(axis=(1, 2, 4)), rtol=1e-5)
+    for name, array in (("key_scale", cache.key), ("value_scale", cache.value)):
+        np.testing.assert_allclose(scales[name], 1.5 / 127 * np.abs(array).max(axis=(1, 2, 4)), rtol=1e-5)
     with pytest.raises(ValueError, match="cache_scales must be None for cache_dtype='float32': only int8 has them"):
         Generator(model, attention, cache_scales=scales)
     with pytest.raises(ValueError, match="tokens must be one or more, and margin positive, got 12 tokens and margin=0"):
@@ -288,10 +288,10 @@ def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
 
 
 def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
-    model, how = tiny_model(3), dict(share_prefixes=True)
+    model, options = tiny_model(3), dict(share_prefixes=True)
     generator = Generator(model, by_name("tree", model.sharding))
     prompts = [[*range(3, 20), *rest] for rest in ([5], [9, 8, 7])]
-    predicted, programs = memory.predict(generator, prompts, 7, **how), generator.compile(prompts, 7, **how)
+    predicted, programs = memory.predict(generator, prompts, 7, **options), generator.compile(prompts, 7, **options)
 
     def alive() -> int:
         gc.collect()
@@ -300,22 +300,22 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
         return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
 
     before = alive()
-    stream = generator.stream(prompts, 7, **how)
+    stream = generator.stream(prompts, 7, **options)
     next(stream)
     logits = next(stream).logits
     results = bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
-    # Of two steps, for after the first token the next one is on its way, with a few integers of each row.
+    # Results of two steps: after the first token the next one runs, with a few integers of each sequence.
     assert 0 <= alive() - before - (predicted.cache + predicted.inputs + 2 * results) <= 16 * len(prompts)
     parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert predicted.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
-    # XLA drops arguments that are not read: a few integers of each row, as the token before the first one.
+    # XLA drops arguments that are not read: a few integers of each sequence, as the token before the first one.
     assert 0 <= predicted.held - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
     needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
     temporaries = [need.temp_size_in_bytes for need in needs]
     assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
 
 
-def test_what_xla_is_told_of_decoding_on_gpus_depends_on_rows_and_devices(tiny_model, monkeypatch):
+def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_model, monkeypatch):
     on_one, on_two = (Generator(tiny_model(n), by_name("tree", tiny_model(n).sharding)) for n in (1, 2))
     assert on_one.programs.xla_options(17) == {}
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
@@ -328,8 +328,8 @@ def test_what_xla_is_told_of_decoding_on_gpus_depends_on_rows_and_devices(tiny_m
     assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
 
 
-@pytest.mark.parametrize("dtype, num_rows", [(jnp.float32, 1), (jnp.bfloat16, 3)])
-def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_config, tiny_model, dtype, num_rows):
+@pytest.mark.parametrize("dtype, batch", [(jnp.float32, 1), (jnp.bfloat16, 3)])
+def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_config, tiny_model, dtype, batch):
     config = dataclasses.replace(tiny_config, intermediate_size=56, vocab_size=80)
     sharding = tiny_model(1).sharding
     model = Llama(config, sharding, parameters.random(sharding, dtype))
@@ -339,7 +339,7 @@ def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_c
         found = re.findall(rf"= \w+\[([\d,]+)\]\S* (?:{'|'.join(kinds)})\(", program.as_text())
         return [tuple(map(int, dims.split(","))) for dims in found]
 
-    long, short = (generator.compile([[1] * count] * num_rows, 3) for count in (60, 3))
+    long, short = (generator.compile([[1] * count] * batch, 3) for count in (60, 3))
     for program in (long.prefill, short.decode):
         widths = sorted(shape[1] for shape in shapes(program, "dot") if len(shape) == 2)  # attention's have more
         assert widths == sorted([(4 + 2 + 2) * 8, 32, 2 * 56, 32, 80]), "query, key and value; output; MLP; head"
@@ -351,7 +351,7 @@ def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_c
 def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ahead(tiny_model, monkeypatch):
     generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
     programs, launched = generator.compile([[1, 2, 3]], 4), []
-    decode = lambda *args, **how: launched.append(1) or programs.decode(*args, **how)
+    decode = lambda *args, **options: launched.append(1) or programs.decode(*args, **options)
     monkeypatch.setattr(generator.programs, "of_tree", lambda *args: programs._replace(decode=decode))
     stream = generator.stream([[1, 2, 3]], 4)
     assert [(next(stream) and len(launched)) for _ in range(4)] == [0, 2, 3, 3]
@@ -359,7 +359,7 @@ def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ah
 
 def test_a_call_makes_several_tokens_by_default_on_gpus_only(tiny_model, monkeypatch):
     model = tiny_model(1)
-    make = lambda **how: Generator(model, by_name("single", model.sharding), **how).tokens_per_dispatch
+    make = lambda **options: Generator(model, by_name("single", model.sharding), **options).tokens_per_dispatch
     assert make() == 1
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
     assert make() == 8 and make(tokens_per_dispatch=1) == 1
@@ -380,18 +380,18 @@ def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monk
     generator, calls = Generator(model, by_name("single", model.sharding)), []
     programs = generator.compile([[1, 2, 3]], 6)
 
-    def decode(*args, **how):
+    def decode(*args, **options):
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return programs.decode(*args, **how)
+        return programs.decode(*args, **options)
 
     monkeypatch.setattr(generator.programs, "of_tree", lambda *_: programs._replace(decode=decode))
-    made = []
+    tokens = []
     with pytest.raises(RuntimeError, match="out of memory"):
         for step in generator.stream([[1, 2, 3]], 6):
-            made.append(step.tokens)
-    assert len(made) == 2 and len(calls) == 2
+            tokens.append(step.tokens)
+    assert len(tokens) == 2 and len(calls) == 2
 
 
 def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
@@ -461,7 +461,7 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
 ):
     model = tiny_model(num_devices)
     attention = by_name(name, model.sharding)
-    generator, other = (Generator(model, attention, sampling, **how) for how in (options, {}))
+    generator, other = (Generator(model, attention, sampling, **extra) for extra in (options, {}))
     apart = generate(other, QUEUE, 8)
     assert (apart[1].new_ids == apart[4].new_ids) == (sampling.temperature == 0), "draws of one prompt are apart"
     # Stops a sequence at its first token, one in the middle and leaves some to their limit.
@@ -475,7 +475,7 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
         assert a.log_probability == pytest.approx(b.log_probability, abs=1e-4)
         assert b.prefill_s > 0
     for sequence, one in enumerate(queued):
-        assert [token for heard_of, token in heard if heard_of == sequence] == one.new_ids
+        assert [token for index, token in heard if index == sequence] == one.new_ids
     # One program for the steps, and one for each padded length of a prompt.
     lengths = {num_devices * 2 ** math.ceil(math.log2(math.ceil(len(prompt) / num_devices))) for prompt in QUEUE}
     assert len(generator.programs._compiled) <= 1 + len(lengths)
@@ -484,10 +484,10 @@ def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_h
     assert len(generator.programs._compiled) == num_programs
     assert {len(step) for step in steps} == {1, 2}
     for sequence, one in enumerate(queued):
-        assert sum(held == sequence for step in steps for held in step) == len(one.new_ids) + one.stopped
+        assert sum(index == sequence for step in steps for index in step) == len(one.new_ids) + one.stopped
     last_admission = max(i for i, step in enumerate(steps) if len(step) == 1)
     idle = [step for step in steps[:last_admission] if None in step]
-    assert generator.tokens_per_dispatch > 1 or not idle, "while somebody waits, no row is idle but within a dispatch"
+    assert generator.tokens_per_dispatch > 1 or not idle, "while prompts wait, no slot is idle but within a dispatch"
 
 
 @pytest.mark.parametrize(

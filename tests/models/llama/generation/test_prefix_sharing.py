@@ -1,4 +1,4 @@
-"""Prompts that begin alike are read, held and attended to once: the same tokens, from fewer bytes."""
+"""Prompts that begin alike are read, stored and attended to once: the same tokens, from fewer bytes."""
 
 import gc
 
@@ -10,7 +10,7 @@ import pytest
 from tree_attn.models.llama import Generation, Generator, LlamaSharding, Sampling, by_name, generate, rank_samples
 from tree_attn.models.llama.generation.prefix_tree import MIN_SHARED_KEYS, unshared
 
-# A root for three rows, below it a node for two of them, and a row that shares nothing.
+# A root for three sequences, below it a node for two of them, and a sequence that shares nothing.
 ROOT, BELOW = list(range(3, 20)), [40, 41, 42, 43, 44]
 PROMPTS = [[*ROOT, *BELOW, 50, 51], [*ROOT, *BELOW, 7], [*ROOT, 9, 8, 7, 60, 2, 33], [5]]
 SAMPLED = Sampling(temperature=1.0, top_k=30, top_p=0.95, seed=3)
@@ -22,25 +22,25 @@ def make_generator(tiny_model, name="single", num_devices=1, sampling=None, **op
     return Generator(model, by_name(name, model.sharding, **options), sampling)
 
 
-def held() -> int:
-    """Bytes of keys and values: they are the arrays of five axes, layer, row, slot, head, head dim."""
+def live_cache_bytes() -> int:
+    """Returns the bytes of keys and values: the arrays of five axes, layer, sequence, slot, head, head dim."""
     gc.collect()
     return sum(x.nbytes for x in jax.live_arrays() if x.ndim == 5)
 
 
 def steps(generator, share_prefixes):
-    """Tokens, log-probabilities and logits of all steps; and what was held while they were taken."""
-    before = held()
+    """Returns tokens, log-probabilities and logits of all steps, and the bytes of caches during them."""
+    before = live_cache_bytes()
     stream = generator.stream(PROMPTS, COUNT, share_prefixes=share_prefixes)
     taken = [next(stream)]
-    held_bytes = held() - before
+    held_bytes = live_cache_bytes() - before
     taken += stream
     return *(np.stack([np.asarray(step[i]) for step in taken]) for i in range(3)), held_bytes
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_model):
-    """What rows give by themselves, on one device."""
+    """The steps of sequences by themselves, on one device."""
     return {sampling: steps(make_generator(tiny_model, sampling=sampling), False) for sampling in (None, SAMPLED)}
 
 
@@ -48,7 +48,7 @@ def alone(tiny_model):
     ("name", "num_devices", "sampling"),
     [("single", 1, SAMPLED), ("tree", 3, SAMPLED), ("tree", 8, None)],
 )
-def test_tokens_are_those_of_rows_by_themselves(tiny_model, cache_bytes, alone, name, num_devices, sampling):
+def test_tokens_are_those_of_sequences_by_themselves(tiny_model, cache_bytes, alone, name, num_devices, sampling):
     generator = make_generator(tiny_model, name, num_devices, sampling)
     tree = generator.prefix_tree(PROMPTS, True)
     assert [[node.sequences for node in level] for level in tree.levels] == [[(0, 1, 2)], [(0, 1)]]
@@ -64,26 +64,26 @@ def test_tokens_are_those_of_rows_by_themselves(tiny_model, cache_bytes, alone, 
 
 
 def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model, cache_bytes):
-    """Measured in the arrays that are alive while it generates, beside what is predicted from shapes."""
+    """Bytes are measured in the arrays that are alive during generation, beside those predicted from shapes."""
     generator = make_generator(tiny_model, sampling=SAMPLED)
     prompts, num_samples = [list(range(1, 62)), [7, 8, 9]], 16
     bytes_held = {}
 
     def watched(share_prefixes) -> list[Generation]:
-        before = held()
+        before = live_cache_bytes()
 
         def on_token(*_) -> None:
             if share_prefixes not in bytes_held:
-                bytes_held[share_prefixes] = held() - before
+                bytes_held[share_prefixes] = live_cache_bytes() - before
 
-        how = dict(num_samples=num_samples, share_prefixes=share_prefixes, on_token=on_token)
-        return generate(generator, prompts, COUNT, **how)
+        options = dict(num_samples=num_samples, share_prefixes=share_prefixes, on_token=on_token)
+        return generate(generator, prompts, COUNT, **options)
 
     shared, apart = watched(True), watched(False)
     assert [sample.prompt_ids for sample in shared] == [prompt for prompt in prompts for _ in range(num_samples)]
     assert [sample.new_ids for sample in shared] == [sample.new_ids for sample in apart]
-    assert len({tuple(sample.new_ids) for sample in shared[:num_samples]}) > 1  # each row draws by itself
-    # Two nodes, as long as the longer, and for each row its last token and the new ones; without sharing, all for each.
+    assert len({tuple(sample.new_ids) for sample in shared[:num_samples]}) > 1  # each sequence draws by itself
+    # Two nodes, as long as the longer, and each sequence's last token and new ones; without sharing, all for each.
     slot_bytes = 2 * 2 * 2 * 8 * 4
     # Slots for eight tokens or more come in multiples of 8.
     assert bytes_held == {True: (2 * 64 + 32 * (1 + COUNT)) * slot_bytes, False: 32 * (61 + COUNT + 7) * slot_bytes}

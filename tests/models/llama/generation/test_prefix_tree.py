@@ -1,4 +1,4 @@
-"""Prefix trees in plain integers: nothing is lost, nothing that pays is held twice."""
+"""Prefix trees in plain integers: nothing is lost, nothing that pays is stored twice."""
 
 import itertools
 
@@ -12,13 +12,13 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size
 
 
 def paths(tree):
-    """For each row the nodes on its path, the root's first."""
-    rows = range(len(tree.remainders))
-    return [[node for level in tree.levels for node in level if row in node.sequences] for row in rows]
+    """Returns for each sequence the nodes on its path, the root's first."""
+    sequences = range(len(tree.remainders))
+    return [[node for level in tree.levels for node in level if sequence in node.sequences] for sequence in sequences]
 
 
 def num_saved(tree) -> int:
-    """Tokens beyond the tree's if each sequence held its own copy of its nodes."""
+    """Tokens beyond the tree's if each sequence stored its own copy of its nodes."""
     return sum(len(node.tokens) * (len(node.sequences) - 1) for level in tree.levels for node in level)
 
 
@@ -29,8 +29,8 @@ def test_a_path_and_its_remainder_are_the_prompt(prompts, min_shared):
         assert [*itertools.chain.from_iterable(node.tokens for node in path), *remainder] == prompt
         assert remainder
     for depth, level in enumerate(tree.levels):
-        rows = [row for node in level for row in node.sequences]
-        assert level and len(set(rows)) == len(rows)
+        sequences = [sequence for node in level for sequence in node.sequences]
+        assert level and len(set(sequences)) == len(sequences)
         for node in level:
             assert len(node.tokens) * (len(node.sequences) - 1) >= min_shared
             assert not depth or any(set(node.sequences) <= set(above.sequences) for above in tree.levels[depth - 1])
@@ -38,24 +38,26 @@ def test_a_path_and_its_remainder_are_the_prompt(prompts, min_shared):
 
 @given(prompts=PROMPTS, min_shared=st.integers(1, 12))
 def test_no_rows_hold_in_common_what_would_pay(prompts, min_shared):
-    """Of any rows that agree in their first tokens, those that no node holds for all of them save too little."""
+    """Sequences that agree in their first tokens would save too little with what no node holds for all of them."""
     tree = share(prompts, min_shared)
     for end in range(1, 10):
         groups = {}
-        for row, prompt in enumerate(prompts):
-            if len(prompt) > end:  # the last token is always a row's own
-                groups.setdefault(tuple(prompt[:end]), []).append(row)
-        for rows in groups.values():
-            held = sum(len(node.tokens) for node in paths(tree)[rows[0]] if set(rows) <= set(node.sequences))
-            assert (end - held) * (len(rows) - 1) < min_shared
+        for sequence, prompt in enumerate(prompts):
+            if len(prompt) > end:  # the last token is always a sequence's own
+                groups.setdefault(tuple(prompt[:end]), []).append(sequence)
+        for sequences in groups.values():
+            num_stored = sum(
+                len(node.tokens) for node in paths(tree)[sequences[0]] if set(sequences) <= set(node.sequences)
+            )
+            assert (end - num_stored) * (len(sequences) - 1) < min_shared
 
 
 @given(prompts=PROMPTS)
 def test_with_no_threshold_every_common_prefix_is_held_once(prompts):
     tree = share(prompts, min_shared=1)
-    held = tree.num_shared + sum(map(len, tree.remainders))
-    assert held == len({tuple(p[:end]) for p in prompts for end in range(1, len(p))}) + len(prompts)
-    assert held + num_saved(tree) == sum(map(len, prompts))
+    num_stored = tree.num_shared + sum(map(len, tree.remainders))
+    assert num_stored == len({tuple(p[:end]) for p in prompts for end in range(1, len(p))}) + len(prompts)
+    assert num_stored + num_saved(tree) == sum(map(len, prompts))
 
 
 def test_two_levels():
