@@ -11,7 +11,7 @@ from tree_attn import sparq_decode
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call; `lengths` one per sequence."""
+    """One call; `lengths` has one per sequence."""
 
     lengths: tuple[int, ...]
     slots: int = 512
@@ -52,9 +52,9 @@ class Call:
     def shapes(self, sharding=None):
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in jax.eval_shape(self.arrays)]
 
-    def run(self, query, key, value, key_by_component, lengths, **how):
+    def run(self, query, key, value, key_by_component, lengths, **changed):
         names = ("num_components", "num_keys", "local_window", "is_causal", "reallocate", "score_temperature")
-        options = {name: getattr(self, name) for name in names} | how
+        options = {name: getattr(self, name) for name in names} | changed
         return sparq_decode(
             query, key, value, key_by_component=key_by_component, key_value_seq_lengths=lengths, return_lse=True,
             **options,

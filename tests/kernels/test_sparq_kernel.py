@@ -16,10 +16,9 @@ from sparq_cases import CALLS, COMPILED_GROUPED, GROUPED, Call
 from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, parsed
 
 from tree_attn import make_mesh
-from tree_attn import sparq as sparse
-from tree_attn.kernels import sparq_attend as sparq_attend_kernel
-from tree_attn.kernels import sparq_shape as sparq_layout
+from tree_attn.kernels import sparq_attend, sparq_shape, tuning
 from tree_attn.local import mosaic_gpu
+from tree_attn.sparq import SparqOptions
 
 GROUPED_CTAS_PER_SM = {
     "sparq_components": 4,
@@ -27,7 +26,7 @@ GROUPED_CTAS_PER_SM = {
     "sparq_logits": 2,
     "sparq_share": 4,
     "sparq_best": 3,
-    "sparq_attend": sparq_attend_kernel.CTAS_PER_SM,
+    "sparq_attend": sparq_attend.CTAS_PER_SM,
 }
 ATOL = {"bfloat16": 1e-2, "float16": 2e-3}  # one rounding of results near 1, more or less
 
@@ -39,19 +38,18 @@ def anywhere(monkeypatch):
 
 @pytest.fixture
 def interpreted(anywhere, time_limit, monkeypatch):  # noqa: F811
-    """On one SM, so that CTAs have several rows."""
-    monkeypatch.setattr(sparse, "INTERPRETED", True)
-    monkeypatch.setattr(sparse, "num_sms", lambda: 1)
+    """Has one SM run all kernels, so that CTAs have several chunks and choices."""
+    monkeypatch.setattr(tuning, "num_sms", lambda: 1)
 
 
 @needs_interpreter
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("call", CALLS + GROUPED, ids=str)
 def test_it_is_what_xla_computes_and_no_thread_races(call):
-    given = call.arrays()
-    expected = jax.jit(functools.partial(call.run, implementation="xla"))(*given)
+    arrays = call.arrays()
+    expected = jax.jit(functools.partial(call.run, implementation="xla"))(*arrays)
     with interpreter() as found:
-        out, lse = jax.block_until_ready(jax.jit(call.run)(*given))
+        out, lse = jax.block_until_ready(jax.jit(call.run)(*arrays))
     assert [races.races_found for races in found] == [False] * call.num_kernels
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected[0])), atol=ATOL[call.dtype], rtol=0)
     np.testing.assert_allclose(lse, expected[1], atol=1e-4, rtol=1e-5)
@@ -61,7 +59,7 @@ def test_it_is_what_xla_computes_and_no_thread_races(call):
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("group, reallocate", [(1, True), (2, False), (4, True)])
 def test_shards_choose_together(group, reallocate):
-    """Mapped, and not on devices, whose barriers the interpreter confuses."""
+    """The shards are mapped, and not on devices, whose barriers the interpreter confuses."""
     call = Call(lengths=(900, 3), slots=1024, heads=1, group=group, queries=1 if reallocate else 3,
                 is_causal=True, reallocate=reallocate)  # fmt: skip
     query, *cache, lengths = call.arrays()
@@ -78,9 +76,12 @@ def test_shards_choose_together(group, reallocate):
         np.testing.assert_allclose(lse[shard], expected[1], atol=1e-4, rtol=1e-5)
 
 
-def lowered(call: Call, **how) -> str:
+def lowered(call: Call, **options) -> str:
     return (
-        jax.jit(functools.partial(call.run, **how)).trace(*call.shapes()).lower(lowering_platforms=("cuda",)).as_text()
+        jax.jit(functools.partial(call.run, **options))
+        .trace(*call.shapes())
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
     )
 
 
@@ -126,12 +127,12 @@ def refusal(*, group=1, value_dim=None, dtypes=("bfloat16",) * 3, components=8, 
     shape = lambda x, dtype, last=None: jax.ShapeDtypeStruct((*x.shape[:-1], last or x.shape[-1]), dtype)
     query = jax.ShapeDtypeStruct((*query.shape[:2], query.shape[2] * group, query.shape[3]), dtypes[0])
     key, value = shape(key, dtypes[1]), shape(value, dtypes[2], value_dim)
-    options = sparse.SparqOptions(num_components=components, num_keys=4)
-    return sparq_layout.unsupported(query, key, value, of_component if by_component else None, options)
+    options = SparqOptions(num_components=components, num_keys=4)
+    return sparq_shape.unsupported(query, key, value, of_component if by_component else None, options)
 
 
 @pytest.mark.parametrize(
-    "given, named",
+    "changed, named",
     [
         (dict(group=9), "at most 8 query heads per key head, not 18 and 2"),
         (dict(dtypes=("float32",) * 3), "one dtype, .*float32"),
@@ -144,6 +145,6 @@ def refusal(*, group=1, value_dim=None, dtypes=("bfloat16",) * 3, components=8, 
     ],
     ids=str,
 )
-def test_what_the_kernels_cannot_do_is_named(given, named):
-    assert re.search(named, refusal(**given))
+def test_what_the_kernels_cannot_do_is_named(changed, named):
+    assert re.search(named, refusal(**changed))
     assert refusal() is None

@@ -11,8 +11,8 @@ from assertions import assert_attention, assert_state
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, merge_states, reference, sparq_decode, storage_order
-from tree_attn import sparq as sparse
 from tree_attn.measure import hlo
+from tree_attn.sparq import xla
 from tree_attn.sparq.transfers import sparq_transfer_elements
 
 B, S, H = 2, 24, 16
@@ -27,14 +27,14 @@ def arrays(queries=1, kv_heads=2, group=1, dtype=jnp.float32, logit_size=2.0):
     return tuple(jnp.asarray(size * rng.normal(size=shape), dtype) for shape, size in zip(shapes, sizes))
 
 
-def decode(query, key, value, **how):
-    """`sparq_decode`, jitted, with lengths unless told otherwise."""
-    call = functools.partial(sparq_decode, return_lse=True, implementation="xla", **how)
+def decode(query, key, value, **options):
+    """Runs `sparq_decode`, jitted, with `LENGTHS`."""
+    call = functools.partial(sparq_decode, return_lse=True, implementation="xla", **options)
     return SoftmaxState(*jax.jit(lambda *x: call(*x[:3], key_value_seq_lengths=x[3]))(query, key, value, LENGTHS))
 
 
 @pytest.mark.parametrize(
-    "sizes, how",
+    "sizes, options",
     [
         ({}, {"reallocate": False}),
         ({"group": 3}, {"scale": 0.5}),
@@ -47,17 +47,17 @@ def decode(query, key, value, **how):
     ],
     ids=str,
 )
-def test_it_is_algorithm_1(sizes, how):
-    given, how = arrays(**sizes), CHOICE | {"reallocate": True} | how
-    assert_state(decode(*given, **how), reference.sparq(*given, key_value_seq_lengths=LENGTHS, **how))
+def test_it_is_algorithm_1(sizes, options):
+    inputs, options = arrays(**sizes), CHOICE | {"reallocate": True} | options
+    assert_state(decode(*inputs, **options), reference.sparq(*inputs, key_value_seq_lengths=LENGTHS, **options))
 
 
 @pytest.mark.parametrize("reallocate", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_all_components_and_all_keys_are_dense_attention(dtype, reallocate):
-    given = arrays(group=2, dtype=dtype)
-    state = decode(*given, num_components=H, num_keys=S, reallocate=reallocate)
-    assert_attention(state, *given, key_value_seq_lengths=LENGTHS)
+    inputs = arrays(group=2, dtype=dtype)
+    state = decode(*inputs, num_components=H, num_keys=S, reallocate=reallocate)
+    assert_attention(state, *inputs, key_value_seq_lengths=LENGTHS)
 
 
 @pytest.mark.parametrize("selection", ["global", "per_shard"])
@@ -79,11 +79,11 @@ def test_a_query_without_what_its_group_has_most_of_is_finite():
     assert np.isfinite(state.out).all() and np.isfinite(state.lse).all()
 
 
-def test_groups_leave_the_mean_out_unless_told():
+def test_groups_leave_the_mean_out_by_default():
     for group, reallocate in ((1, True), (2, False)):
-        given = arrays(group=group)
-        expected = reference.sparq(*given, key_value_seq_lengths=LENGTHS, reallocate=reallocate, **CHOICE)
-        assert_state(decode(*given, **CHOICE), expected)
+        inputs = arrays(group=group)
+        expected = reference.sparq(*inputs, key_value_seq_lengths=LENGTHS, reallocate=reallocate, **CHOICE)
+        assert_state(decode(*inputs, **CHOICE), expected)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_groups_leave_the_mean_out_unless_told():
 )
 def test_the_global_choice_is_that_of_one_device(axis_sizes, block_size):
     query, key, value = arrays(queries=2, group=2)
-    how = CHOICE | {"reallocate": True, "is_causal": True}
+    options = CHOICE | {"reallocate": True, "is_causal": True}
     axes, mesh = tuple(axis_sizes), make_mesh(axis_sizes)
     order = storage_order(S, mesh.size, block_size)
     stored = (query, key[:, order], value[:, order])
-    got = decode(*stored, axis_name=axes, mesh=mesh, block_size=block_size, **how)
-    assert_state(got, decode(query, key, value, **how))
+    got = decode(*stored, axis_name=axes, mesh=mesh, block_size=block_size, **options)
+    assert_state(got, decode(query, key, value, **options))
 
 
 def test_equal_scores_keep_the_same_keys_on_any_number_of_devices():
@@ -114,16 +114,16 @@ def test_equal_scores_keep_the_same_keys_on_any_number_of_devices():
 def test_the_choice_per_shard_is_that_of_each_shard_merged(reallocate):
     query, key, value = arrays(group=2)
     mean = np.stack([np.asarray(value)[b, :length].mean(axis=0) for b, length in enumerate(LENGTHS)])
-    how = dict(num_components=5, reallocate=reallocate, value_mean=jnp.asarray(mean))
+    options = dict(num_components=5, reallocate=reallocate, value_mean=jnp.asarray(mean))
     where = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), selection="per_shard")
-    got = decode(query, key, value, num_keys=8, **where, **how)
+    got = decode(query, key, value, num_keys=8, **where, **options)
     states = []
     for shard in range(3):
-        own = slice(8 * shard, 8 * shard + 8)
+        local = slice(8 * shard, 8 * shard + 8)
         lengths = np.clip(LENGTHS - 8 * shard, 0, 8)
-        one = functools.partial(sparq_decode, num_keys=3, return_lse=True, **how)
+        one = functools.partial(sparq_decode, num_keys=3, return_lse=True, **options)
         call = jax.jit(lambda *x, one=one: one(*x[:3], key_value_seq_lengths=x[3]))
-        states.append(call(query, key[:, own], value[:, own], lengths))
+        states.append(call(query, key[:, local], value[:, local], lengths))
     assert_state(got, merge_states(SoftmaxState(*(jnp.stack(x) for x in zip(*states))), axis=0))
 
 
@@ -150,11 +150,11 @@ def test_inside_a_callers_shard_map_with_keys_by_component_and_the_mean_at_hand(
     assert_state(sharded, got)
 
 
-@pytest.mark.parametrize("given", ["key_by_component", "value_mean"])
-def test_what_is_at_hand_is_what_is_read(given):
+@pytest.mark.parametrize("name", ["key_by_component", "value_mean"])
+def test_an_array_at_hand_is_the_one_that_is_read(name):
     query, key, value = arrays()
-    wrong = {"key_by_component": jnp.zeros((B, 2, H, S)), "value_mean": jnp.full((B, 2, H), 100.0)}[given]
-    right, other = (decode(query, key, value, **CHOICE, **how) for how in ({}, {given: wrong}))
+    wrong = {"key_by_component": jnp.zeros((B, 2, H, S)), "value_mean": jnp.full((B, 2, H), 100.0)}[name]
+    right, other = (decode(query, key, value, **CHOICE, **options) for options in ({}, {name: wrong}))
     assert np.abs(right.out - other.out).max() > 0.01
 
 
@@ -176,9 +176,9 @@ def test_collectives_are_those_documented(selection, reductions):
         assert sum(one.bytes_payload for one in hlo.collectives(lowered) if one.kind == "all-gather") == received
 
 
-def gathered_elements(call, *given) -> int:
-    """Elements that the program's gathers give."""
-    return sum(_gathers(jax.make_jaxpr(call)(*given).jaxpr))
+def gathered_elements(call, *arrays) -> int:
+    """Returns the elements of the results of the program's gathers."""
+    return sum(_gathers(jax.make_jaxpr(call)(*arrays).jaxpr))
 
 
 def _gathers(jaxpr):
@@ -190,10 +190,10 @@ def _gathers(jaxpr):
 
 
 def test_what_is_read_is_equation_11():
-    """Of K the r components and k keys, of V k values: gathers; beside them the mean, and what a step writes."""
+    """Gathers read r components and k keys of K, and k values; the mean and a step's writes come on top."""
     query, key, value = arrays()
-    how = dict(num_components=5, num_keys=7, value_mean=jnp.zeros((B, 2, H)), reallocate=False)
-    read = gathered_elements(functools.partial(sparq_decode, implementation="xla", **how), query, key, value)
+    options = dict(num_components=5, num_keys=7, value_mean=jnp.zeros((B, 2, H)), reallocate=False)
+    read = gathered_elements(functools.partial(sparq_decode, implementation="xla", **options), query, key, value)
     small = B * 2 * 5  # r components of q
     mean_and_writes = 4 * H
     per_head = sparq_transfer_elements(num_keys=S, head_dim=H, num_components=5, num_kept=7)
@@ -201,15 +201,15 @@ def test_what_is_read_is_equation_11():
 
 
 def test_backends_get_the_chosen_keys_eight_by_eight(monkeypatch):
-    slots, attend = [], sparse.attend
+    slots, attend = [], xla.attend
 
-    def noting(query, key, value, **how):
+    def noting(query, key, value, **options):
         slots.append(key.shape[1])
-        return attend(query, key, value, **how)
+        return attend(query, key, value, **options)
 
-    given, how = arrays(), CHOICE | {"reallocate": False}
-    monkeypatch.setattr(sparse, "attend", noting)
-    assert_state(decode(*given, **how), reference.sparq(*given, key_value_seq_lengths=LENGTHS, **how))
+    inputs, options = arrays(), CHOICE | {"reallocate": False}
+    monkeypatch.setattr(xla, "attend", noting)
+    assert_state(decode(*inputs, **options), reference.sparq(*inputs, key_value_seq_lengths=LENGTHS, **options))
     assert slots == [8]  # of 7
 
 

@@ -58,7 +58,7 @@ def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, ac
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((shape.cols,), jnp.float32)}
     if groups > 1:
         accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32)
-        scratch["shared"] = accs, plgpu.SMEM((groups, 2, shape.cols), jnp.float32), plgpu.Barrier(num_arrivals=groups)
+        scratch["folded"] = accs, plgpu.SMEM((groups, 2, shape.cols), jnp.float32), plgpu.Barrier(num_arrivals=groups)
     if "other_out" in optional:
         scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier()}
     merge = functools.partial(_merge_scoped, optional, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref)
@@ -67,7 +67,7 @@ def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, ac
 
 def _merge_scoped(
     optional, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
-    out_smem, lse_smem, shared=None, other_smem=None, other_full=None,
+    out_smem, lse_smem, folded=None, other_smem=None, other_full=None,
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
     output_tile, block, group = (lax.axis_index(name) for name in ("output_tile", "head_dims", "warpgroup"))
@@ -99,10 +99,10 @@ def _merge_scoped(
         plgpu.wait_smem_to_gmem(0)
 
     at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
-    fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, shared=shared)
+    fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, folded=folded)
 
 
-def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, shared=None) -> None:
+def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, folded=None) -> None:
     """Folds the partials of some queries. Warpgroup i of n takes every n-th partial, from the i-th on.
 
     Args:
@@ -112,10 +112,10 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, sha
       end: `(state)`, called by the first warpgroup with the folded state `(acc, top, total)`.
       at_once: partials that are read together: a dependent load takes longer than all arithmetic here.
       axis: the axis of `acc` along which queries lie.
-      shared: with n warpgroups, shared memory for the state that each has folded, `[n, ...]` of accs and of stats, and
+      folded: with n warpgroups, folded memory for the state that each has folded, `[n, ...]` of accs and of stats, and
         a barrier of n arrivals. None: there is one warpgroup.
     """
-    group, groups = (lax.axis_index("warpgroup"), shared[0].shape[0]) if shared else (0, 1)
+    group, groups = (lax.axis_index("warpgroup"), folded[0].shape[0]) if folded else (0, 1)
     per_query = plgpu.Layout.WGMMA.reduce(1 - axis)
 
     def read(refs):
@@ -135,10 +135,10 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, sha
     )
     rounds = lax.div(count + groups * at_once - 1, groups * at_once)
     acc, top, total = lax.fori_loop(0, rounds, step, empty)
-    if shared is None:
+    if folded is None:
         end((acc, top, total))
         return
-    accs_smem, stats_smem, written = shared
+    accs_smem, stats_smem, written = folded
 
     @pl.when((group > 0) & (group < count))
     def _():
@@ -174,7 +174,7 @@ def _fold(state, partials, weights, axis: int):
 
 
 def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
-    """Writes `acc / total` and `ln(total 2^top)` to shared memory, with queries as rows; in `acc` they are `axis`."""
+    """Writes `acc / total` and `ln(total 2^top)` to folded memory, with queries as rows; in `acc` they are `axis`."""
     inverse = jnp.where(total > 0, 1.0 / total, 0.0)
     out = (acc * spread(inverse, acc.shape, axis)).astype(out_smem.dtype)
     if axis == 1:

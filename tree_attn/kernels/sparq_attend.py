@@ -1,7 +1,7 @@
 """SparQ's second gather on Hopper, step 2 of Algorithm 1: attention to the few keys and values that are kept.
 
-`attend_kept` copies the listed keys and values, row by row, to where tensor cores multiply them. What chooses them is
-`sparq_kernel.py`.
+`attend_kept` copies the listed keys and values, slot by slot, to where tensor cores multiply them. `sparq_select.py`
+chooses them.
 
 Source: SparQ Attention, Algorithm 1, step 2.
 """
@@ -18,34 +18,34 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_merge import finish
 from tree_attn.kernels.mlir import asm
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, store_transposed, tiling
 from tree_attn.kernels.sparq_shape import COLS, REDUCTION_BYTES, WARPS, SparqShape, ctas_for
 
-TILE = 64  # kept keys that are attended to at a time
-STAGES = 1  # tiles of keys and of values on their way per CTA
+TILE = 64  # kept keys that are attended to at a time: a tile
+STAGES = 1  # tiles of keys, and of values, in flight per CTA
 CTAS_PER_SM = 4  # at most, by what registers hold
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
-def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpret: bool = False):
-    """Attention of each row's queries over the keys that they keep.
+@functools.partial(jax.jit, static_argnames=("shape",))
+def attend_kept(query, key, value, slots, counts, *, shape: SparqShape):
+    """Computes attention of each choice's queries over the keys that they keep.
 
     Args:
       query: `[choices, G, H]`; key, value: `[B, S, K, H]`.
-      slots: int32 `[choices, k]`, and how many of them there are: counts int32 `[choices]`.
-      interpret: copy by other means, which the interpreter knows.
+      slots: int32 `[choices, k]`, of which the first `counts`, int32 `[choices]`, are kept.
     Returns:
       out `[choices, G, H]` in the dtype of `query`, lse float32 `[choices, G]`.
     """
     out, lse = launch(
-        functools.partial(_attend, shape, interpret),
+        functools.partial(_attend, shape),
         out_type=(
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((shape.choices, COLS), jnp.float32),
         ),
-        grid=(ctas_for(shape, shape.choices, _attend_smem_bytes(shape), at_most=CTAS_PER_SM),),
+        grid=(ctas_for(shape, shape.choices, _attend_smem_bytes(shape), max_per_sm=CTAS_PER_SM),),
         grid_names=("cta",),
         num_threads=1,
         thread_name="warpgroup",
@@ -56,17 +56,17 @@ def attend_kept(query, key, value, slots, counts, *, shape: SparqShape, interpre
 
 
 def _attend_smem_bytes(shape: SparqShape) -> int:
-    """What `ctas_for` does not count of the arrays in `_attend`."""
+    """Returns the shared memory of the arrays in `_attend`; `ctas_for` adds room for barriers and reductions."""
     tiles = STAGES * TILE * (shape.head_dim + shape.padded_head_dim)
     return 2 * (tiles + COLS * (2 * shape.head_dim + TILE + shape.padded_head_dim))
 
 
-def _attend(shape: SparqShape, interpret: bool, *refs):
-    # As in `lean_kernel.py`, K, V and the weights meet in the tensor core with one swizzle.
+def _attend(shape: SparqShape, *refs):
+    # As in `lean.py`, K, V and the weights meet in the tensor core with one swizzle.
     swizzled = tiling(shape.dtype, math.gcd(shape.head_dim, TILE))
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=swizzled)
     pl.run_scoped(
-        functools.partial(_attend_scoped, shape, functools.partial(_copy_rows, swizzled, interpret), interpret, *refs),
+        functools.partial(_attend_scoped, shape, functools.partial(_copy_slots, swizzled), *refs),
         query_smem=smem((2, COLS, shape.head_dim)),
         key_smem=smem((STAGES, TILE, shape.head_dim)),
         value_smem=smem((STAGES, TILE, shape.padded_head_dim)),
@@ -79,61 +79,61 @@ def _attend(shape: SparqShape, interpret: bool, *refs):
 
 
 def _attend_scoped(
-    shape: SparqShape, copy, interpret: bool, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
+    shape: SparqShape, copy, query_ref, key_ref, value_ref, slots_ref, counts_ref, out_ref, lse_ref, *,
     query_smem, key_smem, value_smem, weights_smem, out_smem, lse_smem, query_full,
 ):  # fmt: skip
-    """With the operands of `lean_kernel.py`, of whose columns G are queries: it costs no more than fewer would."""
+    """Multiplies operands swapped as in `lean.py`; G of the columns are queries, and more of them cost nothing."""
     cta, num_ctas = lax.axis_index("cta"), lax.axis_size("cta")
-    tiles, own_rows = pl.cdiv(shape.num_keys, TILE), lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
+    tiles, num_choices = pl.cdiv(shape.num_keys, TILE), lax.div(shape.choices - cta + num_ctas - 1, num_ctas)
     layout, padded = plgpu.Layout.WGMMA, shape.padded_head_dim
-    columns = pl.ds(cta * 0, COLS)  # of which those past G are out of bounds: read as zeros, and not written
+    columns = pl.ds(cta * 0, COLS)  # those past G are out of bounds: read as zeros, and not written
 
-    def ask(i):
-        """The queries of this CTA's i-th row, into one of two places."""
+    def move_query(i):
+        """Begins the copy of the queries of this CTA's i-th choice, into one of two places."""
         parity = lax.rem(i, 2)
         source = query_ref.at[cta + i * num_ctas, columns]
         plgpu.copy_gmem_to_smem(source, query_smem.at[parity], query_full.at[parity])
 
     def move(step):
-        """The tile of a step, across rows, as two groups of copies: keys, and values. Past the end they are empty."""
-        row, tile, stage = cta + lax.div(step, tiles) * num_ctas, lax.rem(step, tiles), lax.rem(step, STAGES)
-        sequence, head = shape.sequence_and_head(row)
-        is_there = step < own_rows * tiles
+        """Begins the copies of the tile of a step, over all choices: keys, and values; past the end both are empty."""
+        choice, tile, stage = cta + lax.div(step, tiles) * num_ctas, lax.rem(step, tiles), lax.rem(step, STAGES)
+        sequence, head = shape.sequence_and_head(choice)
+        is_there = step < num_choices * tiles
 
         @pl.when(is_there)
         def _():
-            rows = [
+            keys, values = (
                 (ref.at[sequence, :, head], smem.at[stage])
                 for ref, smem in ((key_ref, key_smem), (value_ref, value_smem))
-            ]
-            copy(*rows[0], *rows[1], slots_ref.at[row], tile * TILE, counts_ref[row])
+            )
+            copy(*keys, *values, slots_ref.at[choice], tile * TILE, counts_ref[choice])
 
-        if not interpret:
+        if not is_interpreted():
             pl.when(~is_there)(lambda: _asm("cp.async.commit_group; cp.async.commit_group;"))
 
-    spread = lambda x, rows: lax.broadcast_in_dim(x, (rows, COLS), [1])
+    spread = lambda x, size: lax.broadcast_in_dim(x, (size, COLS), [1])
     place = plgpu.broadcasted_iota(jnp.int32, (TILE, COLS), 0, layout=layout)
-    ask(jnp.int32(0))
+    move_query(jnp.int32(0))
     for step in range(STAGES):
         move(jnp.int32(step))
 
-    def row_step(i, _):
-        row, parity = cta + i * num_ctas, lax.rem(i, 2)
-        count = counts_ref[row]
-        pl.when(i + 1 < own_rows)(lambda: ask(i + 1))
+    def choice_step(i, _):
+        choice, parity = cta + i * num_ctas, lax.rem(i, 2)
+        count = counts_ref[choice]
+        pl.when(i + 1 < num_choices)(lambda: move_query(i + 1))
         plgpu.barrier_wait(query_full.at[parity])
 
         def tile_step(tile, state):
             acc, top, total = state
             step = i * tiles + tile
             stage = lax.rem(step, STAGES)
-            _await_copies(2 * STAGES - 1, interpret)
+            _await_copies(2 * STAGES - 1)
             logits = _product(key_smem.at[stage], query_smem.at[parity].transpose((1, 0)), TILE)  # [k, columns]
             logits = jnp.where(place + tile * TILE < count, logits * (shape.scale * LOG2_E), -jnp.inf)
             new_top = jnp.maximum(top, logits.max(axis=0))
             decay, weights = jnp.exp2(top - new_top), jnp.exp2(logits - spread(new_top, TILE))
             store_transposed(weights_smem, weights.astype(shape.dtype))
-            _await_copies(2 * STAGES - 2, interpret)
+            _await_copies(2 * STAGES - 2)
             update = _product(value_smem.at[stage].transpose((1, 0)), weights_smem.transpose((1, 0)), padded)
             plgpu.commit_smem()  # all have read them
             move(step + STAGES)
@@ -145,17 +145,17 @@ def _attend_scoped(
             full(0.0, (TILE, COLS), layout),
         )
         acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last row's has left
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last choice's result has left
         finish(acc, top, total.sum(axis=0), out_smem, lse_smem)
-        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[row, columns, pl.ds(cta * 0, padded)])
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row])
+        plgpu.copy_smem_to_gmem(out_smem, out_ref.at[choice, columns, pl.ds(cta * 0, padded)])
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[choice])
 
-    lax.fori_loop(0, own_rows, row_step, None)
+    lax.fori_loop(0, num_choices, choice_step, None)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _product(left, right, rows: int):
-    """`left right`, `[rows, columns]`."""
+    """Returns `left right`, `[rows, columns]`."""
 
     def product(acc_ref):
         plgpu.wgmma(acc_ref, left, right)
@@ -164,13 +164,13 @@ def _product(left, right, rows: int):
     return pl.run_scoped(product, plgpu.ACC((rows, COLS), jnp.float32))
 
 
-def _copy_rows(transforms, interpret: bool, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
-    """Begins to copy the rows `slots[first + i]` of `[S, H]` to `[TILE, H]`, keys and values as a group each.
+def _copy_slots(transforms, key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
+    """Begins to copy the slots `slots[first + i]` of `[S, H]` to `[TILE, H]`, keys and values as a group each.
 
-    Rows are a few hundred bytes, which threads copy by 16 bytes: a TMA copy for each would take longer to begin. The
-    first of `count` slots stands for those past the end.
+    A slot has a few hundred bytes, which threads copy by 16 bytes: a TMA copy for each would take longer to begin. Past
+    the `count` kept slots, the first of them is copied again.
     """
-    if interpret:
+    if is_interpreted():
         _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count)
         return
     gmem, smem, scalar = plgpu.RefType(), plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT
@@ -180,26 +180,26 @@ def _copy_rows(transforms, interpret: bool, key_ref, key_smem, value_ref, value_
         i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
         constant, wide = lambda x: arith.constant(i32, x), lambda x: arith.extsi(i64, x)
         slot_at = lambda place: memref.load(slots_ref, [arith.index_cast(index, place)])
-        chunks = ir.MemRefType(key_ref.type).shape[1] // 8  # of 16 bytes, in a row
+        chunks = ir.MemRefType(key_ref.type).shape[1] // 8  # of 16 bytes, in a slot
         thread = arith.remui(utils.thread_idx(), constant(32 * WARPS))
         first, count = (x.registers.item() for x in (first, count))
         last = constant(ir.MemRefType(slots_ref.type).shape[0] - 1)
-        # With none kept the list says nothing.
+        # With none kept the list is undefined.
         other = arith.select(arith.cmpi(arith.CmpIPredicate.eq, count, constant(0)), constant(0), slot_at(constant(0)))
-        pieces = []
+        chunks_of_thread = []
         for start in range(0, TILE * chunks, 32 * WARPS):
-            piece = arith.addi(thread, constant(start))
-            place, chunk = arith.divui(piece, constant(chunks)), arith.remui(piece, constant(chunks))
+            index_in_tile = arith.addi(thread, constant(start))
+            place, chunk = (f(index_in_tile, constant(chunks)) for f in (arith.divui, arith.remui))
             listed = arith.addi(first, place)
-            # All slots are read before the first copy begins, which no read would pass.
+            # All slots are read before the first copy begins: the compiler moves no read past a copy.
             slot = slot_at(arith.minsi(listed, last))
             slot = arith.select(arith.cmpi(arith.CmpIPredicate.slt, listed, count), slot, other)
-            pieces.append((place, chunk, slot))
+            chunks_of_thread.append((place, chunk, slot))
         for source_ref, smem in ((key_ref, key_smem), (value_ref, value_smem)):
             (stride, _), _ = ir.MemRefType(source_ref.type).get_strides_and_offset()
             source = llvm.ptrtoint(i64, utils.memref_ptr(source_ref))
             target = llvm.ptrtoint(i32, utils.memref_ptr(smem))
-            for place, chunk, slot in pieces:
+            for place, chunk, slot in chunks_of_thread:
                 element = arith.muli(wide(slot), arith.constant(i64, 2 * stride))
                 asm(
                     "cp.async.cg.shared.global [$0], [$1], 16;",
@@ -213,9 +213,9 @@ def _copy_rows(transforms, interpret: bool, key_ref, key_smem, value_ref, value_
 
 
 def _swizzled_offset(tiled: ir.MemRefType, row: ir.Value, chunk: ir.Value) -> ir.Value:
-    """Where 16 bytes of a row lie in an array of 2-byte elements `[rows / 8, tiles, 8, width]`, in bytes.
+    """Returns the offset in bytes of 16 bytes of a row, in 2-byte elements `[rows / 8, tiles, 8, width]`.
 
-    Within a tile of 8 rows a row's chunks change places by the bits of an address above those of 128 bytes.
+    Within a tile of 8 rows, the address bits above 128 bytes permute a row's chunks.
     """
     i32 = ir.IntegerType.get_signless(32)
     constant = lambda x: arith.constant(i32, x)
@@ -237,15 +237,15 @@ def _asm(text: str) -> None:
     emit()
 
 
-def _await_copies(groups: int, interpret: bool) -> None:
-    """Waits until no more than `groups` groups of copies are on their way; what all threads copied is then there."""
-    if not interpret:
+def _await_copies(groups: int) -> None:
+    """Waits until at most `groups` groups of copies are in flight; all threads see the others' copied data."""
+    if not is_interpreted():
         _asm(f"cp.async.wait_group {groups};")
     plgpu.commit_smem()
 
 
 def _interpreted_copy(key_ref, key_smem, value_ref, value_smem, slots_ref, first, count) -> None:
-    """`_copy_rows` in words that the interpreter knows."""
+    """Does what `_copy_slots` does, by operations that the interpreter has."""
     listed, places = slots_ref[...], first + jnp.arange(TILE)
     other = jnp.where(count == 0, 0, listed[0])
     slots = jnp.where(places < count, listed[jnp.minimum(places, listed.shape[0] - 1)], other)
