@@ -112,7 +112,7 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
       end: `(state)`, called by the first warpgroup with the folded state `(acc, top, total)`.
       at_once: partials that are read together: a dependent load takes longer than all arithmetic here.
       axis: the axis of `acc` along which queries lie.
-      folded: with n warpgroups, folded memory for the state that each has folded, `[n, ...]` of accs and of stats, and
+      folded: with n warpgroups, shared memory for the state that each has folded, `[n, ...]` of accs and of stats, and
         a barrier of n arrivals. None: there is one warpgroup.
     """
     group, groups = (lax.axis_index("warpgroup"), folded[0].shape[0]) if folded else (0, 1)
@@ -174,7 +174,7 @@ def _fold(state, partials, weights, axis: int):
 
 
 def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
-    """Writes `acc / total` and `ln(total 2^top)` to folded memory, with queries as rows; in `acc` they are `axis`."""
+    """Writes `acc / total` and `ln(total 2^top)` to shared memory, with queries as rows; in `acc` they are `axis`."""
     inverse = jnp.where(total > 0, 1.0 / total, 0.0)
     out = (acc * spread(inverse, acc.shape, axis)).astype(out_smem.dtype)
     if axis == 1:
