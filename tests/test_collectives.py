@@ -79,7 +79,7 @@ STRATEGIES = {
 def test_counts(name, n_devices, n_layers):
     mesh = make_mesh({"device": n_devices})
     once = expected_counts(name, n_devices)
-    expected = {kind: count * (n_layers or 1) for kind, count in once.items()}
+    expected = {opcode: count * (n_layers or 1) for opcode, count in once.items()}
     found = texts(STRATEGIES[name], mesh, make_step(n_devices), n_layers=n_layers)
     assert {which: hlo.counts(text) for which, text in found.items()} == {LOWERED: expected, COMPILED: expected}
 
@@ -94,7 +94,7 @@ def test_counts(name, n_devices, n_layers):
 @pytest.mark.parametrize("n_layers", [None, N_LAYERS])
 def test_counts_of_two_levels(reduction, once, n_layers):
     found = texts(tree(reduction), make_mesh({"device": 4, "node": 2}), make_step(8), n_layers=n_layers)
-    expected = {kind: count * (n_layers or 1) for kind, count in once.items()}
+    expected = {opcode: count * (n_layers or 1) for opcode, count in once.items()}
     assert {which: hlo.counts(text) for which, text in found.items()} == {LOWERED: expected, COMPILED: expected}
 
 

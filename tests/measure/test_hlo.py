@@ -51,7 +51,7 @@ def loop_module(condition: str, body_step: str, start: str = "constant(0)", attr
     return module(entry, body, condition)
 
 
-ONE = {  # instruction: (kind, payload, sent, group size)
+ONE = {  # instruction: (opcode, payload, sent, group size)
     "r = f32[16]{0} all-reduce(a), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=add": (
         "all-reduce",
         64,
@@ -119,7 +119,7 @@ ONE = {  # instruction: (kind, payload, sent, group size)
 @pytest.mark.parametrize("line", ONE)
 def test_one_instruction(line):
     (item,) = hlo.collectives(module(f"  a = f32[16]{{0}} parameter(0)\n  t = token[] after-all()\n  ROOT {line}"))
-    assert (item.kind, item.bytes_payload, item.bytes_sent_per_device, item.group_size) == ONE[line]
+    assert (item.opcode, item.bytes_payload, item.bytes_sent_per_device, item.group_size) == ONE[line]
     assert (item.count, item.dtype) == (1, "f32")
 
 
@@ -245,8 +245,8 @@ def test_other_text_is_an_error(text):
         hlo.collectives(text)
 
 
-def test_bytes_sent_rejects_an_unknown_kind():
-    with pytest.raises(ValueError, match="kind must be one of 'all-reduce'"):
+def test_bytes_sent_rejects_an_unknown_opcode():
+    with pytest.raises(ValueError, match="opcode must be one of 'all-reduce'"):
         hlo.bytes_sent("psum", 4, 2)
 
 

@@ -173,7 +173,7 @@ def test_collectives_are_those_documented(selection, reductions):
         heads = B * 1 * 2
         candidates = 2 * heads * CHOICE["num_keys"]
         received = 3 * 4 * (heads + candidates + heads)
-        assert sum(one.bytes_payload for one in hlo.collectives(lowered) if one.kind == "all-gather") == received
+        assert sum(one.bytes_payload for one in hlo.collectives(lowered) if one.opcode == "all-gather") == received
 
 
 def gathered_elements(call, *arrays) -> int:

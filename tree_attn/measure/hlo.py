@@ -26,7 +26,7 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-      kind: one of `COLLECTIVES`.
+      opcode: one of `COLLECTIVES`.
       name: the instruction's name in the text.
       dtype: of the first operand, as HLO writes it ("f32").
       bytes_payload: bytes of one execution, per device: the output of an all-gather, the input of every other
@@ -37,7 +37,7 @@ class Collective:
       channel: XLA's channel id, or None.
     """
 
-    kind: str
+    opcode: str
     name: str
     dtype: str
     bytes_payload: int
@@ -78,7 +78,7 @@ def collectives(
 
     Example:
       >>> step = jax.jit(f).lower(x)
-      >>> [c.kind for c in collectives(step.compile().as_text())]
+      >>> [c.opcode for c in collectives(step.compile().as_text())]
       ['all-reduce', 'all-reduce', 'all-reduce']
     """
     module = hlo_text.parse(text)
@@ -95,8 +95,8 @@ def summarize(program: str | Iterable[Collective]) -> dict[str, Total]:
     """
     totals: dict[str, Total] = {}
     for item in collectives(program) if isinstance(program, str) else program:
-        total = totals.get(item.kind, Total())
-        totals[item.kind] = Total(
+        total = totals.get(item.opcode, Total())
+        totals[item.opcode] = Total(
             total.count + item.count,
             total.bytes_payload + item.count * item.bytes_payload,
             total.bytes_sent_per_device + item.count * item.bytes_sent_per_device,
@@ -106,7 +106,7 @@ def summarize(program: str | Iterable[Collective]) -> dict[str, Total]:
 
 def counts(program: str | Iterable[Collective]) -> dict[str, int]:
     """Returns the number of executions of each collective: `{"all-reduce": 3}`."""
-    return {kind: total.count for kind, total in summarize(program).items()}
+    return {opcode: total.count for opcode, total in summarize(program).items()}
 
 
 def total_bytes_sent_per_device(program: str | Iterable[Collective]) -> float:
@@ -114,7 +114,7 @@ def total_bytes_sent_per_device(program: str | Iterable[Collective]) -> float:
     return sum(total.bytes_sent_per_device for total in summarize(program).values())
 
 
-def bytes_sent(kind: str, bytes_payload: float, group_size: int) -> float:
+def bytes_sent(opcode: str, bytes_payload: float, group_size: int) -> float:
     """Returns the bytes that each of `group_size` = p devices sends for one collective, by the ring model.
 
         all-reduce                      2 (p - 1) / p * payload    (equation 12 of Tree Attention)
@@ -127,15 +127,15 @@ def bytes_sent(kind: str, bytes_payload: float, group_size: int) -> float:
     makes programs comparable.
 
     Raises:
-      ValueError: `kind` is not one of `COLLECTIVES`.
+      ValueError: `opcode` is not one of `COLLECTIVES`.
 
     Source: Tree Attention, section 6.3, after Anthony et al. 2024.
     """
-    if kind not in COLLECTIVES:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, COLLECTIVES))}, got {kind!r}")
-    if kind == "collective-permute":
+    if opcode not in COLLECTIVES:
+        raise ValueError(f"opcode must be one of {', '.join(map(repr, COLLECTIVES))}, got {opcode!r}")
+    if opcode == "collective-permute":
         return float(bytes_payload)
-    factor = 2 if kind == "all-reduce" else 1
+    factor = 2 if opcode == "all-reduce" else 1
     return factor * (group_size - 1) * bytes_payload / group_size
 
 
@@ -150,9 +150,9 @@ class _Walk:
     def computation(self, name: str | None, count: int) -> Iterator[Collective]:
         computation = self.module.computations.get(name or "", {})
         for instruction in computation.values():
-            kind = _kind(instruction)
-            if kind is not None:
-                yield self._collective(computation, instruction, kind, count)
+            opcode = _collective_opcode(instruction)
+            if opcode is not None:
+                yield self._collective(computation, instruction, opcode, count)
             elif instruction.opcode == "while":
                 yield from self._loop(computation, instruction, count)
             elif instruction.opcode == "conditional":
@@ -184,27 +184,27 @@ class _Walk:
         yield from max(branches, key=cost, default=[])
 
     def _collective(
-        self, computation: hlo_text.Computation, instruction: hlo_text.Instruction, kind: str, count: int
+        self, computation: hlo_text.Computation, instruction: hlo_text.Instruction, opcode: str, count: int
     ) -> Collective:
         operands = [computation[name].type for name in instruction.operands if name in computation]
         if instruction.opcode == "send":
             operands = operands[:1]  # the second is a token
-        group_size = self._group_size(instruction, kind)
-        payload = sum(map(hlo_text.type_bytes, operands)) * (group_size if kind == "all-gather" else 1)
+        group_size = self._group_size(instruction, opcode)
+        payload = sum(map(hlo_text.type_bytes, operands)) * (group_size if opcode == "all-gather" else 1)
         channel = re.search(r"channel_id=(\d+)", instruction.attributes)
         return Collective(
-            kind=kind,
+            opcode=opcode,
             name=instruction.name,
             dtype=hlo_text.first_dtype(operands[0]) if operands else "",
             bytes_payload=payload,
-            bytes_sent_per_device=bytes_sent(kind, payload, group_size) if group_size > 1 else 0.0,
+            bytes_sent_per_device=bytes_sent(opcode, payload, group_size) if group_size > 1 else 0.0,
             group_size=group_size,
             count=count,
             channel=int(channel.group(1)) if channel else None,
         )
 
-    def _group_size(self, instruction: hlo_text.Instruction, kind: str) -> int:
-        if kind == "collective-permute":
+    def _group_size(self, instruction: hlo_text.Instruction, opcode: str) -> int:
+        if opcode == "collective-permute":
             pairs = re.search(r'source_target_pairs="?\{(\{[\d,{} ]*\})?\}', instruction.attributes)
             links = re.findall(r"\{(\d+)\s*,\s*(\d+)\}", pairs.group(1) or "") if pairs else []
             return len({device for link in links if link[0] != link[1] for device in link})
@@ -217,7 +217,7 @@ class _Walk:
         return size
 
 
-def _kind(instruction: hlo_text.Instruction) -> str | None:
+def _collective_opcode(instruction: hlo_text.Instruction) -> str | None:
     """Returns the collective that an instruction begins, or None."""
     opcode = instruction.opcode.removesuffix("-start")
     # XLA's GPU pipeliner may turn a permute into send and recv; host transfers use the same opcodes.

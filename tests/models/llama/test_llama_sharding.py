@@ -23,7 +23,7 @@ from tree_attn.models.llama import (
     spread_over,
 )
 
-KINDS = ("all-gather", "all-reduce")
+COLLECTIVES = ("all-gather", "all-reduce")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_one_key_head_of_all_query_heads(wide_config):
     assert model.layers.attention.output[...].addressable_shards[0].data.shape == (2, 32, 24 // 8, 4)
     in_layers = [one for one in hlo.collectives(programs.decode.as_text()) if one.count == config.num_layers]
     states, update = 8 * 4 * 3 * 24 * (config.head_dim + 1), 4 * 3 * config.hidden_size
-    assert sorted((one.kind, one.bytes_payload) for one in in_layers) == [
+    assert sorted((one.opcode, one.bytes_payload) for one in in_layers) == [
         ("all-gather", states),
         ("all-reduce", update),
         ("all-reduce", update),
@@ -166,14 +166,14 @@ def test_one_key_head_cut_over_its_dimensions_is_gathered_once_a_step(wide_confi
     model, programs, logits = steps_of(config, sharding)
     np.testing.assert_allclose(logits, wide_steps(config, 1, "single")[2], atol=1e-5)
     assert model.layers.attention.query_key_value[...].addressable_shards[0].data.shape == (2, 1, 24 + 2, 8 // 8, 32)
-    gathered = [one for one in hlo.collectives(programs.decode.as_text()) if one.kind == "all-gather"]
+    gathered = [one for one in hlo.collectives(programs.decode.as_text()) if one.opcode == "all-gather"]
     assert 4 * 3 * (24 + 2) * config.head_dim in [one.bytes_payload for one in gathered if one.count == 2]
 
 
 def test_an_mlp_cut_over_other_devices_costs_a_sum_and_moves_no_kernel(wide_config, on_one_device):
     def in_layers(program):
         return Counter(
-            (one.kind, one.bytes_payload)
+            (one.opcode, one.bytes_payload)
             for one in hlo.collectives(program.as_text())
             if one.count == wide_config.num_layers
         )
@@ -194,14 +194,16 @@ def test_heads_on_the_sequence_devices_cost_a_gather_of_a_tokens_heads_and_a_sec
     """
     _, programs, _ = wide_steps(wide_config, 8)
     in_layers = [one for one in hlo.collectives(programs.decode.as_text()) if one.count == wide_config.num_layers]
-    payloads = {kind: sorted(one.bytes_payload for one in in_layers if one.kind == kind) for kind in KINDS}
+    payloads = {
+        opcode: sorted(one.bytes_payload for one in in_layers if one.opcode == opcode) for opcode in COLLECTIVES
+    }
     per_head = 4 * 3 * wide_config.head_dim  # of three sequences, float32
     states = 8 * 4 * 3 * 24 * (wide_config.head_dim + 1)
     assert payloads == {
         "all-gather": [(24 + 8 + 8) * per_head, states],
         "all-reduce": [4 * 3 * wide_config.hidden_size] * 2,
     }
-    assert {one.kind for one in in_layers} == set(KINDS)
+    assert {one.opcode for one in in_layers} == set(COLLECTIVES)
 
 
 def test_of_tokens_and_kernels_the_fewer_gather_in_prefill(wide_config):
@@ -251,7 +253,7 @@ def test_weights_on_the_sequence_devices_cost_one_sum_per_layer_and_no_logits_mo
     generator = Generator(model, by_name("tree", model.sharding, reduction="gather"))
     counted = hlo.collectives(generator.compile([[1, 2, 3]], 4).decode.as_text())
     in_layers = [collective for collective in counted if collective.count == tiny_config.num_layers]
-    assert sorted(collective.kind for collective in in_layers) == ["all-gather", "all-reduce"]
+    assert sorted(collective.opcode for collective in in_layers) == ["all-gather", "all-reduce"]
     after_layers = [collective for collective in counted if collective.count == 1]
     full_logits_bytes = 4 * tiny_config.vocab_size
-    assert all(c.bytes_payload < full_logits_bytes for c in after_layers if c.kind == "all-gather")
+    assert all(c.bytes_payload < full_logits_bytes for c in after_layers if c.opcode == "all-gather")
