@@ -52,6 +52,7 @@ def test_samples_share_their_prompt(tmp_path, capsys):
     assert many["predicted"]["cache"] < 70 * one["predicted"]["cache"] / 2
 
 
+@pytest.mark.slow
 def test_two_prefix_levels_of_sharing_beside_one(capsys):
     options = ["--problems", "2", "--problem-tokens", "35", "--samples", "64", "--levels", "2,1", "--json"]
     assert cli.main(bench(*options, "--attention", "single")) == 0
@@ -72,6 +73,7 @@ def test_what_warms_up_is_the_program_that_is_timed(monkeypatch, capsys):
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_weights_on_every_device_and_several_tokens_a_call(capsys):
     options = ["--replicate-weights", "--tokens-per-dispatch", "2", "--unroll-layers", "--attention", "sparq", "--json"]
     options += ["--prefill-chunk", "16", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "float8_e4m3fn"]

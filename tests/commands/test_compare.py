@@ -307,6 +307,7 @@ def test_oracle_scope_shrinks_with_size_and_prefers_whole_lengths():
     assert endless.num_keys == 1_048_576
 
 
+@pytest.mark.slow
 def test_a_partial_oracle_is_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(data, "ORACLE_ELEMENTS", 16)
     monkeypatch.setattr(data, "ORACLE_MAX_ELEMENTS", 64)
@@ -319,6 +320,7 @@ def test_a_partial_oracle_is_recorded(tmp_path, capsys, monkeypatch):
     assert checked == {16: (4, 1, 1)}
 
 
+@pytest.mark.slow
 def test_several_processes_make_one_set_of_rows(tmp_path):
     """Two processes of two emulated devices; the first writes and prints, the second is silent."""
     with socket.socket() as probe:

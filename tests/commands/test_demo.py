@@ -37,6 +37,7 @@ def cells(output: str, attention: str) -> list[str]:
     return [cell.strip() for cell in row.strip("│").split("│")]
 
 
+@pytest.mark.slow
 def test_the_three_attentions_give_one_answer(shown):
     status, output = shown
     assert status == 0
@@ -44,6 +45,7 @@ def test_the_three_attentions_give_one_answer(shown):
     assert "tree, ring, single: the same 7 tokens" in output
 
 
+@pytest.mark.slow
 def test_the_table_compares_what_one_token_costs(shown):
     _, output = shown
     name, devices, time, memory, collectives, sent = cells(output, "tree")

@@ -84,6 +84,7 @@ def test_distributed_tables_name_the_levels(capsys, monkeypatch):
     assert "inside a node" in text and "across nodes" in text
 
 
+@pytest.mark.slow
 def test_machine_out_measures_what_plan_reads(capsys, tmp_path, monkeypatch):
     halves = lambda devices: {"n1": devices[:2], "n2": devices[2:]}
     monkeypatch.setattr("tree_attn.topology.by_node", halves)

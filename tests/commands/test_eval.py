@@ -40,6 +40,7 @@ def tiny(monkeypatch, tmp_path):
     return ["eval", "--text", str(text), "--out", str(tmp_path / "out"), *sizes]
 
 
+@pytest.mark.slow
 def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny, tmp_path, capsys):
     arguments = [*tiny, "--tasks", "repetition"]
     assert cli.main(arguments) == 0

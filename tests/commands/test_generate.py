@@ -66,6 +66,7 @@ def test_raw_prompts_are_continued_and_streamed(capsys):
     assert len(document["prompt_ids"]) == 6
 
 
+@pytest.mark.slow
 def test_several_prompts_through_fewer_rows(capsys):
     """Read in chunks and kept in int8, whose tokens are those of float32 here."""
     questions = [PROMPT, "What is 2 + 2? Answer with a number.", PROMPT]
@@ -80,6 +81,7 @@ def test_several_prompts_through_fewer_rows(capsys):
     assert (document["attention"], document["reduction"], document["n_devices"]) == ("single", None, 1)
 
 
+@pytest.mark.slow
 def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys, tmp_path, monkeypatch):
     arguments = ["--prompt", PROMPT, "--attention", "single", "--out", str(tmp_path), "--save-every", "3", "--json"]
     arguments += ["--temperature", "1.5", "--seed", "4", "--max-new-tokens"]

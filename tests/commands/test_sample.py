@@ -47,6 +47,7 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
     return status, captured.out.splitlines(), captured.err
 
 
+@pytest.mark.slow
 def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
     status, lines, _ = run(capsys, *SAMPLE, "--top", "2", "--share-prefix", "--devices", "3")
     _, alone, _ = run(capsys, *SAMPLE, "--attention", "single", "--no-share-prefix")

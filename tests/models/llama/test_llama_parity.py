@@ -146,6 +146,7 @@ def smollm2_expected(smollm2_reference):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_devices"), PLACES[:3])
 def test_smollm2_gives_transformers_logits_and_64_greedy_tokens(
     smollm2_model, smollm2_batches, smollm2_expected, sharding_over, name, num_devices

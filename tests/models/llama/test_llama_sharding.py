@@ -107,6 +107,7 @@ def on_one_device(wide_config):
     return wide_steps(wide_config, 1, "single")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices, attention", [(2, "tree"), (3, "tree"), (8, "tree"), (8, "ring")])
 def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
     wide_config, on_one_device, num_devices, attention
@@ -123,6 +124,7 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
@@ -145,6 +147,7 @@ def test_any_cut_of_heads_gives_the_logits_of_one_device(wide_config, on_one_dev
     np.testing.assert_allclose(steps_of(wide_config, sharding)[2], on_one_device, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_key_head_of_all_query_heads(wide_config):
     """Every device makes all queries; those are not gathered, and each multiplies the heads that it has of `output`."""
     config = dataclasses.replace(wide_config, num_kv_heads=1)
@@ -160,6 +163,7 @@ def test_one_key_head_of_all_query_heads(wide_config):
     ]
 
 
+@pytest.mark.slow
 def test_one_key_head_cut_over_its_dimensions_is_gathered_once_a_step(wide_config):
     config = dataclasses.replace(wide_config, num_kv_heads=1, head_dim=8)
     sharding = dataclasses.replace(spread_over(config, make_mesh({"seq": 8})), kv_head_dim="seq")
@@ -206,6 +210,7 @@ def test_heads_on_the_sequence_devices_cost_a_gather_of_a_tokens_heads_and_a_sec
     assert {one.opcode for one in in_layers} == set(COLLECTIVES)
 
 
+@pytest.mark.slow
 def test_of_tokens_and_kernels_the_fewer_gather_in_prefill(wide_config):
     """A prompt of 56 tokens is more than a kernel of the MLP, one of 8 is less."""
     kernel, logits, gathered = 4 * 48 * 32, {}, {}
@@ -247,6 +252,7 @@ def test_a_random_parameter_is_its_random_parts(tiny_config, mesh):
         parameters.Parameter(name="x", shape=(2, 3, 4), axes=("mlp", None, "embed"), parts=(("a", 1), ("b", 1)))
 
 
+@pytest.mark.slow
 def test_weights_on_the_sequence_devices_cost_one_sum_per_layer_and_no_logits_move(tiny_model, tiny_config):
     """Greedy decoding with everything sharded: per layer one gather (attention) and one sum (MLP)."""
     model = tiny_model(8)

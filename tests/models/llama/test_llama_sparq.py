@@ -54,6 +54,7 @@ def on_one_device(query, cache, layer, lengths, prefixes=()):
     return sparq_decode(query, cache.key[layer], cache.value[layer], key_value_seq_lengths=lengths, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [IN_CHUNKS, FLOAT8])
 def test_new_tokens_attend_to_what_sparq_decode_chooses_on_one_device(tiny_model, dense, options):
     model = tiny_model(1)
@@ -101,6 +102,7 @@ def test_the_cache_keeps_what_sparq_reads_and_says_what_it_takes(tiny_model, cac
     assert num_bytes == sum(x.nbytes for x in (cache.key, cache.value, cache.key_by_component))
 
 
+@pytest.mark.slow
 def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model):
     generator = make_generator(tiny_model, 3, WITH_MEAN, **IN_CHUNKS)
     whole = [result.new_ids for result in generate(generator, PROMPTS, COUNT)]
@@ -114,6 +116,7 @@ def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model):
         generate(generator, PROMPTS, COUNT, done=other)
 
 
+@pytest.mark.slow
 def test_a_queue_gives_every_prompt_the_tokens_that_it_gets_with_the_others_at_hand(tiny_model):
     """With the mean value: what is kept beside keys and values changes hands with the row."""
     generator = make_generator(tiny_model, 3, WITH_MEAN, **IN_CHUNKS)

@@ -43,6 +43,7 @@ def reference(smollm2_path):
     return transformers.AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_smollm2_token_ids_are_those_of_transformers(smollm2, reference, text):
     ids = smollm2.tokenizer.encode(text)

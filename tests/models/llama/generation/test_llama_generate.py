@@ -54,6 +54,7 @@ def empty_cache(model, batch: int, capacity: int) -> KVCache:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     [("tree", 8, {"reduction": "allreduce"}), ("ring", 3, {})],
@@ -118,6 +119,7 @@ def test_a_seed_draws_the_same_tokens_and_another_seed_others(tiny_model):
     assert drawn(0) == drawn(0) != drawn(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=30, top_p=0.95, seed=3)])
 def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model, sampling):
     model = tiny_model(8)
@@ -170,6 +172,7 @@ def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(t
     assert 1e-4 < np.abs(whole[1] - narrow[1]).max() < 0.2 * np.abs(whole[1]).max()
 
 
+@pytest.mark.slow
 def test_an_int8_cache_gives_what_attention_to_the_multiples_of_its_scales_gives(tiny_model, monkeypatch):
     """A float32 cache that is given those multiples gives the same logits to within rounding, wherever keys are."""
     model = tiny_model(1)
@@ -234,6 +237,7 @@ def test_prefill_in_chunks_changes_nothing(tiny_model, name, num_devices):
     assert set(lengths) == {24}
 
 
+@pytest.mark.slow
 def test_chunks_after_a_shared_prefix(tiny_model):
     model = tiny_model(3)
     prompts = [[*range(3, 33), *rest] for rest in (range(20), [7, 1], range(40, 43))]
@@ -287,6 +291,7 @@ def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
     assert analysis.alias_size_in_bytes >= keys_and_values
 
 
+@pytest.mark.slow
 def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     model, options = tiny_model(3), dict(share_prefixes=True)
     generator = Generator(model, by_name("tree", model.sharding))
@@ -328,6 +333,7 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, batch", [(jnp.float32, 1), (jnp.bfloat16, 3)])
 def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_config, tiny_model, dtype, batch):
     config = dataclasses.replace(tiny_config, intermediate_size=56, vocab_size=80)
@@ -394,6 +400,7 @@ def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monk
     assert len(tokens) == 2 and len(calls) == 2
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
     sharding = sharding_over(tiny_config, 8)
     model = Llama(tiny_config, sharding, parameters.random(sharding, jnp.bfloat16))
@@ -449,6 +456,7 @@ def test_the_reduction_that_will_run_can_be_read(tiny_config, sharding_over):
 QUEUE = [[5], [9, 8, 7, 60, 2, 33], [1, 2, 3, 4], [40, 2, 7, 7, 7], [9, 8, 7, 60, 2, 33]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, num_devices, sampling, options",
     [

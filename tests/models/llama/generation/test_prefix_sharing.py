@@ -44,6 +44,7 @@ def alone(tiny_model):
     return {sampling: steps(make_generator(tiny_model, sampling=sampling), False) for sampling in (None, SAMPLED)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "sampling"),
     [("single", 1, SAMPLED), ("tree", 3, SAMPLED), ("tree", 8, None)],
@@ -63,6 +64,7 @@ def test_tokens_are_those_of_sequences_by_themselves(tiny_model, cache_bytes, al
     np.testing.assert_allclose(log_probabilities, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_are_ranked_and_the_prompt_is_held_once(tiny_model, cache_bytes):
     """Bytes are measured in the arrays that are alive during generation, beside those predicted from shapes."""
     generator = make_generator(tiny_model, sampling=SAMPLED)
