@@ -25,7 +25,7 @@ from tree_attn.measure import provenance
 from tree_attn.measure.rows import RowWriter
 from tree_attn.models.llama import Generator, Llama, by_name, generate, parameters, spread_over
 from tree_attn.models.llama.checkpoint import hub
-from tree_attn.models.llama.checkpoint import open as load
+from tree_attn.models.llama.checkpoint.open import open_checkpoint
 from tree_attn.models.llama.generation.int8_scales import MARGIN, cache_scales
 from tree_attn.models.llama.storage import empty_cache
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
     writer = RowWriter(args.out)
-    checkpoint = load.open_checkpoint(hub.resolve(hub.SMOLLM2))
+    checkpoint = open_checkpoint(hub.resolve(hub.SMOLLM2))
     sharding = spread_over(checkpoint.config, make_mesh({"seq": 1}, jax.devices()[:1]), "seq")
     wide = checkpoint.load(sharding, jnp.float32)
     attention = by_name("single", sharding)

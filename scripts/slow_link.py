@@ -46,10 +46,10 @@ def measure_case(case, devices, num_steps: int) -> dict:
     """Returns the row of one strategy: time and bytes of its steps, and its share."""
     import jax
 
-    from tree_attn.commands.compare import data as comparison_data
+    from tree_attn.commands.compare.data import make_data
 
     mesh = case.mesh(devices)
-    data = comparison_data.make_data(case.step, mesh, case.axes, seed=0)
+    data = make_data(case.step, mesh, case.axes, seed=0)
     near_share, far_share = shares(case.step, case.strategy, case.reduction)
     return {
         "strategy": case.strategy,
@@ -126,12 +126,12 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
     """Measures every strategy; process 0 writes a row for each."""
     import jax
 
-    from tree_attn.cluster import join as distributed
-    from tree_attn.commands.compare import cases as comparison
+    from tree_attn.cluster.join import initialize
+    from tree_attn.commands.compare.cases import plan
     from tree_attn.cost.step import DecodeStep
     from tree_attn.measure import provenance
 
-    launch = distributed.initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
+    launch = initialize(n_devices=NODES * TASKS * DEVICES_PER_TASK)
     assert launch.num_processes == NODES * TASKS, f"run it as the help shows, in {NODES} nodes of {TASKS} tasks"
     devices = jax.devices()
     step = DecodeStep(
@@ -157,7 +157,7 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
         "jax_version": jax.__version__,
     }
     writer = RowWriter(out / "results.jsonl", facts)
-    cases = comparison.plan([step], (), [None], "cpu")
+    cases = plan([step], (), [None], "cpu")
     (hierarchical,) = (case for case in cases if case.reduction == "hierarchical")
     rows = [measure_case(case, devices, num_steps) for case in cases]
     rows += [measure_axis(hierarchical, devices, axis_index, num_steps) for axis_index in (0, 1)]

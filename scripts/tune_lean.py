@@ -63,8 +63,7 @@ def _sweep(call):
     import jax.numpy as jnp
 
     from tree_attn.kernels import lean_call, tuning
-    from tree_attn.kernels.lean_layout import LeanConfig as Config
-    from tree_attn.kernels.lean_layout import max_smem_bytes
+    from tree_attn.kernels.lean_layout import LeanConfig, max_smem_bytes
     from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
     from tree_attn.local import mosaic_gpu
     from tree_attn.measure.device_time import device_time
@@ -81,7 +80,7 @@ def _sweep(call):
     sms = tuning.num_sms()
     for ctas_per_sm, block_kv, stages in CANDIDATES:
         num_ctas = tuning.even_ctas(lean_shape, ctas_per_sm * sms, is_static=not is_ragged)
-        config = Config(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
+        config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(lean_shape, config) + RESERVED_SMEM_BYTES) > SMEM_BYTES_PER_SM:
             continue
         row = {
