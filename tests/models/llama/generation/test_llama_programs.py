@@ -1,0 +1,156 @@
+"""The programs of a generation: their size, scopes, memory, products and options, and when they are called."""
+
+import dataclasses
+import gc
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tree_attn.measure.memory import bytes_per_device
+from tree_attn.models.llama import (
+    Generator,
+    Llama,
+    LlamaSharding,
+    by_name,
+    parameters,
+)
+from tree_attn.models.llama.generation import memory
+from tree_attn.sparq import SparqOptions
+
+
+def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
+    def num_lines(num_layers: int) -> int:
+        config = dataclasses.replace(tiny_config, num_layers=num_layers)
+        sharding = sharding_over(config, 1)
+        model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
+        generator = Generator(model, by_name("single", sharding))
+        return generator.compile([[1, 2]], 2).decode.as_text().count("\n")
+
+    # XLA writes loops of different lengths a little differently; a layer of its own would be some hundred lines.
+    assert num_lines(9) < 1.05 * num_lines(2)
+
+
+def test_a_profile_reads_like_the_source(tiny_model):
+    model = tiny_model(8)
+    text = Generator(model, by_name("tree", model.sharding)).compile([[1, 2]], 2).decode.as_text()
+    for scope in ("/embed/", "/layers/", "/attention/rope/", "/attention/attend/", "/mlp/", "/head/", "/choose/"):
+        assert scope in text
+
+
+def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
+    model = tiny_model(8)
+    generator = Generator(model, by_name("tree", model.sharding))
+    analysis = generator.compile([[1, 2, 3]], 61).decode.memory_analysis()
+    keys_and_values = 2 * tiny_config.num_layers * 64 // 8 * tiny_config.num_kv_heads * tiny_config.head_dim * 4
+    assert analysis.alias_size_in_bytes >= keys_and_values
+
+
+def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
+    model, options = tiny_model(3), dict(share_prefixes=True)
+    generator = Generator(model, by_name("tree", model.sharding))
+    prompts = [[*range(3, 20), *rest] for rest in ([5], [9, 8, 7])]
+    predicted, programs = memory.predict(generator, prompts, 7, **options), generator.compile(prompts, 7, **options)
+
+    def alive() -> int:
+        gc.collect()
+        device = model.sharding.mesh.devices.flat[0]
+        shards = [shard for array in jax.live_arrays() for shard in array.addressable_shards if shard.device == device]
+        return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
+
+    before = alive()
+    stream = generator.stream(prompts, 7, **options)
+    next(stream)
+    logits = next(stream).logits
+    results = bytes_per_device(logits) + 4 * len(prompts)  # log-probabilities, kept by the generation besides
+    # Results of two steps: after the first token the next one runs, with a few integers of each sequence.
+    assert 0 <= alive() - before - (predicted.cache + predicted.inputs + 2 * results) <= 16 * len(prompts)
+    parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert predicted.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
+    # XLA drops arguments that are not read: a few integers of each sequence, as the token before the first one.
+    assert 0 <= predicted.held - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
+    needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
+    temporaries = [need.temp_size_in_bytes for need in needs]
+    assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
+
+
+def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_model, monkeypatch):
+    on_one, on_two = (Generator(tiny_model(n), by_name("tree", tiny_model(n).sharding)) for n in (1, 2))
+    assert on_one.programs.xla_options(17) == {}
+    monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
+    always = {"xla_gpu_enable_dynamic_slice_fusion": False}
+    by_cublas = {"xla_gpu_enable_triton_gemm": False}
+    side_by_side = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    assert on_one.programs.xla_options(16) == always | side_by_side
+    assert on_one.programs.xla_options(17) == on_one.programs.xla_options(128) == always | by_cublas | side_by_side
+    assert on_one.programs.xla_options(129) == always | by_cublas
+    assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
+
+
+@pytest.mark.parametrize("dtype, batch", [(jnp.float32, 1), (jnp.bfloat16, 3)])
+def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_config, tiny_model, dtype, batch):
+    config = dataclasses.replace(tiny_config, intermediate_size=56, vocab_size=80)
+    sharding = tiny_model(1).sharding
+    model = Llama(config, sharding, parameters.random(sharding, dtype))
+    generator = Generator(model, by_name("single", sharding))
+
+    def shapes(program, *kinds) -> list[tuple[int, ...]]:
+        found = re.findall(rf"= \w+\[([\d,]+)\]\S* (?:{'|'.join(kinds)})\(", program.as_text())
+        return [tuple(map(int, dims.split(","))) for dims in found]
+
+    long, short = (generator.compile([[1] * count] * batch, 3) for count in (60, 3))
+    for program in (long.prefill, short.decode):
+        widths = sorted(shape[1] for shape in shapes(program, "dot") if len(shape) == 2)  # attention's have more
+        assert widths == sorted([(4 + 2 + 2) * 8, 32, 2 * 56, 32, 80]), "query, key and value; output; MLP; head"
+    smallest = min(math.prod(kernel.shape[1:]) for kernel in jax.tree.leaves(nnx.state(model.layers.attention)))
+    moved = shapes(short.decode, "copy", "transpose", "concatenate")
+    assert moved and max(map(math.prod, moved)) < smallest
+
+
+def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ahead(tiny_model, monkeypatch):
+    generator = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding))
+    programs, launched = generator.compile([[1, 2, 3]], 4), []
+    decode = lambda *args, **options: launched.append(1) or programs.decode(*args, **options)
+    monkeypatch.setattr(generator.programs, "of_tree", lambda *args: programs._replace(decode=decode))
+    stream = generator.stream([[1, 2, 3]], 4)
+    assert [(next(stream) and len(launched)) for _ in range(4)] == [0, 2, 3, 3]
+
+
+def test_a_call_makes_several_tokens_by_default_on_gpus_only(tiny_model, monkeypatch):
+    model = tiny_model(1)
+    make = lambda **options: Generator(model, by_name("single", model.sharding), **options).tokens_per_dispatch
+    assert make() == 1
+    monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
+    assert make() == 8 and make(tokens_per_dispatch=1) == 1
+
+
+def test_slots_come_in_the_multiples_of_kernels_where_that_pads_little(tiny_model):
+    sharding = tiny_model(3).sharding
+    tree, sparq = (
+        by_name("tree", sharding),
+        by_name("sparq", sharding, sparq=SparqOptions(num_components=4, num_keys=8)),
+    )
+    assert [tree.slot_multiple(3 * count) for count in (7, 8, 4096)] == [1, 8, 8]
+    assert [sparq.slot_multiple(3 * count) for count in (7, 8, 4095, 4096)] == [1, 8, 8, 512]
+
+
+def test_a_step_that_fails_does_not_take_the_one_before_with_it(tiny_model, monkeypatch):
+    model = tiny_model(1)
+    generator, calls = Generator(model, by_name("single", model.sharding)), []
+    programs = generator.compile([[1, 2, 3]], 6)
+
+    def decode(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return programs.decode(*args, **options)
+
+    monkeypatch.setattr(generator.programs, "of_tree", lambda *_: programs._replace(decode=decode))
+    tokens = []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for step in generator.stream([[1, 2, 3]], 6):
+            tokens.append(step.tokens)
+    assert len(tokens) == 2 and len(calls) == 2
