@@ -133,7 +133,7 @@ def test_every_tensor_arrives_whatever_the_sharding(folder, load_folder, num_dev
 
 
 def test_every_tensor_arrives_where_heads_are_cut_over_their_dimensions(folder, load_folder, monkeypatch):
-    monkeypatch.setattr("tree_attn.models.llama.sharding.LEAST_BYTES_CUT_OVER_HEAD_DIM", 0)
+    monkeypatch.setattr("tree_attn.models.llama.sharding.MIN_BYTES_CUT_OVER_HEAD_DIM", 0)
     model = load_folder(folder, 4)
     assert model.sharding.kv_head_dim == "seq"
     check_values(model, random_tensors())
