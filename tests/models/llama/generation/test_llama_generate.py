@@ -31,6 +31,7 @@ def new_ids(model, name, prompts=PROMPTS, count=6, **options) -> list[list[int]]
     return [result.new_ids for result in generate(generator, prompts, count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_devices", "options"),
     [("tree", 8, {"reduction": "allreduce"}), ("ring", 3, {})],
@@ -96,6 +97,7 @@ def test_a_seed_draws_the_same_tokens_and_another_seed_others(tiny_model):
     assert drawn(0) == drawn(0) != drawn(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=30, top_p=0.95, seed=3)])
 def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model, sampling):
     model = tiny_model(8)
@@ -150,6 +152,7 @@ def test_prefill_in_chunks_changes_nothing(tiny_model, name, num_devices):
     assert set(lengths) == {24}
 
 
+@pytest.mark.slow
 def test_chunks_after_a_shared_prefix(tiny_model):
     model = tiny_model(3)
     prompts = [[*range(3, 33), *rest] for rest in (range(20), [7, 1], range(40, 43))]
@@ -176,6 +179,7 @@ def test_what_cannot_go_on_is_refused(tiny_model, done):
         generate(generator, PROMPTS, 3, done=done)
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_give_float32_logits(tiny_config, sharding_over):
     sharding = sharding_over(tiny_config, 8)
     model = Llama(tiny_config, sharding, parameters.random(sharding, jnp.bfloat16))

@@ -49,6 +49,7 @@ def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
     assert analysis.alias_size_in_bytes >= keys_and_values
 
 
+@pytest.mark.slow
 def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     model, options = tiny_model(3), dict(share_prefixes=True)
     generator = Generator(model, by_name("tree", model.sharding))
@@ -90,6 +91,7 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, batch", [(jnp.float32, 1), (jnp.bfloat16, 3)])
 def test_a_step_multiplies_once_by_the_kernels_of_one_operand_as_they_lie(tiny_config, tiny_model, dtype, batch):
     config = dataclasses.replace(tiny_config, intermediate_size=56, vocab_size=80)

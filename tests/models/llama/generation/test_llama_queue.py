@@ -9,6 +9,7 @@ from tree_attn.models.llama import Generator, Sampling, by_name, generate, strea
 QUEUE = [[5], [9, 8, 7, 60, 2, 33], [1, 2, 3, 4], [40, 2, 7, 7, 7], [9, 8, 7, 60, 2, 33]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, num_devices, sampling, options",
     [

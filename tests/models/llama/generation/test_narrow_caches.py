@@ -28,6 +28,7 @@ def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(t
     assert 1e-4 < np.abs(whole[1] - narrow[1]).max() < 0.2 * np.abs(whole[1]).max()
 
 
+@pytest.mark.slow
 def test_an_int8_cache_gives_what_attention_to_the_multiples_of_its_scales_gives(tiny_model, monkeypatch):
     """A float32 cache that is given those multiples gives the same logits to within rounding, wherever keys are."""
     model = tiny_model(1)
