@@ -248,7 +248,7 @@ def test_a_random_parameter_is_its_random_parts(tiny_config, mesh):
         whole, parts = create(declared[name]), [create(part) for part in declared[name].apart()]
         assert [part.shape[declared[name].part_axis] for part in parts] == sizes
         np.testing.assert_array_equal(whole, np.concatenate(parts, declared[name].part_axis))
-    with pytest.raises(ValueError, match=r"parts=.*: must add up to dimension 1 of shape=\(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"parts must add up to dimension 1 of shape=\(2, 3, 4\), got"):
         parameters.Parameter(name="x", shape=(2, 3, 4), axes=("mlp", None, "embed"), parts=(("a", 1), ("b", 1)))
 
 
