@@ -24,7 +24,7 @@ from tree_attn.placement import locate, storage_order
 class LayerCache:
     """Keys and values of one layer, sharded along the sequence; with a leading axis `L`, of L layers.
 
-    It counts no tokens: whoever writes gives the lengths (see `tree_attn.cache.KVCache`). `layer` names one of stacked
+    It counts no tokens: callers pass the lengths (see `tree_attn.cache.KVCache`). `layer` names one of stacked
     layers, a traced integer too, and is None for a single one.
 
     key, value: `[*L, B, S, K, H]`, S slots in storage order (`tree_attn.placement`)

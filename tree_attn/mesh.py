@@ -30,6 +30,8 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
     Example:
       >>> mesh = make_mesh({"seq": 8})
       >>> mesh = make_mesh(("device", "node"))
+
+    Source: Tree Attention, section 5.3 (two-level topologies); `jax.sharding.Mesh`.
     """
     if isinstance(axis_shapes, tuple):
         return _real_mesh(axis_shapes, topology.by_node(jax.devices() if devices is None else devices))
@@ -47,7 +49,7 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
 
 
 def node_axes(devices: Sequence[jax.Device] | int) -> dict[str, int] | None:
-    """Returns the sizes of the two axes of a hierarchical reduction, `{"device": near, "node": far}`.
+    """Returns the sizes of the two axes of a hierarchical reduction, `{"device": per_node, "node": nodes}`.
 
     Several nodes with equal parts of the devices, more than one on each: the devices of a node, and the nodes.
     Otherwise the two factors of the number of devices that are closest to each other, the larger one first.

@@ -6,7 +6,7 @@ from tree_attn.cluster import relay
 
 
 def carried(server: socket.socket, port: int):
-    """A connection through the relay: its near end, and the far end that the server has."""
+    """Returns both ends of a connection through the relay: the near one, and the far one that the server has."""
     server.settimeout(10)
     near = socket.create_connection(("127.0.0.1", port), timeout=10)
     far, _ = server.accept()

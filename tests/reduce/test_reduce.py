@@ -120,6 +120,6 @@ def test_hierarchical_merges_over_the_first_axis_first():
     """The fastest link is named first, so that the slow ones carry merged results only; no level rounds."""
     order = []
     state = SoftmaxState(jnp.ones((1, 2), jnp.bfloat16), jnp.zeros(1))
-    levels = [lambda state, axes, i=i: (order.append((i, axes, state.out.dtype)), state)[1] for i in range(3)]
-    assert hierarchical(state, ("device", "node", "rack"), tuple(levels)).out.dtype == jnp.bfloat16
+    reductions = [lambda state, axes, i=i: (order.append((i, axes, state.out.dtype)), state)[1] for i in range(3)]
+    assert hierarchical(state, ("device", "node", "rack"), tuple(reductions)).out.dtype == jnp.bfloat16
     assert order == [(0, ("device",), jnp.float32), (1, ("node",), jnp.float32), (2, ("rack",), jnp.float32)]

@@ -76,6 +76,8 @@ def initialize(
     Example:
       >>> launch = initialize()
       >>> mesh = make_mesh(("device", "node"))
+
+    Source: `jax.distributed.initialize`, which it calls; the variables that `srun` and `torchrun` document.
     """
     if _state.watchdog is not None:
         return _state.launch

@@ -10,12 +10,14 @@ def all_to_all(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     """Merges over `axes` of p devices; device i keeps heads `i N / p` to `(i + 1) N / p`, of a number p divides.
 
     Each device sends every other the `[out, lse]` of that one's heads, packed in float32: `(p - 1) / p B T N (H + 1)`
-    elements, a p-th of "gather". As vLLM's decode context parallelism ends a step.
+    elements, a p-th of "gather".
+
+    Source: vLLM, decode context parallelism, which ends a step so.
     """
     devices = jax.lax.axis_size(axes)
     packed = jnp.concatenate([state.out.astype(state.lse.dtype), state.lse[..., None]], axis=-1)
     *batch, heads, width = packed.shape
     parts = packed.reshape(*batch, devices, heads // devices, width)
-    everyone = jax.lax.all_to_all(parts, axes, split_axis=len(batch), concat_axis=0)  # [p, B, T, N / p, H + 1]
-    merged = merge_states(SoftmaxState(everyone[..., :-1], everyone[..., -1]), axis=0)
+    received = jax.lax.all_to_all(parts, axes, split_axis=len(batch), concat_axis=0)  # [p, B, T, N / p, H + 1]
+    merged = merge_states(SoftmaxState(received[..., :-1], received[..., -1]), axis=0)
     return SoftmaxState(merged.out.astype(state.out.dtype), merged.lse)

@@ -12,8 +12,10 @@ def allreduce(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     m = Allreduce(max, lse);  n = out exp(lse - m),  d = exp(lse - m);
     n_g = Allreduce(sum, n),  d_g = Allreduce(sum, d);  out = n_g / d_g,  lse = m + log d_g
 
-    Three collectives in the compiled program too: XLA would combine the two sums into one, and a comparison with the
-    paper would then time something the paper did not run. Payload in float32: `B T N (H + 2)`.
+    The compiled program has three collectives too: XLA would combine the two sums into one, and a comparison with the
+    paper would time a program that the paper did not run. Payload in float32: `B T N (H + 2)`.
+
+    Source: Tree Attention, Algorithm 3 and appendix D.
     """
     max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
     numerator, denominator = numerator_and_denominator(state, max_lse)

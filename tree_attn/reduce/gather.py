@@ -1,4 +1,4 @@
-"""One packed collective: all partial results to everyone, merged locally."""
+"""One packed collective: all partial states to all devices, merged locally."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,6 @@ def gather(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     better trade while the payload is small, as it is in decoding.
     """
     packed = jnp.concatenate([state.out.astype(state.lse.dtype), state.lse[..., None]], axis=-1)
-    everyone = jax.lax.all_gather(packed, axes)  # [p, B, T, N, H + 1]
-    merged = merge_states(SoftmaxState(everyone[..., :-1], everyone[..., -1]), axis=0)
+    gathered = jax.lax.all_gather(packed, axes)  # [p, B, T, N, H + 1]
+    merged = merge_states(SoftmaxState(gathered[..., :-1], gathered[..., -1]), axis=0)
     return SoftmaxState(merged.out.astype(state.out.dtype), merged.lse)

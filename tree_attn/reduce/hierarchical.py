@@ -1,4 +1,4 @@
-"""Level by level over a topology: first along the fastest links, so that slow links carry merged results only."""
+"""One axis reduction after another, along the fastest links first: slow links then carry merged results only."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,16 @@ from tree_attn.state import SoftmaxState
 def hierarchical(
     state: SoftmaxState,
     axes: tuple[str, ...],
-    levels: tuple[Callable[[SoftmaxState, tuple[str, ...]], SoftmaxState], ...],
+    reductions: tuple[Callable[[SoftmaxState, tuple[str, ...]], SoftmaxState], ...],
 ) -> SoftmaxState:
-    """Merges over `axes[0]` with `levels[0]`, the result over `axes[1]` with `levels[1]`, and so on.
+    """Merges over `axes[0]` with `reductions[0]`, the result over `axes[1]` with `reductions[1]`, and so on.
 
-    Correct because the merge is associative. Source: Tree Attention, section 5.3 (two-level topologies).
+    It is exact because the merge is associative.
+
+    Source: Tree Attention, section 5.3 (two-level topologies).
     """
-    # Widened once: rounding to a narrow dtype at every level would add an error per level.
+    # Widened once: rounding to a narrow dtype after every axis would add an error per axis.
     merged = SoftmaxState(state.out.astype(state.lse.dtype), state.lse)
-    for axis, level in zip(axes, levels, strict=True):
-        merged = level(merged, (axis,))
+    for axis, reduction in zip(axes, reductions, strict=True):
+        merged = reduction(merged, (axis,))
     return SoftmaxState(merged.out.astype(state.out.dtype), merged.lse)
