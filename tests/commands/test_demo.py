@@ -24,7 +24,7 @@ OUTCOME = demo.Outcome(
 
 @pytest.fixture(scope="module")
 def shown(optimized) -> tuple[int, str]:
-    """Exit status and output of the demo as a newcomer runs it."""
+    """Returns exit status and output of the demo, without options."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         status = main(["demo"])
@@ -32,9 +32,9 @@ def shown(optimized) -> tuple[int, str]:
 
 
 def cells(output: str, attention: str) -> list[str]:
-    """The row of the table for an attention."""
-    (row,) = [line for line in output.splitlines() if line.startswith(f"│ {attention} ")]
-    return [cell.strip() for cell in row.strip("│").split("│")]
+    """Returns the cells of an attention's line in the table."""
+    (found,) = [line for line in output.splitlines() if line.startswith(f"│ {attention} ")]
+    return [cell.strip() for cell in found.strip("│").split("│")]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ PREFIX_BYTES = 2 * 8 * 4 * 10
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """A random model whose tokens are letters, instead of the one that is asked for."""
+    """Puts a random model whose tokens are letters in the place of any that is named."""
     tokenizer = types.SimpleNamespace(
         chat_template=None,
         stop_ids=(),
@@ -41,7 +41,7 @@ def tiny(monkeypatch):
 
 
 def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
-    """Exit status, lines of stdout, and stderr."""
+    """Returns exit status, lines of stdout, and stderr."""
     status = main(["sample", *arguments])
     captured = capsys.readouterr()
     return status, captured.out.splitlines(), captured.err
@@ -52,12 +52,12 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
     status, lines, _ = run(capsys, *SAMPLE, "--top", "2", "--share-prefix", "--devices", "3")
     _, alone, _ = run(capsys, *SAMPLE, "--attention", "single", "--no-share-prefix")
     everything = ["--num-components", "8", "--num-keys", "64"]
-    _, kept, _ = run(capsys, *SAMPLE, "--attention", "sparq", *everything, "--devices", "3")
+    _, sparse, _ = run(capsys, *SAMPLE, "--attention", "sparq", *everything, "--devices", "3")
     assert status == 0
-    assert [one["new_ids"] for one in json.loads(kept[-1])["samples"]] == [
+    assert [one["new_ids"] for one in json.loads(sparse[-1])["samples"]] == [
         one["new_ids"] for one in json.loads(lines[-1])["samples"]
     ]
-    assert json.loads(kept[-1])["sparq"]["local_window"] == 16
+    assert json.loads(sparse[-1])["sparq"]["local_window"] == 16
     document, other = json.loads(lines[-1]), json.loads(alone[-1])
     assert [sample["new_ids"] for sample in document["samples"]] == [sample["new_ids"] for sample in other["samples"]]
     samples = document["samples"]
@@ -69,8 +69,8 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
         assert lines[2 * i : 2 * i + 2] == [header, samples[i]["text"]]
     assert lines[4].endswith("for each of 6 samples; held once here") and len(lines) == 6
     assert alone[-2].endswith("; held for each sample here")
-    held = {name: document[name] for name in document if "prefix" in name}
-    assert held == {
+    prefix = {name: document[name] for name in document if "prefix" in name}
+    assert prefix == {
         "shares_prefix": True,
         "prefix_tokens": 10,
         "prefix_bytes_shared": PREFIX_BYTES,

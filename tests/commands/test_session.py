@@ -29,7 +29,7 @@ def four_nodes(monkeypatch):
 
 
 def test_a_hierarchical_reduction_keeps_each_node_in_the_near_axis(four_nodes):
-    """Otherwise the level that should stay on the links of a node crosses the network."""
+    """Otherwise the reduction along the first axis, which belongs on the links of a node, would cross the network."""
     place = session.Place(devices=session.choose_devices(None), has_two_axes=True)
     sharding = place.sharding(preset("smollm2-135m"))
     assert dict(sharding.mesh.shape) == {"device": DEVICES, "node": NODES}

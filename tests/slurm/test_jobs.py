@@ -5,7 +5,7 @@ import signal
 
 from jobs import SETTINGS, cases, submit
 
-# The tokens of `tree-attn generate --attention single` in one process, as in tests/commands/test_generate.py.
+# The tokens of `tree-attn generate --attention single` in one process, as in tests/commands/generate/test_generate.py.
 PROMPT = "What is the capital of France? Answer in one sentence."
 NEW_IDS = [504, 3575, 282, 4649, 314, 7042, 30]
 DECODE = ("--max-new-tokens", "12", "--save-every", "2")

@@ -12,7 +12,7 @@ from tree_attn.commands.figures import paper, plots, rows
 from tree_attn.commands.figures.paper import GPUS, LENGTHS
 from tree_attn.cost import machine, predict
 
-RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results" / "compare_4xh200_4processes"
+RESULTS = pathlib.Path(__file__).parents[3] / "docs" / "results" / "compare_4xh200_4processes"
 H200 = machine.load("NVIDIA H200")
 NAMES = {"3": "figure_3", "4": "figure_4", "equations": "equations"}
 

@@ -7,15 +7,13 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 
-from tree_attn import cli, make_mesh, reference
+from tree_attn import cli
 from tree_attn.cluster import join as distributed
 from tree_attn.cluster.launch import Launch
 from tree_attn.commands.compare import data, sweep
 from tree_attn.commands.compare.trial import Laboratory
-from tree_attn.cost.step import DecodeStep
 from tree_attn.measure import latency
 from tree_attn.measure.rows import RowWriter
 
@@ -69,7 +67,7 @@ def last_line(capsys) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole run over 4 devices at two lengths, and its folder."""
+    """Returns the folder and the rows of a whole run over 4 devices at two lengths."""
     out = tmp_path_factory.mktemp("compare")
     assert compare(out, "--devices", "4", "--keys", "64,128", "--chain", "2") == 0
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
@@ -164,7 +162,7 @@ def test_a_row_with_an_error_is_tried_again_and_stands_once(tmp_path, capsys, mo
 
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])  # JAX raises one or the other
 def test_a_peer_that_dies_is_no_row(tmp_path, capsys, monkeypatch, kind):
-    """In one of several processes an error may speak of the others, and a rerun must measure the row."""
+    """Among several processes an error may come from another one's death; a rerun must then measure the row."""
     options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
 
     def lose(*_, **__):
@@ -267,44 +265,6 @@ def test_missing_matplotlib_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert compare(tmp_path, "--devices", "2", "--keys", "8") == 2
     assert "pip install 'tree-attn[plot]'" in capsys.readouterr().err
-
-
-def make_step(**changes) -> DecodeStep:
-    sizes = dict(batch=2, num_keys=80, num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", n_devices=8)
-    return DecodeStep(**(sizes | changes))
-
-
-@pytest.mark.parametrize("block_elements", [1 << 21, 96])  # one block; blocks of 3, the last overlapping
-def test_oracle_sees_the_data_that_the_devices_hold(monkeypatch, block_elements):
-    monkeypatch.setattr(data, "_BLOCK_ELEMENTS", block_elements)
-    step, scope = make_step(), data.OracleScope(batch=2, num_kv_heads=2, num_keys=80)
-    data.oracle_output.cache_clear()
-    expected = data.oracle_output(step, scope, 7)
-    for axes in ({"device": 8}, {"device": 4, "node": 2}):
-        arrays = data.make_data(step, make_mesh(axes), tuple(axes), 7)
-        np.testing.assert_allclose(reference.attention(*arrays)[0], expected, atol=1e-6)
-    data.oracle_output.cache_clear()
-
-
-def test_data_is_normal_sharded_and_different_everywhere():
-    query, key, value = data.make_data(make_step(num_keys=8000), make_mesh({"device": 8}), ("device",), 0)
-    for x in (key, value):
-        assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02
-        assert {shard.data.shape for shard in x.addressable_shards} == {(2, 1000, 2, 8)}
-        assert np.unique(np.asarray(x)).size > 0.95 * x.size  # float32 normals repeat now and then
-    assert query.sharding.is_fully_replicated
-    assert not np.array_equal(key, value)
-
-
-def test_oracle_scope_shrinks_with_size_and_prefers_whole_lengths():
-    scope = data.oracle_scope
-    small = dict(batch=4, num_heads=16, num_kv_heads=16, head_dim=128)
-    assert scope(make_step(**small, num_keys=800)) == data.OracleScope(batch=4, num_kv_heads=16, num_keys=800)
-    long = scope(make_step(**small, num_keys=640_000))
-    assert long == data.OracleScope(batch=1, num_kv_heads=1, num_keys=640_000)
-    endless = scope(make_step(**small, num_keys=5_120_000))
-    assert (endless.batch, endless.num_kv_heads) == (1, 1)
-    assert endless.num_keys == 1_048_576
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module", autouse=True)
 def opened_once():
-    """Half of a run that is refused, and much of one that is not, would be the opening of the same file again."""
+    """Opens each file once: opening it again would be half of a refused run, and much of any other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "open_checkpoint", functools.cache(session.open_checkpoint))
         yield
 
 
 def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
-    """Exit status, lines of stdout, and stderr."""
+    """Returns exit status, lines of stdout, and stderr."""
     status = main(["generate", *arguments])
     captured = capsys.readouterr()
     return status, captured.out.splitlines(), captured.err
@@ -68,7 +68,7 @@ def test_raw_prompts_are_continued_and_streamed(capsys):
 
 @pytest.mark.slow
 def test_several_prompts_through_fewer_rows(capsys):
-    """Read in chunks and kept in int8, whose tokens are those of float32 here."""
+    """The prompt is read in chunks and cached in int8, which gives the tokens of float32 here."""
     questions = [PROMPT, "What is 2 + 2? Answer with a number.", PROMPT]
     arguments = [part for question in questions for part in ("--prompt", question)]
     arguments += ["--max-batch", "2", "--prefill-chunk", "24", "--cache-dtype", "int8", "--attention", "single"]

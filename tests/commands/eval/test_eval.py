@@ -25,7 +25,7 @@ class Letters:
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
-    """A random model in the place of any that is named, and a text."""
+    """Puts a random model in the place of any that is named; returns arguments with a text."""
     config = LlamaConfig(
         num_layers=1, hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64,
         max_position=512,
@@ -62,7 +62,7 @@ def test_rows_table_and_drawing_and_a_rerun_that_makes_only_what_is_missing(tiny
 
 @pytest.fixture
 def guesses(monkeypatch):
-    """In the place of the scorer one that compiles nothing: under LM-Infinite it gets the first sample wrong."""
+    """Replaces the scorer by one that compiles nothing; under LM-Infinite it gets the first sample wrong."""
 
     class Guesses:
         def __init__(self, model, cache_dtype):
@@ -120,8 +120,8 @@ def test_ablations_change_one_thing_at_a_time(tiny, tmp_path, capsys):
     assert rows_of(tmp_path) == rows, "nothing was missing"
 
 
-def test_what_was_scored_before_there_were_depths_is_of_the_same_sweep():
-    path = pathlib.Path(__file__).parents[2] / "docs" / "results" / "eval_smollm2" / "results.sweep.json"
+def test_rows_from_before_depths_belong_to_the_same_sweep():
+    path = pathlib.Path(__file__).parents[3] / "docs" / "results" / "eval_smollm2" / "results.sweep.json"
     args = cli._parser(["eval"]).parse_args(["eval", "--text", "kjv.txt", "--samples", "16", "--out", "out"])
     sweep = json.loads(path.read_text())
     assert make_plan(args).sweep() == {

@@ -9,7 +9,7 @@ from tree_attn.commands.figures import rows
 from tree_attn.commands.plan.prediction import machine_of
 from tree_attn.cost import machine
 
-RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
+RESULTS = pathlib.Path(__file__).parents[3] / "docs" / "results"
 H200 = machine.load("NVIDIA H200")
 # One process per GPU, as the parameters are for; and rings whose transfers NCCL spreads (`links.spread_transfers`).
 is_known = lambda row: row["strategy"] == "tree" or "NCCL_P2P_NVL_CHUNKSIZE" in row.get("nccl", ())
@@ -23,7 +23,7 @@ def median_error(chosen, machine) -> float:
 
 @pytest.mark.parametrize("strategy", ["tree", "ring_overlapped", "ring_public"])
 def test_median_error_of_latency_is_under_15_percent(strategy):
-    """For rings nothing was fitted: bare transfers, the read rate and the shape of the loop predict them."""
+    """No parameter is fitted to rings: bare transfers, the read rate and the shape of the loop predict them."""
     chosen = [row for row in MEASURED if row["strategy"] == strategy]
     assert len(chosen) >= 3
     assert median_error(chosen, H200) < 0.15
@@ -44,7 +44,7 @@ def test_median_error_is_under_5_percent_where_rows_came_after_the_fit():
 
 
 def test_median_error_is_under_15_percent_on_eight_gpus():
-    """Nothing was fitted to eight. The rings' transfers of 42 MB, of 81,920 keys, NCCL had not spread."""
+    """No parameter was fitted to eight GPUs. NCCL had not spread the rings' transfers of 42 MB, for 81,920 keys."""
     on_eight = rows.read([RESULTS / "compare_8xh200_8processes"])
     assert len(on_eight) == 12
     assert median_error(on_eight, H200) < 0.15
@@ -65,7 +65,7 @@ def test_median_error_on_one_and_two_gpus(which, count, bound):
 
 
 def test_what_doctor_measured_on_two_gpus_predicts_what_compare_measured_there():
-    """In another run, on another machine of the kind: `doctor --distributed --machine-out`."""
+    """The machine is from `doctor --machine-out`, in another run on another machine of this device kind."""
     measured = machine.read(RESULTS / "doctor_2xh200" / "machine.json")
     on_two = rows.read([RESULTS / "compare_2xh200_2processes"])
     assert median_error(on_two, measured) < 0.1
