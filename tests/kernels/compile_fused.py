@@ -1,6 +1,6 @@
-"""Compiles what exchanges within kernels for four H200s that are not there: states, sums, gathers, attention, a Llama.
+"""Compiles exchanges within kernels for four absent H200s: states, sums, gathers, attention, a Llama.
 
-Prints what the programs hold as lines of JSON.
+Prints the collectives and kernels of the programs as lines of JSON.
 
 A program of its own, since JAX's backends are chosen once per process, and ptxas reports on the process's output.
 """
@@ -44,22 +44,22 @@ def main():
             "gather": lambda state: gather_activations(state.out, ("seq",), mesh),
         }[way]
         program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        tell(jax.jit(program).trace(state).lower().compile().as_text())
+        report(jax.jit(program).trace(state).lower().compile().as_text())
     lengths = {"key_value_seq_lengths": shape(1, dtype=jnp.int32)}
     causal, float8 = lengths | {"is_causal": True}, {"stored_dtype": jnp.float8_e4m3fn}
-    # Of so few columns that two CTAs share an SM; of more; and of too many accumulators to end in an exchange.
-    tell(step_of_attention(mesh, 16, 1, {}))
-    tell(step_of_attention(mesh, 2, 4, lengths))
-    tell(step_of_attention(mesh, 1, 8, causal, num_queries=2))
-    tell(step_of_attention(mesh, 2, 8, {}, **float8))
-    tell(step_of_attention(mesh, 1, 8, causal, num_queries=4))
-    tell(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256))
-    tell(step_of_attention(mesh, 2, 8, {}, num_queries=2, head_dim=80))
-    tell(step_of_attention(mesh, 2, 8, {}, num_queries=8))
-    tell(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256, **float8))
+    # Few columns, so that two CTAs share an SM; more; and too many accumulators to end in an exchange.
+    report(step_of_attention(mesh, 16, 1, {}))
+    report(step_of_attention(mesh, 2, 4, lengths))
+    report(step_of_attention(mesh, 1, 8, causal, num_queries=2))
+    report(step_of_attention(mesh, 2, 8, {}, **float8))
+    report(step_of_attention(mesh, 1, 8, causal, num_queries=4))
+    report(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256))
+    report(step_of_attention(mesh, 2, 8, {}, num_queries=2, head_dim=80))
+    report(step_of_attention(mesh, 2, 8, {}, num_queries=8))
+    report(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256, **float8))
     decode, _ = programs_of_a_llama(mesh, 2)
     text = decode.compile().as_text()
-    tell(text)
+    report(text)
     put_back = text.count(" dynamic-update-slice(")
     growth = prefill_bytes(mesh, 6) - prefill_bytes(mesh, 2)
     model._write_first = lambda *both: both
@@ -71,20 +71,20 @@ def main():
 def step_of_attention(
     mesh: Mesh, num_kv_heads: int, group: int, options: dict, *, num_queries=1, head_dim=128, stored_dtype=jnp.bfloat16
 ) -> str:
-    """A step of `tree_decode` by the lean kernel, which ends in the exchange unless it has too many columns."""
+    """Compiles a step of `tree_decode` by the lean kernel; it ends in the exchange if it has few columns."""
     shape = lambda spec, dtype, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
     stored = shape(P(None, "seq"), stored_dtype, 1, 81_920, num_kv_heads, head_dim)
-    arrays = {name: given for name, given in options.items() if isinstance(given, jax.ShapeDtypeStruct)}
-    static = {name: given for name, given in options.items() if name not in arrays}
+    arrays = {name: x for name, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    static = {name: x for name, x in options.items() if name not in arrays}
     mosaic_gpu.unavailable = lambda: None
-    how = dict(axis_name="seq", mesh=mesh, reduction="fused", implementation="mosaic_gpu")
-    step = functools.partial(tree_decode, **how, **static)
-    given = shape(P(), jnp.bfloat16, 1, num_queries, num_kv_heads * group, head_dim), stored, stored
-    return jax.jit(step).trace(*given, **arrays).lower().compile().as_text()
+    static |= dict(axis_name="seq", mesh=mesh, reduction="fused", implementation="mosaic_gpu")
+    step = functools.partial(tree_decode, **static)
+    operands = shape(P(), jnp.bfloat16, 1, num_queries, num_kv_heads * group, head_dim), stored, stored
+    return jax.jit(step).trace(*operands, **arrays).lower().compile().as_text()
 
 
 def programs_of_a_llama(mesh: Mesh, num_layers: int):
-    """A step of decoding, and a prefill in chunks, of a Llama whose weights and keys the devices share; lowered."""
+    """Returns a lowered decoding step and a lowered prefill in chunks, of a Llama that the devices share."""
     from flax import nnx
 
     from tree_attn.cache import KVCache
@@ -119,7 +119,7 @@ def prefill_bytes(mesh: Mesh, num_layers: int) -> int:
     return programs_of_a_llama(mesh, num_layers)[1].compile().memory_analysis().temp_size_in_bytes
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
     names = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+"
     collectives = re.findall(rf"= .*(?:{names})(?:-start)?\(", text)
     kernels = re.findall(r"custom_call_target=\"mosaic_gpu", text)

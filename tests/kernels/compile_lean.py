@@ -1,9 +1,9 @@
-"""Compiles every variant of the kernels for an H200 that is not there, and prints a line of JSON for each.
+"""Compiles every variant of the kernels for an absent H200, and prints a line of JSON for each.
 
-With the argument `grouped` only SparQ's for groups of query heads, without it all others.
+The argument `grouped` selects SparQ's kernels for groups of query heads; without it all others are compiled.
 
-A program of its own, for ptxas reports registers and spills on the process's output: what it says of a kernel comes
-before that variant's line.
+A program of its own, for ptxas reports registers and spills on the process's output. A kernel's report comes before
+its variant's line.
 """
 
 import json

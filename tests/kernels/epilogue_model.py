@@ -1,9 +1,9 @@
-"""How the CTAs of one device meet where the exchange ends their kernel, explored over every order of what they do.
+"""The meeting of one device's CTAs where the exchange ends their kernel, explored over every order of their operations.
 
-A device runs launches one after another. A CTA reads its counter, stores its part with the number of the step, and, if
-it is one of the first, waits until the parts of its row, its own and the next, bear that number; then it counts for
-itself, and for those whose numbers are beyond this launch. A store is under way until it arrives; a launch ends when
-all have.
+A device runs launches one after another. A CTA reads its counter and stores its partial state with the step's number.
+One of the first CTAs then waits until its output tile's partial states, its own and the next, bear that number. Then a
+CTA counts for itself, and for the CTAs beyond this launch. A store is under way until it arrives; a launch ends when
+all stores have arrived.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """What may vary. `launches`: the CTAs of each; `resident`: how many run at a time."""
+    """The parameters. `launches`: the CTAs of each; `resident`: how many run at a time."""
 
     launches: tuple[int, ...]
     exchanging: int = 1
@@ -23,7 +23,7 @@ class Meeting:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """`done[c]`: operations of CTA c so far, and `steps[c]` the number it goes by; memory; and stores under way."""
+    """A state: `done[c]` operations of CTA c so far, the number `steps[c]` that it read, memory, stores under way."""
 
     launch: int
     done: tuple[int, ...]
@@ -55,7 +55,7 @@ def failures(meeting: Meeting) -> Iterator[str]:
 
 
 def _launched(meeting: Meeting, state: State) -> State:
-    """The next launch's beginning; past the last there is none."""
+    """Returns the beginning of the next launch; past the last it has no CTA."""
     launch = state.launch + 1
     ctas = meeting.launches[launch] if launch < len(meeting.launches) else 0
     return dataclasses.replace(state, launch=launch, done=(0,) * ctas, steps=(0,) * ctas)
@@ -89,7 +89,7 @@ def _following(meeting: Meeting, state: State) -> Iterator[State]:
 
 
 def _counted(meeting: Meeting, cta: int, ctas: int) -> range:
-    """Whose counters a CTA sets."""
+    """Returns the CTAs whose counters a CTA sets."""
     return {
         "own and absent": range(cta, meeting.counters, ctas),
         "own": range(cta, cta + 1),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What may vary. The kernel has two slots, and a word whose payload and number arrive as one."""
+    """The parameters. The kernel has two slots, and a word whose payload and number arrive as one."""
 
     devices: int
     steps: int
@@ -23,7 +23,7 @@ class Protocol:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """`done[d]`: operations of device d so far; `arrived[stream]`: stores that have arrived, per stream."""
+    """A state: `done[d]` operations of device d so far; `arrived[stream]` stores that have arrived."""
 
     done: tuple[int, ...]
     arrived: tuple[int, ...]
@@ -47,7 +47,7 @@ def failures(protocol: Protocol) -> Iterator[str]:
 
 
 def _streams(protocol: Protocol) -> dict[tuple, int]:
-    """Everything that stores arrive at in order: (from, to, slot, word, part), part 0 the number, 1 the payload."""
+    """Returns the streams whose stores arrive in order: (from, to, slot, word, part); part 0 is the number."""
     every = range(protocol.devices)
     parts = (0,) if protocol.is_whole else (0, 1)
     keys = [
@@ -87,14 +87,14 @@ def _following(protocol: Protocol, streams, state: State) -> tuple[list[State], 
 
 
 def _read(protocol: Protocol, streams, state: State, place) -> tuple[int, int]:
-    """The step whose number, and whose payload, lies in a word; below 0 where nothing has arrived."""
+    """Returns the steps whose number and whose payload lie in a word; below 0 where nothing has arrived."""
     counts = [state.arrived[streams[(*place, part)]] for part in ((0, 0) if protocol.is_whole else (0, 1))]
     slot = place[2]
     return tuple(slot + protocol.slots * (count - 1) for count in counts)
 
 
 def _stored(protocol: Protocol, state: State, key) -> int:
-    """How many stores to this word its device has made: those of the steps that use the slot."""
+    """Returns how many stores to this word its device has made: those of the steps that use the slot."""
     sender, receiver, slot, word, _ = key
     done = state.done[sender]
     steps, within = divmod(done, _per_step(protocol))

@@ -102,21 +102,22 @@ class MergedWith(Call):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchanged(Call):
-    """A call whose state goes to an exchange, which here is between no devices, and cannot end the attention's kernel.
+    """A call, and its own `tree_attn.local.Exchange`, between no devices, which cannot end the attention's kernel.
 
-    Those that can are not for the interpreter: their memory is not JAX's. The methods are those of `Exchange`.
+    Exchanges that can are not for the interpreter: their memory is not JAX's.
     """
+
+    rank: ClassVar[None] = None
+    requests: ClassVar[set] = set()  # shape of the results, and padded head dims, of each epilogue that was requested
 
     def run(self, query, key, value, *lengths):
         lengths = {"key_value_seq_lengths": lengths[0]} if lengths else {}
         options = AttentionOptions(implementation="mosaic_gpu", **lengths, **self.options)
         return shard_attention(query, key, value, options, Shard()).run(exchange=self)
 
-    asked: ClassVar[set] = set()  # of all: for results of which shape, and of how many padded head dims
-
     def epilogue(self, result, num_ctas, num_partials, padded_head_dim):
         assert num_partials == num_ctas + result.shape[0]
-        self.asked.add((result.shape, padded_head_dim))
+        self.requests.add((result.shape, padded_head_dim))
 
     def merge(self, state):
         return state

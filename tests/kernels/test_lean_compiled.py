@@ -25,7 +25,7 @@ THREADS = {
     "sparq_best": 128,
     "sparq_attend": 128,
 }  # of a CTA
-MOST_OF_MERGE = 168  # registers; its CTAs are small, and come and go
+MAX_MERGE_REGISTERS = 168  # registers; its CTAs are small, and come and go
 
 pytestmark = pytest.mark.skipif(
     WHEELS is None,
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What ptxas said of each variant: `{call: (CTAs per SM, {kernel: (registers, spilled bytes)})}`."""
+    """Returns ptxas's report of each variant: `{call: (CTAs per SM, {kernel: (registers, spilled bytes)})}`."""
     script = pathlib.Path(__file__).with_name("compile_lean.py")
     path = os.pathsep.join([WHEELS, *sys.path])
     done = subprocess.run(
@@ -52,24 +52,24 @@ def compiled():
 
 
 def parsed(output: str):
-    said, result = {}, {}
+    reported, result = {}, {}
     for line in output.splitlines():
         if entry := re.search(r"Function properties for (\w+?)_mosaic_gpu_kernel", line):
             kernel = entry[1]
         elif spills := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
             spilled = int(spills[1]) + int(spills[2])
         elif used := re.search(r"Used (\d+) registers", line):
-            said[kernel] = int(used[1]), spilled
+            reported[kernel] = int(used[1]), spilled
         elif line.startswith("{"):
             variant = json.loads(line)
-            result[variant["call"]], said = (variant["ctas_per_sm"], said), {}
+            result[variant["call"]], reported = (variant["ctas_per_sm"], reported), {}
     return result
 
 
 def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
     registers, spilled = kernel
-    handed_out = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
-    per_sm = handed_out * THREADS[name] * ctas_per_sm
+    allocated = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
+    per_sm = allocated * THREADS[name] * ctas_per_sm
     assert per_sm <= REGISTERS_PER_SM, f"{ctas_per_sm} CTAs of {name} per SM at {registers} registers"
     assert spilled == 0, name
 
@@ -99,4 +99,4 @@ def test_no_merge_spills(compiled):
     merges = [kernel for _, kernels in compiled.values() for name, kernel in kernels.items() if "merge" in name]
     assert len(merges) > 10  # of equal ones JAX compiles one
     assert {spilled for _, spilled in merges} == {0}
-    assert max(registers for registers, _ in merges) <= MOST_OF_MERGE
+    assert max(registers for registers, _ in merges) <= MAX_MERGE_REGISTERS

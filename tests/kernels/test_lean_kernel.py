@@ -129,7 +129,7 @@ def test_it_merges_with_a_state_over_other_keys(call):
 
 
 @pytest.mark.parametrize(
-    "call, num_kernels, asked",
+    "call, num_kernels, requested",
     [
         (Exchanged(group=3), 2, ((2, 3, 64), 64)),
         (Exchanged(head_dim=80, lengths=RAGGED, logit_size=1e4), 2, ((8, 1, 80), 128)),
@@ -140,10 +140,10 @@ def test_it_merges_with_a_state_over_other_keys(call):
     ],
     ids=str,
 )
-def test_it_asks_an_exchange_to_merge_its_parts_and_leaves_it_the_state_if_not(call, num_kernels, asked):
-    Exchanged.asked.clear()
+def test_an_exchange_merges_partial_states_or_else_the_state(call, num_kernels, requested):
+    Exchanged.requests.clear()
     check(call, num_kernels)
-    assert Exchanged.asked == ({asked} if asked else set())
+    assert Exchanged.requests == ({requested} if requested else set())
 
 
 @pytest.mark.parametrize(

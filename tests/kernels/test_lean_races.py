@@ -1,7 +1,7 @@
 """The lean kernel's barriers, in Mosaic GPU's interpreter.
 
-Its race detector takes no account of what the tensor core reads. So here registers read the same at the same time, and
-since a check that cannot fail shows nothing, kernels with one wait left out must be found to race.
+Its race detector does not see reads of the tensor core. So here registers read the same at the same time. A check that
+cannot fail shows nothing, so kernels with one wait left out must be found to race.
 """
 
 import pathlib

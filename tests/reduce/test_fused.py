@@ -1,4 +1,4 @@
-"""The fused reduction where there is no GPU: what it refuses, who meets whom, and what its program is made of."""
+"""The fused reduction where there is no GPU: its refusals, the groups of devices, and its program."""
 
 import itertools
 import json
@@ -96,7 +96,7 @@ def test_devices_that_it_cannot_know_are_asked_for():
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    """An address that nothing is at; the programs are not run."""
+    """Gives an address that nothing is at; the programs are not run."""
     monkeypatch.setattr(peer_memory, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
 
 
@@ -132,7 +132,7 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     assert done.returncode == 0, done.stdout[-3000:]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     assert spills and {int(x) for pair in spills for x in pair} == {0}
-    programs, registers = told(done.stdout)
+    programs, registers = parsed(done.stdout)
     # States, sums and gathers of two dtypes; steps by the lean kernel; a decoding step of two layers.
     of_reductions, of_steps, of_wide_steps, of_llama = programs[:6], programs[6:13], programs[13:15], programs[15]
     assert of_reductions == [{"collectives": 0, "kernels": 1}] * 6
@@ -167,27 +167,27 @@ def test_output_tiles_have_the_partials_of_the_schedule(lengths):
 
 def test_what_cannot_end_the_attention_s_kernel():
     exchange = fused.Exchange(None, Buffers(table=0, num_ranks=2, capacity=MAX_ELEMENTS))
-    result = lambda rows, columns: jax.ShapeDtypeStruct((rows, columns, 128), jnp.bfloat16)
-    can = lambda rows=16, columns=1, ctas=132, partials=148: (
-        exchange.epilogue(result(rows, columns), ctas, partials, 128) is not None
+    result = lambda output_tiles, columns: jax.ShapeDtypeStruct((output_tiles, columns, 128), jnp.bfloat16)
+    can = lambda output_tiles=16, columns=1, ctas=132, partials=148: (
+        exchange.epilogue(result(output_tiles, columns), ctas, partials, 128) is not None
     )
     assert can() and can(ctas=64) and can(ctas=1024)
     assert not can(ctas=63) and not can(ctas=1025)
-    most = MAX_ELEMENTS // 129
-    assert can(rows=most) and not can(rows=most + 1)  # of what a slot holds
-    most = PARTIAL_WORDS // (130 * 16) - PARTIALS_AT_ONCE
-    assert can(columns=16, partials=most) and not can(columns=16, partials=most + 1)
+    max_tiles = MAX_ELEMENTS // 129  # a buffer slot's
+    assert can(output_tiles=max_tiles) and not can(output_tiles=max_tiles + 1)
+    max_partials = PARTIAL_WORDS // (130 * 16) - PARTIALS_AT_ONCE
+    assert can(columns=16, partials=max_partials) and not can(columns=16, partials=max_partials + 1)
 
 
-def test_a_buffer_has_room_for_all_its_parts():
+def test_a_buffer_has_room_for_all_its_areas():
     buffers = Buffers(table=0, num_ranks=8, capacity=1000)
     assert buffers.steps_offset == 2 * 8 * 1000 * 8
     assert buffers.partials_offset == buffers.steps_offset + 1024 * 4
     assert buffers.num_bytes == buffers.partials_offset + PARTIAL_WORDS * 8
 
 
-def told(output: str) -> tuple[list[dict], list[list[int]]]:
-    """What the script printed of each program, and ptxas of its kernels' registers."""
+def parsed(output: str) -> tuple[list[dict], list[list[int]]]:
+    """Returns what the script printed of each program, and ptxas of its kernels' registers."""
     programs, registers = [], [[]]
     for line in output.splitlines():
         if used := re.search(r"Used (\d+) registers", line):

@@ -1,4 +1,4 @@
-"""Memory that GPUs have in common: who opens what, where the table lies, that failures are everyone's.."""
+"""Memory that GPUs have in common: opened buffers, the place of the table, and failures in every process."""
 
 import collections
 import ctypes
@@ -28,7 +28,7 @@ class Device:
 
 
 class Driver:
-    """What `_Driver` does, without a GPU; `opened` and `reached` say what was asked of it."""
+    """A `_Driver` without a GPU; `opened` and `reached` record its calls."""
 
     def __init__(self):
         self.opened, self.reached = [], []
@@ -52,10 +52,10 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    made = Driver()
-    monkeypatch.setattr(module, "_Driver", lambda: made)
+    fake = Driver()
+    monkeypatch.setattr(module, "_Driver", lambda: fake)
     monkeypatch.setattr(module, "_host", lambda: MINE)
-    return made
+    return fake
 
 
 def allocated(*groups, num_bytes=4096):
@@ -81,14 +81,14 @@ def test_each_table_has_a_place_of_its_own(driver):
 
 
 def test_a_process_opens_the_buffers_of_its_group(driver, monkeypatch):
-    """Of two groups of two GPUs with a process each, this one has the second GPU of the second group."""
+    """This process has the second GPU of the second of two groups; each GPU has a process."""
     groups = tuple(tuple(Device(i, process_index=i) for i in pair) for pair in ((0, 1), (2, 3)))
     monkeypatch.setattr(jax, "process_index", lambda: 3)
 
     def with_others(step, devices):
-        kept, shared = step()
+        local_result, shared = step()
         others = [{i: (MINE, driver.handle(BUFFER * (i + 1)))} for i in range(3)]
-        return kept, [*others, shared] if isinstance(shared, dict) else [True] * 3 + [shared]
+        return local_result, [*others, shared] if isinstance(shared, dict) else [True] * 3 + [shared]
 
     monkeypatch.setattr(module, "_together", with_others)
     assert table_at(allocated(*groups), 3) == [7 * 3 * BUFFER, 4 * BUFFER, 1]  # and its rank
@@ -137,7 +137,7 @@ def raising(message):
 
 
 class Store:
-    """The part of JAX's distributed client that is used: what one sets another waits for."""
+    """The part of JAX's distributed client that is used: one process sets a value, and another waits for it."""
 
     def __init__(self):
         self._values, self._changed = {}, threading.Condition()
@@ -157,11 +157,11 @@ class Store:
 
 @pytest.fixture
 def three_processes(monkeypatch):
-    """Runs a function of the process's number in three threads that take themselves for processes."""
+    """Runs a function of the process's number in three threads, each with a process index."""
     from jax._src.distributed import global_state
 
-    own = threading.local()
-    monkeypatch.setattr(jax, "process_index", lambda: own.index)
+    current = threading.local()
+    monkeypatch.setattr(jax, "process_index", lambda: current.index)
     monkeypatch.setattr(global_state, "client", Store())
     monkeypatch.setattr(module, "_calls", collections.Counter())
 
@@ -169,7 +169,7 @@ def three_processes(monkeypatch):
         results = [None] * 3
 
         def one(index):
-            own.index = index
+            current.index = index
             try:
                 results[index] = function(index)
             except (PeerMemoryError, RuntimeError) as error:
@@ -190,10 +190,10 @@ DEVICES = tuple(Device(i, process_index=i) for i in range(3))
 
 def test_what_is_shared_reaches_all_and_what_is_kept_does_not(three_processes):
     def steps(index):
-        return [module._together(lambda turn=turn: (f"own {index}", (index, turn)), DEVICES) for turn in range(2)]
+        return [module._together(lambda turn=turn: (f"local {index}", (index, turn)), DEVICES) for turn in range(2)]
 
     for index, result in enumerate(three_processes(steps)):
-        assert result == [(f"own {index}", [(i, turn) for i in range(3)]) for turn in range(2)]
+        assert result == [(f"local {index}", [(i, turn) for i in range(3)]) for turn in range(2)]
 
 
 def test_what_fails_in_one_process_fails_in_all(three_processes):

@@ -1,7 +1,7 @@
-"""The exchange of `reduction="fused"` as the end of LeanAttention's kernel, whose parts of a state it merges first.
+"""The exchange of `reduction="fused"` as the end of LeanAttention's kernel, whose partial states it merges first.
 
-The parts stay on their device, in words like those that travel: `tests/reduce/epilogue_model.py` says that every order
-in which CTAs run ends well.
+Partial states stay on their device, in words like those that travel. `tests/kernels/epilogue_model.py` explores every
+order in which CTAs run.
 """
 
 import dataclasses
@@ -27,30 +27,31 @@ from tree_attn.kernels.exchange import (
     step_number,
 )
 
-# Partials that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With more, a
-# kernel that ends so would need more than the 128 registers that let two CTAs share an SM.
+# Partial states that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With
+# more, a kernel with this end would need more than the 128 registers that let two CTAs share an SM.
 PARTIALS_AT_ONCE = 9
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The exchange as the end of the kernel that makes partial states, so that a step is one launch.
+    """The exchange as the end of the kernel that makes partial states: a `tree_attn.local.Epilogue`.
 
-    Partials go to words of 8 bytes too, in this device's own buffer, which bear the step's number: who merges them
-    reads until it is there, and nobody need wait for a CTA, or for a copy to end. Each of `num_ctas` CTAs begins,
-    leaves its partials, if any, and ends, all in its first warpgroup; the first `NUM_CTAS` exchange, and wait for the
-    others' partials, which wait for nobody. So there must be room for one CTA more than `NUM_CTAS` at a time, which
-    nothing checks: a Hopper GPU has more SMs.
+    A step is then one launch. Partial states too are words of 8 bytes with the step's number, in this device's buffer.
+    A merging thread reads each until the number is there, so no CTA waits for another CTA or a copy to end.
 
-    In all of them `rank_ref` is of `exchange`'s rank, or None.
+    Each of `num_ctas` CTAs begins, leaves its partial states, if any, and ends, all in its first warpgroup. The first
+    `NUM_CTAS` exchange: they wait for the other CTAs' partial states, and those wait for none. So `NUM_CTAS + 1` CTAs
+    must fit at a time. No check is made: a Hopper GPU has more SMs.
+
+    The argument `rank_ref` of all methods is the reference of `exchange`'s rank, or None.
     """
 
     buffers: Buffers
     num_ctas: int
 
     def begin(self, rank_ref):
-        """The number of the step, which the others take."""
+        """Returns the number of the step, which the other methods take."""
 
         def emit(place):
             return mgpu.FragmentedArray.splat(step_number(self.buffers, place), (), is_signed=True)
@@ -58,9 +59,9 @@ class Epilogue:
         return self._inline(emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
 
     def leave(self, rank_ref, step, partial, acc, top, total, columns: int) -> None:
-        """Partial number `partial`: `acc [Hp, cols]`, `top` and `total [cols]` of the product's layout.
+        """Leaves partial state number `partial`: `acc [Hp, cols]`, and `top`, `total [cols]`, in the product's layout.
 
-        Of `cols` those from `columns` on are padding, and left out.
+        Columns from `columns` on are padding, and left out.
         """
         head_dim = acc.shape[0]
 
@@ -70,27 +71,32 @@ class Epilogue:
             first = _partial_words(self.buffers, place, arith.index_cast(index, partial), head_dim, columns)
             at = functools.partial(arith.constant, index)
 
-            def store(x, dim, column, is_mine=None):
-                wanted = arith.cmpi(arith.CmpIPredicate.ult, column, at(columns))
-                with mgpu.when(wanted if is_mine is None else arith.andi(wanted, is_mine)):
+            def store(x, dim, column, is_writer=None):
+                is_column = arith.cmpi(arith.CmpIPredicate.ult, column, at(columns))
+                with mgpu.when(is_column if is_writer is None else arith.andi(is_column, is_writer)):
                     word = arith.addi(arith.muli(dim, at(columns)), column)
                     ops.send(ops.plus(first, ops.words(word)), x, step)
 
-            of_dims, *of_columns = state
-            of_dims.foreach(lambda x, where: store(x, *where))
-            # All threads have them, the first four for all columns.
-            is_mine = arith.cmpi(arith.CmpIPredicate.ult, thread, at(4))
-            for i, x in enumerate(of_columns):
-                x.foreach(lambda x, where, i=i: store(x, at(head_dim + i), *where, is_mine))
+            acc, *per_column = state
+            acc.foreach(lambda x, where: store(x, *where))
+            # All threads have these, and the first four have all columns.
+            is_writer = arith.cmpi(arith.CmpIPredicate.ult, thread, at(4))
+            for i, x in enumerate(per_column):
+                x.foreach(lambda x, where, i=i: store(x, at(head_dim + i), *where, is_writer))
 
-        per_column = plgpu.Layout.WGMMA.reduce(0)
+        column_layout = plgpu.Layout.WGMMA.reduce(0)
         self._inline(
-            emit, rank_ref, (step, _SCALAR), (partial, _SCALAR), (acc, plgpu.Layout.WGMMA), (top, per_column),
-            (total, per_column),
+            emit, rank_ref, (step, _SCALAR), (partial, _SCALAR), (acc, plgpu.Layout.WGMMA), (top, column_layout),
+            (total, column_layout),
         )  # fmt: skip
 
     def end(self, rank_ref, step, spans_ref, out_ref, lse_ref, padded_head_dim: int) -> None:
-        """Exchanges: `spans_ref` of which partials are of a row, and `out_ref`, `lse_ref` of the results."""
+        """Exchanges, and writes the results.
+
+        Args:
+          spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
+          out_ref, lse_ref: of the results.
+        """
 
         def emit(place, step, spans_ref, out_ref, lse_ref):
             step = step.registers.item()
@@ -106,33 +112,33 @@ class Epilogue:
         refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
         self._inline(emit, rank_ref, (step, _SCALAR), *refs)
 
-    def _inline(self, emit, rank_ref, *given, returned=None):
-        given = ([] if rank_ref is None else [(rank_ref, plgpu.RefType())]) + list(given)
+    def _inline(self, emit, rank_ref, *operands, returned=None):
+        operands = ([] if rank_ref is None else [(rank_ref, plgpu.RefType())]) + list(operands)
 
-        @plgpu.inline_mgpu(arg_types=tuple(kind for _, kind in given), return_type=returned)
+        @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands), return_type=returned)
         def emitted(_, *values):
             if rank_ref is None:
                 return emit(locate(self.buffers, None), *values)
             return emit(locate(self.buffers, values[0]), *values[1:])
 
-        return emitted(*(value for value, _ in given))
+        return emitted(*(value for value, _ in operands))
 
 
 def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):
-    """States of which each row's parts are still to be merged: every thread does so for its element.
+    """Returns the purpose that merges an output tile's partial states, each thread for its element, and exchanges.
 
-    `words(partial, columns=...)` is the address of a partial's words; each is read until it bears the number of `step`.
+    `words(partial, columns=...)` is the address of a partial state's words; each is read until it bears `step`.
     """
     i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     real = functools.partial(arith.constant, f32)
     count, place, receive = merged_results(merged_ref, merged_lse_ref)
-    rows, columns, _ = ir.MemRefType(merged_ref.type).shape
-    at_once = min(-(-num_ctas // rows) + 1, PARTIALS_AT_ONCE)
+    output_tiles, columns, _ = ir.MemRefType(merged_ref.type).shape
+    at_once = min(-(-num_ctas // output_tiles) + 1, PARTIALS_AT_ONCE)
 
     def sent(element):
-        row, column, dim, is_lse = place(element)
-        first, end = (arith.index_cast(index, memref.load(spans_ref, [row, at(i)])) for i in range(2))
+        output_tile, column, dim, is_lse = place(element)
+        first, end = (arith.index_cast(index, memref.load(spans_ref, [output_tile, at(i)])) for i in range(2))
         loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
         with ir.InsertionPoint(loop.body):
             top, total, acc = loop.inner_iter_args
@@ -140,9 +146,9 @@ def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merg
             for i in range(at_once):
                 partial = arith.addi(loop.induction_variable, at(i))
                 are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, partial, end))
-                of_partial = words(partial, columns=columns)
+                first_word = words(partial, columns=columns)
                 three = (arith.addi(arith.muli(d, at(columns)), column) for d in (at(head_dim), at(head_dim + 1), dim))
-                addresses.append([ops.plus(of_partial, ops.words(word)) for word in three])
+                addresses.append([ops.plus(first_word, ops.words(word)) for word in three])
             until = scf.WhileOp([ops.i64()] * 3 * at_once, [])
             with ir.InsertionPoint(until.before.blocks.append()):
                 found = [ops.load_relaxed(address) for three in addresses for address in three]
@@ -167,7 +173,7 @@ def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merg
 
 
 def _folded(parts, top, total, acc):
-    """Unnormalised `(top, total, acc)` with those of `parts`."""
+    """Returns unnormalised `(top, total, acc)` merged with those of `parts`."""
     new_top = functools.reduce(arith.maximumf, [part_top for part_top, _, _ in parts], top)
     decay = ops.exp2(arith.subf(top, new_top))
     total, acc = arith.mulf(total, decay), arith.mulf(acc, decay)
@@ -179,7 +185,7 @@ def _folded(parts, top, total, acc):
 
 
 def _finished(top, total, acc, is_lse):
-    """What an element of `out` or of lse is of a merged row."""
+    """Returns an element of `out`, or of lse, from the merged sums."""
     real = functools.partial(arith.constant, ir.F32Type.get())
     is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, real(0.0))
     lse = arith.mulf(arith.addf(top, ops.log2(total)), real(math.log(2)))
@@ -188,7 +194,7 @@ def _finished(top, total, acc, is_lse):
 
 
 def _partial_words(buffers: Buffers, place: Place, partial, head_dim: int, columns: int):
-    """Address of the words of a partial: for each of `head_dim` head dims, then max and sum, `columns` of them."""
+    """Returns the address of a partial state: `columns` words for each head dim, then for the maximum and the sum."""
     size = ops.constant((head_dim + 2) * columns * ops.WORD_BYTES)
     offset = arith.muli(arith.index_cast(ops.i64(), partial), size)
-    return ops.plus(place.own, ops.constant(buffers.partials_offset), offset)
+    return ops.plus(place.local_base, ops.constant(buffers.partials_offset), offset)

@@ -1,18 +1,20 @@
-"""The exchange of `reduction="fused"` in a Mosaic GPU kernel: all write their state to all, and merge what arrives.
+"""The exchange of `reduction="fused"` in a Mosaic GPU kernel: devices write their states to all, and merge all of them.
 
-It is a kernel of its own, or the end of LeanAttention's (`epilogue_kernel.py`). Or devices write any few numbers, and
-add up or keep what arrives: all exchanges of a process share buffers and steps.
+It is a kernel of its own, or the end of LeanAttention's (`epilogue.py`). Devices can also exchange any few numbers, and
+add or keep them. All exchanges of a process share buffers and steps.
 
-Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. Who
-reads a word with the right number has the payload: no flag that follows the data, no fence, one way over the link.
+Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. A
+reader that sees the right number has the payload. So there is no flag after the data, no fence, and one trip over the
+link.
 
-`both_ways` per thread, in step = 1 + the number of exchanges before, which this device's own memory keeps:
-1. each element that this device has, of `(out, lse)`, say, goes to slot `[step % 2, own rank]` of every buffer;
-2. each element of every slot is read until its number is `step`, and merged (or added) in the order of ranks, so that
-   all devices get the same bits.
+A step's number is 1 + the number of exchanges before it, which each device counts in its own memory. In a step,
+`both_ways` does per thread:
+1. It writes each element of this device, of `(out, lse)` for example, to buffer slot `[step % 2, rank]` of all devices.
+2. It reads each element of every slot until its number is the step's, and merges (or adds) them in the order of ranks.
+   So all devices get the same bits.
 
-Two slots per rank suffice: a device is in step n only if all others had begun step n - 1, and so had ended step n - 2,
-whose slot step n overwrites. The model in `tests/reduce/exchange_model.py` says so for all interleavings.
+Two buffer slots per rank suffice. A device is in step n only if all others had begun step n - 1. They had then ended
+step n - 2, whose slots step n overwrites. `tests/kernels/exchange_model.py` explores all interleavings.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
 from tree_attn.kernels import mlir as ops
 
-NUM_CTAS = 64  # that exchange, in every kernel: the others of one that ends so only leave partials
+NUM_CTAS = 64  # CTAs that exchange, in every kernel; a kernel's other CTAs only leave partial states
 MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128
@@ -39,12 +41,14 @@ LOWEST = float(np.finfo(np.float32).min)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """Where the devices' buffers are, as their addresses (`tree_attn.reduce.peer_memory`) and the kernel know it.
+    """The devices' buffers: their addresses (`tree_attn.reduce.peer_memory`) and their layout.
 
-    table:     where the host finds the addresses of all ranks' buffers, and then its own rank, int64 `[num_ranks + 1]`
+    table:     address, in host memory, of the addresses of all ranks' buffers and of this process's rank, int64
+               `[num_ranks + 1]`
     capacity:  elements of one slot
-    A buffer is 2 * num_ranks slots of `capacity` words of 8 bytes; then the number of exchanges so far, for each of
-    MAX_CTAS CTAs to read before it counts itself; then PARTIAL_WORDS for this device's own partial states.
+
+    A buffer is `2 * num_ranks` slots of `capacity` words of 8 bytes. Then comes the number of exchanges so far, once
+    for each of `MAX_CTAS` CTAs. Last come `PARTIAL_WORDS` for the device's partial states.
     """
 
     table: int
@@ -55,24 +59,27 @@ class Buffers:
 
     @property
     def steps_offset(self) -> int:
+        """Offset of the numbers of exchanges, in bytes."""
         return 2 * self.num_ranks * self.capacity * ops.WORD_BYTES
 
     @property
     def partials_offset(self) -> int:
+        """Offset of the partial states, in bytes."""
         return self.steps_offset + MAX_CTAS * 4
 
     @property
     def num_bytes(self) -> int:
+        """Size of a buffer."""
         return self.partials_offset + PARTIAL_WORDS * ops.WORD_BYTES
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
 def exchange(out, lse, rank, buffers: Buffers):
-    """Merges `out [rows, columns, H]` and float32 `lse [rows, columns]` over all ranks.
+    """Merges `out [output tiles, columns, H]` and float32 `lse [output tiles, columns]` over all ranks.
 
     Args:
-      rank: this device's, int32 `[1]`; None where a process has one device: then the table knows it, and two small
-        kernels are spared.
+      rank: this device's, int32 `[1]`; None where a process has one device: the table then has it, which spares two
+        small kernels.
     """
     results = jax.ShapeDtypeStruct(out.shape, out.dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)
     return _exchanged("fused_exchange", _merging, (out, lse), results, rank, buffers)
@@ -80,14 +87,14 @@ def exchange(out, lse, rank, buffers: Buffers):
 
 @functools.partial(jax.jit, static_argnames="buffers")
 def exchange_sum(x, rank, buffers: Buffers):
-    """Adds up `x [elements]` of all ranks, in float32 and in the order of ranks; `rank` as of `exchange`."""
+    """Returns the sum of all ranks' `x [elements]`, added in float32 in the order of ranks; `rank` as of `exchange`."""
     (total,) = _exchanged("fused_sum", _adding, (x,), (jax.ShapeDtypeStruct(x.shape, x.dtype),), rank, buffers)
     return total
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
 def exchange_gather(x, rank, buffers: Buffers):
-    """All ranks' `x [elements]` as `[ranks, elements]`; `rank` as of `exchange`."""
+    """Returns all ranks' `x [elements]` as `[ranks, elements]`; `rank` as of `exchange`."""
     gathered = jax.ShapeDtypeStruct((buffers.num_ranks, *x.shape), x.dtype)
     (gathered,) = _exchanged("fused_gather", _gathering, (x,), (gathered,), rank, buffers)
     return gathered
@@ -108,10 +115,12 @@ def _exchanged(name: str, purpose, arrays, results, rank, buffers: Buffers):
 
 
 def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
-    """What all exchanges have in common. `purpose(*refs)` returns `(elements, sent, receive)`:
+    """Emits an exchange.
 
-    how many elements, the float32 that is sent of an element, and what is done with one of which `receive(element,
-    received)` has `received(element)`, the float32 of all ranks, in their order.
+    Args:
+      purpose: `purpose(*refs)` returns `(count, sent, receive)`: how many elements there are, `sent(element)`, the
+        float32 of an element to send, and `receive(element, received)`, which writes the result. There,
+        `received(element)` returns the float32 of all ranks, in their order.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -127,58 +136,59 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
 
 
 class Place(NamedTuple):
-    """Addresses of the ranks' buffers and of this rank's own, and the rank: i64."""
+    """Addresses of all ranks' buffers and of this rank's, and the rank: i64."""
 
     bases: list
-    own: Any
+    local_base: Any
     rank: Any
 
 
 def locate(buffers: Buffers, rank_ref) -> Place:
-    """Where the buffers are; `rank_ref` is of `exchange`'s rank, or None."""
+    """Returns where the buffers are; `rank_ref` is of `exchange`'s rank, or None."""
     with ir.InsertionPoint(ops.kernel_launch()):  # the host's, at every launch: parameters of the kernel
         pointer = ir.Type.parse("!llvm.ptr")
         entries = (ops.constant(buffers.table + ops.WORD_BYTES * i) for i in range(buffers.num_ranks + 1))
         *bases, rank = [llvm.load(ops.i64(), llvm.inttoptr(pointer, entry)) for entry in entries]
     if rank_ref is not None:
         rank = arith.extui(ops.i64(), memref.load(rank_ref, [arith.constant(ir.IndexType.get(), 0)]))
-    own = bases[0]
+    local_base = bases[0]
     for r in range(buffers.num_ranks):
-        own = arith.select(arith.cmpi(arith.CmpIPredicate.eq, rank, ops.constant(r)), bases[r], own)
-    return Place(bases, own, rank)
+        is_rank = arith.cmpi(arith.CmpIPredicate.eq, rank, ops.constant(r))
+        local_base = arith.select(is_rank, bases[r], local_base)
+    return Place(bases, local_base, rank)
 
 
 def _counter(buffers: Buffers, place: Place, cta):
-    """Where a CTA reads how many exchanges there were."""
+    """Returns the address where a CTA reads how many exchanges there were."""
     offset = arith.muli(ops.constant(4), arith.index_cast(ops.i64(), cta))
-    return ops.plus(place.own, ops.constant(buffers.steps_offset), offset)
+    return ops.plus(place.local_base, ops.constant(buffers.steps_offset), offset)
 
 
 def step_number(buffers: Buffers, place: Place):
-    """The number of this exchange."""
+    """Returns the number of this exchange."""
     counter = _counter(buffers, place, gpu.block_id(gpu.Dimension.x))
     return arith.addi(ops.load(counter), arith.constant(ops.i32(), 1))
 
 
 def count_step(buffers: Buffers, place: Place, step, num_ctas: int) -> None:
-    """Leaves the number of exchanges for this CTA's next, and for those of larger kernels that are not here."""
+    """Writes the number of exchanges for this CTA's next one, and for CTAs that only larger kernels have."""
     at = functools.partial(arith.constant, ir.IndexType.get())
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    mgpu.utils.warpgroup_barrier()  # all threads know the step
+    mgpu.utils.warpgroup_barrier()  # all threads have read the step
     reader = arith.addi(cta, arith.muli(thread, at(num_ctas)))
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, reader, at(MAX_CTAS))):
         ops.store(_counter(buffers, place, reader), step)
 
 
 def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
-    """What emits the sending of an exchange, and what emits the receiving."""
+    """Returns two functions: one emits the sending of an exchange, the other the receiving."""
     i32, index = ops.i32(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
     parity = arith.extui(ops.i64(), arith.andi(step, arith.constant(i32, 1)))
     slot_bytes = buffers.capacity * ops.WORD_BYTES
     slots = arith.muli(parity, ops.constant(buffers.num_ranks * slot_bytes))
-    own_slot = ops.plus(slots, arith.muli(place.rank, ops.constant(slot_bytes)))
+    rank_slot = ops.plus(slots, arith.muli(place.rank, ops.constant(slot_bytes)))
 
     def each_element(body):
         first = arith.addi(thread, arith.muli(cta, at(THREADS)))
@@ -188,14 +198,14 @@ def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
             scf.YieldOp([])
 
     def send(element):
-        offset, x = ops.plus(own_slot, ops.words(element)), sent(element)
+        offset, x = ops.plus(rank_slot, ops.words(element)), sent(element)
         for base in place.bases:
             ops.send(ops.plus(base, offset), x, step)
 
     def received(element):
         words = ops.words(element)
         return [
-            ops.receive(ops.plus(place.own, slots, ops.constant(r * slot_bytes), words), step)
+            ops.receive(ops.plus(place.local_base, slots, ops.constant(r * slot_bytes), words), step)
             for r in range(buffers.num_ranks)
         ]
 
@@ -203,38 +213,38 @@ def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
 
 
 def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
-    """States, as they are."""
+    """Returns the purpose that merges states."""
     count, place, receive = merged_results(merged_ref, merged_lse_ref)
 
     def sent(element):
-        row, column, dim, is_lse = place(element)
-        x = ops.widened(memref.load(out_ref, [row, column, dim]))
-        return arith.select(is_lse, memref.load(lse_ref, [row, column]), x)
+        output_tile, column, dim, is_lse = place(element)
+        x = ops.widened(memref.load(out_ref, [output_tile, column, dim]))
+        return arith.select(is_lse, memref.load(lse_ref, [output_tile, column]), x)
 
     return count, sent, receive
 
 
 def merged_results(merged_ref, merged_lse_ref):
-    """What those share that end in `out [rows, columns, H]` and `lse [rows, columns]`: `(count, place, receive)`.
+    """Returns `(count, place, receive)` of an exchange that writes `out [output tiles, columns, H]` and lse.
 
-    Columns vary fastest, as in LeanAttention's partials, and lse comes after the H head dims.
+    Columns vary fastest, as in LeanAttention's partial states, and lse comes after the H head dims.
     """
     f32 = ir.F32Type.get()
     at = functools.partial(arith.constant, ir.IndexType.get())
-    rows, columns, head_dim = ir.MemRefType(merged_ref.type).shape
+    output_tiles, columns, head_dim = ir.MemRefType(merged_ref.type).shape
 
     def place(element):
-        """Row, column and head dim of an element, and whether it is of lse: it then has the last head dim."""
+        """Returns an element's output tile, column and head dim, and whether it is an lse (with the last head dim)."""
         column, rest = arith.remui(element, at(columns)), arith.divui(element, at(columns))
-        row, dim = arith.divui(rest, at(head_dim + 1)), arith.remui(rest, at(head_dim + 1))
+        output_tile, dim = arith.divui(rest, at(head_dim + 1)), arith.remui(rest, at(head_dim + 1))
         is_lse = arith.cmpi(arith.CmpIPredicate.eq, dim, at(head_dim))
-        return row, column, arith.minui(dim, at(head_dim - 1)), is_lse
+        return output_tile, column, arith.minui(dim, at(head_dim - 1)), is_lse
 
     def receive(element, received):
-        row, column, dim, is_lse = place(element)
+        output_tile, column, dim, is_lse = place(element)
         xs = received(element)
-        of_lse = arith.addi(arith.muli(row, at(head_dim + 1)), at(head_dim))
-        lses = received(arith.addi(arith.muli(of_lse, at(columns)), column))
+        lse_dim = arith.addi(arith.muli(output_tile, at(head_dim + 1)), at(head_dim))
+        lses = received(arith.addi(arith.muli(lse_dim, at(columns)), column))
         top = functools.reduce(arith.maximumf, lses)
         # A finite stand-in where no rank has a key: exp(-inf - -inf) would be NaN.
         lowest = arith.constant(f32, LOWEST)
@@ -251,16 +261,18 @@ def merged_results(merged_ref, merged_lse_ref):
         with ir.InsertionPoint(branch.then_block):
             log = arith.mulf(ops.log2(total), arith.constant(f32, math.log(2)))
             merged = arith.select(is_empty, arith.constant(f32, -math.inf), arith.addf(top, log))
-            memref.store(merged, merged_lse_ref, [row, column])
+            memref.store(merged, merged_lse_ref, [output_tile, column])
             scf.YieldOp([])
         with ir.InsertionPoint(branch.else_block):
-            memref.store(ops.narrowed(result, merged_ref), merged_ref, [row, column, dim])
+            memref.store(ops.narrowed(result, merged_ref), merged_ref, [output_tile, column, dim])
             scf.YieldOp([])
 
-    return rows * columns * (head_dim + 1), place, receive
+    return output_tiles * columns * (head_dim + 1), place, receive
 
 
 def _adding(x_ref, total_ref):
+    """Returns the purpose that adds."""
+
     def receive(element, received):
         total = functools.reduce(arith.addf, received(element))
         memref.store(ops.narrowed(total, total_ref), total_ref, [element])
@@ -269,6 +281,8 @@ def _adding(x_ref, total_ref):
 
 
 def _gathering(x_ref, gathered_ref):
+    """Returns the purpose that keeps the numbers of all ranks."""
+
     def receive(element, received):
         for r, x in enumerate(received(element)):
             rank = arith.constant(ir.IndexType.get(), r)

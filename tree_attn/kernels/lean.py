@@ -3,14 +3,14 @@
 The shape of the first kernel, `_attend_runs`, per CTA:
 - one warpgroup moves (TMA), one computes; K and V have barriers of their own, so that a stage's K refills while its V
   is in use;
-- operands are swapped, S^T = K Q^T and O^T = V^T P^T, so that the 64 rows a tensor core wants are keys, and the few
-  query columns of a decode step (T x G) are padded to a multiple of 8 only;
+- operands are swapped, S^T = K Q^T and O^T = V^T P^T: the 64 rows that a tensor core wants are keys; the few query
+  columns of a decode step (T x G) are padded to a multiple of 8 only;
 - the CTA walks its run over the output tiles it touches (`lean_walk.py`) and leaves one unnormalised partial state
   `(acc, max, sum)` for each.
-The second, `lean_merge.py`, folds each output tile's partials in a fixed order, so results are the same to the bit in
-every run (docs/log/lean.md: "The merge stays a launch of its own"). Where every run is known to hold whole output
-tiles, nothing is merged: the first kernel writes the results and is the only one. Nor is there a second where an
-exchange with other devices ends the first (`tree_attn/kernels/epilogue.py`).
+The second, `lean_merge.py`, folds each output tile's partials in a fixed order: results are the same in every run. It
+is a launch of its own (docs/log/lean.md: "The merge stays a launch of its own"). Where every run is known to hold
+whole output tiles, nothing is merged: the first kernel writes the results and is the only one. Nor is there a second
+where an exchange with other devices ends the first (`tree_attn/kernels/epilogue.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a KV tile,
 `cols` query columns, H head dim (Hp: padded to 64).

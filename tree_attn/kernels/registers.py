@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share: numbers of the hardware, launching, layouts of shared memory and of registers."""
+"""Parts that the kernels for Hopper share: numbers of the hardware, launching, layouts of memory and registers."""
 
 import math
 
@@ -16,9 +16,9 @@ RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 
 
 def launch(body, *, scratch_bytes: int, name: str, **options):
-    """`plgpu.kernel` of `body`, as all kernels here are launched; `scratch_bytes` are for reductions."""
+    """Returns `plgpu.kernel` of `body` with the settings of all kernels here; `scratch_bytes` are for reductions."""
     params = plgpu.CompilerParams(
-        approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below what bf16 products leave
+        approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below the rounding of bf16 products
         reduction_scratch_bytes=scratch_bytes,
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
     )
@@ -27,7 +27,7 @@ def launch(body, *, scratch_bytes: int, name: str, **options):
 
 
 def tiling(dtype, elements: int):
-    """The widest swizzle whose tiles divide a row of `elements`; none fits 80 bytes."""
+    """Returns the transforms of the widest swizzle whose tiles divide a row of `elements`; none fits 80 bytes."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next((s for s in (128, 64, 32) if elements * itemsize % s == 0), None)
     if swizzle is None:
@@ -36,23 +36,23 @@ def tiling(dtype, elements: int):
 
 
 def load(ref, layout):
-    """What `ref` holds, in registers as `layout` has them."""
+    """Loads `ref` to registers in `layout`."""
     index = () if jax.__version_info__ >= (0, 11) else ((),)  # JAX 0.10 insists on one, JAX 0.12 has none
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def store_transposed(ref, x):
-    """`ref = x^T`, in shared memory."""
-    if jax.__version_info__ < (0, 11):  # knows one layout only that can be stored so
+    """Stores `x^T` to `ref`, in shared memory."""
+    if jax.__version_info__ < (0, 11):  # has one layout only that can be stored transposed
         x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
     ref.transpose((1, 0))[...] = x
 
 
 def full(fill: float, shape, layout):
-    """Float32 registers, all of them `fill`."""
+    """Returns float32 registers, all of them `fill`."""
     return plgpu.layout_cast(jnp.full(shape, fill, jnp.float32), layout)
 
 
 def spread(x, shape, axis: int = 1):
-    """`[n]` to `shape`, with the n along `axis`."""
+    """Broadcasts `[n]` to `shape`, with the n along `axis`."""
     return lax.broadcast_in_dim(x, shape, [axis])

@@ -6,10 +6,10 @@ bisection over the order of floats, and lists the kept keys and their weights. `
 them.
 
 The G queries of a group choose together: a component is read once for all of them, and the score of a key is the sum
-of its shares of their softmaxes. So no score is known before all logits are. Where registers do not hold those of all
-keys, or a shard has only a part, or kept keys are weighed, `approximate_logits` writes them to memory (4 G bytes per
-key, beside the 2 r that it reads) and `select_by_share` reads them. To stream the components once more instead would
-read 2 r more in place of 8 G: no less for G up to 8 and r from 32 on, and not from the L2 cache.
+of its shares of their softmaxes. So no score is known before all logits are. Registers may not hold all of them, a
+shard has only a part, and kept keys may be weighed by them. Then `approximate_logits` writes them to memory (4 G bytes
+per key, beside the 2 r that it reads) and `select_by_share` reads them. To stream the components once more instead
+would read 2 r more in place of 8 G: no less for G up to 8 and r from 32 on, and not from the L2 cache.
 
 Shapes in comments: W = S / 64 rows of 64 keys, k kept keys, H head dim, G queries of a group, R components read,
 rounded up.
@@ -124,14 +124,14 @@ def _choose_components_scoped(
     components_smem[...] = jnp.where(is_it, iota(0, columns), 0).sum(axis=0)
 
     def weigh(g, query):
-        kept = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
+        kept_query = jnp.where(is_it, spread(query, 0, columns), 0.0).sum(axis=0)  # [R]
         if coverage is not None:
             temperature = coverage**-0.5
         else:
             total = lambda x: scalar_of(x, "add", layout.reduce(1), scalar_smem)
             whole, part = total(jnp.abs(query)), total(jnp.where(rank < shape.num_components, jnp.abs(query), 0.0))
             temperature = jnp.where(part > 0, lax.rsqrt(part / whole), 1.0)
-        weights_smem[g, pl.ds(0, columns)] = kept * (shape.scale * LOG2_E * temperature)
+        weights_smem[g, pl.ds(0, columns)] = kept_query * (shape.scale * LOG2_E * temperature)
 
     weigh(0, query)
     if shape.group > 1:  # one at a time: registers limit CTAs here too

@@ -1,12 +1,12 @@
 """Memory of each GPU of a host that its peers can write to, for as long as the process lives.
 
-XLA has no buffers that outlive a program and that a peer may write to, and what it has instead costs a rendezvous of
-the hosts and a wait for the device per kernel (docs/log/fused.md: "Mosaic GPU's remote
-references cost a rendezvous of the hosts"). So the memory is the CUDA driver's own, allocated once per
-mesh: a buffer per GPU, reached by every other GPU directly within a process, by CUDA's IPC handles between processes.
+XLA has no buffers that outlive a program and that a peer may write to. Its remote references cost a rendezvous of the
+hosts and a wait for the device per kernel (docs/log/fused.md: "Mosaic GPU's remote references cost a rendezvous of the
+hosts"). So the memory is the CUDA driver's own, allocated once per mesh, a buffer per GPU. Other GPUs reach it directly
+within a process, and by CUDA's IPC handles between processes.
 
 Every process sees the buffers at other addresses, but a program must be the same in all. So a program holds the address
-of a table, in each process's own memory and at a place that all have free, where the host finds the buffers.
+of a table where the host finds the buffers. The table is in each process's memory, at a place that is free in all.
 """
 
 import collections
@@ -32,23 +32,23 @@ _calls: collections.Counter = collections.Counter()
 
 
 class PeerMemoryError(NotImplementedError):
-    """These GPUs have no memory in common, for a reason that the message gives."""
+    """The GPUs cannot have memory in common; the message has the reason."""
 
 
 def peer_memory(groups: Groups, num_bytes: int) -> int:
     """Allocates `num_bytes` of zeros on each GPU, for all GPUs of its group to write to; kept until the process ends.
 
-    Every process that has one of the GPUs must call this, and waits for the others; what fails in one, fails in all.
+    Every process that has one of the GPUs must call this, and waits for the others. A failure in one is one in all.
 
     Args:
-      groups: equally many GPUs each, of one host, in the order of their ranks. One process has all GPUs of a single
-        group, or each has a process of its own.
+      groups: each of equally many GPUs of one host, in the order of their ranks. One process has all GPUs of a single
+        group, or each GPU has a process of its own.
     Returns:
-      The address of the table, the same in all processes: where this process has the buffers of its group's ranks,
-      uint64 `[ranks + 1]` in host memory; last comes the rank of its first GPU.
+      The address of a table in host memory, the same in all processes, uint64 `[ranks + 1]`: this process's addresses
+      of its group's buffers by rank, then the rank of its first GPU.
     Raises:
-      PeerMemoryError: GPUs that are not NVIDIA's, that are on several hosts or that cannot reach each other.
-      RuntimeError: a process did not come.
+      PeerMemoryError: the GPUs are not NVIDIA's, are on several hosts, or cannot reach each other.
+      RuntimeError: a process did not answer in time.
     """
     table = _table(groups, num_bytes)
     if isinstance(table, PeerMemoryError):
@@ -68,7 +68,7 @@ def _share(groups: Groups, num_bytes: int) -> int:
     devices = tuple(itertools.chain(*groups))
     if devices[0].platform != "gpu":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
-    # Judged by all processes alike, from what all know: one that went on alone would wait for the others.
+    # All processes decide alike, from what all have: one that went on alone would wait for the others.
     in_process = collections.Counter(device.process_index for device in devices)
     if max(in_process.values()) > 1 and (len(in_process) > 1 or len(groups) > 1):
         raise PeerMemoryError(
@@ -93,7 +93,7 @@ def _share(groups: Groups, num_bytes: int) -> int:
 
     (cuda, buffers), offers = _together(allocate, devices)
     table, _ = _together(lambda: open_all(cuda, buffers, dict(collections.ChainMap(*offers))), devices)
-    # Nobody writes before all have opened: it takes an address from `_place`, which waits for all.
+    # No device writes before all have opened: programs need an address from `_place`, which waits for all processes.
     return _place(np.asarray([*table, min(local)], np.uint64), devices)
 
 
@@ -115,16 +115,16 @@ def _place(table: np.ndarray, devices: Sequence[jax.Device]) -> int:
 
 
 def _together(step: Callable[[], tuple[Any, Any]], devices: Sequence[jax.Device]) -> tuple[Any, list[Any]]:
-    """Runs `step`, which returns something to keep and something to share, in all processes that have a device.
+    """Runs `step` in all processes that have a device; it returns one value for this process and one to share.
 
     Returns:
-      What this process's step returned to keep, and what each shared.
+      This process's value, and the shared values of all processes.
     Raises:
       PeerMemoryError: the step failed in some process; all raise the same.
     """
-    kept, shared, error = None, None, None
+    local_result, shared, error = None, None, None
     try:
-        kept, shared = step()
+        local_result, shared = step()
     except PeerMemoryError as raised:
         error = str(raised)
     answers = [(shared, error)]
@@ -149,11 +149,11 @@ def _together(step: Callable[[], tuple[Any, Any]], devices: Sequence[jax.Device]
     for process, (_, failed) in zip(processes, answers):
         if failed is not None:
             raise PeerMemoryError(failed + (f" (in process {process})" if len(processes) > 1 else ""))
-    return kept, [shared for shared, _ in answers]
+    return local_result, [shared for shared, _ in answers]
 
 
 def _host() -> str:
-    """What no two running machines share."""
+    """Returns a name that no two running machines share."""
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -192,7 +192,7 @@ class _Driver:
         return address.value
 
     def handle(self, address: int) -> bytes:
-        """What another process opens memory by."""
+        """Returns the handle by which another process opens the memory."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)

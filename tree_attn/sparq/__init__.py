@@ -61,19 +61,20 @@ def sparq_decode(
     """Computes approximate attention, reading `S r + 2 k H` elements of K and V per KV head instead of `2 S H`.
 
     For each query, with r = num_components, k = num_keys, l = local_window, sums over the G heads of a group:
-      i1    = argtopk(sum_g |q|, r)
-      s_hat = softmax(q[i1] K[:, i1]^T / tau),    tau = sqrt(H ||q[i1]||_1 / ||q||_1)
-      i2    = argtopk(sum_g s_hat + m, k),        m = infinity at the last l positions, else 0
-      alpha = sum s_hat[i2]
-      out   = alpha attend(q, K[i2], V[i2]) + (1 - alpha) mean(V)
+        i1    = argtopk(sum_g |q|, r)
+        s_hat = softmax(q[i1] K[:, i1]^T / tau),    tau = sqrt(H ||q[i1]||_1 / ||q||_1)
+        i2    = argtopk(sum_g s_hat + m, k),        m = infinity at the last l positions, else 0
+        alpha = sum s_hat[i2]
+        out   = alpha attend(q, K[i2], V[i2]) + (1 - alpha) mean(V)
+
     With r = H and k >= S it is exact.
 
     Sharded over p devices, `selection` chooses the kept keys:
-      "global"     the k best of all, as on one device. Beside the reduction of the result, three small all-gathers run
-                   one after another: `B T N` (the denominators of s_hat), `2 B T K min(k, S / p)` (each shard's best
-                   scores and their positions), `B T N` (alpha), in elements of 4 bytes that each device sends.
-      "per_shard"  the ceil(k / p) best of each shard, with an alpha per shard: no collective but the reduction. Where
-                   few shards hold the keys that matter, the others read keys that do not.
+        "global"     the k best of all, as on one device. Beside the reduction of the result, three small all-gathers
+                     run one after another: `B T N` (the denominators of s_hat), `2 B T K min(k, S / p)` (each shard's
+                     best scores and their positions), `B T N` (alpha), in elements of 4 bytes that each device sends.
+        "per_shard"  the ceil(k / p) best of each shard, with an alpha per shard: no collective but the reduction.
+                     Where few shards hold the keys that matter, the others read keys that do not.
 
     Args:
       query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, one dtype. T queries choose keys separately.

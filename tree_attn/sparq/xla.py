@@ -38,7 +38,7 @@ def choose(
     """Chooses the keys of this shard that each query keeps (step 1).
 
     Args:
-      key, key_by_component: as in `sparq_decode`; components are read from the latter if it is not None.
+      key, key_by_component: as in `sparq_decode`; components are read from `key_by_component` if it is not None.
       first_recent: int32 `[B, T]`, the first of the positions that are always kept.
     """
     mask = visible.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
