@@ -25,14 +25,14 @@ class Memory:
     decode: int | None
 
     @property
-    def held(self) -> int:
-        """Bytes of the programs' arguments, held from beginning to end."""
+    def arguments(self) -> int:
+        """Bytes of the programs' arguments, allocated from beginning to end."""
         return self.weights + self.cache + self.inputs
 
     @property
     def peak(self) -> int | None:
-        """The largest sum at any time: `held`, and the additional bytes of the larger program."""
-        return None if self.prefill is None or self.decode is None else self.held + max(self.prefill, self.decode)
+        """The largest sum at any time: `arguments`, and the additional bytes of the larger program."""
+        return None if self.prefill is None or self.decode is None else self.arguments + max(self.prefill, self.decode)
 
 
 def predict(

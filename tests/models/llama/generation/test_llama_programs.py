@@ -72,10 +72,14 @@ def test_what_is_predicted_to_be_held_is_what_is_alive(tiny_model):
     parameters_held = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert predicted.weights == sum(array.addressable_shards[0].data.nbytes for array in parameters_held)
     # XLA drops arguments that are not read: a few integers of each sequence, as the token before the first one.
-    assert 0 <= predicted.held - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
+    assert 0 <= predicted.arguments - programs.prefill.memory_analysis().argument_size_in_bytes <= 64
     needs = [getattr(programs, phase).memory_analysis() for phase in ("prefill", "decode")]
     temporaries = [need.temp_size_in_bytes for need in needs]
-    assert predicted.held + max(temporaries) < predicted.peak < predicted.held + max(temporaries) + 2 * results + 1024
+    assert (
+        predicted.arguments + max(temporaries)
+        < predicted.peak
+        < predicted.arguments + max(temporaries) + 2 * results + 1024
+    )
 
 
 def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_model, monkeypatch):
