@@ -15,7 +15,7 @@ ORDER = (
     ("cost",),
     ("reduce",),
     ("sharded",),
-    ("decode", "shared_prefix", "ragged", "energy_function", "sparq", "cache", "cache_layer"),
+    ("decode", "shared_prefix", "ragged", "energy_function", "sparq", "cache", "cache_checks", "cache_layer"),
     ("measure",),
     ("cluster",),
     ("ring_baseline",),

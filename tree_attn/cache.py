@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +13,23 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import (
-    ATTENTION_DTYPES,
-    NARROW_DTYPES,
-    STORED_DTYPES,
-    AnyArray,
-    check_lengths,
-    concrete,
-    one_of,
-)
+from tree_attn.arguments import AnyArray, check_lengths
+from tree_attn.cache_checks import CacheFullError, check_create, check_new, check_prefix, check_sequence
 from tree_attn.cache_layer import LayerCache, LayerTuple
-from tree_attn.mesh import AxisName, axis_tuple, check_axes
-from tree_attn.placement import check_block_size
+from tree_attn.mesh import AxisName, axis_tuple
+
+T = TypeVar("T")
+Arrays = Array | tuple[Array, ...]  # in one array, or one array per layer
 
 
-class CacheFullError(ValueError):
-    """More tokens than the cache has room for; nothing was overwritten."""
+class _OfArrays(Generic[T]):
+    """An attribute of `KVCache` that is its arrays' attribute of the same name."""
 
+    def __set_name__(self, cache_type, name: str) -> None:
+        self._name = name
 
-def _of_arrays(name: str) -> Any:
-    return property(lambda cache: getattr(cache.arrays, name), doc=f"See `tree_attn.cache_layer.LayerCache.{name}`.")
+    def __get__(self, cache, cache_type=None) -> T:
+        return getattr(cache.arrays, self._name) if cache is not None else self
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays", "lengths", "overflowed"], meta_fields=[])
@@ -60,10 +57,12 @@ class KVCache:
     lengths: Int[Array, " B"]
     overflowed: Bool[Array, " B"]
 
-    key, value, shape, dtype, capacity = map(_of_arrays, ("key", "value", "shape", "dtype", "capacity"))
-    value_sum, key_by_component = map(_of_arrays, ("value_sum", "key_by_component"))
-    key_scale, value_scale = map(_of_arrays, ("key_scale", "value_scale"))
-    mesh, axis_name, block_size, num_shards = map(_of_arrays, ("mesh", "axis_name", "block_size", "num_shards"))
+    key, value = _OfArrays[Arrays](), _OfArrays[Arrays]()
+    value_sum, key_by_component = _OfArrays[Arrays | None](), _OfArrays[Arrays | None]()
+    key_scale, value_scale = _OfArrays[Arrays | None](), _OfArrays[Arrays | None]()
+    shape, dtype = _OfArrays[tuple[int, ...]](), _OfArrays[jnp.dtype]()
+    capacity, num_shards, block_size = _OfArrays[int](), _OfArrays[int](), _OfArrays[int]()
+    mesh, axis_name = _OfArrays[Mesh](), _OfArrays[AxisName]()
 
     @classmethod
     def create(
@@ -105,7 +104,7 @@ class KVCache:
         layers = {} if num_layers is None else {"num_layers": num_layers}
         sizes = layers | dict(batch=batch, capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         scales = {"key_scale": key_scale, "value_scale": value_scale}
-        _check_create(sizes, dtype, mesh, axis_name, block_size, scales)
+        check_create(sizes, dtype, mesh, axis_name, block_size, scales)
         unit = block_size * int(np.prod([mesh.shape[axis] for axis in axis_tuple(axis_name)]))
         shape = batch, -(-capacity // unit) * unit, num_kv_heads, head_dim
         create = partial(
@@ -162,7 +161,7 @@ class KVCache:
           ValueError: the shapes or dtypes do not fit the cache.
           CacheFullError: outside jit, when a sequence lacks room; nothing is written then.
         """
-        _check_new(key, value, self, layer=None)
+        check_new(key, value, self.arrays, layer=None)
         if not isinstance(self.lengths, jax.core.Tracer):
             self.check_room(key.shape[1])
         return self.write(key, value).advance(key.shape[1])
@@ -172,7 +171,7 @@ class KVCache:
 
         A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache.
         """
-        _check_new(key, value, self, layer)
+        check_new(key, value, self.arrays, layer)
         return dataclasses.replace(self, arrays=self.arrays.write(key, value, self.lengths, layer))
 
     def write_prefix(self, key, value, layer: int | Array | None = None, start: int | Int[Array, ""] = 0) -> "KVCache":
@@ -187,8 +186,8 @@ class KVCache:
           CacheFullError: S0, or `start + S0` where `start` is a Python integer, is more than the capacity.
           ValueError: S0 or `start` does not divide into shards of whole blocks; shapes or dtypes that do not fit.
         """
-        _check_new(key, value, self, layer)
-        _check_prefix(key.shape[1], start, self)
+        check_new(key, value, self.arrays, layer)
+        check_prefix(key.shape[1], start, self.arrays)
         return dataclasses.replace(self, arrays=self.arrays.write_prefix(key, value, start, layer))
 
     def with_sequence(self, sequence: int | Int[Array, ""], other: "KVCache") -> "KVCache":
@@ -205,7 +204,7 @@ class KVCache:
         Example:
           >>> cache = cache.with_sequence(2, cache_of_the_prompt)
         """
-        _check_sequence(sequence, other, self)
+        check_sequence(sequence, other.arrays, self.arrays)
         sequence = jnp.asarray(sequence, jnp.int32)
         replaced = lambda x, new: jax.lax.dynamic_update_slice(x, new, (sequence,))
         return KVCache(
@@ -228,72 +227,3 @@ class KVCache:
         check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
         lengths = jnp.asarray(lengths, jnp.int32)
         return dataclasses.replace(self, arrays=self.arrays.with_summed_values(lengths), lengths=lengths)
-
-
-def _check_create(sizes: dict[str, int], dtype, mesh, axis_name, block_size: int, scales: dict) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
-    if block_size is None:
-        raise ValueError("block_size must be an integer of at least 1, got None: contiguous caches do not grow evenly")
-    check_block_size(block_size)
-    check_axes(axis_tuple(axis_name), mesh)
-    one_of("dtype", jnp.dtype(dtype).name, STORED_DTYPES)
-    layers = (sizes["num_layers"],) if "num_layers" in sizes else ()
-    for name, scale in scales.items():
-        _check_scale(name, scale, jnp.dtype(dtype).name, (*layers, sizes["num_kv_heads"]))
-
-
-def _check_prefix(num_new: int, start, cache: KVCache) -> None:
-    unit = cache.num_shards * cache.block_size
-    end = num_new + (start if isinstance(start, int | np.integer) else 0)
-    if end > cache.capacity:
-        raise CacheFullError(f"cache is full: a prefix of {end} tokens does not fit a capacity of {cache.capacity}")
-    if num_new % unit:
-        raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
-    if end % unit:
-        raise ValueError(f"start must be a multiple of shards * block_size = {unit}, got {start}")
-
-
-def _check_sequence(sequence, other: KVCache, cache: KVCache) -> None:
-    like = lambda cache: (jax.tree.structure(cache), cache.dtype, cache.shape[:-4], cache.shape[-2:])
-    if like(other) != like(cache) or other.lengths.shape != (1,) or other.capacity > cache.capacity:
-        raise ValueError(
-            f"other must be like this cache, of one sequence and at most {cache.capacity} tokens; got key "
-            f"{other.dtype}{other.shape} beside {cache.dtype}{cache.shape}"
-        )
-    if isinstance(sequence, int | np.integer) and not 0 <= sequence < len(cache.lengths):
-        raise ValueError(f"sequence must lie in [0, {len(cache.lengths)}), got {sequence}")
-
-
-def _check_new(key, value, cache: KVCache, layer) -> None:
-    *layers, batch, _, num_kv_heads, head_dim = cache.shape
-    if bool(layers) != (layer is not None):
-        raise ValueError(f"layer must be given for a layered cache, and only then: cache {cache.shape}, {layer=}")
-    if isinstance(cache.arrays, LayerTuple) and not isinstance(layer, int | np.integer):
-        raise ValueError(f"layer must be a Python integer for a cache that does not stack layers, got {layer!r}")
-    if isinstance(layer, int | np.integer) and not 0 <= layer < layers[0]:
-        raise ValueError(f"layer must lie in [0, {layers[0]}), got {layer}")
-    for name, new in (("key", key), ("value", value)):
-        shape = jnp.shape(new)
-        if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
-            raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
-        narrows = cache.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
-        if new.dtype != cache.dtype and not narrows:
-            raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {new.dtype}")
-    if value.shape != key.shape:
-        raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
-
-
-def _check_scale(name: str, scale, dtype: str, shape: tuple[int, ...]) -> None:
-    if scale is None:
-        if dtype == "int8":
-            raise ValueError(f"{name} must be given for dtype='int8', float32 of shape {shape}, got None")
-        return
-    if dtype not in NARROW_DTYPES:
-        raise ValueError(f"{name} must be None for dtype={dtype!r}: only {', '.join(NARROW_DTYPES)} have scales")
-    if jnp.shape(scale) != shape or scale.dtype != jnp.float32:
-        raise ValueError(f"{name} must be float32 of shape {shape}, got {scale.dtype} of shape {jnp.shape(scale)}")
-    values = concrete(scale)
-    if values is not None and not (np.isfinite(values) & (values > 0)).all():
-        raise ValueError(f"{name} must be positive and finite, got {values.tolist()}")
