@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from abacus import cost, make_machine
+from fake_machine import cost, make_machine
 
 from tree_attn.cost import machine
 from tree_attn.cost.machine import AlphaBeta, ExchangeCost, LinkClass

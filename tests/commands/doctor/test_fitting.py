@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from abacus import cost, make_machine
+from fake_machine import cost, make_machine
 
 from tree_attn.commands.doctor import fitting
 from tree_attn.commands.doctor.fitting import COLLECTIVES, Point

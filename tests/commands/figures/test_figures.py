@@ -5,7 +5,7 @@ import json
 import pathlib
 
 import pytest
-from abacus import make_machine
+from fake_machine import make_machine
 
 from tree_attn import cli
 from tree_attn.commands.figures import paper, plots, rows
@@ -105,7 +105,7 @@ def test_equations_and_programs_send_the_same(measured):
 
 def test_tiny_rows_of_one_gpu_and_a_machine_of_ones_own(tmp_path, measured, capsys):
     shape = dict(num_keys=64, num_heads=2, num_kv_heads=1, head_dim=16, n_devices=1, axis_sizes=[1])
-    tiny = [row | shape | {"hardware": "1 x abacus"} for row in measured[:5] if row["reduction"] != "hierarchical"]
+    tiny = [row | shape | {"hardware": "1 x fake"} for row in measured[:5] if row["reduction"] != "hierarchical"]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny))
     machine.write(make_machine(), tmp_path / "machine.json")
     for figure in NAMES:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from abacus import make_machine
+from fake_machine import make_machine
 
 from tree_attn import cli
 from tree_attn.cost import machine, predict
@@ -87,7 +87,7 @@ def test_tables_say_what_is_predicted_and_what_is_assumed(capsys):
         (("--keys", "8", "--gpus-per-node", "-1"), "--gpus-per-node must be at least 1, got -1"),
         (("--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
         (("--keys", "8", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads"),
-        (("--keys", "8", "--device-kind", "abacus"), "--machine must be given for 'abacus'"),
+        (("--keys", "8", "--device-kind", "fake"), "--machine must be given for 'fake'"),
         (("--keys", "8", "--machine", "/nowhere.json"), "No such file or directory: '/nowhere.json'"),
     ],
 )

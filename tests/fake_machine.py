@@ -1,4 +1,4 @@
-"""A machine to reckon with by hand: four GPUs a node, and every number different, so that no mix-up cancels."""
+"""A fake machine for sums by hand: four GPUs a node, and every number different, so that no mix-up cancels."""
 
 from tree_attn.cost.machine import AlphaBeta, ExchangeCost, LinkClass, Machine
 
@@ -14,7 +14,7 @@ def make_machine(**changes) -> Machine:
         round_us=1, lines=(AlphaBeta(alpha_us=1, bytes_per_s=1e9), AlphaBeta(alpha_us=501, bytes_per_s=2e9))
     )
     fields = dict(
-        device_kind="abacus",
+        device_kind="fake",
         gpus_per_node=4,
         memory_bytes=10**9,
         read_bytes_per_s=1e12,
