@@ -1,4 +1,4 @@
-"""Meshes: axis types, the order of devices, and which axes are bound where."""
+"""Meshes: axis types, the order of devices, axes of nodes, and bound axes."""
 
 import dataclasses
 import subprocess
@@ -34,7 +34,7 @@ def test_neighbours_in_the_device_order_share_the_first_axis():
 
 
 def test_the_mesh_lists_devices_in_order():
-    """XLA's GPU compiler wants that of a program's devices."""
+    """XLA's GPU compiler requires this order of a program's devices."""
     assert list(make_mesh({"device": 3, "node": 2}).devices.flat) == jax.devices()[:6]
 
 

@@ -1,4 +1,4 @@
-"""Meshes and their axes, in one helper each: axis types, axis order and what is bound where."""
+"""Meshes and their axes: axis types, axis order, the axes of nodes, and the axes that are bound inside `shard_map`."""
 
 import collections
 import math

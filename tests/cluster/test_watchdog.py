@@ -1,6 +1,6 @@
-"""Real processes that sum over Gloo for ever, until something happens to one of them: the others end, and say to whom.
+"""Real processes that sum over Gloo for ever, until a fault of one of them: the others end, and name it.
 
-Each rank prints "running" once it is in its loop, so nothing here waits by the clock but for the limits themselves.
+Each rank prints "running" once it is in its loop, so that only the limits themselves take time.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: list[str], count: int, ranks=None, **extra: str) -> Iterator[list[subprocess.Popen]]:
-    """Ranks of a command, all ended afterwards."""
+    """Starts ranks of a command, and ends all of them afterwards."""
     port = free_port()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
@@ -88,7 +88,7 @@ def wait_until_running(processes: list[subprocess.Popen]) -> None:
 
 
 def endings(processes: list[subprocess.Popen], limit_s: float = ENDS_S) -> list[tuple[int, str]]:
-    """Status and stderr of each, all within the limit."""
+    """Returns status and stderr of each; all must end within the limit."""
     deadline = time.monotonic() + limit_s
     ended = []
     for process in processes:
@@ -156,7 +156,7 @@ def test_the_doctor_examines_processes_that_are_well():
 
 
 def test_a_rank_that_is_stuck_while_it_starts():
-    """It has answered the roll call, its heart beats, and it never comes to the first collective."""
+    """Rank 1 has answered the roll call and sends its signs of life, and never comes to the first collective."""
     code = """
         import os, time, jax
         from tree_attn.cluster import join as distributed
@@ -171,8 +171,8 @@ def test_a_rank_that_is_stuck_while_it_starts():
             assert f"rank 1 on {socket.gethostname()}: did not come through the first collective in 5 s" in errors
 
 
-def test_an_error_of_one_rank_of_a_command_is_said_by_all(tmp_path):
-    """Rank 1 alone cannot write, or read, or whatever it is: an error that the command reports as one line."""
+def test_all_ranks_print_the_error_of_one_rank_of_a_command(tmp_path):
+    """Rank 1 alone raises an error that the command reports as one line."""
     code = """
         import os, sys
         from tree_attn import cli

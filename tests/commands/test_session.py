@@ -28,7 +28,7 @@ def four_nodes(monkeypatch):
     monkeypatch.setattr("jax.devices", lambda: devices)
 
 
-def test_a_hierarchical_reduction_keeps_each_node_in_the_near_axis(four_nodes):
+def test_a_hierarchical_reduction_keeps_each_node_in_the_device_axis(four_nodes):
     """Otherwise the reduction along the first axis, which belongs on the links of a node, would cross the network."""
     place = session.Place(devices=session.choose_devices(None), has_two_axes=True)
     sharding = place.sharding(preset("smollm2-135m"))

@@ -46,7 +46,7 @@ class Members:
 
 
 def hold(launch: Launch, hello: Mapping[str, Any], timeout_s: float) -> Members:
-    """Calls the roll (rank 0) or answers it; returns once every rank is there and all fit together.
+    """Holds the roll call on rank 0, and answers it on others; returns once all ranks are there and fit together.
 
     Args:
       hello: this rank's description, see `describe`. A `problem` in it is sent to all.

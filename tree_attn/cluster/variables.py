@@ -1,4 +1,4 @@
-"""Environment variables that a launcher sets: each is required, and an error names it, its value and the remedy."""
+"""The environment variables of a launcher: each is required, and an error names it, its value and the remedy."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -49,10 +49,10 @@ class _Peer:
 
 
 class Watchdog:
-    """One per process; starts its thread at once and never stops the program but for a verdict."""
+    """Watches the other ranks in a thread of its own; one per process, which it ends only by a verdict."""
 
     def __init__(self, launch: Launch, members: Members, stages: Sequence[str], stage_limit_s: float, silence_s: float):
-        """Watches `members`.
+        """Starts watching `members`.
 
         Args:
           stages: names of the steps that all ranks take after the roll call; see `reach`.
