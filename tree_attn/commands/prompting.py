@@ -32,40 +32,47 @@ def add_arguments(
     parser.add_argument(
         "--reduction",
         metavar="NAME",
-        help="of tree and sparq: allreduce, gather, fused or hierarchical; default: its own choice",
+        help="allreduce, gather, fused or hierarchical, for tree and sparq; default: the cheapest by the cost model",
     )
     add_sparq_arguments(parser)
     parser.add_argument(
         "--cache-dtype",
         metavar="DTYPE",
-        help="of keys and values; default: the model's; or float8_e4m3fn, or int8 (not of sparq)",
+        help="dtype of keys and values; default: the model's; or float8_e4m3fn, or int8 (not with sparq)",
     )
     parser.add_argument(
         "--prefill-chunk",
         type=int,
         metavar="N",
-        help="tokens of a prompt that are read at a time, a multiple of the devices; default: all (ring: always)",
+        help="prompt tokens read at a time, a multiple of the devices; default: all (ring: always)",
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated; single has 1"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="number of devices; default: all accelerators, or 8 emulated; 1 for single",
     )
     processes.add_arguments(parser)
 
 
 def add_sparq_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `request.sparq_options` reads."""
-    sparq = parser.add_argument_group("of sparq")
-    sparq.add_argument("--num-components", type=int, metavar="R", help="of every key, read to choose among them")
+    sparq = parser.add_argument_group("options of sparq")
+    sparq.add_argument("--num-components", type=int, metavar="R", help="components of every key, read to choose keys")
     sparq.add_argument("--num-keys", type=int, metavar="K", help="keys and values read whole for each token")
-    sparq.add_argument("--local-window", type=int, metavar="L", help="newest keys, always among them; default K / 4")
-    sparq.add_argument("--selection", metavar="NAME", help="the K best of all (global, default) or of each per_shard")
+    sparq.add_argument("--local-window", type=int, metavar="L", help="newest keys, always among these K; default K / 4")
     sparq.add_argument(
-        "--score-temperature", metavar="NAME", help="of step 1: coverage (default), head_dim or num_components"
+        "--selection", metavar="NAME", help="global (default): the K best keys of all; per_shard: of each shard"
+    )
+    sparq.add_argument(
+        "--score-temperature",
+        metavar="NAME",
+        help="temperature of step 1: coverage (default), head_dim or num_components",
     )
     sparq.add_argument(
         "--reallocate",
         action=argparse.BooleanOptionalAction,
-        help="give the mean value the weight of what is left out; default: only without grouped heads",
+        help="give the mean value the weight of the keys left out; default: only without grouped heads",
     )
 
 

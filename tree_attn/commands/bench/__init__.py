@@ -6,7 +6,7 @@ import pathlib
 from tree_attn.commands import processes, prompting
 
 HELP = """\
-Time a Llama of a published shape over long contexts: prefill, each new token, memory, by tree and by ring attention.
+Times a Llama of a published shape over long contexts: prefill, each new token, memory, by tree and by ring attention.
 
 The prompt is random, and so are weights unless --model names some: times do not depend on them. Keys and values are
 sharded by sequence and weights by heads and columns over the same devices; --replicate-weights gives every device all
@@ -26,8 +26,9 @@ Memory is that of one device. It is predicted before the run: weights, keys and 
 the programs' memory as XLA reports it. It is measured where the backend measures it and this case took more than any
 earlier one in the process.
 
-Rows go to DIR/results.jsonl as they come; the same command run again goes on after them. A case is run once before it
-is timed, so that compilation and first use are not in its times; --no-warm-up spares it where a prefill takes minutes.
+Rows go to DIR/results.jsonl as they come; the same command run again continues after them. A case is run once before
+it is timed, so that compilation and first use are not in its times; --no-warm-up skips that where a prefill takes
+minutes.
 """
 
 
@@ -35,14 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tree-attn bench`."""
     parser.add_argument("what", choices=("llama",), help="the model family to time")
     parser.add_argument("--config", default="llama-3.1-8b", help="a published shape; default llama-3.1-8b")
-    parser.add_argument(
-        "--model", metavar="PATH", help="weights of your own, as of `tree-attn generate`; default: random"
-    )
+    parser.add_argument("--model", metavar="PATH", help="a model as in `tree-attn generate`; default: random weights")
     _add_texts(parser)
-    parser.add_argument("--attention", default="tree,ring", metavar="A,B", help="default tree,ring; or single, sparq")
-    parser.add_argument("--reduction", metavar="NAME", help="of tree and sparq; default: its own choice")
+    parser.add_argument(
+        "--attention",
+        default="tree,ring",
+        metavar="A,B",
+        help="attentions to time: tree, ring, single, sparq; default tree,ring",
+    )
+    parser.add_argument(
+        "--reduction", metavar="NAME", help="reduction of tree and sparq; default: the cheapest by the cost model"
+    )
     prompting.add_sparq_arguments(parser)
-    parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of devices; default: all accelerators, or 8 emulated"
+    )
     _add_programs(parser)
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="rows go there; default: they are only printed")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON document instead of a table")
@@ -50,15 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--context", default="32768,131072", metavar="N,M", help="tokens; default 32768,131072")
-    parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens made; default 33")
+    parser.add_argument(
+        "--context", default="32768,131072", metavar="N,M", help="tokens of the prompt; default 32768,131072"
+    )
+    parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens to generate; default 33")
     parser.add_argument(
         "--samples", default="1", metavar="N,M", help="sequences that continue the one prompt, which they share"
     )
     parser.add_argument(
         "--problems", type=int, default=1, metavar="N", help="texts after the prompt, each with --samples sequences"
     )
-    parser.add_argument("--problem-tokens", type=int, default=0, metavar="N", help="length of each; default 0")
+    parser.add_argument("--problem-tokens", type=int, default=0, metavar="N", help="tokens of each problem; default 0")
     parser.add_argument(
         "--levels",
         default="2",
@@ -72,10 +82,13 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-dtype",
         metavar="DTYPE",
-        help="default: the model's; float8_e4m3fn and int8 (not of sparq) halve bfloat16",
+        help="dtype of keys and values; default: the model's; float8_e4m3fn and int8 (not with sparq) halve bfloat16",
     )
     parser.add_argument(
-        "--prefill-chunk", type=int, metavar="N", help="tokens read at a time; default: all, as a ring always does"
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="prompt tokens read at a time; default: all, as a ring always does",
     )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
@@ -90,7 +103,7 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         "--warm-up",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run a case once before it is timed; without, first use (not compilation) is in its prefill; default: do",
+        help="run a case once before it is timed (default); without it, first use (not compilation) is in its prefill",
     )
 
 

@@ -13,8 +13,8 @@ Compares one step of decoding by Tree Attention and by Ring Attention: latency, 
   2. the physical limit and the predictions of the paper (its equations 8, 9, 10 and 14) are printed
   3. every strategy is timed; DIR/results.jsonl gets a row as soon as it is measured
 
-A rerun with the same options and --out continues: it skips the rows that are there and tries those with an error
-again; other options need another folder. A case that cannot run here is a row with its reason in "error", and the
+A rerun with the same options and --out continues: it skips the rows in the file and tries those with an error again.
+Other options need another folder. A case that cannot run here is a row with its reason in "error", and the
 others go on. The last line on stdout is one JSON document: all rows, and the files written.
 
 examples:
@@ -42,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--heads", type=int, default=16, help="query heads (default 16)")
     shape.add_argument("--kv-heads", type=int, help="key heads (default: as many as query heads)")
     shape.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
-    shape.add_argument("--dtype", default="bfloat16", help="of queries, keys and values (default bfloat16)")
+    shape.add_argument("--dtype", default="bfloat16", help="dtype of queries, keys and values (default bfloat16)")
     compared = parser.add_argument_group("what is compared (the rings always are)")
     compared.add_argument(
         "--reduction",
         type=words,
         nargs="+",
-        help="of tree attention, e.g. allreduce,gather (default: all, fused on GPUs only)",
+        help="reductions of tree attention, e.g. allreduce,gather (default: all, fused on GPUs only)",
     )
     compared.add_argument(
         "--implementation", type=words, nargs="+", help="local kernels (default: the best that can run)"
@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chain",
         type=int,
         help="dependent steps in a program (default 32; 4 where a step sends more than 100 MB; 1 on emulated devices). "
-        "On GPUs each sample also runs a program of 4 times as many, and the difference tells what a step takes. 1: "
+        "On GPUs each sample also runs a program of 4 times as many, and the difference gives the time of a step. 1: "
         "single steps, their launch included",
     )
-    measured.add_argument("--seed", type=int, default=0, help="of the random data (default 0)")
+    measured.add_argument("--seed", type=int, default=0, help="seed of the random data (default 0)")
     measured.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results and plots go")
     measured.add_argument("--no-plots", action="store_true", help="do not draw (drawing needs the extra 'plot')")
     processes.add_arguments(parser)

@@ -1,4 +1,4 @@
-"""`tree-attn doctor`: what is here, what can run, and for what cannot, why."""
+"""`tree-attn doctor`: the devices here, the kernels and reductions that can run, and why others cannot."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tree-attn doctor`."""
-    parser.add_argument("--devices", type=int, help="look at this many (default: all there are; emulated if too few)")
+    parser.add_argument("--devices", type=int, help="devices to examine (default: all; emulated if there are too few)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     parser.add_argument("--distributed", action="store_true", help="check and time the processes and their links only")
     parser.add_argument(

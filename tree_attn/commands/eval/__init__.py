@@ -6,7 +6,7 @@ import json
 import pathlib
 
 HELP = """\
-Score a Llama on tasks made of a text, with dense attention and with sparse ones at several compression ratios:
+Scores a Llama on tasks made of a text, with dense attention and with sparse ones at several compression ratios:
 
   repetition           characters of a repeated passage that it gets right before its first error
   needle               share of the answer's tokens it gets right, of a sentence hidden in the text
@@ -15,7 +15,7 @@ Score a Llama on tasks made of a text, with dense attention and with sparse ones
 
 Contexts are read densely; the tokens after them attend by SparQ (without and with the mean value for what is left
 out), H2O, LM-Infinite or FlexGen's top-k, each with the budget whose transfers come nearest to the ratio.
-Rows go to DIR/results.jsonl as they come; the same command run again goes on after them. Plots need the extra 'plot'.
+Rows go to DIR/results.jsonl as they come; the same command run again continues after them. Plots need the extra 'plot'.
 
 examples:
   tree-attn eval --text kjv.txt --out results/eval
@@ -30,30 +30,33 @@ A text of Debian's, in the public domain:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; `run` reads them."""
-    parser.add_argument("--text", type=pathlib.Path, required=True, metavar="FILE", help="what tasks are made of")
-    parser.add_argument("--model", default="smollm2", help="as of `tree-attn generate`; default smollm2")
+    parser.add_argument("--text", type=pathlib.Path, required=True, metavar="FILE", help="text that tasks are made of")
+    parser.add_argument("--model", default="smollm2", help="a model as in `tree-attn generate`; default smollm2")
     parser.add_argument(
-        "--tasks", default="repetition,needle,language_modelling", metavar="A,B", help="default: the first three"
+        "--tasks",
+        default="repetition,needle,language_modelling",
+        metavar="A,B",
+        help="tasks to score; default: the first three",
     )
     parser.add_argument(
-        "--ratios", default="2,4,8", metavar="N,M", help="compression, dense over sparse; default 2,4,8"
+        "--ratios", default="2,4,8", metavar="N,M", help="compression ratios, dense over sparse; default 2,4,8"
     )
     parser.add_argument("--kept", metavar="K,L", help="keys that SparQ keeps; default a sixteenth of the context")
     parser.add_argument("--context", default="1024", metavar="N,M", help="tokens read densely; default 1024")
     parser.add_argument(
         "--depths", default="0,25,50,75,100", metavar="P,Q",
-        help="of needle_at_depth: percent of the text before the needle; default 0,25,50,75,100",
+        help="percent of the text before the needle, for needle_at_depth; default 0,25,50,75,100",
     )  # fmt: skip
     parser.add_argument(
         "--ablations", action="store_true", help="SparQ alone, also with other temperatures and local windows"
     )
-    parser.add_argument("--tail", type=int, default=64, metavar="N", help="tokens scored after them; default 64")
-    parser.add_argument("--samples", type=int, default=16, metavar="N", help="of each task; default 16")
-    parser.add_argument("--cache-dtype", metavar="DTYPE", help="of keys and values; default: the model's")
+    parser.add_argument("--tail", type=int, default=64, metavar="N", help="tokens scored after the context; default 64")
+    parser.add_argument("--samples", type=int, default=16, metavar="N", help="samples of each task; default 16")
+    parser.add_argument("--cache-dtype", metavar="DTYPE", help="dtype of keys and values; default: the model's")
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="samples at a time; default 4")
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same samples; default 0")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="rows and plots go there")
-    parser.add_argument("--no-plots", action="store_true", help="do without matplotlib")
+    parser.add_argument("--no-plots", action="store_true", help="do not draw")
     parser.add_argument("--json", action="store_true", help="print the rows as one JSON document instead of a table")
 
 

@@ -6,7 +6,7 @@ import json
 import pathlib
 
 HELP = """\
-Draws the paper's figures from rows of `tree-attn compare`, and what the cost model predicts beyond them:
+Draws the paper's figures from rows of `tree-attn compare`, and the cost model's predictions beyond them:
 
   3          time of tree and ring attention: relative over keys, absolute over 1 to 128 GPUs; with the model's errors
   4          peak memory of a GPU, over keys and over hidden sizes
@@ -24,12 +24,12 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tree-attn figures`."""
-    parser.add_argument("figure", choices=("3", "4", "equations"), help="which one")
+    parser.add_argument("figure", choices=("3", "4", "equations"), help="figure to draw")
     parser.add_argument(
-        "--rows", type=pathlib.Path, nargs="+", required=True, metavar="DIR", help="what `compare --out` wrote"
+        "--rows", type=pathlib.Path, nargs="+", required=True, metavar="DIR", help="folders that `compare --out` wrote"
     )
     parser.add_argument("--machine", type=pathlib.Path, metavar="FILE", help="parameters (default: the package's)")
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where the drawing goes")
+    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder of the drawing")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
 

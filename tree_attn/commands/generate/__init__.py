@@ -7,7 +7,7 @@ from tree_attn.commands import prompting
 from tree_attn.commands.options import check_at_least
 
 HELP = """\
-Generate text with a Llama whose KV cache is sharded over devices along the sequence.
+Generates text with a Llama whose KV cache is sharded over devices along the sequence.
 
 examples:
   tree-attn generate --model smollm2 --prompt "Name three rivers in Europe."
@@ -17,16 +17,16 @@ examples:
   tree-attn generate --prompt "Hi" --prompt "What is JAX?" --prompt "Name a river." --max-batch 2
   tree-attn generate --prompt "Hi" --attention sparq --num-components 32 --num-keys 128
 
-Prompts are read by ring attention, and every new token attends by the attention that --attention names. All are exact
-but sparq: of every key it reads the --num-components components that matter most to the query, then --num-keys whole.
+Prompts are read by ring attention, and every new token attends by the attention that --attention names. All but sparq
+are exact. It reads the --num-components components of every key that matter most to the query, then --num-keys whole.
 
 Under srun or torchrun, the processes generate together, over all of their devices; process 0 prints.
 
-With --out DIR, new tokens are saved every few tokens in DIR/tokens.jsonl. The same command run again goes on after the
-last one saved, with the tokens that would have come; once complete, it prints them and makes none.
+With --out DIR, new tokens are saved a few at a time in DIR/tokens.jsonl. The same command run again continues after
+the last one saved, with the tokens that would have come; once complete, it prints them and generates none.
 
-Several prompts are decoded together, and printed when all are done. With --max-batch N at most N are held at a time:
-one that has stopped makes room for the next, while the others go on. The tokens are the same.
+Several prompts are decoded together, and printed when all are complete. With --max-batch N at most N are held at a
+time: one that has stopped makes room for the next, while the others continue. The tokens are the same.
 """
 
 
@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tree-attn generate`."""
     prompting.add_arguments(parser, temperature=0.0, top_p=None, several_prompts=True)
     parser.add_argument("--max-batch", type=int, metavar="N", help="prompts held and decoded at a time; default: all")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="save tokens there, and go on from those saved")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", help="save tokens there, and continue after those saved"
+    )
     parser.add_argument("--save-every", type=int, default=16, metavar="N", help="tokens saved at a time; default 16")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: ids, text and times")
 

@@ -28,11 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=16, help="query heads (default 16)")
     parser.add_argument("--kv-heads", type=int, help="key heads (default: as many as query heads)")
     parser.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
-    parser.add_argument("--dtype", default="bfloat16", help="of queries, keys and values (default bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of queries, keys and values (default bfloat16)")
     parser.add_argument(
         "--device-kind", default="NVIDIA H200", help="GPU whose parameters the package has (default NVIDIA H200)"
     )
-    parser.add_argument("--machine", type=pathlib.Path, metavar="FILE", help="a file of parameters, instead")
+    parser.add_argument(
+        "--machine", type=pathlib.Path, metavar="FILE", help="a file of parameters, instead of the package's"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 

@@ -1,51 +1,20 @@
-"""`tree-attn sample`: many samples of one prompt, which is held once, ranked by their probability."""
+"""The samples of `tree-attn sample`: drawn together, ranked, and printed by the first process."""
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from tree_attn.commands import prompting
-from tree_attn.commands.options import check_at_least
-
-HELP = """\
-Draw many samples of one prompt with a Llama, and print those that the model itself finds the most likely.
-
-examples:
-  tree-attn sample --model smollm2 --prompt "Write a haiku about rivers." --num-samples 64 --top 3
-  tree-attn sample --raw --prompt "Once upon a time" --num-samples 16 --max-new-tokens 40 --seed 1 --attention single
-  tree-attn sample --prompt "Hi" --num-samples 8 --share-prefix --json | tail -1
-
-The prompt is read, held and, for every token, attended to once for all samples where that pays; --share-prefix does it
-however short the prompt is, --no-share-prefix never. The samples are the same.
-
-Different samples are ranked by the mean log-probability of their tokens (Bifurcated Attention, section 5.4, pass@top-k,
-whose temperature and top-p are the defaults).
-"""
+from tree_attn.commands import session
+from tree_attn.commands.request import Request, load_generator, open_request
+from tree_attn.models.llama import Generation, Generator, generate, rank_samples
+from tree_attn.models.llama.attention_choice import check_sharing
+from tree_attn.models.llama.generation import memory
+from tree_attn.topology import is_first_process
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tree-attn sample`."""
-    parser.add_argument("--num-samples", type=int, default=16, metavar="N", help="samples to draw; default 16")
-    parser.add_argument("--top", type=int, default=3, metavar="N", help="samples to print; default 3")
-    parser.add_argument(
-        "--share-prefix",
-        action=argparse.BooleanOptionalAction,
-        help="hold the prompt once, or once for each sample; default: once where that pays (ring: never)",
-    )
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON: all samples, bytes and times")
-    prompting.add_arguments(parser, temperature=0.8, top_p=0.95)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Generates and prints; returns 0. Wrong arguments raise before a model is fetched or a device is used."""
-    # These load JAX, which --help does without.
-    from tree_attn.commands import session
-    from tree_attn.commands.request import load_generator, open_request
-    from tree_attn.models.llama import generate, rank_samples
-    from tree_attn.models.llama.attention_choice import check_sharing
-    from tree_attn.topology import is_first_process
-
-    check_at_least(args, num_samples=1, top=1)
+def draw(args: argparse.Namespace) -> None:
+    """Draws the samples and prints the best; with `--json` also a document of all."""
     check_sharing(args.attention, args.share_prefix)
     request = open_request(args)
     generator = load_generator(args, request)
@@ -63,10 +32,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if is_first_process():
         _print(args, request, rank_samples(samples), _prefix(args, request, generator))
-    return 0
 
 
-def _print(args: argparse.Namespace, request, ranked, prefix: dict[str, Any]) -> None:
+def _print(args: argparse.Namespace, request: Request, ranked: Sequence[Generation], prefix: dict[str, Any]) -> None:
     decode = request.checkpoint.tokenizer.decode
     for place, sample in enumerate(ranked[: args.top], start=1):
         print(f"--- {place} of {len(ranked)} different samples: mean log-probability {sample.mean_log_probability:.3f}")
@@ -86,10 +54,8 @@ def _print(args: argparse.Namespace, request, ranked, prefix: dict[str, Any]) ->
         print(json.dumps({"prompt_ids": request.prompt_ids, "samples": samples} | times | prefix | request.facts))
 
 
-def _prefix(args: argparse.Namespace, request, generator) -> dict[str, Any]:
+def _prefix(args: argparse.Namespace, request: Request, generator: Generator) -> dict[str, Any]:
     """Returns the bytes of the tokens that samples share: all of the prompt but its last, which each sample keeps."""
-    from tree_attn.models.llama.generation import memory
-
     num_tokens = len(request.prompt_ids) - 1
     once = num_tokens * memory.bytes_per_token(generator)
     prompts = [request.prompt_ids] * args.num_samples

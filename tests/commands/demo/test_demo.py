@@ -7,9 +7,10 @@ import io
 import pytest
 
 from tree_attn.cli import main
-from tree_attn.commands import demo
+from tree_attn.commands.demo import report
+from tree_attn.commands.demo.answers import Outcome
 
-OUTCOME = demo.Outcome(
+OUTCOME = Outcome(
     attention="tree",
     n_devices=8,
     new_ids=[5, 6, 7],
@@ -62,12 +63,12 @@ def test_the_table_compares_what_one_token_costs(shown):
 
 def test_tokens_that_differ_are_reported_and_fail(capsys):
     other = dataclasses.replace(OUTCOME, attention="ring", new_ids=[5, 9, 7])
-    assert demo._compare([OUTCOME, other]) == 1
+    assert report.compare([OUTCOME, other]) == 1
     assert "ring differs from tree from new token 1 on" in capsys.readouterr().err
     shorter = dataclasses.replace(OUTCOME, attention="single", new_ids=[5, 6])
-    assert demo._compare([OUTCOME, shorter]) == 1
+    assert report.compare([OUTCOME, shorter]) == 1
     assert "single differs from tree from new token 2 on" in capsys.readouterr().err
-    assert demo._compare([OUTCOME, OUTCOME]) == 0
+    assert report.compare([OUTCOME, OUTCOME]) == 0
 
 
 def test_a_wrong_request_is_one_line_on_stderr(capsys):

@@ -1,0 +1,37 @@
+"""`tree-attn demo`: one model answers under three attentions, token for token the same."""
+
+import argparse
+
+HELP = """\
+A real Llama (SmolLM2, 135M parameters) answers a prompt three times: its KV cache sharded over devices and read by Tree
+Attention, the same cache read by Ring Attention, and everything on one device. The tokens must be the same, or the
+exit status is 1. Then it prints what each attention costs.
+
+No GPU is needed: without accelerators, devices are emulated on the CPU. Emulated devices share your cores, so the times
+show that everything runs and not how fast it would be; memory and communication are those of real devices.
+
+examples:
+  tree-attn demo
+  tree-attn demo --prompt "Why is the sky blue?" --max-new-tokens 60 --devices 4
+"""
+
+PROMPT = "What is the capital of France? Answer in one sentence."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tree-attn demo`."""
+    parser.add_argument("--devices", type=int, metavar="N", help="default: all accelerators, or 8 emulated")
+    parser.add_argument("--prompt", default=PROMPT, help=f"question to the model; default: {PROMPT}")
+    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="stop after N tokens; default 48")
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2 (default), a Hugging Face folder or id, or a .gguf file"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the three and prints answer and table; returns 0, or 1 when their tokens differ."""
+    from tree_attn.commands.demo import answers, report  # these load JAX, which --help does without
+
+    outcomes, tokenizer, is_emulated = answers.answer(args)
+    report.print_outcomes(args.prompt, tokenizer, outcomes, is_emulated=is_emulated)
+    return report.compare(outcomes)
