@@ -3,12 +3,33 @@
 `TREE_ATTN_TEST_GPU=1 python3 -m pytest tests/local -k gpu` runs the tests that need a GPU, on one.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
 
 import jax
+import jaxtyping
 import pytest
+
+# The annotations of these modules are checked in every call of every test: dtypes, and shapes that belong together.
+CHECKED = ("decode", "shared_prefix", "ragged", "energy_function", "local", "state", "masking", "placement", "ring_baseline")
+jaxtyping.install_import_hook([f"tree_attn.{name}" for name in CHECKED], "typechecker.checked")
+_raises = pytest.raises
+
+
+@contextlib.contextmanager
+def raises(*expected, **options):
+    """Acts as `pytest.raises`; a wrong call in it reaches the function's own checks, since annotations are not checked."""
+    with _raises(*expected, **options) as raised:
+        jaxtyping.config.update("jaxtyping_disable", True)
+        try:
+            yield raised
+        finally:
+            jaxtyping.config.update("jaxtyping_disable", False)
+
+
+pytest.raises = raises
 
 ON_CPU = not os.environ.get("TREE_ATTN_TEST_GPU")
 if ON_CPU:

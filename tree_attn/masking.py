@@ -150,7 +150,7 @@ def normalise_window(local_window_size: int | Window | None) -> Window | None:
     return local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
 
 
-def sink_state(sinks: Float[Array, " N"], like: SoftmaxState) -> SoftmaxState:
+def sink_state(sinks: Float[AnyArray, " N"], like: SoftmaxState) -> SoftmaxState:
     """Returns the sinks as a state to merge: each head's extra logit weighs in the denominator and adds no value.
 
     lse[b, t, n] = sinks[n],    out = 0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from tree_attn.arguments import check_integer, is_integer
+from tree_attn.arguments import AnyArray, check_integer, is_integer
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["num_shards", "block_size"])
@@ -42,8 +42,8 @@ class Shard:
         block, offset = slots // self.block_size, slots % self.block_size
         return (block * self.num_shards + self.index) * self.block_size + offset
 
-    def local_lengths(self, lengths: Int[Array, " B"], num_slots: int) -> Int[Array, " B"]:
-        """Returns how many of this shard's slots hold valid keys, int32 `[B]`; `lengths` count over all shards."""
+    def local_lengths(self, lengths: Int[AnyArray, "*shape"], num_slots: int) -> Int[Array, "*shape"]:
+        """Returns how many of this shard's slots hold valid keys, int32; `lengths` count over all shards."""
         if self.block_size is None:
             return jnp.clip(lengths - self.index * num_slots, 0, num_slots).astype(jnp.int32)
         keys_per_round = self.num_shards * self.block_size

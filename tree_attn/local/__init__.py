@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import jax
 from jaxtyping import Float, Num
@@ -30,6 +30,7 @@ from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_state
 
 
+@runtime_checkable
 class Backend(Protocol):
     """A module of this folder: one way to compute attention on one device.
 
@@ -51,6 +52,7 @@ class Backend(Protocol):
         """Computes the state; arguments are checked already. `mosaic_gpu` also takes `merge_with` and `exchange`."""
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """The merge with the states of other devices, as a backend sees it: `tree_attn.reduce.fused` has the one there is.
 
@@ -77,6 +79,7 @@ class Exchange(Protocol):
         """
 
 
+@runtime_checkable
 class Epilogue(Protocol):
     """The exchange inside a kernel. `tree_attn.kernels.lean` calls it, in the first warpgroup of each CTA.
 
@@ -188,9 +191,9 @@ class ShardAttention:
     A reduction that can merge states as a kernel makes them calls `run` with its `Exchange`; the others call `run()`.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
+    query: AnyArray
+    key: AnyArray
+    value: AnyArray
     implementation: str
     scale: float
     arguments: dict[str, Any]  # the keyword arguments of the backend's `attend`, but for `scale`
