@@ -8,11 +8,11 @@ its shard, which counts the axes in the order of `axis_name`.
 import math
 
 import jax
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int
 
 from tree_attn.mesh import bound_axis_sizes
 
-KeyValue = tuple[Num[Array, "B S K H"], Num[Array, "B S K Hv"]]
+KeyValue = tuple[Array, Array]
 
 
 def to_next(key_value: KeyValue, axes: tuple[str, ...]) -> KeyValue:

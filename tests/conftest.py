@@ -13,14 +13,24 @@ import jaxtyping
 import pytest
 
 # The annotations of these modules are checked in every call of every test: dtypes, and shapes that belong together.
-CHECKED = ("decode", "shared_prefix", "ragged", "energy_function", "local", "state", "masking", "placement", "ring_baseline")
+CHECKED = (
+    "decode",
+    "shared_prefix",
+    "ragged",
+    "energy_function",
+    "local",
+    "state",
+    "masking",
+    "placement",
+    "ring_baseline",
+)
 jaxtyping.install_import_hook([f"tree_attn.{name}" for name in CHECKED], "typechecker.checked")
 _raises = pytest.raises
 
 
 @contextlib.contextmanager
 def raises(*expected, **options):
-    """Acts as `pytest.raises`; a wrong call in it reaches the function's own checks, since annotations are not checked."""
+    """Acts as `pytest.raises` and checks no annotations, so that a wrong call reaches the function's own checks."""
     with _raises(*expected, **options) as raised:
         jaxtyping.config.update("jaxtyping_disable", True)
         try:
