@@ -88,7 +88,7 @@ def sparq_options(args: argparse.Namespace, attentions: Sequence[str]) -> SparqO
     options = ", ".join("--" + name.replace("_", "-") for name in values)
     if "sparq" not in attentions:
         if values:
-            raise ValueError(f"{options}: of --attention sparq only, and it is {args.attention}")
+            raise ValueError(f"{options}: --attention must name sparq, got {args.attention}")
         return None
     if not {"num_components", "num_keys"} <= values.keys():
         raise ValueError(f"--attention sparq needs --num-components and --num-keys, got {options or 'neither'}")

@@ -39,9 +39,8 @@ class Place:
 
     def __post_init__(self) -> None:
         if self.has_two_axes and node_axes(self.devices) is None:
-            raise ValueError(
-                f"devices={len(self.devices)}: a hierarchical reduction needs a product of two numbers above 1"
-            )
+            count = len(self.devices)
+            raise ValueError(f"--devices must be a product of two numbers for a hierarchical reduction, got {count}")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
@@ -71,7 +70,7 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
     """
     if jax.distributed.is_initialized():  # to count processes would start JAX too early where there is one
         if requested not in (None, jax.device_count()):
-            raise ValueError(f"devices={requested} must be all {jax.device_count()} devices of all processes")
+            raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {requested}")
         return tuple(topology.node_by_node(jax.devices()))
     if requested is not None:
         return tuple(ensure_devices(requested))

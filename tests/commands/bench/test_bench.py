@@ -107,7 +107,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
             ["--attention", "tree,sparq", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "int8"],
             "cache_dtype='int8': attention='sparq' takes no scales; float8_e4m3fn needs none",
         ),
-        (["--selection", "global"], "--selection: of --attention sparq only, and it is tree,ring"),
+        (["--selection", "global"], "--selection: --attention must name sparq, got tree,ring"),
         (["--attention", "single", "--devices", "2"], "attention='single' keeps all keys on one device"),
         (["--reduction", "star"], "reduction must be one of"),
     ],

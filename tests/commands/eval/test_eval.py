@@ -136,7 +136,7 @@ def test_rows_from_before_depths_belong_to_the_same_sweep():
             ["--tasks", "poetry"],
             "--tasks must be one of 'repetition', 'needle', 'language_modelling', 'needle_at_depth'",
         ),
-        (["--tasks", "needle_at_depth", "--ablations"], "--ablations: not of needle_at_depth"),
+        (["--tasks", "needle_at_depth", "--ablations"], "--tasks must not have needle_at_depth with --ablations"),
         (["--depths", "0,101"], "--depths must be integers of at least 0 and at most 100, separated by commas, got"),
         (["--tasks", "needle_at_depth", "--kept", "8,9"], "--kept must be one number for needle_at_depth, got '8,9'"),
         (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),

@@ -91,7 +91,7 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
             ["--attention", "sparq", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "int8"],
             "cache_dtype='int8': attention='sparq' takes no scales; float8_e4m3fn needs none",
         ),
-        (["--num-keys", "8"], "--num-keys: of --attention sparq only, and it is tree"),
+        (["--num-keys", "8"], "--num-keys: --attention must name sparq, got tree"),
         (
             ["--attention", "sparq", "--num-components", "9", "--num-keys", "8"],
             "num_components must be an integer of at least 1 and at most 8, got 9",

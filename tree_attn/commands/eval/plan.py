@@ -83,6 +83,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     depths = integers_in("--depths", args.depths, minimum=0, maximum=100)
     check_at_least(args, samples=1, batch=1, tail=1)
     if args.ablations and "needle_at_depth" in tasks:
-        raise ValueError("--ablations: not of needle_at_depth, whose heatmap has one place for each method")
+        raise ValueError(
+            f"--tasks must not have needle_at_depth with --ablations, for its heatmap has one place for each method, "
+            f"got {args.tasks!r}"
+        )
     sizes = [Sizes(context=context, tail=args.tail, samples=args.samples) for context in contexts]
     return Plan(tasks=tasks, ratios=ratios, num_kept=num_kept, depths=depths, sizes=sizes, has_ablations=args.ablations)
