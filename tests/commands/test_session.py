@@ -45,5 +45,5 @@ def test_one_axis_goes_node_by_node(four_nodes):
 
 
 def test_a_prime_number_of_devices_has_no_two_axes(four_nodes):
-    with pytest.raises(ValueError, match="--devices must be a product of two numbers for a .* got 7"):
+    with pytest.raises(ValueError, match=r"--devices must be a product of two numbers for a .*, got 7"):
         session.Place(devices=session.choose_devices(None)[:7], has_two_axes=True)
