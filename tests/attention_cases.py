@@ -74,7 +74,7 @@ OPTIONS = {
 
 
 def multiplied_out(key, value, *, key_scale=None, value_scale=None, **options):
-    """What `key_scale` and `value_scale` mean, for a function that has no such options: key, value and the rest."""
+    """Multiplies key and value by their scales, for a function without those options; returns the other options too."""
     key, value = (
         np.asarray(x).astype(np.float64) * (1.0 if scale is None else scale[:, None].astype(np.float64))
         for x, scale in ((key, key_scale), (value, value_scale))

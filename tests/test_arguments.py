@@ -80,6 +80,6 @@ def test_a_jitted_function_takes_options_too():
 
 @pytest.mark.parametrize("value", [0, 6, True, 2.0, None, np.float32(3)])
 def test_integers_are_checked_with_their_bounds(value):
-    check_integer("depth", np.int64(5), least=1, most=5)
+    check_integer("depth", np.int64(5), minimum=1, maximum=5)
     with pytest.raises(ValueError, match=r"depth must be an integer of at least 1 and at most 5, got "):
-        check_integer("depth", value, least=1, most=5)
+        check_integer("depth", value, minimum=1, maximum=5)

@@ -110,7 +110,7 @@ def test_every_shape_and_dtype_without_lengths(case):
 
 
 def test_the_first_axis_of_a_tuple_varies_slowest():
-    """As in PartitionSpec: an array sharded by P(None, axes) is decoded where it lies."""
+    """The order of axes is that of PartitionSpec: an array sharded by P(None, axes) is decoded in place."""
     mesh, axes = make_mesh({"device": 3, "node": 2}), ("device", "node")
     query, key, value = Case(keys=36).arrays()
     options = OPTIONS["window"] | {"key_value_seq_lengths": np.array([36, 10], np.int32)}
@@ -209,7 +209,7 @@ def test_outside_jit():
 
 
 def test_traced_lengths_out_of_range_are_clipped():
-    """Where their values cannot be checked, no key outside the arrays is read and none inside is lost."""
+    """Values that cannot be checked make no key outside the arrays be read, and none inside be lost."""
     arrays = Case().arrays()
     decode = jax.jit(lambda lengths: decode_on({"seq": 3})(*arrays, key_value_seq_lengths=lengths))
     assert_attention(decode(np.array([-3, 99], np.int32)), *arrays, key_value_seq_lengths=np.array([0, KEYS]))

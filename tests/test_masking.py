@@ -1,4 +1,4 @@
-"""Who sees whom: `Visibility` against the rule written out for one query and one key."""
+"""`Visibility` against the rule written out for one query and one key."""
 
 import itertools
 
@@ -96,10 +96,10 @@ def test_lengths_beyond_the_keys_are_clipped():
 
 
 @pytest.mark.parametrize(
-    "given, expected", [(None, None), (3, (3, 3)), ((1, None), (1, None)), ((None, None), None), (0, (0, 0))]
+    "window, expected", [(None, None), (3, (3, 3)), ((1, None), (1, None)), ((None, None), None), (0, (0, 0))]
 )
-def test_normalise_window(given, expected):
-    assert normalise_window(given) == expected
+def test_normalise_window(window, expected):
+    assert normalise_window(window) == expected
 
 
 def test_sinks_weigh_in_the_denominator_and_add_no_value():

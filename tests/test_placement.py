@@ -1,4 +1,4 @@
-"""Placement: which shard and slot hold which key, contiguous and block-cyclic."""
+"""Placement: the shard and slot of each key, contiguous and block-cyclic."""
 
 import jax
 import numpy as np

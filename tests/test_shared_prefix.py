@@ -26,23 +26,23 @@ class Tree:
     def __init__(
         self, levels, suffix_lengths, *, queries=1, kv_heads=2, group=2, dtype=np.float32, logits=1.0, slots=None
     ):
-        """`levels`: for each level its nodes as (length, rows); slots beyond the longest node hold garbage."""
+        """`levels`: for each level its nodes as (length, sequences); slots beyond the longest node hold garbage."""
         self.rng, self.dtype, self.batch = np.random.default_rng(0), dtype, len(suffix_lengths)
         self.query = jnp.asarray(logits * self.rng.normal(size=(self.batch, queries, kv_heads * group, H)), dtype)
         paths = [[] for _ in range(self.batch)]
         self.levels = []
         for nodes in levels:
             keys = self._keys([length for length, _ in nodes], kv_heads)
-            for node, (length, rows) in enumerate(nodes):
-                for row in rows:
-                    paths[row].append([np.asarray(x[node, :length]) for x in keys])
+            for node, (length, sequences) in enumerate(nodes):
+                for sequence in sequences:
+                    paths[sequence].append([np.asarray(x[node, :length]) for x in keys])
             lengths = jnp.asarray([length for length, _ in nodes], jnp.int32)
-            served = tuple(tuple(rows) for _, rows in nodes)
+            served = tuple(tuple(sequences) for _, sequences in nodes)
             self.levels.append(PrefixLevel(key=keys[0], value=keys[1], lengths=lengths, sequences=served))
         self.key, self.value = self._keys(suffix_lengths, kv_heads, slots)
         self.lengths = np.array(suffix_lengths, np.int32)
-        for row, path in enumerate(paths):
-            path.append([np.asarray(x[row, : suffix_lengths[row]]) for x in (self.key, self.value)])
+        for i, path in enumerate(paths):
+            path.append([np.asarray(x[i, : suffix_lengths[i]]) for x in (self.key, self.value)])
         self.whole_lengths = np.array([sum(len(keys) for keys, _ in path) for path in paths], np.int32)
         self.whole = [self._padded([np.concatenate([part[i] for part in path]) for path in paths]) for i in range(2)]
 
@@ -52,9 +52,9 @@ class Tree:
         is_valid = np.arange(slots)[None, :, None, None] < np.array(lengths)[:, None, None, None]
         return [jnp.asarray(np.where(is_valid, self.rng.normal(size=shape), GARBAGE), self.dtype) for _ in range(2)]
 
-    def _padded(self, rows):
-        longest = max(1, *map(len, rows))
-        return np.stack([np.pad(row, [(0, longest - len(row)), (0, 0), (0, 0)]) for row in rows])
+    def _padded(self, arrays):
+        longest = max(1, *map(len, arrays))
+        return np.stack([np.pad(x, [(0, longest - len(x)), (0, 0), (0, 0)]) for x in arrays])
 
     def decoded(self, **options):
         decode = functools.partial(
@@ -69,13 +69,13 @@ class Tree:
         assert_attention(state, self.query, *self.whole, key_value_seq_lengths=self.whole_lengths, **options)
 
 
-def three_levels(**how):
+def three_levels(**options):
     """Six sequences: a root for all, nodes for some, one without a key; one sequence has neither, one no suffix."""
-    return Tree([[(9, range(6))], [(5, (0, 2)), (0, (1,)), (12, (3, 4))], [(4, (4, 0))]], [3, 1, 0, 7, 2, 5], **how)
+    return Tree([[(9, range(6))], [(5, (0, 2)), (0, (1,)), (12, (3, 4))], [(4, (4, 0))]], [3, 1, 0, 7, 2, 5], **options)
 
 
 @pytest.mark.parametrize(
-    "how, options",
+    "tree, options",
     [
         ({}, {}),
         ({"queries": 3}, {}),
@@ -86,8 +86,8 @@ def three_levels(**how):
     ],
     ids=str,
 )
-def test_a_tree_is_what_its_sequences_are_by_themselves(how, options):
-    three_levels(**how).check(options)
+def test_a_tree_is_what_its_sequences_are_by_themselves(tree, options):
+    three_levels(**tree).check(options)
 
 
 def test_several_tokens_see_the_suffix_up_to_their_own():
@@ -95,8 +95,8 @@ def test_several_tokens_see_the_suffix_up_to_their_own():
     tree.check({"is_causal": True})
 
 
-def test_a_node_that_serves_nobody_gives_its_keys_to_nobody():
-    """Its place among the queries is where the first sequence's would be if all were in order."""
+def test_a_node_that_serves_no_sequence_gives_its_keys_to_none():
+    """The node's place among the queries is that of the first sequence, if all were in order."""
     Tree([[(5, ()), (4, (1,)), (3, (2,))]], [2, 0, 1]).check()
 
 
@@ -108,7 +108,7 @@ def test_random_trees(data):
     levels = []
     for _ in range(data.draw(st.integers(0, 4))):
         node_of = data.draw(st.lists(st.integers(-1, 2), min_size=batch, max_size=batch))
-        served = [[row for row in range(batch) if node_of[row] == node] for node in range(3)]
+        served = [[i for i in range(batch) if node_of[i] == node] for node in range(3)]
         levels.append([(data.draw(st.integers(0, 7)), rows) for rows in served])
     suffixes = data.draw(st.lists(st.integers(0, 6), min_size=batch, max_size=batch))
     Tree(levels, suffixes, queries=data.draw(st.sampled_from([1, 2]))).check()
@@ -127,18 +127,18 @@ def test_a_level_may_have_scales_of_its_own():
     draw = lambda *shape: jnp.asarray(rng.integers(-127, 128, size=shape), jnp.int8)
     scales = [{"key_scale": np.array(k, np.float32), "value_scale": np.array(v, np.float32)} for k, v in
               (([0.02, 0.01], [0.1, 0.3]), ([0.01, 0.03], [0.2, 0.4]))]  # fmt: skip
-    prefix, own = [draw(1, 9, 2, 8), draw(1, 9, 2, 8)], [draw(2, 6, 2, 8), draw(2, 6, 2, 8)]
+    prefix, suffix = [draw(1, 9, 2, 8), draw(1, 9, 2, 8)], [draw(2, 6, 2, 8), draw(2, 6, 2, 8)]
     query = jnp.asarray(rng.normal(size=(2, 1, 4, 8)), jnp.float32)
     level = lambda **more: PrefixLevel(key=prefix[0], value=prefix[1], sequences=((0, 1),), **more)
     mesh = make_mesh({"seq": 3})
-    call = lambda level, **how: hydragen_decode(
-        query, [level], *own, axis_name="seq", mesh=mesh, reduction="gather", return_lse=True, **how
+    call = lambda level, **scales: hydragen_decode(
+        query, [level], *suffix, axis_name="seq", mesh=mesh, reduction="gather", return_lse=True, **scales
     )
     got = jax.jit(call)(level(**scales[0]), **scales[1])
     of_level, of_call = scales
     widened = [
         np.concatenate([np.repeat(x, 2, axis=0) * of_level[name][:, None], y * of_call[name][:, None]], axis=1)
-        for x, y, name in zip(map(np.asarray, prefix), map(np.asarray, own), of_level, strict=True)
+        for x, y, name in zip(map(np.asarray, prefix), map(np.asarray, suffix), of_level, strict=True)
     ]
     assert_attention(got, query, *widened)
     with pytest.raises(ValueError, match=r"levels\[0\]: key_scale must be float32 of shape \[K\] = \(2,\)"):
@@ -219,11 +219,11 @@ def test_bifurcated_attention_is_its_four_products(kv_heads, group, queries):
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     query, context = draw(5, queries, kv_heads * group, H), [draw(11, kv_heads, H) for _ in range(2)]
-    own = [draw(5, 4, kv_heads, H) for _ in range(2)]
-    out = bifurcated_decode(query, *context, *own)
-    np.testing.assert_allclose(out, bifurcated(query, *context, *own), atol=2e-6)
-    shorter = bifurcated_decode(query, *context, *own, prefix_length=7)
-    np.testing.assert_allclose(shorter, bifurcated(query, *(x[:7] for x in context), *own), atol=2e-6)
+    suffixes = [draw(5, 4, kv_heads, H) for _ in range(2)]
+    out = bifurcated_decode(query, *context, *suffixes)
+    np.testing.assert_allclose(out, bifurcated(query, *context, *suffixes), atol=2e-6)
+    shorter = bifurcated_decode(query, *context, *suffixes, prefix_length=7)
+    np.testing.assert_allclose(shorter, bifurcated(query, *(x[:7] for x in context), *suffixes), atol=2e-6)
 
 
 def test_the_context_is_read_once_for_all_samples():

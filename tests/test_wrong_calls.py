@@ -1,4 +1,4 @@
-"""Wrong calls, each with the one clear error it raises: named argument, given value, and nothing compiled before it."""
+"""Wrong calls, each with its one clear error: the argument, its value, and nothing compiled before it."""
 
 import types
 from functools import partial
@@ -53,8 +53,10 @@ def state(rows=(2,), head_dim=4, dtype=np.float32, lse_rows=None, lse_dtype=np.f
     return SoftmaxState(np.zeros((*rows, head_dim), dtype), np.zeros(rows if lse_rows is None else lse_rows, lse_dtype))
 
 
-def create(given, **options):
-    sizes = dict(batch=2, capacity=12, num_kv_heads=2, head_dim=8, dtype=jnp.float32, mesh=given.mesh, axis_name="seq")
+def create(devices, **options):
+    sizes = dict(
+        batch=2, capacity=12, num_kv_heads=2, head_dim=8, dtype=jnp.float32, mesh=devices.mesh, axis_name="seq"
+    )
     return KVCache.create(**sizes | options)
 
 
@@ -198,43 +200,43 @@ ATTEND = {
 
 SHARDED = {
     "unknown_reduction": (
-        lambda given: tree(mesh=given.mesh, reduction="tree"),
+        lambda devices: tree(mesh=devices.mesh, reduction="tree"),
         ValueError,
         r"reduction must be one of 'allreduce', 'gather', 'fused', 'hierarchical', got 'tree'",
     ),
     "hierarchical_over_one_axis": (
-        lambda given: tree(mesh=given.mesh, reduction="hierarchical"),
+        lambda devices: tree(mesh=devices.mesh, reduction="hierarchical"),
         ValueError,
         r"reduction='hierarchical' needs axis_name to be a tuple of two or more axes, got \('seq',\)",
     ),
     "levels_are_not_one_per_axis": (
-        lambda given: tree(mesh=given.mesh, reduction=("gather", "gather")),
+        lambda devices: tree(mesh=devices.mesh, reduction=("gather", "gather")),
         ValueError,
         r"reduction given as a tuple must name .* for each axis of \('seq',\), got \('gather', 'gather'\)",
     ),
     "a_level_is_unknown": (
-        lambda given: tree(mesh=given.mesh, reduction=("hierarchical",)),
+        lambda devices: tree(mesh=devices.mesh, reduction=("hierarchical",)),
         ValueError,
         r"reduction given as a tuple must name one of .*, got \('hierarchical',\)",
     ),
     "tree_mesh_lacks_the_axis": (
-        lambda given: tree(mesh=given.mesh, axis_name="data"),
+        lambda devices: tree(mesh=devices.mesh, axis_name="data"),
         ValueError,
         r"axis_name \('data',\) must name axes of the mesh \('seq',\), not found: \['data'\]",
     ),
     "ring_mesh_lacks_one_of_two_axes": (
-        lambda given: ring(mesh=given.mesh, axis_name=("seq", "node")),
+        lambda devices: ring(mesh=devices.mesh, axis_name=("seq", "node")),
         ValueError,
         r"axis_name .* must name axes of the mesh .*, not found: \['node'\]",
     ),
     "an_axis_twice": (
-        lambda given: tree(mesh=given.mesh, axis_name=("seq", "seq")),
+        lambda devices: tree(mesh=devices.mesh, axis_name=("seq", "seq")),
         ValueError,
         r"axis_name must not name an axis twice, got \('seq', 'seq'\)",
     ),
-    "no_axis": (lambda given: tree(mesh=given.mesh, axis_name=()), ValueError, r"axis_name must be .*, got \(\)"),
+    "no_axis": (lambda devices: tree(mesh=devices.mesh, axis_name=()), ValueError, r"axis_name must be .*, got \(\)"),
     "axis_is_none": (
-        lambda given: ring(mesh=given.mesh, axis_name=None),
+        lambda devices: ring(mesh=devices.mesh, axis_name=None),
         ValueError,
         r"axis_name must be .*, got None",
     ),
@@ -242,7 +244,7 @@ SHARDED = {
     "no_mesh_for_prefill": (lambda _: prefill(PROMPT), ValueError, r"mesh must be given .*, got None"),
     "mesh_is_a_name": (lambda _: tree(mesh="seq"), TypeError, r"mesh must be a jax.sharding.Mesh, got str"),
     "mesh_inside_a_shard_map": (
-        lambda given: in_shard_map(lambda: tree(mesh=given.mesh)),
+        lambda devices: in_shard_map(lambda: tree(mesh=devices.mesh)),
         ValueError,
         r"mesh must be None inside a shard_map that binds axis_name \('seq',\), got ",
     ),
@@ -257,48 +259,52 @@ SHARDED = {
         r"key_value_seq_lengths must lie in \[0, 24\] .*, got \[25, 0\]",
     ),
     "heads_do_not_divide_over_shards": (
-        lambda given: tree(QUERY[:, :, :3], mesh=given.mesh),
+        lambda devices: tree(QUERY[:, :, :3], mesh=devices.mesh),
         ValueError,
         r"query heads must be a multiple of key heads, got N=3 and K=2",
     ),
     "ring_key_scale_of_other_heads": (
-        lambda given: ring(mesh=given.mesh, key_scale=np.ones(3, np.float32)),
+        lambda devices: ring(mesh=devices.mesh, key_scale=np.ones(3, np.float32)),
         ValueError,
         r"key_scale must be float32 of shape \[K\] = \(2,\), got float32 of shape \(3,\)",
     ),
     "tree_value_scale_of_other_heads": (
-        lambda given: tree(mesh=given.mesh, value_scale=np.ones(1, np.float32)),
+        lambda devices: tree(mesh=devices.mesh, value_scale=np.ones(1, np.float32)),
         ValueError,
         r"value_scale must be float32 of shape \[K\] = \(2,\), got float32 of shape \(1,\)",
     ),
-    "block_of_zero": (lambda given: tree(mesh=given.mesh, block_size=0), ValueError, r"block_size must be .*, got 0"),
+    "block_of_zero": (
+        lambda devices: tree(mesh=devices.mesh, block_size=0),
+        ValueError,
+        r"block_size must be .*, got 0",
+    ),
     "block_is_a_bool": (
-        lambda given: ring(mesh=given.mesh, block_size=True),
+        lambda devices: ring(mesh=devices.mesh, block_size=True),
         ValueError,
         r"block_size must be .*, got True",
     ),
     "keys_do_not_fill_blocks": (
-        lambda given: tree(mesh=given.mesh, block_size=5),
+        lambda devices: tree(mesh=devices.mesh, block_size=5),
         ValueError,
         r"key must hold a multiple of num_shards \* block_size = 15 slots, got 12",
     ),
     "unknown_implementation_over_shards": (
-        lambda given: ring(mesh=given.mesh, implementation="triton"),
+        lambda devices: ring(mesh=devices.mesh, implementation="triton"),
         ValueError,
         r"implementation must be one of .*, got 'triton'",
     ),
     "unknown_variant": (
-        lambda given: ring(mesh=given.mesh, variant="fast"),
+        lambda devices: ring(mesh=devices.mesh, variant="fast"),
         ValueError,
         r"variant must be one of .*'fast'",
     ),
     "fewer_queries_than_keys_in_prefill": (
-        lambda given: prefill(mesh=given.mesh),
+        lambda devices: prefill(mesh=devices.mesh),
         ValueError,
         r"query must have one position per key, S = 12, got T = 3",
     ),
     "prompt_does_not_divide": (
-        lambda given: prefill(PROMPT[:, :10], KEY[:, :10], mesh=given.mesh, block_size=None),
+        lambda devices: prefill(PROMPT[:, :10], KEY[:, :10], mesh=devices.mesh, block_size=None),
         ValueError,
         r"key must hold a multiple of num_shards \* block_size = 3 slots, got 10",
     ),
@@ -450,12 +456,12 @@ WRONG_CALLS = ATTEND | SHARDED | ALGEBRA | CACHE
 
 
 @pytest.fixture(scope="module")
-def given():
-    """What takes devices to make, made before any wrong call is counted."""
-    made = types.SimpleNamespace(mesh=make_mesh({"seq": 3}))
-    made.cache, made.layered = create(made), create(made, num_layers=2)
-    made.full = made.cache.with_lengths(ints(5, 12))
-    return made
+def devices():
+    """Makes a mesh and its caches before any wrong call is counted."""
+    objects = types.SimpleNamespace(mesh=make_mesh({"seq": 3}))
+    objects.cache, objects.layered = create(objects), create(objects, num_layers=2)
+    objects.full = objects.cache.with_lengths(ints(5, 12))
+    return objects
 
 
 @pytest.fixture(scope="module")
@@ -479,9 +485,9 @@ def test_compilations_are_counted(compilations):
 
 
 @pytest.mark.parametrize("call, exception, pattern", WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_a_wrong_call_is_one_clear_error_before_anything_is_compiled(call, exception, pattern, given, compilations):
+def test_a_wrong_call_is_one_clear_error_before_anything_is_compiled(call, exception, pattern, devices, compilations):
     before = len(compilations)
     with pytest.raises(exception, match=pattern) as raised:
-        call(given)
+        call(devices)
     assert type(raised.value) is exception
     assert len(compilations) == before

@@ -194,11 +194,11 @@ def is_real(x) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def check_integer(name: str, value, *, least: int, most: int | None = None) -> None:
-    """Raises ValueError unless `value` is an integer of at least `least` and, where it is given, at most `most`."""
-    if not is_integer(value) or value < least or (most is not None and value > most):
-        upper = "" if most is None else f" and at most {most}"
-        raise ValueError(f"{name} must be an integer of at least {least}{upper}, got {value!r}")
+def check_integer(name: str, value, *, minimum: int, maximum: int | None = None) -> None:
+    """Raises ValueError unless `value` is an integer from `minimum` to `maximum`; None: without an upper bound."""
+    if not is_integer(value) or value < minimum or (maximum is not None and value > maximum):
+        upper = "" if maximum is None else f" and at most {maximum}"
+        raise ValueError(f"{name} must be an integer of at least {minimum}{upper}, got {value!r}")
 
 
 def check_arrays(query, key, value) -> None:

@@ -21,8 +21,8 @@ from tree_attn.state import SoftmaxState, merge_state
 class Visibility:
     """The keys of a shard that each query sees.
 
-    The query at position q of sequence b sees the key at position k if
-      k < lengths[b],  and k <= q if causal,  and q - left <= k <= q + right within a window.
+    The query at position q of sequence b sees the key at position k if all rules that are set hold:
+      k < lengths[b];    causal: k <= q;    window: q - left <= k <= q + right
 
     lengths:          int32 `[B]`, valid keys counted over all shards; None if every slot of every shard is valid
     query_positions:  int32 `[B, T]`; None if no rule depends on them (plain decoding)

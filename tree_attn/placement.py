@@ -82,8 +82,8 @@ def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> n
     Source: Striped Attention (Brandon et al. 2023), section 3, for blocks of one key.
     """
     check_block_size(block_size)
-    check_integer("num_tokens", num_tokens, least=0)
-    check_integer("num_shards", num_shards, least=1)
+    check_integer("num_tokens", num_tokens, minimum=0)
+    check_integer("num_shards", num_shards, minimum=1)
     unit = num_shards * (block_size or 1)
     if num_tokens % unit:
         raise ValueError(f"num_tokens must be a multiple of num_shards * block_size = {unit}, got {num_tokens}")

@@ -2,8 +2,8 @@
 
 A prefix tree is a list of prefix levels. Each node of a level holds keys and serves some sequences of the batch. The
 keys of a sequence are those of the nodes on its path, then its own suffix. By the algebra its attention is the merge of
-one state per node and one of the suffix. All sequences that a node serves attend to it in one call, so that one product
-of two matrices replaces a product of a matrix with each query.
+one state per node and one of the suffix. All sequences that a node serves attend to it in one call: one product of two
+matrices replaces a product of a matrix with each query.
 
 Sharded along the sequence, every device does this over its part of all nodes, and one reduction serves all levels.
 

@@ -45,8 +45,10 @@ class MaskType(enum.Enum):
 def stand_in_attention(
     query, key, value, *, scale, return_residual, mask=None, mask_type=MaskType.NO_MASK, q_seqlen=None, kv_seqlen=None
 ):
-    """What the private function computes, as far as we rely on it: undefined where a query sees nothing, and with a
-    residual `[B, N, T]` in float32 that passes no gradient on."""
+    """Computes what the tests rely on in the private function.
+
+    The result is undefined for a query that sees nothing. The residual is float32 `[B, N, T]` and passes no gradient.
+    """
     assert return_residual
     visible = jnp.ones((1, 1, 1, key.shape[1]), bool) if mask is None else mask
     if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
@@ -97,8 +99,8 @@ def test_a_prompt_is_causal_by_the_mask_of_cudnn(num_shards, block_size, monkeyp
     )  # fmt: skip
     for lengths in (None, *np.array([[24, 13], [0, 5]], np.int32)):
         got = jax.tree.map(lambda x: x[:, np.argsort(order)], ring(*stored, key_value_seq_lengths=lengths))
-        how = {"is_causal": True, "query_positions": np.arange(24), "key_value_seq_lengths": lengths}
-        assert_attention(got, *arrays, **how)
+        options = {"is_causal": True, "query_positions": np.arange(24), "key_value_seq_lengths": lengths}
+        assert_attention(got, *arrays, **options)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -106,9 +108,9 @@ def test_a_prompt_is_causal_by_the_mask_of_cudnn(num_shards, block_size, monkeyp
 def test_what_the_mask_of_cudnn_cannot_say_needs_a_bias(options, block_size, monkeypatch):
     monkeypatch.setattr(cudnn, "MAX_BIAS_ELEMENTS", 0)
     arrays = Case(queries=24, keys=24, dtype="bfloat16").arrays()
-    how = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=block_size, implementation="cudnn")
+    sharding = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=block_size, implementation="cudnn")
     with pytest.raises(NotImplementedError, match="as a bias of B x T x S"):
-        ring_attention(*arrays, **how, **options)
+        ring_attention(*arrays, **sharding, **options)
 
 
 @pytest.mark.usefixtures("stand_in")

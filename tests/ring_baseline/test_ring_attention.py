@@ -29,12 +29,12 @@ PROMPT = Case(queries=TOKENS, keys=TOKENS)
 
 
 def oracle_options(lengths, options):
-    """The same call for a function that is not told it is self-attention: causal by default, query i at position i."""
+    """Returns the same call for a function without self-attention: causal by default, query i at position i."""
     return {"is_causal": True} | options | {"key_value_seq_lengths": lengths, "query_positions": np.arange(TOKENS)}
 
 
 def ring_in_natural_order(axis_sizes, block_size, **options):
-    """ring_attention of arrays in natural order, returned in natural order."""
+    """Calls ring_attention on arrays in natural order and returns natural order."""
     order = storage_order(TOKENS, int(np.prod(list(axis_sizes.values()))), block_size)
     ring = partial(
         ring_attention, axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), block_size=block_size, return_lse=True
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_dense_attention():
 
 
 def pairs_per_hop(num_shards, slots, block_size):
-    """How many (query, key) pairs the causal mask leaves each device in each hop, `[hop, device]`."""
+    """Counts the (query, key) pairs that the causal mask leaves each device in each hop, `[hop, device]`."""
     positions = [
         np.asarray(Shard(index=i, num_shards=num_shards, block_size=block_size).positions(slots))
         for i in range(num_shards)

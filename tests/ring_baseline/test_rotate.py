@@ -1,4 +1,4 @@
-"""Who sends to whom, and whose shard a device then holds."""
+"""The ring's neighbours, and the shard that a device holds after each hop."""
 
 import jax
 import jax.numpy as jnp

@@ -103,4 +103,4 @@ def tree_volume_elements(*, b: int, d: int, n_h: int, p: int) -> float:
 def check_positive(**sizes: int) -> None:
     """Raises ValueError, with its name, for a size that is not an integer of at least 1."""
     for name, size in sizes.items():
-        check_integer(name, size, least=1)
+        check_integer(name, size, minimum=1)

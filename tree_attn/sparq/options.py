@@ -32,13 +32,13 @@ class SparqOptions:
         one_of("score_temperature", self.score_temperature, SCORE_TEMPERATURES)
         one_of("selection", self.selection, SELECTIONS)
         one_of("reallocate", self.reallocate, (None, True, False))
-        check_integer("num_components", self.num_components, least=1)
-        check_integer("num_keys", self.num_keys, least=1)
-        check_integer("local_window", self.local_window, least=0, most=self.num_keys)
+        check_integer("num_components", self.num_components, minimum=1)
+        check_integer("num_keys", self.num_keys, minimum=1)
+        check_integer("local_window", self.local_window, minimum=0, maximum=self.num_keys)
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raises ValueError if `num_components` exceeds the head dim."""
-        check_integer("num_components", self.num_components, least=1, most=head_dim)
+        check_integer("num_components", self.num_components, minimum=1, maximum=head_dim)
 
     def coverage(self, head_dim: int) -> float | None:
         """Returns the share of the query's size that the score temperature takes the kept components to have.

@@ -61,4 +61,4 @@ def flexgen_transfer_elements(*, num_keys: int, head_dim: int, num_kept: int) ->
 
 def _check_positive(**sizes) -> None:
     for name, size in sizes.items():
-        check_integer(name, size, least=1)
+        check_integer(name, size, minimum=1)

@@ -76,7 +76,7 @@ def generate(
       >>> samples = generate(generator, [prompt], max_new_tokens=100, num_samples=64)
       >>> rank_samples(samples, top=3)[0].new_ids
     """
-    check_integer("num_samples", num_samples, least=1)
+    check_integer("num_samples", num_samples, minimum=1)
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     done = [[]] * len(prompts) if done is None else done
     _check_done(done, prompts, max_new_tokens)

@@ -84,7 +84,7 @@ class Generator:
     ):
         if tokens_per_dispatch is None:
             tokens_per_dispatch = TOKENS_PER_DISPATCH_ON_GPUS if model.sharding.is_on_gpus else 1
-        check_integer("tokens_per_dispatch", tokens_per_dispatch, least=1)
+        check_integer("tokens_per_dispatch", tokens_per_dispatch, minimum=1)
         check_prefill_chunk(attention.name, prefill_chunk, attention.num_shards)
         if attention.sparq is not None:
             attention.sparq.check_head_dim(model.config.head_dim)

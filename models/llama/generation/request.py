@@ -27,4 +27,4 @@ def check_request(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new
 
 def check_max_batch(max_batch: int) -> None:
     """Raises ValueError unless `max_batch` is a positive integer."""
-    check_integer("max_batch", max_batch, least=1)
+    check_integer("max_batch", max_batch, minimum=1)
