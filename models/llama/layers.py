@@ -64,7 +64,7 @@ class ForwardContext:
 
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * scale` over the last dimension, worked out in float32."""
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last dimension, computed in float32."""
 
     def __init__(self, parameter: Parameter, eps: float, create: Create):
         self.scale = nnx.Param(create(parameter))

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from tree_attn.models.llama.generation.prefix_tree import PrefixTree
@@ -23,9 +24,9 @@ class BatchSlots(NamedTuple):
     steps:      number of tokens chosen so far
     """
 
-    tokens: np.ndarray
-    sequences: np.ndarray
-    steps: np.ndarray
+    tokens: np.ndarray | jax.Array
+    sequences: np.ndarray | jax.Array
+    steps: np.ndarray | jax.Array
 
 
 class LevelLayout(NamedTuple):

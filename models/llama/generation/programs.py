@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -35,10 +35,10 @@ class Programs:
     """Compiles the programs of one model and one attention, once for each shape.
 
     Args:
-      model: the parameters are those of this model.
+      model: gives the structure and the parameters.
       attention: from `attention.by_name`, made with the model's sharding.
       sampling: how tokens are chosen.
-      layout: says in which chunks prefill reads.
+      layout: gives the chunks in which prefill reads.
       tokens_per_dispatch: steps of one call of the decoding program.
       xla_options: XLA options of decoding programs, in addition to those of `xla_options`.
 
@@ -64,8 +64,8 @@ class Programs:
         self.parameters, self._containers = jax.tree.flatten(state)
         self._compiled: dict[tuple, StreamPrograms | jax.stages.Compiled] = {}
 
-    def once(self, shape: tuple, compile_programs: Callable):
-        """Returns what `compile_programs` returned when it was called for this shape, the first time only."""
+    def once(self, shape: tuple, compile_programs: Callable[[], Any]) -> Any:
+        """Returns the programs of this shape; calls `compile_programs` for them the first time only."""
         if shape not in self._compiled:
             self._compiled[shape] = compile_programs()
         return self._compiled[shape]
