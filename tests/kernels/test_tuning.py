@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax.numpy as jnp
 import pytest
 
-from tree_attn.kernels import tuning
+from tree_attn.kernels import lean, tuning
 from tree_attn.kernels.lean_call import column_blocks
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, max_smem_bytes
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, max_smem_bytes, scratch_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
 from tree_attn.kernels.tuning import even_ctas, formula, lean_config, table_key, write_table
 
@@ -47,6 +48,20 @@ def test_by_formula_all_ctas_fit_in_shared_memory_at_once(head_dim, stored, is_s
         config = formula(shape, sms, is_static)
         ctas_per_sm = -(-config.num_ctas // sms)
         assert ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim, stored, whole, monkeypatch):
+    scratch = {}
+    monkeypatch.setattr(lean.pl, "run_scoped", lambda body, **arrays: scratch.update(arrays))
+    shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), whole_output_tiles=whole)
+    config = LeanConfig()
+    lean._attend_runs(("sequences",), shape, config, None, *[None] * 6)
+    arrays = [x for name, x in scratch.items() if name.endswith("_smem") or name.startswith("wide_")]
+    allocated = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
+    assert len(arrays) >= 6 and 0 < allocated <= max_smem_bytes(shape, config) - scratch_bytes(shape)
 
 
 @pytest.mark.parametrize(

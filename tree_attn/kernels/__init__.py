@@ -5,8 +5,8 @@ imported inside functions only: Mosaic is then loaded when a kernel is made, and
 
     lean_call      plans and runs a call of the lean kernel or the many-query kernel: the entry from `tree_attn.local`
     lean, lean_walk, lean_merge, lean_layout, query_layout, schedule, tuning    LeanAttention
-    tall           the many-query kernel, for many query rows that see the same keys
+    tall, tall_merge    the many-query kernel, for many query rows that see the same keys
     exchange, epilogue    the exchange of `reduction="fused"`, as a kernel and as the lean kernel's end
-    sparq_shape, sparq_select, sparq_top_k, sparq_attend    SparQ Attention
+    sparq_shape, sparq_components, sparq_select, sparq_lists, sparq_top_k, sparq_attend    SparQ Attention
     registers, mlir, interpreter    what kernels share
 """

@@ -36,7 +36,7 @@ from tree_attn.kernels.lean_layout import (
 from tree_attn.kernels.lean_merge import finish, merge_partials
 from tree_attn.kernels.lean_walk import Barriers, move_tiles, run_of_cta, trims_tiles, visible_slots, walk
 from tree_attn.kernels.query_layout import column_index
-from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
+from tree_attn.kernels.registers import LOWEST, full, launch, load, scaled_logits, spread, store_transposed, tiling
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -211,7 +211,7 @@ def _attend_runs_scoped(
                 def _():
                     plgpu.barrier_arrive(key_free.at[stage])
 
-                logits = scaled_logits(logits, shape, key_scale)
+                logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
                 if shape.mask != "none":
                     slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
                     slots = slots + (output_tile.first_slot + (segment.kv_tile + i) * block_kv)
@@ -290,13 +290,3 @@ def _operand(stored, wide):
     )
     plgpu.commit_smem()
     return wide
-
-
-def scaled_logits(logits, shape: LeanShape, key_scale):
-    """Returns base-2 logits, `log2(e) cap(scale key_scale x)`."""
-    scale = shape.scale if key_scale is None else shape.scale * key_scale
-    if shape.logits_soft_cap is None:
-        return logits * (scale * LOG2_E)
-    # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own tanh has 11 bits.
-    grown = jnp.exp2(logits * (scale * (2 * LOG2_E / shape.logits_soft_cap)))
-    return (1.0 - 2.0 / (grown + 1.0)) * (shape.logits_soft_cap * LOG2_E)

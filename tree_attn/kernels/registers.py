@@ -56,3 +56,13 @@ def full(fill: float, shape, layout):
 def spread(x, shape, axis: int = 1):
     """Broadcasts `[n]` to `shape`, with the n along `axis`."""
     return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def scaled_logits(logits, scale: float, logits_soft_cap: float | None, key_scale):
+    """Returns base-2 logits, `log2(e) cap(scale key_scale x)`."""
+    scale = scale if key_scale is None else scale * key_scale
+    if logits_soft_cap is None:
+        return logits * (scale * LOG2_E)
+    # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own tanh has 11 bits.
+    grown = jnp.exp2(logits * (scale * (2 * LOG2_E / logits_soft_cap)))
+    return (1.0 - 2.0 / (grown + 1.0)) * (logits_soft_cap * LOG2_E)

@@ -7,7 +7,7 @@ K and V then takes little time, and the tensor cores are to be kept busy. Per CT
 - the two take turns: while the tensor core multiplies for one, the other has its softmax;
 - the weights P go from registers to the tensor core.
 Most shapes have fewer blocks of query rows than there are CTAs. So runs of KV tiles are equal here too, whatever output
-tiles they cut, and `_merge_partials` merges the partial states.
+tiles they cut, and `tall_merge.py` merges the partial states.
 
 Shapes in comments: `rows` query rows of a warpgroup, `kv` keys of a KV tile, H head dim.
 
@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean import scaled_logits
 from tree_attn.kernels.lean_layout import (
     MANY_QUERY_ROWS,
     ROWS,
@@ -31,16 +30,15 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     has_whole_output_tiles,
     num_partials,
-    partials_of,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import finish, fold_partials, fold_state
+from tree_attn.kernels.lean_merge import finish
 from tree_attn.kernels.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
 from tree_attn.kernels.query_layout import query_slices
-from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, tiling
+from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
+from tree_attn.kernels.tall_merge import merge_partials
 
 COMPUTING = MANY_QUERY_ROWS // ROWS  # warpgroups
-MERGED_AT_ONCE = 2  # partials of 64 head dims
 # Of 512 registers per thread for the three warpgroups: those that compute need them for accumulators.
 COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
 
@@ -82,22 +80,7 @@ def tall_attention(
     )(query, key, value, *tables.values())
     if is_whole:
         return attended
-    other_out, other_lse = merge_with or (None, None)
-    optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
-    optional = {name: x for name, x in optional.items() if x is not None}
-    # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
-    ctas = lambda dims: shape.num_output_tiles * COMPUTING * (shape.head_dim // dims)
-    dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
-    return launch(
-        functools.partial(_merge_partials, tuple(optional), dims, shape, config),
-        out_type=results,
-        grid=(shape.num_output_tiles, COMPUTING, shape.head_dim // dims),
-        grid_names=("output_tile", "half", "head_dims"),
-        num_threads=1,
-        thread_name="warpgroup",
-        scratch_bytes=scratch_bytes(shape),
-        name="tall_merge",
-    )(*attended, *optional.values())
+    return merge_partials(attended, results, sequences, merge_with, shape, config)
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
@@ -192,7 +175,7 @@ def _attend_runs_scoped(
                     plgpu.barrier_arrive(key_free.at[stage])
 
                 if not is_plain:
-                    logits = scaled_logits(logits, shape, key_scale)
+                    logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
                 if shape.mask != "none":
                     logits = _masked(logits, output_tile.first_slot + (segment.kv_tile + i) * block_kv, first, end)
                 new_top = jnp.maximum(top, logits.max(axis=1) * factor)  # [rows]
@@ -266,43 +249,3 @@ def _add_product(acc, weights, values, weights_smem, warpgroup):
         return acc_ref[...]
 
     return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-
-
-def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
-    """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
-    optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
-    block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=tiling(out_ref.dtype, dims))
-
-    def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
-        output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
-        first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
-        head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
-        rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
-        slices = list(query_slices(shape, output_tile, half * ROWS, ROWS))
-        if other_smem is not None:  # on its way while partials are folded
-            for offset, size, where in slices:
-                part = other_smem.at[pl.ds(offset, size)]
-                plgpu.copy_gmem_to_smem(optional["other_out"].at[*where, head_dims], part, other_full)
-            other_lse = load(optional["other_lse"].at[output_tile, rows], plgpu.Layout.WGMMA.reduce(1))
-
-        def end(state):
-            if other_smem is not None:
-                plgpu.barrier_wait(other_full)
-                state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
-            finish(*state, out_smem, lse_smem, axis=0)
-            for offset, size, where in slices:
-                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
-
-            @pl.when(block == 0)
-            def _():
-                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, rows])
-
-            plgpu.wait_smem_to_gmem(0)
-
-        partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
-        fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
-
-    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
-    if "other_out" in optional:
-        scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier(num_arrivals=max(1, ROWS // shape.tokens))}
-    pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")

@@ -15,15 +15,17 @@ Source: SparQ Attention, Algorithm 1, section 4 and appendix B.
 import dataclasses
 import logging
 import math
+from typing import Unpack
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AnyArray, AttentionOptions, check_arrays, default_scale
+from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, check_arrays, default_scale, takes_options
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import Shard
 from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
 from tree_attn.sparq import hopper, xla
@@ -35,6 +37,7 @@ __all__ = ["SCORE_TEMPERATURES", "SELECTIONS", "SparqOptions", "slot_multiple", 
 _log = logging.getLogger("tree_attn")
 
 
+@takes_options(only=("key_value_seq_lengths", "is_causal", "scale", "implementation"))
 def sparq_decode(
     query: Float[AnyArray, "B T N H"],
     key: Float[AnyArray, "B S K H"],
@@ -46,10 +49,6 @@ def sparq_decode(
     value_mean: Float[AnyArray, "B K Hv"] | None = None,
     reallocate: bool | None = None,
     key_by_component: Float[AnyArray, "B K H S"] | None = None,
-    key_value_seq_lengths: Int[AnyArray, " B"] | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    implementation: str | None = None,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     block_size: int | None = None,
@@ -57,6 +56,7 @@ def sparq_decode(
     score_temperature: str = "coverage",
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes approximate attention, reading `S r + 2 k H` elements of K and V per KV head instead of `2 S H`.
 
@@ -119,26 +119,20 @@ def sparq_decode(
     if sparq.reallocate is None:
         sparq = dataclasses.replace(sparq, reallocate=query.shape[2] == key.shape[2])
     reduction = check_reduction(reduction, axes) if axes else None
-    options = AttentionOptions(
-        key_value_seq_lengths=key_value_seq_lengths, is_causal=is_causal, scale=scale, implementation=implementation
-    )
-    check_call(query, key, value, options, axes=axes, block_size=block_size)
-    key, value, options = pad_keys(key, value, options, axes=axes, mesh=mesh, block_size=block_size)
+    attention = AttentionOptions(**options)
+    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
 
-    def body(query, key, value, options: AttentionOptions, key_by_component, value_mean) -> SoftmaxState:
+    def body(query, key, value, attention: AttentionOptions, key_by_component, value_mean) -> SoftmaxState:
         shard = local_shard(axes, block_size)
-        visible = visibility(
-            options, batch=query.shape[0], num_queries=query.shape[1], num_slots=key.shape[1], shard=shard
-        )
         call = SparqCall(
             options=sparq, axes=axes, mesh=mesh, reduction=reduction, num_shards=shard.num_shards,
-            scale=default_scale(options.scale, query.shape[-1]), implementation=options.implementation,
+            scale=default_scale(attention.scale, query.shape[-1]), implementation=attention.implementation,
         )  # fmt: skip
-        first_recent = _query_ends(options, query, visible) - sparq.local_window
-        return _decode_shard(query, key, value, key_by_component, value_mean, visible, first_recent, call)
+        return _decode_shard(query, key, value, key_by_component, value_mean, attention, shard, call)
 
     along_sequence = P(None, axes)
-    operands = query, key, value, options, key_by_component, value_mean
+    operands = query, key, value, attention, key_by_component, value_mean
     specs = P(), along_sequence, along_sequence, P(), P(None, None, None, axes), P()
     state = over_shards(body, operands, specs, axes=axes, mesh=mesh)
     return (state.out, state.lse) if return_lse else state.out
@@ -152,13 +146,15 @@ def slot_multiple(num_slots: int) -> int:
 
 
 def _decode_shard(
-    query, key, value, key_by_component, value_mean, visible: Visibility, first_recent, call: SparqCall
+    query, key, value, key_by_component, value_mean, attention: AttentionOptions, shard: Shard, call: SparqCall
 ) -> SoftmaxState:
-    """Returns the state over all shards; `first_recent` is int32 `[B, T]`, the first position that is always kept."""
+    """Returns the state over all shards."""
     batch, num_queries, num_heads, head_dim = query.shape
     if key.shape[1] == 0:
         shape = (batch, num_queries, num_heads)
         return empty_like(SoftmaxState(jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.zeros(shape)))
+    visible = visibility(attention, batch=batch, num_queries=num_queries, num_slots=key.shape[1], shard=shard)
+    first_recent = _query_ends(attention, num_queries, batch, visible) - call.options.local_window
     grouped = query.reshape(batch, num_queries, key.shape[2], -1, head_dim)
     why_not = hopper.why_not(query, key, value, key_by_component, call)
     _log.debug("kernels of SparQ's gathers: %s", why_not or "used")
@@ -178,9 +174,8 @@ def _decode_shard(
     return state
 
 
-def _query_ends(options: AttentionOptions, query, visible: Visibility) -> Int[Array, "B T"]:
+def _query_ends(options: AttentionOptions, num_queries: int, batch: int, visible: Visibility) -> Int[Array, "B T"]:
     """Returns one past each query's position; of queries that see one another, one past the last query's."""
-    batch, num_queries = query.shape[:2]
     ends = jnp.full(batch, visible.num_slots * visible.shard.num_shards, jnp.int32)
     if options.key_value_seq_lengths is not None:
         ends = jnp.minimum(jnp.asarray(options.key_value_seq_lengths, jnp.int32), ends)

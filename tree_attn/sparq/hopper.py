@@ -61,11 +61,11 @@ def kernel_shape(grouped, num_slots: int, call: SparqCall):
 
 def choose(grouped, key_by_component, visible: Visibility, first_recent, call: SparqCall) -> Choice:
     """Chooses the keys of this shard that each query keeps; arguments as in `tree_attn.sparq.xla.choose`."""
-    from tree_attn.kernels import sparq_select
+    from tree_attn.kernels.sparq_components import choose_components
 
     shape = kernel_shape(grouped, visible.num_slots, call)
     heads, shard = grouped.shape[:3], visible.shard
-    components, weights = sparq_select.choose_components(
+    components, weights = choose_components(
         grouped.reshape(shape.choices, shape.group, -1), coverage=call.options.coverage(shape.head_dim), shape=shape
     )
     recent = jnp.clip(first_recent, 0, visible.num_slots * shard.num_shards)
@@ -128,7 +128,7 @@ def _choose_from_chunks(streamed, end, recent, visible: Visibility, shape, call:
 
 def _choose_by_shares(streamed, end, recent, visible: Visibility, shape, call: SparqCall) -> Choice:
     """Chooses for groups: a key's score is the sum of its shares of the queries' softmaxes."""
-    from tree_attn.kernels import sparq_select
+    from tree_attn.kernels import sparq_lists, sparq_select
     from tree_attn.kernels.registers import LOG2_E
     from tree_attn.kernels.sparq_shape import CHUNK
 
@@ -137,7 +137,7 @@ def _choose_by_shares(streamed, end, recent, visible: Visibility, shape, call: S
     total_lse = lse_over_shards(jax.nn.logsumexp(lse, axis=3), call)
     finite_lse = jnp.where(jnp.isneginf(total_lse), 0.0, total_lse).reshape(shape.choices, -1)
     list_ends = _chunk_ends(end, recent, shape.num_lists, CHUNK)
-    slots, scores = sparq_select.select_by_share(logits, finite_lse, list_ends, shape=shape)
+    slots, scores = sparq_lists.select_by_share(logits, finite_lse, list_ends, shape=shape)
 
     def logits_at(slots):
         """Returns the natural logits at `slots [B, T, K, n]`, `[B, T, K, G, n]`."""
@@ -181,10 +181,10 @@ def _compete_in_kernel(slots, shape) -> bool:
 
 def _best_of(slots, scores, recent, shape):
     """Returns the slots of the best candidates, `[B, T, K, k]`, and without groups the lse of their logits."""
-    from tree_attn.kernels import sparq_select
+    from tree_attn.kernels import sparq_lists
 
     by_choice = lambda x: x.reshape(shape.choices, -1)
-    best, kept_lse = sparq_select.best_of(by_choice(slots), by_choice(scores), recent.reshape(-1), shape=shape)
+    best, kept_lse = sparq_lists.best_of(by_choice(slots), by_choice(scores), recent.reshape(-1), shape=shape)
     return best.reshape(*recent.shape, -1), kept_lse
 
 

@@ -1,0 +1,79 @@
+"""The many-query kernel's merge: an output tile's partial states are folded in the order of their keys.
+
+Shapes in comments: `rows` query rows of half an output tile.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
+from tree_attn.kernels.lean_merge import finish, fold_partials, fold_state
+from tree_attn.kernels.query_layout import query_slices
+from tree_attn.kernels.registers import launch, load, tiling
+
+HALVES = MANY_QUERY_ROWS // ROWS  # of an output tile, each of which a warpgroup computed
+MERGED_AT_ONCE = 2  # partials of 64 head dims
+
+
+def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, config: LeanConfig):
+    """Launches the merge of each output tile's partial states; arguments as in `lean_merge.merge_partials`."""
+    other_out, other_lse = merge_with or (None, None)
+    optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
+    optional = {name: x for name, x in optional.items() if x is not None}
+    # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
+    ctas = lambda dims: shape.num_output_tiles * HALVES * (shape.head_dim // dims)
+    dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
+    return launch(
+        functools.partial(_merge_partials, tuple(optional), dims, shape, config),
+        out_type=results,
+        grid=(shape.num_output_tiles, HALVES, shape.head_dim // dims),
+        grid_names=("output_tile", "half", "head_dims"),
+        num_threads=1,
+        thread_name="warpgroup",
+        scratch_bytes=scratch_bytes(shape),
+        name="tall_merge",
+    )(*partials, *optional.values())
+
+
+def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+    """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
+    optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
+    block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=tiling(out_ref.dtype, dims))
+
+    def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
+        output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
+        first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+        head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
+        rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
+        slices = list(query_slices(shape, output_tile, half * ROWS, ROWS))
+        if other_smem is not None:  # on its way while partials are folded
+            for offset, size, where in slices:
+                part = other_smem.at[pl.ds(offset, size)]
+                plgpu.copy_gmem_to_smem(optional["other_out"].at[*where, head_dims], part, other_full)
+            other_lse = load(optional["other_lse"].at[output_tile, rows], plgpu.Layout.WGMMA.reduce(1))
+
+        def end(state):
+            if other_smem is not None:
+                plgpu.barrier_wait(other_full)
+                state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
+            finish(*state, out_smem, lse_smem, axis=0)
+            for offset, size, where in slices:
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
+
+            @pl.when(block == 0)
+            def _():
+                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, rows])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
+        fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
+
+    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
+    if "other_out" in optional:
+        scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier(num_arrivals=max(1, ROWS // shape.tokens))}
+    pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")
