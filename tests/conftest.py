@@ -72,6 +72,12 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", ON_CPU)
 
 
+@pytest.fixture(autouse=True)
+def no_nodes_recorded(monkeypatch):
+    """Commands that ran before in this process have recorded the node that they ran on."""
+    monkeypatch.setattr("tree_attn.topology._nodes", ())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def gguf_read_once():
     """The index of SmolLM2's file takes seconds to read, in Python: once for all who open it, transformers among them.
