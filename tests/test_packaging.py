@@ -1,4 +1,4 @@
-"""What an installation puts where: one top-level package, beside which a user's own `models` folder goes on working."""
+"""The files that an installation writes: one top-level package, beside which a user's own `models` works on."""
 
 import pathlib
 import shutil

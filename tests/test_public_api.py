@@ -1,4 +1,4 @@
-"""What `import tree_attn` offers, and what it loads: the public names resolve on first use."""
+"""The public names of `tree_attn`, which resolve on first use, and the modules that an import loads."""
 
 import ast
 import importlib
