@@ -31,7 +31,7 @@ def tree_decode(
     shard_heads: bool = False,
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T heads Hv"] | tuple[Float[Array, "B T heads Hv"], Float[Array, "B T heads"]]:
     """Exact attention of a replicated query over keys and values sharded along the sequence.
 
     With key set S = S_1 + ... + S_p over p devices, and (out_i, lse_i) the attention over S_i on device i:
