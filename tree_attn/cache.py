@@ -123,12 +123,12 @@ class KVCache:
         """Returns the `key_scale` and `value_scale` that attention needs with these keys and values.
 
         Example:
-          >>> out = tree_decode(query, cache.key, cache.value, block_size=1, **where, **cache.scales())
+          >>> out = tree_decode(query, cache.key, cache.value, axis_name="seq", block_size=1, **cache.scales())
         """
         return self.arrays.scales(layer)
 
     def value_mean(self, lengths: Int[Array, " B"], layer: int | Array | None = None) -> Float[Array, "B K H"]:
-        """Returns the mean of each sequence's values, float32 `[B, K, H]`; 0 of none. It reads no values.
+        """Returns the mean of each sequence's values, float32 `[B, K, H]`; 0 where it has none. It reads the sums only.
 
         Args:
           lengths: int32 `[B]`, how many there are: between `write` and `advance` more than `self.lengths`.
@@ -193,7 +193,7 @@ class KVCache:
     def with_sequence(self, sequence: int | Int[Array, ""], other: "KVCache") -> "KVCache":
         """Returns the cache with one sequence of the batch replaced by the only one of `other`.
 
-        So a place in the batch takes a new prompt while the rest goes on. No data moves between devices.
+        So a batch slot takes a new prompt while the others go on. No data moves between devices.
 
         Args:
           sequence: index in the batch; clipped to it inside jit.

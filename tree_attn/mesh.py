@@ -51,12 +51,12 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
 def node_axes(devices: Sequence[jax.Device] | int) -> dict[str, int] | None:
     """Returns the sizes of the two axes of a hierarchical reduction, `{"device": per_node, "node": nodes}`.
 
-    Several nodes with equal parts of the devices, more than one on each: the devices of a node, and the nodes.
-    Otherwise the two factors of the number of devices that are closest to each other, the larger one first.
+    For several nodes with equally many devices, more than one each, these are the devices of a node and the nodes.
+    Otherwise they are the two factors of the number of devices that are closest to each other, the larger one first.
 
     Args:
-      devices: devices of the mesh, of which each node's stand together (see `topology.node_by_node`). Or their number,
-        for as many on each process that `tree_attn.initialize` joined.
+      devices: the devices of the mesh, grouped by node (see `topology.node_by_node`). Or their number, if every process
+        that `tree_attn.initialize` joined has equally many.
     Returns:
       axis name -> size as `make_mesh` takes it; None for a number without two factors above 1.
 

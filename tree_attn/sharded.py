@@ -73,7 +73,7 @@ def check_call(
 
     Args:
       axes: mesh axes; where they are bound, `key` and `value` are one of their shards.
-      batch_parts: `key` and `value` have the sequences of one of so many parts of the batch, whole.
+      batch_parts: the number of parts of the batch, of which `key` and `value` hold one with whole sequences.
     """
     check_block_size(block_size)
     check_implementation(options.implementation)
@@ -132,12 +132,12 @@ def local_shard(axes: tuple[str, ...], block_size: int | None) -> Shard:
 
 
 def is_local(axes: tuple[str, ...]) -> bool:
-    """Returns whether arrays are this device's already: `axes` are bound, or there are none."""
+    """Returns whether arrays are this device's part already: `axes` are bound, or there are none."""
     return not axes or bound_axis_sizes(axes) is not None
 
 
 def num_held_shards(axes: tuple[str, ...]) -> int:
-    """Returns how many shards there are of arrays as they are held here: 1 where they are whole."""
+    """Returns the number of shards where `axes` are bound and arrays are shards; 1 where arrays are whole."""
     return math.prod(bound_axis_sizes(axes) or (1,)) if axes else 1
 
 

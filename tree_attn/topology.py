@@ -23,7 +23,7 @@ def nodes() -> tuple[str, ...]:
 
 
 def num_nodes() -> int | None:
-    """Returns the number of nodes; None where there are several processes and nothing is recorded of them."""
+    """Returns the number of nodes; None where several processes have not been recorded."""
     return len(set(_nodes)) or (1 if jax.process_count() == 1 else None)
 
 
@@ -48,7 +48,7 @@ def by_node(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
 
 
 def node_by_node(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Returns the devices ordered by node, as a scheduler may number processes otherwise; as they are if unknown."""
+    """Returns the devices grouped by node, for schedulers may number processes in any order; unchanged if unknown."""
     if num_nodes() is None:
         return list(devices)
     return [device for part in by_node(devices).values() for device in part]
