@@ -84,7 +84,7 @@ def run_checks(num_devices: int, out: pathlib.Path, only: str | None, go_on: boo
 
 
 def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterator[dict]:
-    """Returns the rows of all checks, or of those that `only` names, each made when it is asked for."""
+    """Returns the rows of all checks, or of those that `only` names, each made on demand."""
     from tree_attn.local import IMPLEMENTATIONS
 
     if only == "prefix":

@@ -50,7 +50,7 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str):
-    """Imports the module that defines `name`, the first time that it is asked for (PEP 562)."""
+    """Imports the module that defines `name`, on first use (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'tree_attn.models.llama' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"tree_attn.models.llama.{_MODULE_OF[name]}"), name)
