@@ -53,7 +53,7 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
 
 
 def attend(
-    query, key, value, *, scale: float, logits_soft_cap: None, visible: Visibility, scales: None = None
+    query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None
 ) -> SoftmaxState:
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
     out, lse = load().flash_mha_fwd(
