@@ -5,7 +5,7 @@ Symbols: S keys, head dim d_h, r components, k kept keys.
 Source: SparQ Attention, equations 3 and 11, and appendix G.
 """
 
-from tree_attn.arguments import check_integer
+from tree_attn.cost.equations import check_positive
 
 
 def dense_transfer_elements(*, num_keys: int, head_dim: int) -> int:
@@ -13,7 +13,7 @@ def dense_transfer_elements(*, num_keys: int, head_dim: int) -> int:
 
     Source: SparQ Attention, equation 3.
     """
-    _check_positive(num_keys=num_keys, head_dim=head_dim)
+    check_positive(num_keys=num_keys, head_dim=head_dim)
     return 2 * num_keys * head_dim + 2 * head_dim
 
 
@@ -28,7 +28,7 @@ def sparq_transfer_elements(*, num_keys: int, head_dim: int, num_components: int
 
     Source: SparQ Attention, equation 11.
     """
-    _check_positive(num_keys=num_keys, head_dim=head_dim, num_components=num_components, num_kept=num_kept)
+    check_positive(num_keys=num_keys, head_dim=head_dim, num_components=num_components, num_kept=num_kept)
     return num_keys * num_components + 2 * num_kept * head_dim + 4 * head_dim
 
 
@@ -37,7 +37,7 @@ def h2o_transfer_elements(*, num_keys: int, head_dim: int, num_kept: int) -> int
 
     Source: SparQ Attention, appendix G.
     """
-    _check_positive(num_keys=num_keys, head_dim=head_dim, num_kept=num_kept)
+    check_positive(num_keys=num_keys, head_dim=head_dim, num_kept=num_kept)
     return 2 * num_kept * head_dim + 2 * head_dim + 2 * num_keys
 
 
@@ -46,7 +46,7 @@ def lm_infinite_transfer_elements(*, head_dim: int, num_kept: int) -> int:
 
     Source: SparQ Attention, appendix G.
     """
-    _check_positive(head_dim=head_dim, num_kept=num_kept)
+    check_positive(head_dim=head_dim, num_kept=num_kept)
     return 2 * num_kept * head_dim + 2 * head_dim
 
 
@@ -55,10 +55,5 @@ def flexgen_transfer_elements(*, num_keys: int, head_dim: int, num_kept: int) ->
 
     Source: SparQ Attention, appendix G.
     """
-    _check_positive(num_keys=num_keys, head_dim=head_dim, num_kept=num_kept)
+    check_positive(num_keys=num_keys, head_dim=head_dim, num_kept=num_kept)
     return num_keys * head_dim + num_kept * head_dim + 2 * head_dim
-
-
-def _check_positive(**sizes) -> None:
-    for name, size in sizes.items():
-        check_integer(name, size, minimum=1)
