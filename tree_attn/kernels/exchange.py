@@ -43,8 +43,8 @@ LOWEST = float(np.finfo(np.float32).min)
 class Buffers:
     """The devices' buffers: their addresses (`tree_attn.reduce.peer_memory`) and their layout.
 
-    table:     address, in host memory, of the addresses of all ranks' buffers and of this process's rank, int64
-               `[num_ranks + 1]`
+    table:     address, in host memory, of the addresses of all ranks' buffers and of this process's rank,
+               uint64 `[num_ranks + 1]`
     capacity:  elements of one slot
 
     A buffer is `2 * num_ranks` slots of `capacity` words of 8 bytes. Then comes the number of exchanges so far, once
