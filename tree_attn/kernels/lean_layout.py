@@ -13,9 +13,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 MANY_QUERY_HEAD_DIMS = (64, 128, 256)
 MANY_QUERY_GROUPS = (1, 2, 4, 8)  # query heads that share a block's rows; moving queries of 16 takes more registers
 MAX_QUERIES, MAX_GROUP = 8, 16
-MAX_LEAN_COLUMNS = (
-    32  # with more, also of many queries that see the same keys, the many-query kernel is as fast or faster
-)
+# With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
+MAX_LEAN_COLUMNS = 32
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 slots
 PAGE_MULTIPLE = 64  # a KV tile lies within one page
 ROWS = 64  # of a tensor core's left operand
