@@ -26,12 +26,12 @@ def print_distributed(report: dict[str, Any]) -> None:
         console.print("one device: no links")
         return
     table = Table(title="links (4 kB per device; transfers to a neighbour, all at once)")
-    for column in ("level", "devices", "sum, us", "gather, us", "to a neighbour, GB/s"):
-        table.add_column(column, justify="left" if column == "level" else "right")
-    for level in report["levels"]:
-        where = "inside a node" if level["axis"] == "device" else "across nodes"
-        times = (f"{level[name]:.1f}" for name in ("sum_us", "gather_us"))
-        table.add_row(where, str(level["size"]), *times, f"{level['neighbour_gb_per_s']:.3g}")
+    for column in ("links", "devices", "sum, us", "gather, us", "to a neighbour, GB/s"):
+        table.add_column(column, justify="left" if column == "links" else "right")
+    for axis in report["levels"]:
+        where = "inside a node" if axis["axis"] == "device" else "across nodes"
+        times = (f"{axis[name]:.1f}" for name in ("sum_us", "gather_us"))
+        table.add_row(where, str(axis["size"]), *times, f"{axis['neighbour_gb_per_s']:.3g}")
     console.print(table)
     if "machine" in report:
         _print_machine(report["machine"], console)
@@ -39,14 +39,14 @@ def print_distributed(report: dict[str, Any]) -> None:
 
 def _print_machine(measured: dict[str, Any], console: Console) -> None:
     table = Table(title="the cost model's parameters (several lines: the cheapest holds)")
-    for column in ("level", "exchange", "launch, us", "per message, us", "GB/s"):
-        table.add_column(column, justify="left" if column in ("level", "exchange") else "right")
+    for column in ("links", "exchange", "launch, us", "per message, us", "GB/s"):
+        table.add_column(column, justify="left" if column in ("links", "exchange") else "right")
     for name, where in (("node", "inside a node"), ("network", "across nodes")):
         if measured[name]["source"].startswith("measured"):
-            for kind, cost in measured[name]["costs"].items():
+            for exchange, cost in measured[name]["costs"].items():
                 launches = ", ".join(f"{line['alpha_us']:.1f}" for line in cost["lines"])
                 rates = ", ".join(f"{line['bytes_per_s'] / 1e9:.3g}" for line in cost["lines"])
-                table.add_row(where, kind, launches, f"{cost['round_us']:.1f}", rates)
+                table.add_row(where, exchange, launches, f"{cost['round_us']:.1f}", rates)
     console.print(table)
     console.print(
         f"keys and values are read at {measured['read_bytes_per_s'] / 1e12:.3g} TB/s; beside that a step takes "
