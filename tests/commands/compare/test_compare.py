@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from tree_attn import cli
-from tree_attn.cluster import join as distributed
+from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
 from tree_attn.commands.compare import data, sweep
 from tree_attn.commands.compare.trial import Laboratory
@@ -166,7 +166,7 @@ def test_a_peer_that_dies_is_no_row(tmp_path, capsys, monkeypatch, kind):
     options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
 
     def lose(*_, **__):
-        monkeypatch.setattr(distributed, "current", lambda: Launch(source="slurm", num_processes=2, hosts=("n1", "n2")))
+        monkeypatch.setattr(join, "current", lambda: Launch(source="slurm", num_processes=2, hosts=("n1", "n2")))
         raise kind("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [n2]:1")
 
     monkeypatch.setattr(latency, "latency_us", lose)

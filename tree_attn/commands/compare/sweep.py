@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from tree_attn.arguments import one_of
-from tree_attn.cluster import join as distributed
+from tree_attn.cluster import join
 from tree_attn.commands import drawing, processes, terminal
 from tree_attn.commands.compare import cases, plots, report
 from tree_attn.commands.compare.cases import Case
@@ -82,8 +82,8 @@ def compare(args: argparse.Namespace) -> int:
         _say(json.dumps({"error": str(error), "rows": [], "files": {}}))
         return 1
     if is_first_process():
-        kind = sweep.devices[0].device_kind
-        report.print_predictions([case for case, _ in pending], kind, sweep.neighbour_gb_per_s)
+        device_kind = sweep.devices[0].device_kind
+        report.print_predictions([case for case, _ in pending], device_kind, sweep.neighbour_gb_per_s)
     _time_all(checked, sweep)
     if is_first_process():
         _finish(args, all_cases, sweep)
@@ -231,8 +231,8 @@ def _raise_if_peer_failed(error: Exception) -> None:
 
     A rerun would measure such a row, so it must not be in the file as one that cannot run.
     """
-    launch = distributed.current()
-    if launch is not None and launch.num_processes > 1 and distributed.may_be_consequence(error):
+    launch = join.current()
+    if launch is not None and launch.num_processes > 1 and join.may_be_consequence(error):
         raise ConnectionError(
             f"lost the other processes: {str(error).strip()[:500]}. The rows before this one are on disk, and a rerun "
             "goes on with it"
