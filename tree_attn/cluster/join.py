@@ -233,9 +233,9 @@ def _first_collective() -> None:
     number = lambda: jax.lax.psum(1.0 + jax.lax.axis_index("all").astype(jnp.float32), "all")
     total = jax.jit(jax.shard_map(number, mesh=mesh, in_specs=(), out_specs=P()))()
     expected = jax.device_count() * (jax.device_count() + 1) / 2
-    got = float(np.asarray(total.addressable_data(0)))
-    if got != expected:
-        raise ConnectionError(f"the first sum over {jax.device_count()} devices gave {got} and not {expected}")
+    result = float(np.asarray(total.addressable_data(0)))
+    if result != expected:
+        raise ConnectionError(f"the first sum over {jax.device_count()} devices gave {result} and not {expected}")
 
 
 def _bypass_proxies() -> None:

@@ -126,8 +126,8 @@ def _fetch_huggingface(model: str) -> Path:
     except ImportError:
         raise ImportError(f"{model=}: a Hugging Face id needs huggingface_hub: pip install 'tree-attn[hub]'") from None
     try:
-        wanted = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=wanted))
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # offline, gated, unknown: the hub raises many unrelated exceptions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFoundError(f"{model=}: could not be fetched ({reason}); {_PASS_INSTEAD}") from error

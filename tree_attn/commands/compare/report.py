@@ -72,7 +72,7 @@ def print_results(rows: Sequence[dict]) -> None:
                 f"{time(row['latency_us_p10'])}-{time(row['latency_us_p90'])}",
                 size(row["peak_memory_bytes_compiled"]),
                 size(row["bytes_sent_per_device_compiled"]),
-                " ".join(f"{count} {kind}" for kind, count in (row["collectives_compiled"] or {}).items()) or "none",
+                " ".join(f"{count} {name}" for name, count in (row["collectives_compiled"] or {}).items()) or "none",
                 f"{row['max_abs_error']:.1e}",
             )
     console = terminal.output()

@@ -72,7 +72,7 @@ class Laboratory:
 
         def check(compiled: jax.stages.Compiled, num_steps: int) -> None:
             counts = step_collectives and hlo.counts(compiled.as_text())
-            if counts != (step_collectives and {kind: num_steps * count for kind, count in step_collectives.items()}):
+            if counts != (step_collectives and {name: num_steps * count for name, count in step_collectives.items()}):
                 raise RuntimeError(
                     f"a chain of {num_steps} steps runs {counts}, and one step {step_collectives}: not timed"
                 )
