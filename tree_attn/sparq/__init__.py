@@ -90,7 +90,8 @@ def sparq_decode(
       implementation: as there. With None and "mosaic_gpu" both gathers are kernels on a Hopper GPU, where all are
         bfloat16 or float16, G up to 8, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4.
         They have no gradient. The logger `tree_attn` has at DEBUG why they are not used.
-      axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; axis_name None: all on one device.
+      axis_name, mesh, block_size, reduction, return_lse: as in `tree_attn.tree_decode`; axis_name None: all on one
+        device.
       selection: "global" or "per_shard".
       score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
         "num_components", sqrt(r). Without groups and reallocation nothing depends on it.
