@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tree_attn
-from tree_attn.arguments import AttentionOptions, OptionArguments, check_integer, takes_options
+from tree_attn.arguments import AttentionOptions, OptionArguments, RaggedOptionArguments, check_integer, takes_options
 from tree_attn.ring_baseline import ring_attention, ring_decode
 
 OPTIONS = {field.name: field.default for field in dataclasses.fields(AttentionOptions)}
@@ -31,7 +31,7 @@ DEFAULTS = {(ring_attention, "is_causal"): True, (tree_attn.paged_decode, "key_v
 
 def test_options_have_one_list():
     """A field for each keyword; arrays are leaves of the pytree, the others static."""
-    assert set(OPTIONS) == set(OptionArguments.__annotations__) | set(OptionArguments.__orig_bases__[0].__annotations__)
+    assert set(OPTIONS) == {*RaggedOptionArguments.__annotations__, *OptionArguments.__annotations__}
     assert {name: False if name == "is_causal" else None for name in OPTIONS} == OPTIONS
     arrays = {name: np.zeros(2) for name in OPTIONS}
     leaves, structure = jax.tree.flatten(AttentionOptions(**arrays | {"is_causal": True, "scale": 2.0}))
