@@ -23,6 +23,10 @@ CHECKED = (
     "masking",
     "placement",
     "ring_baseline",
+    "sparq",
+    "cache",
+    "cache_layer",
+    "models.llama.evaluation.baselines",
 )
 jaxtyping.install_import_hook([f"tree_attn.{name}" for name in CHECKED], "typechecker.checked")
 _raises = pytest.raises

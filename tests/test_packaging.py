@@ -124,3 +124,10 @@ def test_the_command_runs_where_the_path_begins_with_such_a_folder(installed, pr
     code = "from tree_attn.cli import main; main(['generate', '--help'])"
     assert "tree-attn generate" in run(installed[0], code, cwd=project, PYTHONPATH=".")
     run(installed[0], "import tree_attn.commands.generate, tree_attn.commands.session", cwd=project, PYTHONPATH=".")
+
+
+def test_a_checkout_that_is_not_installed_is_whole(installed, checkout, project):
+    """On the path it comes before an installed tree-attn, and no part of the installed one is mixed in."""
+    code = BOTH + "\nprint(tree_attn.models.llama.__file__, tree_attn.ring_baseline.__file__)"
+    files = run(installed[0], code, cwd=project, PYTHONPATH=f".:{checkout}").split()
+    assert [file for file in files if not file.startswith(f"{checkout}/")] == []

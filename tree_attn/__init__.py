@@ -4,6 +4,7 @@ Each public name is imported on first use, so `import tree_attn` costs little an
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ _MODULE_OF = {
     "tree_decode": "decode",
 }
 __all__ = sorted(_MODULE_OF)
+
+# In a checkout `models` and `ring_baseline` lie beside this folder; a wheel has them in it. So a checkout that is not
+# installed works, and one beside another that is installed takes no part of the other.
+if not os.path.isdir(os.path.join(__path__[0], "models")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 
 def __getattr__(name: str):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tree_attn.mesh import AxisName, axis_tuple
@@ -48,7 +49,7 @@ class LayerCache:
     def create(
         cls,
         shape: tuple[int, ...],
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         *,
         mesh: Mesh,
         axis_name: AxisName,
@@ -279,7 +280,7 @@ def _of(scale, layer):
     return scale if scale is None or layer is None else scale[layer]
 
 
-def _as_stored(x, dtype: jnp.dtype, scale):
+def _as_stored(x, dtype: DTypeLike, scale):
     """Returns `[B, T, K, H]` in the cache's dtype; an array of that dtype is taken as it is.
 
     float8 has no infinity: numbers beyond its largest would become NaN. int8's -128 is left out, so that a number and
