@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tree_attn.arguments import Window as Window
     from tree_attn.cache import KVCache as KVCache
+    from tree_attn.cache_checks import CacheFullError as CacheFullError
     from tree_attn.cluster.join import initialize as initialize
     from tree_attn.decode import tree_decode as tree_decode
     from tree_attn.energy_function import attention_moments as attention_moments
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tree_attn.state import merge_states as merge_states
 
 _MODULE_OF = {
+    "CacheFullError": "cache_checks",
     "KVCache": "cache",
     "PrefixLevel": "shared_prefix",
     "Shard": "placement",
