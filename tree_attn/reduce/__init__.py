@@ -93,10 +93,10 @@ def _cheapest(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh:
     for reduction in _by_cost(elements, axes):
         reason = _why_not(reduction, elements, axes, mesh)
         if reason is None:
-            break
+            _log.info("reduction=None picked %r", reduction)
+            return reduction
         _log.info("reduction=None: %s", reason)
-    _log.info("reduction=None picked %r", reduction)
-    return reduction
+    raise AssertionError("gather runs everywhere")
 
 
 def _by_cost(elements: int, axes: tuple[str, ...]) -> Iterator[Reduction]:
