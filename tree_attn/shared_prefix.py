@@ -74,10 +74,10 @@ class PrefixLevel:
     key: Num[AnyArray, "nodes S K H"]
     value: Num[AnyArray, "nodes S K Hv"]
     sequences: tuple[tuple[int, ...], ...]
-    lengths: Int[Array, " nodes"] | None = None
+    lengths: Int[AnyArray, " nodes"] | None = None
     block_size: int | None = None
-    key_scale: Float[Array, " K"] | None = None
-    value_scale: Float[Array, " K"] | None = None
+    key_scale: Float[AnyArray, " K"] | None = None
+    value_scale: Float[AnyArray, " K"] | None = None
 
     def check(self, name: str, query, num_shards: int = 1) -> None:
         """Raises ValueError or TypeError, naming the argument, unless the level fits `query [B, T, N, H]`.

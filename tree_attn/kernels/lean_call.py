@@ -75,7 +75,7 @@ class LeanCall:
                         result=result, shape=self.shape, config=self.config, **self.tables,
                     )
                 )  # fmt: skip
-        # Queries that are read in place are merged by a kernel that has all it needs to merge one state more.
+        # Where queries are read in place, the merge of partial states takes one state more for little.
         merges_state = merge_with is not None and self.shape.tokens is not None and self.merges_partials
         tables = dict(self.tables)
         if merges_state:

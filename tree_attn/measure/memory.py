@@ -31,7 +31,7 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory | None:
     """Returns the memory that a compiled program needs on each device; None where the backend does not say.
 
     Example:
-        >>> compiled_memory(jax.jit(f).lower(x).compile()).temp_bytes
+      >>> compiled_memory(jax.jit(f).lower(x).compile()).temp_bytes
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -48,8 +48,8 @@ def bytes_per_device(arrays: Any) -> int:
     """Returns the bytes that a pytree of arrays (or shapes with shardings) takes on each of its devices.
 
     Example:
-        >>> bytes_per_device(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=by_rows_over_eight_devices))
-        512
+      >>> bytes_per_device(jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=by_rows_over_eight_devices))
+      512
     """
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
