@@ -28,6 +28,7 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
     return status, captured.out.splitlines(), captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "described"),
     [

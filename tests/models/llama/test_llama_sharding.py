@@ -174,6 +174,7 @@ def test_one_key_head_cut_over_its_dimensions_is_gathered_once_a_step(wide_confi
     assert 4 * 3 * (24 + 2) * config.head_dim in [one.bytes_payload for one in gathered if one.count == 2]
 
 
+@pytest.mark.slow
 def test_an_mlp_cut_over_other_devices_costs_a_sum_and_moves_no_kernel(wide_config, on_one_device):
     def in_layers(program):
         return Counter(
@@ -191,6 +192,7 @@ def test_an_mlp_cut_over_other_devices_costs_a_sum_and_moves_no_kernel(wide_conf
         assert not in_layers(before) - in_layers(after)
 
 
+@pytest.mark.slow
 def test_heads_on_the_sequence_devices_cost_a_gather_of_a_tokens_heads_and_a_second_sum(wide_config):
     """Per layer of a step: the new query, key and value go to all, states are reduced, and two blocks end in a sum.
 

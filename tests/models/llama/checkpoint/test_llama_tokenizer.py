@@ -51,6 +51,7 @@ def test_smollm2_token_ids_are_those_of_transformers(smollm2, reference, text):
     assert smollm2.tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_smollm2_chats_are_those_of_transformers(smollm2, reference, messages):
     expected = reference.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]

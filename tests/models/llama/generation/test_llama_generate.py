@@ -43,11 +43,13 @@ def test_attentions_that_are_not_compared_with_transformers_give_the_same_tokens
     assert new_ids(tiny_model(num_devices), name, **options) == expected
 
 
+@pytest.mark.slow
 def test_a_sequence_does_not_depend_on_its_batch(tiny_model, expected):
     model = tiny_model(1)
     assert [new_ids(model, "single", [prompt])[0] for prompt in PROMPTS] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_devices"), [("tree", 8), ("ring", 3), ("single", 1)])
 def test_prefill_equals_decoding_the_prompt_token_by_token_or_in_pieces(tiny_model, name, num_devices):
     model = tiny_model(num_devices)
@@ -87,6 +89,7 @@ def test_generation_ends_at_a_stop_token_which_is_not_returned(tiny_model, expec
     assert unstopped.per_token_s > 0
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_tokens_and_another_seed_others(tiny_model):
     model = tiny_model(1)
 
@@ -112,6 +115,7 @@ def test_an_interrupted_generation_goes_on_with_the_same_tokens(tiny_model, samp
         assert heard == [(row, whole[row][step]) for step in range(count, 12) for row in range(3)]
 
 
+@pytest.mark.slow
 def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_model, tiny_config):
     model = tiny_model(1)
     unrolled = Llama(tiny_config, model.sharding, parameters.moved(model, model.sharding), unroll_layers=True)
@@ -136,6 +140,7 @@ def test_several_tokens_per_dispatch_and_unrolled_layers_change_nothing(tiny_mod
         Generator(model, by_name("single", model.sharding), tokens_per_dispatch=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, num_devices", [("tree", 8), ("single", 1)])
 def test_prefill_in_chunks_changes_nothing(tiny_model, name, num_devices):
     model = tiny_model(num_devices)

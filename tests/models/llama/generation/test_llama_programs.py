@@ -22,6 +22,7 @@ from tree_attn.models.llama.generation import memory
 from tree_attn.sparq import SparqOptions
 
 
+@pytest.mark.slow
 def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
     def num_lines(num_layers: int) -> int:
         config = dataclasses.replace(tiny_config, num_layers=num_layers)
@@ -34,6 +35,7 @@ def test_the_program_does_not_grow_with_the_depth(tiny_config, sharding_over):
     assert num_lines(9) < 1.05 * num_lines(2)
 
 
+@pytest.mark.slow
 def test_a_profile_reads_like_the_source(tiny_model):
     model = tiny_model(8)
     text = Generator(model, by_name("tree", model.sharding)).compile([[1, 2]], 2).decode.as_text()

@@ -13,6 +13,7 @@ from tree_attn.models.llama.storage import empty_cache
 PROMPTS = [list(range(3, 20)), [5], [9, 8, 7, 60, 2, 33]]
 
 
+@pytest.mark.slow
 def test_a_float8_cache_takes_a_quarter_of_float32_and_changes_logits_a_little(tiny_model, cache_bytes):
     model = tiny_model(8)
     steps, num_bytes = {}, {}
