@@ -17,6 +17,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tree_attn.cost.equations import allreduce_volume_elements
+
 FOLDER = pathlib.Path(__file__).with_name("machines")
 
 
@@ -51,7 +53,7 @@ EXCHANGES = {
     "allreduce": ExchangePattern(
         num_exchanges=3,
         rounds=lambda m, n: (2 * (m - 1), 2 * math.ceil(math.log2(n))),
-        payloads_sent=lambda p: 2 * (p - 1) / p,
+        payloads_sent=lambda p: allreduce_volume_elements(1, p=p),
     ),
     # A ring through all devices, node by node.
     "gather": ExchangePattern(num_exchanges=1, rounds=lambda m, n: (m * n - n, n - 1), payloads_sent=lambda p: p - 1),

@@ -69,10 +69,11 @@ def bytes_sent_per_device(
       ValueError: an unknown strategy or reduction, or `axis_sizes` whose product is not `n_devices`.
     """
     _check_strategy(strategy)
-    if strategy == "ring_overlapped":
-        return float((step.n_devices - 1) * step.key_value_bytes_per_device)
-    if strategy == "ring_public":
-        return float(step.n_devices * step.key_value_bytes_per_device) if step.n_devices > 1 else 0.0
+    if strategy != "tree":
+        b, t, d, p = step.batch, step.keys_per_device, step.hidden_size, step.n_devices
+        ring_bytes = equations.ring_volume_elements(b=b, t=t, d=d, p=p, d_kv=step.key_size) * itemsize(step.dtype)
+        hops = p - 1 if strategy == "ring_overlapped" or p == 1 else p
+        return float(ring_bytes // p * hops)
     return sum(exchange_bytes_sent_per_device(step, reduction, axis_sizes=axis_sizes))
 
 
@@ -91,8 +92,13 @@ def exchange_bytes_sent_per_device(
         raise ValueError(
             f"axis_sizes must be the axes' sizes, with product n_devices={step.n_devices}, got {axis_sizes}"
         )
-    payload = lambda name: step.state_bytes if name == "allreduce" else step.packed_state_bytes
-    return tuple(EXCHANGES[name].payloads_sent(size) * payload(name) for name, size, _ in exchanges)
+    b, d, n_h = step.batch * step.num_queries, step.hidden_size, step.num_heads
+    return tuple(
+        equations.tree_volume_elements(b=b, d=d, n_h=n_h, p=size) * STATE_BYTES
+        if name == "allreduce"
+        else EXCHANGES[name].payloads_sent(size) * step.packed_state_bytes
+        for name, size, _ in exchanges
+    )
 
 
 def reduction_us(

@@ -62,11 +62,6 @@ class DecodeStep:
         return 2 * self.batch * self.keys_per_device * self.key_size * itemsize(self.dtype)
 
     @property
-    def state_bytes(self) -> int:
-        """`b d + 2 b n_h` in float32: numerator, denominator and maximum of all queries (equation 13)."""
-        return self.batch * self.num_queries * self.num_heads * (self.head_dim + 2) * STATE_BYTES
-
-    @property
     def packed_state_bytes(self) -> int:
         """`b d + b n_h` in float32: outputs and lse of all queries, as one gather carries them."""
         return self.batch * self.num_queries * self.num_heads * (self.head_dim + 1) * STATE_BYTES
