@@ -57,8 +57,3 @@ def predicted_us(row: dict, machine: Machine) -> float:
     """Returns the predicted latency as the row was timed: with a program's fixed cost, where the row has it."""
     fixed_us = 0.0 if row.get("long_chain") else PROGRAM_US.get(device_kind(row), 0.0) / row["chain"]
     return predict(row, machine).latency_us + fixed_us
-
-
-def relative_error(row: dict, machine: Machine) -> float:
-    """Returns the relative error of the predicted latency; negative where it predicts too little."""
-    return predicted_us(row, machine) / row["latency_us_median"] - 1
