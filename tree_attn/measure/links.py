@@ -104,7 +104,7 @@ def neighbour_gb_per_s(
       GB/s, or None for one device.
 
     Example:
-      >>> neighbour_gb_per_s(make_mesh({"device": 8}))
+      >>> neighbour_gb_per_s(make_mesh({"seq": 8}))
     """
     axes = tuple(mesh.axis_names)
     ring = axes if axis_name is None else axis_name

@@ -132,7 +132,7 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep]) -> Sweep:
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     is_emulated = devices[0].platform == "cpu"
-    mesh = make_mesh({"device": args.devices}, devices)
+    mesh = make_mesh({"seq": args.devices}, devices)
     if is_emulated:
         _say("Devices are emulated on the CPU: its times say nothing about accelerators.")
     rates = {step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps}

@@ -30,7 +30,7 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
       `implementations` and `reductions`: name -> None where it can run, else the reason why not.
     """
     devices = _devices(n_devices)
-    mesh = make_mesh({"device": len(devices)}, devices)
+    mesh = make_mesh({"seq": len(devices)}, devices)
     return {
         "hardware": provenance.hardware(devices),
         "devices": [_describe(device) for device in devices],
