@@ -1,6 +1,6 @@
 """Every test sees eight CPU devices and JAX's strictest promotion rules (they hide shape and dtype bugs).
 
-`TREE_ATTN_TEST_GPU=1 python3 -m pytest tests/local -k gpu` runs the tests that need a GPU, on one.
+`TREE_ATTN_TEST_GPU=1 python3 -m pytest tests/local -k on_a_gpu` runs the tests that need a GPU, on one.
 """
 
 import contextlib
