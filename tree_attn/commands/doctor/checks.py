@@ -20,6 +20,7 @@ from tree_attn.measure import links, provenance
 from tree_attn.mesh import NODE_AXES, make_mesh, node_axes
 from tree_attn.reduce import REDUCTIONS
 from tree_attn.tolerances import relative_out_tolerance
+from tree_attn.topology import node_by_node
 
 
 def examine(n_devices: int | None = None) -> dict[str, Any]:
@@ -71,7 +72,8 @@ def measure_machine(n_devices: int | None, command: str) -> Machine:
 
 
 def _devices(n_devices: int | None) -> list[jax.Device]:
-    return list(jax.devices()) if n_devices is None else ensure_devices(n_devices)
+    """Returns the devices node by node, for the axes of a hierarchical reduction."""
+    return node_by_node(jax.devices() if n_devices is None else ensure_devices(n_devices))
 
 
 def _describe(device: jax.Device) -> dict[str, Any]:
