@@ -33,13 +33,14 @@ say() { echo "$(date +%FT%T) $(hostname): $*"; }
 # SLURM sends USR1 when the time limit is near (--signal in the sbatch files), TERM when the job is cancelled, preempted
 # or out of time. Finished work is on disk at every moment, so there is nothing to save here.
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+helper= # ends the step where srun cannot
+trap 'rm -rf "$scratch"; [ -z "$helper" ] || kill "$helper" 2>/dev/null || true' EXIT
 touch "$scratch/started"
 has_progressed() { find "$TREE_ATTN_OUT" -name '*.jsonl' -newer "$scratch/started" 2>/dev/null | grep -q .; }
 on_time_limit() {
   if ! has_progressed; then
     say "job $SLURM_JOB_ID is near its time limit and has finished nothing in it: it is not requeued; give it more time"
-    return
+    return 0 # a bare `return` in a trap returns the signal's status, and `set -e` would end the job by it
   fi
   say "job $SLURM_JOB_ID is near its time limit: it is requeued, and goes on from what is in $TREE_ATTN_OUT"
   scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again with TREE_ATTN_OUT=$TREE_ATTN_OUT"
@@ -62,28 +63,35 @@ run_ranks() {
     "${command_words[@]}" "$@" 2> >(tee "$scratch/srun" >&2) &
   step=$!
   end_if_stuck "$step" &
+  helper=$!
   # A signal to this script ends `wait` early.
   while wait "$step" && status=0 || status=$?; kill -0 "$step" 2>/dev/null; do :; done
+  kill "$helper" 2>/dev/null || true
+  helper=
   # Ranks that got the signal may end with status 0, without having done all their work.
   [ -z "$must_end" ] || status=143
   [ "$status" = 0 ] || say_last_words "$status"
   return "$status"
 }
 
-# srun waits for tasks that it cannot reach until SLURM gives their node up, 5 minutes by default.
+# srun waits for tasks that it cannot reach until SLURM gives their node up, 5 minutes by default. It ends with srun, and
+# with the script: a script that was killed leaves nothing behind, and its numbers may soon be another process's.
 end_if_stuck() {
+  local i
   trap - USR1 TERM EXIT
   until grep -q 'error: .*: tasks\? ' "$scratch/srun" 2>/dev/null; do
     sleep 1
-    kill -0 "$1" 2>/dev/null || return 0
+    both_run "$1" || return 0
   done
   for ((i = 0; i < ${TREE_ATTN_END_S:-60}; i++)); do
     sleep 1
-    kill -0 "$1" 2>/dev/null || return 0
+    both_run "$1" || return 0
   done
   say "a rank has failed, and srun cannot end the others in ${TREE_ATTN_END_S:-60} s: some node cannot be reached"
   kill -KILL "$1"
 }
+
+both_run() { kill -0 "$1" 2>/dev/null && kill -0 "$$" 2>/dev/null; }
 
 say_last_words() {
   local log

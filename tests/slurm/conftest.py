@@ -102,7 +102,8 @@ class LimitedJobs:
         """Submits both jobs: they take minutes, and little of the machine."""
         sweep = "--heads 2 --head-dim 8 --dtype float32 --iters 2 --reduction gather"
         matrix, pauses = folder / "matrix.txt", folder / "pauses"
-        matrix.write_text("# three lines\n" + "".join(f"--keys {keys} {sweep}\n" for keys in (8, 16, 24)))
+        lines = [f"--keys {keys} {sweep}" for keys in (8, 16, 24)]
+        matrix.write_text("\n".join(["# three lines, the last one without a newline", *lines]))
         pauses.write_text(f'#!/bin/sh\n{sys.executable} -m tree_attn.cli "$@" && sleep $PAUSE_S\n')
         pauses.chmod(0o755)
         settings = {"TREE_ATTN_MATRIX": str(matrix), "TREE_ATTN_COMMAND": str(pauses), "PAUSE_S": "22"}

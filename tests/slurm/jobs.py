@@ -107,18 +107,21 @@ class Job:
 
     def process(self, rank: int) -> int:
         """Returns the process of a rank, as the host numbers it."""
-        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_rank(pid, rank)]
+        found = [pid for pid, command in self.processes(rank).items() if "tree_attn.cli" in command]
         assert len(found) == 1, f"rank {rank} of job {self.id} has the processes {found}"
         return found[0]
 
-    def _is_rank(self, pid: int, rank: int) -> bool:
-        try:
-            environment = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:  # it has ended meanwhile
-            return False
-        mine = {f"SLURM_JOB_ID={self.id}".encode(), f"SLURM_PROCID={rank}".encode()}
-        return mine <= set(environment) and b"tree_attn.cli" in command
+    def processes(self, rank: int | None = None) -> dict[int, str]:
+        """Returns the command of every process of the job, or of a rank, by its number on the host."""
+        wanted = {f"SLURM_JOB_ID={self.id}"} | ({f"SLURM_PROCID={rank}"} if rank is not None else set())
+        found = {}
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                if wanted <= set((folder / "environ").read_text(errors="replace").split("\0")):
+                    found[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+            except OSError:  # it has ended meanwhile
+                continue
+        return found
 
 
 def submit(
