@@ -7,6 +7,7 @@ are a prefix of its slots, and their positions ascend.
 """
 
 import dataclasses
+import enum
 from functools import partial
 
 import jax
@@ -15,6 +16,19 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from tree_attn.arguments import AnyArray, check_integer, is_integer
+
+
+class Unnamed(enum.Enum):
+    """Type of `UNNAMED`, the default of `block_size`: the caller has not named the placement of the arrays."""
+
+    UNNAMED = enum.auto()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+UNNAMED = Unnamed.UNNAMED
+Placement = int | None | Unnamed  # what a `block_size` argument takes
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["index"], meta_fields=["num_shards", "block_size"])
