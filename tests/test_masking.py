@@ -1,14 +1,18 @@
 """`Visibility` against the rule written out for one query and one key."""
 
 import itertools
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_attention
 
-from tree_attn import Shard, SoftmaxState
+from tree_attn import Shard, SoftmaxState, attend, make_mesh, tree_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.masking import normalise_window, sink_state, visibility
+from tree_attn.ring_baseline import ring_attention, ring_decode
 
 SLOTS = 6
 
@@ -60,6 +64,52 @@ def test_mask_is_the_rule(is_causal, window, lengths, positions, block_size):
         np.testing.assert_array_equal(expected, np.broadcast_to(np.arange(SLOTS) < count, expected.shape))
 
 
+INT32 = np.iinfo(np.int32)
+EDGES = [INT32.min, INT32.min + 1, INT32.min + 7, INT32.max - 7, INT32.max - 1, INT32.max]
+SIDES = [None, 0, 1, 5, 2 * SLOTS, 30, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**40, np.int64(3), np.int32(2), np.uint8(1)]
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 2, 3])
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_slot_ranges_and_mask_are_the_rule_for_drawn_options(num_shards, block_size):
+    rng = np.random.default_rng(num_shards * 10 + (block_size or 0))
+    pick = lambda options: options[rng.integers(len(options))]
+    for _ in range(40):
+        shard = Shard(index=int(rng.integers(num_shards)), num_shards=num_shards, block_size=block_size)
+        keys = np.asarray(shard.positions(SLOTS))[None, None, :]
+        num_keys = num_shards * SLOTS
+        lengths = pick([None, rng.integers(0, num_keys + 1, 2)])
+        ends = np.full(2, num_keys) if lengths is None else lengths
+        near = rng.integers(-2 * num_keys, 3 * num_keys, (2, 3))
+        positions = pick([None, near, np.where(rng.random((2, 3)) < 0.5, near, rng.choice(EDGES, (2, 3)))])
+        queries = ends[:, None] - 3 + np.arange(3) if positions is None else positions
+        is_causal, window = bool(rng.integers(2)), pick([pick(SIDES), (pick(SIDES), pick(SIDES))])
+        left, right = window if isinstance(window, tuple) else (window, window)
+        left, right = (2**62 if side is None or side >= 2**31 else int(side) for side in (left, right))
+        queries = queries[:, :, None].astype(np.int64)
+        expected = (keys < ends[:, None, None]) & (keys >= queries - left) & (keys <= queries + right)
+        expected &= (keys <= queries) | (not is_causal)
+        options = {"is_causal": is_causal, "local_window_size": window}
+        options |= {"key_value_seq_lengths": lengths, "query_positions": positions}
+        view = visible(queries=3, shard=shard, **options)
+        np.testing.assert_array_equal(np.broadcast_to(view.mask(), expected.shape), expected, str((shard, options)))
+        first, end = view.slot_ranges()
+        assert first.ndim == end.ndim == 2 and first.shape in ((1, 1), (2, 3)) and end.shape in ((1, 1), (2, 1), (2, 3))
+        slots = np.arange(SLOTS)
+        ranges = (np.asarray(first)[..., None] <= slots) & (slots < np.asarray(end)[..., None])
+        np.testing.assert_array_equal(np.broadcast_to(ranges, expected.shape), expected, str((shard, options)))
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.int8, np.uint8, np.int16, np.int64, np.uint64])
+def test_lengths_and_positions_of_every_dtype_are_clipped_before_they_are_cast(dtype):
+    own = np.iinfo(dtype)
+    with jax.enable_x64():
+        values = jnp.array([own.max, own.min], dtype)
+        view = jax.jit(lambda x: visible(key_value_seq_lengths=x, query_positions=x, is_causal=True))(values)
+    np.testing.assert_array_equal(view.lengths, [min(own.max, SLOTS), 0])
+    np.testing.assert_array_equal(view.query_positions[0], [min(own.max, INT32.max), max(own.min, INT32.min)])
+
+
 @pytest.mark.parametrize("position", [-(2**31), -(2**31) + 1, 2**31 - 2, 2**31 - 1])
 @pytest.mark.parametrize("window", [None, 0, 3, (2**30, None), (None, 2**30)])
 def test_ranges_of_slots_do_not_overflow_where_positions_are_extreme(position, window):
@@ -68,6 +118,35 @@ def test_ranges_of_slots_do_not_overflow_where_positions_are_extreme(position, w
     expected = [sees(slot, position, SLOTS, True, window) for slot in range(SLOTS)]
     for a, b in zip(first.ravel(), end.ravel()):
         assert [a <= slot < b for slot in range(SLOTS)] == expected
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, (np.int64(1), 2**31 - 1), np.int64(1)], ids=str)
+def test_every_function_takes_windows_of_any_size_and_integer_type(window):
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.standard_normal((1, 4, 1, 8)).astype(np.float32) for _ in range(3))
+    options = {"local_window_size": window, "is_causal": True}
+    assert_attention(attend(query, key, value, **options), query, key, value, **options)
+    options |= {"mesh": make_mesh({"seq": 2}), "axis_name": "seq", "block_size": None, "return_lse": True}
+    for function in (tree_decode, ring_decode, ring_attention):
+        state = jax.jit(partial(function, **options))(query, key, value)
+        assert_attention(state, query, key, value, is_causal=True, local_window_size=window)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_positions_beyond_int32_are_refused_where_they_are_known(shape):
+    with pytest.raises(ValueError, match="query_positions must fit into int32, got"):
+        attend(*[np.zeros((2, 2, 1, 8), np.float32)] * 3, query_positions=np.full(shape, 2**32), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "num_queries, num_shards, block_size, is_diagonal",
+    [(SLOTS, 1, None, True), (SLOTS, 2, 1, True), (SLOTS, 2, 2, False), (SLOTS, 2, None, False), (3, 2, 1, False)],
+)
+def test_the_diagonal_of_kernels_serves_a_striped_prompt_only(num_queries, num_shards, block_size, is_diagonal):
+    shard = Shard(index=0, num_shards=num_shards, block_size=block_size)
+    sizes = {"batch": 2, "num_queries": num_queries, "num_slots": SLOTS}
+    view = visibility(AttentionOptions(is_causal=True), **sizes, shard=shard, query_shard=shard)
+    assert view.is_diagonal == is_diagonal
 
 
 @pytest.mark.parametrize(
@@ -96,7 +175,19 @@ def test_lengths_beyond_the_keys_are_clipped():
 
 
 @pytest.mark.parametrize(
-    "window, expected", [(None, None), (3, (3, 3)), ((1, None), (1, None)), ((None, None), None), (0, (0, 0))]
+    "window, expected",
+    [
+        (None, None),
+        (3, (3, 3)),
+        ((1, None), (1, None)),
+        ((None, None), None),
+        (0, (0, 0)),
+        (np.int64(3), (3, 3)),
+        ((np.int32(0), None), (0, None)),
+        (2**31 - 1, (2**31 - 1, 2**31 - 1)),
+        (2**31, None),
+        ((2**40, 3), (None, 3)),
+    ],
 )
 def test_normalise_window(window, expected):
     assert normalise_window(window) == expected

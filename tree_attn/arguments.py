@@ -20,8 +20,10 @@ from jaxtyping import AbstractArray, Array, Float, Int
 ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
 NARROW_DTYPES = ("float8_e4m3fn", "int8")  # caches may keep keys and values in these, beside a wider query
 STORED_DTYPES = (*ATTENTION_DTYPES, *NARROW_DTYPES)  # of key and value
+INT32 = np.iinfo(np.int32)  # of positions and lengths
 AnyArray = jax.Array | np.ndarray
-Window = tuple[int | None, int | None]
+WindowSide = int | np.integer
+Window = tuple[WindowSide | None, WindowSide | None]
 _Function = TypeVar("_Function", bound=Callable)
 
 
@@ -32,7 +34,7 @@ class RaggedOptionArguments(TypedDict, total=False):
     """
 
     is_causal: bool
-    local_window_size: int | Window | None
+    local_window_size: WindowSide | Window | None
     logits_soft_cap: float | None
     sinks: Float[AnyArray, " N"] | None
     scale: float | None
@@ -252,6 +254,9 @@ def _check_positions(positions, batch: int, num_queries: int) -> None:
     if jnp.shape(positions) not in allowed:
         raise ValueError(f"query_positions must have shape [B, T] or [T], {allowed}, got {jnp.shape(positions)}")
     _check_integers("query_positions", positions)
+    values = concrete(positions)
+    if values is not None and values.size and (values.min() < INT32.min or values.max() > INT32.max):
+        raise ValueError(f"query_positions must fit into int32, got {values.tolist()}")
 
 
 def _check_window(window) -> None:
@@ -280,6 +285,15 @@ def _check_integers(name: str, x) -> None:
 
 def _dtype(x):
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+
+
+def clip_to_int32(x: AnyArray, low: int = INT32.min, high: int = INT32.max) -> Int[Array, "*shape"]:
+    """Returns integers of any dtype clipped to `[low, high]`, which holds 0, as int32; no value wraps."""
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    limits = jnp.iinfo(x.dtype)
+    low, high = max(low, int(limits.min)), min(high, int(limits.max))
+    is_within = low == limits.min and high == limits.max
+    return jnp.asarray(x if is_within else x.clip(low, high), jnp.int32)
 
 
 def concrete(x) -> np.ndarray | None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import AnyArray, AttentionOptions, Window
+from tree_attn.arguments import INT32, AnyArray, AttentionOptions, Window, WindowSide, clip_to_int32
 from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_state
 
@@ -56,42 +56,42 @@ class Visibility:
         """Returns how many slots of this shard are valid, int32 `[B]`; None when all are."""
         return None if self.lengths is None else self.shard.local_lengths(self.lengths, self.num_slots)
 
+    def position_ranges(self) -> tuple[Int[Array, "#B #T"] | None, Int[Array, "#B #T"] | None]:
+        """Returns the range of positions that each query sees, int32 `[B or 1, T or 1]` each; none if `first >= end`.
+
+        A bound that no rule sets is None. Sums with the sides of a window stay in int32, because positions are
+        clipped to where they make a difference first.
+        """
+        first, end = None, None if self.lengths is None else self.lengths[:, None]
+        if self.query_positions is None:
+            return first, end
+        num_keys = self.num_slots * self.shard.num_shards
+        left, right = self.window or (None, None)
+        reach = 0 if self.is_causal else right
+        if reach is not None:
+            in_reach = jnp.clip(self.query_positions, -1 - reach, num_keys - 1 - reach) + reach + 1
+            end = in_reach if end is None else jnp.minimum(end, in_reach)
+        if left is not None:
+            first = jnp.clip(self.query_positions, left, min(left + num_keys, INT32.max)) - left
+        return first, end
+
     def slot_ranges(self) -> tuple[Int[Array, "#B #T"], Int[Array, "#B #T"]]:
         """Returns each query's visible slots as `(first, end)`, int32 `[B or 1, T or 1]`; none where `first >= end`.
 
         Positions ascend with slots in every placement, so a range of positions is a range of slots.
         """
-        num_keys = self.num_slots * self.shard.num_shards
-        end = jnp.full((1, 1), num_keys, jnp.int32) if self.lengths is None else self.lengths[:, None]
-        first = jnp.zeros((1, 1), jnp.int32)
-        if self.query_positions is not None:
-            left, right = self.window or (None, None)
-            reach = 0 if self.is_causal else right
-            reach = reach if right is None else min(reach, right)
-            if reach is not None:
-                end = jnp.minimum(end, jnp.clip(self.query_positions, -1, num_keys - reach) + reach + 1)
-            if left is not None:
-                first = jnp.maximum(self.query_positions, left) - left
-        slots_before = lambda position: self.shard.local_lengths(jnp.clip(position, 0, num_keys), self.num_slots)
-        return slots_before(first), slots_before(end)
+        slots_before = lambda positions: self.shard.local_lengths(positions, self.num_slots)
+        first, end = self.position_ranges()
+        first = jnp.zeros((1, 1), jnp.int32) if first is None else slots_before(first)
+        end = jnp.full((1, 1), self.num_slots, jnp.int32) if end is None else slots_before(end)
+        return first, end
 
     def mask(self, start: Int[Array, ""] | int = 0, size: int | None = None) -> Bool[Array, "#B #T size"]:
         """Returns the visible slots among `start .. start + size`, bool `[B or 1, T or 1, size]`."""
         keys = self.shard.positions(self.num_slots, start, size)[None, None, :]
-        visible = jnp.ones_like(keys, dtype=bool)
-        if self.lengths is not None:
-            visible = visible & (keys < self.lengths[:, None, None])
-        if self.query_positions is None:
-            return visible
-        queries = self.query_positions[:, :, None]
-        if self.is_causal:
-            visible = visible & (keys <= queries)
-        left, right = self.window or (None, None)
-        if left is not None:
-            visible = visible & (keys >= queries - left)
-        if right is not None:
-            visible = visible & (keys <= queries + right)
-        return visible
+        first, end = self.position_ranges()
+        visible = jnp.ones_like(keys, dtype=bool) if end is None else keys < end[:, :, None]
+        return visible if first is None else visible & (keys >= first[:, :, None])
 
 
 def visibility(
@@ -118,7 +118,7 @@ def visibility(
     num_keys = num_slots * shard.num_shards
     lengths, is_causal = options.key_value_seq_lengths, options.is_causal
     if lengths is not None:
-        lengths = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, num_keys)
+        lengths = clip_to_int32(lengths, 0, num_keys)
     window = normalise_window(options.local_window_size)
     if options.query_positions is None and num_queries == 1:
         is_causal = False
@@ -143,11 +143,14 @@ def visibility(
     )
 
 
-def normalise_window(local_window_size: int | Window | None) -> Window | None:
-    """Returns `(left, right)`, inclusive, or None if nothing is limited. An integer limits both sides."""
-    if local_window_size is None or local_window_size == (None, None):
-        return None
-    return local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
+def normalise_window(local_window_size: WindowSide | Window | None) -> Window | None:
+    """Returns `(left, right)`, inclusive, or None if nothing is limited. An integer limits both sides.
+
+    A side of 2**31 or more is None, unlimited, as no sequence is as long.
+    """
+    pair = local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
+    left, right = (None if side is None or side > INT32.max else int(side) for side in pair)
+    return None if left is None and right is None else (left, right)
 
 
 def sink_state(sinks: Float[AnyArray, " N"], like: SoftmaxState) -> SoftmaxState:
@@ -166,7 +169,7 @@ def add_sinks(state: SoftmaxState, sinks: Float[AnyArray, " N"] | None) -> Softm
 
 def _positions(batch, num_queries, num_keys, lengths, query_positions) -> Int[Array, "B T"]:
     if query_positions is not None:
-        positions = jnp.asarray(query_positions, jnp.int32)
+        positions = clip_to_int32(query_positions)
         positions = positions[None, :] if positions.ndim == 1 else positions
         return jnp.broadcast_to(positions, (batch, num_queries))
     ends = jnp.full((batch,), num_keys, jnp.int32) if lengths is None else lengths
