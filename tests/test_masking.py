@@ -102,12 +102,12 @@ def test_slot_ranges_and_mask_are_the_rule_for_drawn_options(num_shards, block_s
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int8, np.uint8, np.int16, np.int64, np.uint64])
 def test_lengths_and_positions_of_every_dtype_are_clipped_before_they_are_cast(dtype):
-    own = np.iinfo(dtype)
+    limits = np.iinfo(dtype)
     with jax.enable_x64():
-        values = jnp.array([own.max, own.min], dtype)
+        values = jnp.array([limits.max, limits.min], dtype)
         view = jax.jit(lambda x: visible(key_value_seq_lengths=x, query_positions=x, is_causal=True))(values)
-    np.testing.assert_array_equal(view.lengths, [min(own.max, SLOTS), 0])
-    np.testing.assert_array_equal(view.query_positions[0], [min(own.max, INT32.max), max(own.min, INT32.min)])
+    np.testing.assert_array_equal(view.lengths, [min(limits.max, SLOTS), 0])
+    np.testing.assert_array_equal(view.query_positions[0], [min(limits.max, INT32.max), max(limits.min, INT32.min)])
 
 
 @pytest.mark.parametrize("position", [-(2**31), -(2**31) + 1, 2**31 - 2, 2**31 - 1])
