@@ -6,5 +6,6 @@ NCCL sends transfers of 17 to 84 MB at less than half of the link's rate.
 
 from tree_attn.ring_baseline.attention import ring_attention
 from tree_attn.ring_baseline.decode import ring_decode
+from tree_attn.ring_baseline.prefill import ring_prefill
 
-__all__ = ["ring_attention", "ring_decode"]
+__all__ = ["ring_attention", "ring_decode", "ring_prefill"]

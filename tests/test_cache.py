@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import make_mesh, storage_order, tree_decode
-from tree_attn.cache import CacheFullError, KVCache
+from tree_attn.cache import KVCache
+from tree_attn.cache_checks import CacheFullError
 
 B, K, H = 2, 2, 8
 append = jax.jit(KVCache.append, donate_argnums=0)

@@ -16,11 +16,14 @@ from tree_attn import (
     merge_segments,
     merge_state,
     merge_states,
+    sparq_decode,
     storage_order,
     tree_decode,
 )
-from tree_attn.cache import CacheFullError, KVCache
-from tree_attn.ring_baseline import ring_attention, ring_decode
+from tree_attn.cache import KVCache
+from tree_attn.cache_checks import CacheFullError
+from tree_attn.placement import PromptLayout
+from tree_attn.ring_baseline import ring_attention, ring_decode, ring_prefill
 
 QUERY, KEY = np.zeros((2, 3, 4, 8), np.float32), np.zeros((2, 12, 2, 8), np.float32)
 PROMPT = np.zeros((2, 12, 4, 8), np.float32)
@@ -391,8 +394,8 @@ CACHE = {
     ),
     "cache_without_a_mesh": (
         lambda g: create(g, mesh=None),
-        TypeError,
-        r"mesh must be a jax.sharding.Mesh, got NoneType",
+        ValueError,
+        r"mesh must be given where jax.set_mesh has set none, got None",
     ),
     "token_of_other_heads": (
         lambda g: g.cache.append(NEW[:, :, :1], NEW),
@@ -450,6 +453,87 @@ CACHE = {
         ValueError,
         r"lengths must lie in \[0, 12\] .*, got \[1, 13\]",
     ),
+    "prefix_at_a_negative_start": (
+        lambda g: g.cache.write_prefix(KEY[:, :3], KEY[:, :3], start=-3),
+        ValueError,
+        r"start must be a multiple of .* = 3 and at least 0, got -3",
+    ),
+    "prefix_at_a_float": (
+        lambda g: g.cache.write_prefix(KEY[:, :3], KEY[:, :3], start=3.0),
+        ValueError,
+        r"start must be an integer, .*, got 3.0",
+    ),
+    "prefix_that_ends_beyond_the_capacity": (
+        lambda g: g.cache.write_prefix(KEY[:, :6], KEY[:, :6], start=9),
+        CacheFullError,
+        r"a prefix of 15 tokens does not fit a capacity of 12",
+    ),
+    "advance_by_less_than_nothing": (
+        lambda g: g.cache.advance(-3),
+        ValueError,
+        r"num_tokens must be an integer of at least 0, got -3",
+    ),
+    "sequence_before_the_batch": (
+        lambda g: g.cache.with_sequence(-1, g.one),
+        ValueError,
+        r"sequence must lie in \[0, 2\), got -1",
+    ),
+    "sequence_with_other_scales": (
+        lambda g: g.scaled.with_sequence(0, g.scaled_otherwise),
+        ValueError,
+        r"other must have this cache's value_scale, \[0.5, 0.5\], got \[0.5, 0.25\]",
+    ),
+    "batch_axis_of_the_sequence": (
+        lambda g: create(g, batch_axis_name="seq"),
+        ValueError,
+        r"batch_axis_name \('seq',\) must name axes of the mesh .* beside axis_name \('seq',\), got \['seq'\]",
+    ),
+    "attend_with_a_placement": (
+        lambda g: g.cache.attend(NEW, block_size=1),
+        ValueError,
+        r"block_size must not be given to attend: it comes from the cache",
+    ),
+    "attend_with_bound_lengths": (
+        lambda g: g.cache.attend(NEW, attention=partial(tree_decode, key_value_seq_lengths=ints(1, 1))),
+        ValueError,
+        r"key_value_seq_lengths must not be given to attend",
+    ),
+    "attend_by_a_function_of_one_device": (
+        lambda g: g.cache.attend(NEW, attention=attend),
+        ValueError,
+        r"attention must take axis_name, which comes from the cache; got <function attend",
+    ),
+    "attend_without_scales": (
+        lambda g: g.scaled.attend(NEW, attention=partial(sparq_decode, num_components=2, num_keys=2)),
+        ValueError,
+        r"attention must take key_scale, which comes from the cache",
+    ),
+    "attend_to_no_layer": (lambda g: g.layered.attend(NEW), ValueError, r"layer must be given .*layer=None"),
+    "attend_to_fewer_than_no_new_tokens": (
+        lambda g: g.cache.attend(NEW, num_new=-1),
+        ValueError,
+        r"num_new must be an integer of at least 0, got -1",
+    ),
+    "prompt_longer_than_the_capacity": (
+        lambda g: ring_prefill(g.cache, *3 * (np.zeros((2, 13, 2, 8), np.float32),)),
+        CacheFullError,
+        r"prompts of 13 tokens do not fit a capacity of 12",
+    ),
+    "prompt_lengths_beyond_the_prompts": (
+        lambda g: ring_prefill(g.cache, *3 * (np.zeros((2, 5, 2, 8), np.float32),), lengths=ints(5, 6)),
+        ValueError,
+        r"lengths must lie in \[0, 5\] .*, got \[5, 6\]",
+    ),
+    "layout_of_no_tokens": (
+        lambda _: PromptLayout(num_tokens=0, num_shards=2, block_size=1),
+        ValueError,
+        r"num_tokens must be an integer of at least 1, got 0",
+    ),
+    "stored_prompt_of_another_length": (
+        lambda _: PromptLayout(num_tokens=5, num_shards=2, block_size=1).store(KEY),
+        ValueError,
+        r"x must have num_tokens=5 along axis 1, got shape \(2, 12, 2, 8\)",
+    ),
 }
 
 WRONG_CALLS = ATTEND | SHARDED | ALGEBRA | CACHE
@@ -461,6 +545,11 @@ def devices():
     objects = types.SimpleNamespace(mesh=make_mesh({"seq": 3}))
     objects.cache, objects.layered = create(objects), create(objects, num_layers=2)
     objects.full = objects.cache.with_lengths(ints(5, 12))
+    objects.one = create(objects, batch=1)
+    objects.scaled, objects.scaled_otherwise = (
+        create(objects, batch=batch, dtype="int8", key_scale=jnp.asarray([0.5, 0.5]), value_scale=jnp.asarray(scale))
+        for batch, scale in ((2, [0.5, 0.5]), (1, [0.5, 0.25]))
+    )
     return objects
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tree_attn.energy_function import energy as energy
     from tree_attn.local import attend as attend
     from tree_attn.mesh import make_mesh as make_mesh
+    from tree_attn.placement import PromptLayout as PromptLayout
     from tree_attn.placement import Shard as Shard
     from tree_attn.placement import storage_order as storage_order
     from tree_attn.ragged import lean_decode as lean_decode
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "CacheFullError": "cache_checks",
     "KVCache": "cache",
     "PrefixLevel": "shared_prefix",
+    "PromptLayout": "placement",
     "Shard": "placement",
     "SoftmaxState": "state",
     "SparqOptions": "sparq",

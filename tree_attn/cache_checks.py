@@ -1,20 +1,25 @@
 """The errors of wrong calls of a KV cache: each names the argument, the requirement and the value."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Bool
 
-from tree_attn.arguments import ATTENTION_DTYPES, NARROW_DTYPES, STORED_DTYPES, concrete, one_of
+from tree_attn.arguments import ATTENTION_DTYPES, NARROW_DTYPES, STORED_DTYPES, concrete, is_integer, one_of
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.mesh import axis_tuple, check_axes
 from tree_attn.placement import check_block_size
+from tree_attn.sharded import num_held_shards
 
 
 class CacheFullError(ValueError):
     """More tokens than the cache has room for; nothing was overwritten."""
 
 
-def check_create(sizes: dict[str, int], dtype, mesh, axis_name, block_size: int, scales: dict) -> None:
+def check_create(sizes: dict[str, int], dtype, mesh, axis_name, batch_axis_name, block_size: int, scales: dict) -> None:
     """Raises ValueError unless a cache of these sizes, dtype, placement and scales can be made."""
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or size < 1:
@@ -22,47 +27,76 @@ def check_create(sizes: dict[str, int], dtype, mesh, axis_name, block_size: int,
     if block_size is None:
         raise ValueError("block_size must be an integer of at least 1, got None: contiguous caches do not grow evenly")
     check_block_size(block_size)
-    check_axes(axis_tuple(axis_name), mesh)
+    axes = axis_tuple(axis_name)
+    check_axes(axes, mesh)
+    if batch_axis_name is not None:
+        _check_batch_axes(batch_axis_name, axes, mesh, sizes["batch"])
     one_of("dtype", jnp.dtype(dtype).name, STORED_DTYPES)
     shape = tuple(sizes[name] for name in ("num_layers", "num_kv_heads") if name in sizes)
     for name, scale in scales.items():
         _check_scale(name, scale, jnp.dtype(dtype).name, shape)
 
 
-def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple) -> None:
-    """Raises unless `num_new` tokens fit from `start` on, in whole blocks of every shard."""
-    unit = cache.num_shards * cache.block_size
-    end = num_new + (start if isinstance(start, int | np.integer) else 0)
-    if end > cache.capacity:
-        raise CacheFullError(f"cache is full: a prefix of {end} tokens does not fit a capacity of {cache.capacity}")
+def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple) -> Bool[Array, ""] | None:
+    """Raises unless `num_new` tokens of a shard fit from `start` on, in whole blocks of every shard.
+
+    Returns:
+      None; whether they fit, where `start` is known only on the device.
+    """
+    unit, num_new = cache.num_shards * cache.block_size, num_new * num_held_shards(cache.axes)
+    is_number = is_integer(start) or (jnp.shape(start) == () and jnp.issubdtype(jnp.result_type(start), jnp.integer))
+    if not is_number or isinstance(start, bool):
+        raise ValueError(f"start must be an integer, a multiple of shards * block_size = {unit}, got {start!r}")
+    known = concrete(start)
+    first = 0 if known is None else int(known)
+    if first + num_new > cache.capacity:
+        raise CacheFullError(
+            f"cache is full: a prefix of {first + num_new} tokens does not fit a capacity of {cache.capacity}"
+        )
     if num_new % unit:
         raise ValueError(f"key must hold a multiple of shards * block_size = {unit} tokens, got {num_new}")
-    if end % unit:
-        raise ValueError(f"start must be a multiple of shards * block_size = {unit}, got {start}")
+    if first < 0 or first % unit:
+        raise ValueError(f"start must be a multiple of shards * block_size = {unit} and at least 0, got {first}")
+    if known is not None:
+        return None
+    start = jnp.asarray(start)
+    return (start >= 0) & (start <= cache.capacity - num_new) & (start % unit == 0)
 
 
-def check_sequence(sequence, other: LayerCache | LayerTuple, cache: LayerCache | LayerTuple) -> None:
+def check_sequence(sequence, other: LayerCache | LayerTuple, cache: LayerCache | LayerTuple, batch: int) -> None:
     """Raises ValueError unless `other` is one sequence that `cache` can take in the place of its `sequence`."""
-    like = lambda cache: (jax.tree.structure(cache), cache.dtype, cache.shape[:-4], cache.shape[-2:])
-    batch = cache.shape[-4]
-    if like(other) != like(cache) or other.shape[-4] != 1 or other.capacity > cache.capacity:
+    form = lambda cache: (type(cache), cache.dtype, cache.shape[:-4], cache.shape[-2:], *_kept_arrays(cache))
+    placed = lambda cache: (cache.axes, cache.block_size, cache.mesh)
+    fits = other.shape[-4] == 1 and other.capacity <= cache.capacity and not other.batch_axes
+    if form(other) != form(cache) or placed(other) != placed(cache) or not fits:
         raise ValueError(
             f"other must be like this cache, of one sequence and at most {cache.capacity} tokens; got key "
             f"{other.dtype}{other.shape} beside {cache.dtype}{cache.shape}"
         )
-    if isinstance(sequence, int | np.integer) and not 0 <= sequence < batch:
+    for (name, scale), expected in zip(other.scales().items(), cache.scales().values(), strict=True):
+        found, needed = (None if x is None else concrete(x) for x in (scale, expected))
+        if found is not None and needed is not None and not np.array_equal(found, needed):
+            raise ValueError(f"other must have this cache's {name}, {needed.tolist()}, got {found.tolist()}")
+    row = concrete(sequence)
+    if row is not None and not 0 <= row < batch:
         raise ValueError(f"sequence must lie in [0, {batch}), got {sequence}")
 
 
-def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
-    """Raises ValueError unless new keys and values `[B, T, K, H]` fit `layer` of the cache."""
-    *layers, batch, _, num_kv_heads, head_dim = cache.shape
+def check_layer(cache: LayerCache | LayerTuple, layer) -> None:
+    """Raises ValueError unless `layer` names a layer of a layered cache, or is None for another."""
+    layers = cache.shape[:-4]
     if bool(layers) != (layer is not None):
         raise ValueError(f"layer must be given for a layered cache, and only then: cache {cache.shape}, {layer=}")
     if isinstance(cache, LayerTuple) and not isinstance(layer, int | np.integer):
         raise ValueError(f"layer must be a Python integer for a cache that does not stack layers, got {layer!r}")
     if isinstance(layer, int | np.integer) and not 0 <= layer < layers[0]:
         raise ValueError(f"layer must lie in [0, {layers[0]}), got {layer}")
+
+
+def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
+    """Raises ValueError unless new keys and values `[B, T, K, H]` fit `layer` of the cache."""
+    check_layer(cache, layer)
+    batch, _, num_kv_heads, head_dim = cache.shape[-4:]
     for name, new in (("key", key), ("value", value)):
         shape = jnp.shape(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
@@ -72,6 +106,35 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
             raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {new.dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
+
+
+def context_mesh() -> Mesh | AbstractMesh:
+    """Returns the mesh of `jax.set_mesh`; raises ValueError where none is set."""
+    context = jax.sharding.get_abstract_mesh()
+    if context.empty:
+        raise ValueError("mesh must be given where jax.set_mesh has set none, got None")
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # inside jit, where devices are not known
+        return context
+
+
+def _check_batch_axes(batch_axis_name, axes: tuple[str, ...], mesh, batch: int) -> None:
+    batch_axes = axis_tuple(batch_axis_name)
+    missing = [axis for axis in batch_axes if axis not in mesh.axis_names or axis in axes]
+    if missing:
+        raise ValueError(
+            f"batch_axis_name {batch_axes} must name axes of the mesh {mesh.axis_names} beside axis_name {axes}, "
+            f"got {missing}"
+        )
+    num_parts = math.prod(mesh.shape[axis] for axis in batch_axes)
+    if batch % num_parts:
+        raise ValueError(f"batch must be a multiple of the {num_parts} devices of batch_axis_name, got {batch}")
+
+
+def _kept_arrays(cache: LayerCache | LayerTuple) -> list[bool]:
+    names = "value_sum", "key_by_component", "key_scale", "value_scale"
+    return [getattr(cache, name) is not None for name in names]
 
 
 def _check_scale(name: str, scale, dtype: str, shape: tuple[int, ...]) -> None:

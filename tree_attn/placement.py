@@ -107,6 +107,86 @@ def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> n
     return blocks.transpose(1, 0, 2).reshape(-1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLayout:
+    """The way prompts of `num_tokens` tokens lie on shards: padded at their end, then in storage order.
+
+    Attributes:
+      num_tokens: length of the arrays in natural order, that of the longest prompt; any number of at least 1.
+      num_shards: shards of the sequence.
+      block_size: as in `storage_order`.
+    Raises:
+      ValueError: a count that is no positive integer.
+
+    Example:
+      >>> layout = PromptLayout(num_tokens=1000, num_shards=8, block_size=1)
+      >>> stored = layout.store(query)                          # [B, 1000, N, H] to [B, 1000, N, H]
+      >>> out = layout.restore(ring_attention(stored, ...))     # and back
+      >>> x[sequences, layout.last(lengths)]                    # of stored x, each prompt's last token
+    """
+
+    num_tokens: int
+    num_shards: int
+    block_size: int | None
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        check_integer("num_tokens", self.num_tokens, minimum=1)
+        check_integer("num_shards", self.num_shards, minimum=1)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens with the padding: whole blocks, as many on every shard."""
+        unit = self.num_shards * (self.block_size or 1)
+        return -(-self.num_tokens // unit) * unit
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The position of each stored token, int32 `[padded_tokens]`: `storage_order`."""
+        return storage_order(self.padded_tokens, self.num_shards, self.block_size)
+
+    def store(self, x, axis: int = 1):
+        """Returns `x`, in natural order along `axis`, padded with zeros and in storage order.
+
+        Raises:
+          ValueError: `x` has not `num_tokens` tokens along `axis`.
+        """
+        if x.shape[axis] != self.num_tokens:
+            raise ValueError(f"x must have num_tokens={self.num_tokens} along axis {axis}, got shape {x.shape}")
+        numpy = np if isinstance(x, np.ndarray) else jnp
+        widths = [(0, self.padded_tokens - self.num_tokens if i == axis % x.ndim else 0) for i in range(x.ndim)]
+        return self._exchanged(numpy.pad(x, widths), axis, is_stored=False)
+
+    def restore(self, x, axis: int = 1):
+        """Returns `x`, in storage order along `axis`, in natural order and without the padding.
+
+        Raises:
+          ValueError: `x` has not `padded_tokens` tokens along `axis`.
+        """
+        if x.shape[axis] != self.padded_tokens:
+            raise ValueError(f"x must have padded_tokens={self.padded_tokens} along axis {axis}, got shape {x.shape}")
+        natural = self._exchanged(x, axis, is_stored=True)
+        return natural[(slice(None),) * (axis % x.ndim) + (slice(self.num_tokens),)]
+
+    def last(self, lengths: Int[AnyArray, "*shape"]) -> Int[AnyArray, "*shape"]:
+        """Returns the stored index of the last token of prompts of these lengths; of empty ones that of the first."""
+        position = (lengths - 1).clip(0, self.num_tokens - 1)
+        if self.block_size is None:
+            return position
+        shard, slot = locate(position, self.num_shards, self.block_size)
+        return shard * (self.padded_tokens // self.num_shards) + slot
+
+    def _exchanged(self, x, axis: int, *, is_stored: bool):
+        """Exchanges rounds of blocks with shards: storage order has the shards outside, natural order the rounds."""
+        if self.block_size is None:
+            return x
+        axis = axis % x.ndim
+        sizes = -1, self.num_shards, self.block_size
+        sizes = (sizes[1], sizes[0], sizes[2]) if is_stored else sizes
+        blocks = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+        return blocks.swapaxes(axis, axis + 1).reshape(x.shape)
+
+
 def check_block_size(block_size: int | None) -> None:
     """Raises ValueError unless `block_size` is None (contiguous) or an integer of at least 1 (block-cyclic)."""
     if block_size is not None and not (is_integer(block_size) and block_size >= 1):

@@ -1,0 +1,76 @@
+"""A prompt into a cache: Ring Attention over arrays in their natural order, and the cache that new tokens follow."""
+
+import dataclasses
+from typing import Unpack
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import AnyArray, OptionArguments, check_lengths, takes_options
+from tree_attn.cache import KVCache
+from tree_attn.cache_checks import CacheFullError, check_new
+from tree_attn.placement import PromptLayout
+from tree_attn.ring_baseline.attention import ring_attention
+from tree_attn.sharded import is_local
+
+
+@takes_options(without=("query_positions", "key_value_seq_lengths", "key_scale", "value_scale"), is_causal=True)
+def ring_prefill(
+    cache: KVCache,
+    query: Float[AnyArray, "B S N H"],
+    key: Float[AnyArray, "B S K H"],
+    value: Float[AnyArray, "B S K H"],
+    *,
+    lengths: Int[AnyArray, " B"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    **options: Unpack[OptionArguments],
+) -> tuple[KVCache, Float[Array, "B S N H"]]:
+    """Attends within prompts, as `ring_attention`, and puts their keys and values into a cache.
+
+    Arrays are in natural order and of any length: they are padded and put into the cache's order here, and the result
+    is put back. So it takes whole arrays. For a prompt that is stored already, or read in chunks, use `ring_attention`
+    and `KVCache.write_prefix`.
+
+    Args:
+      cache: takes the prompts in the place of what it holds.
+      query: `[B, S, N, H]`; key, value: `[B, S, K, H]`, one dtype, prompts padded at their end to the longest.
+      lengths: int32 `[B]`, tokens of each prompt; None: S.
+      layer: of a layered cache; call this for each of its layers.
+      options: the attention options of `tree_attn.attend`, but for lengths, positions and scales; `is_causal` is True
+        by default.
+    Returns:
+      The cache, which holds `lengths` tokens, and `out [B, S, N, H]`. Beyond a prompt's length `out` is meaningless.
+    Raises:
+      CacheFullError: S is more than the capacity.
+      ValueError, TypeError, NotImplementedError: as `ring_attention` and `KVCache.write_prefix`; inside a `shard_map`
+        that binds the axes.
+
+    Example:
+      >>> cache, out = jax.jit(ring_prefill)(cache, query, key, value, lengths=lengths)
+
+    Source: as `ring_attention`.
+    """
+    if is_local(cache.arrays.axes):
+        raise ValueError(
+            f"ring_prefill takes whole arrays, and a shard_map binds axis_name {cache.arrays.axes} here: use "
+            "ring_attention and KVCache.write_prefix"
+        )
+    check_new(key, value, cache.arrays, layer)
+    batch, num_tokens = key.shape[:2]
+    if num_tokens > cache.capacity:
+        raise CacheFullError(
+            f"cache is full: prompts of {num_tokens} tokens do not fit a capacity of {cache.capacity}; create it with "
+            "a larger capacity"
+        )
+    layout = PromptLayout(num_tokens=num_tokens, num_shards=cache.num_shards, block_size=cache.block_size)
+    if lengths is None:
+        lengths = jnp.full(batch, num_tokens, jnp.int32)
+    check_lengths("lengths", lengths, batch, num_tokens)
+    lengths = jnp.clip(jnp.asarray(lengths), 0, num_tokens).astype(jnp.int32)
+    query, key, value = map(layout.store, (query, key, value))
+    operands = {name: x for name, x in cache.operands(layer).items() if name in ("axis_name", "mesh", "block_size")}
+    out = ring_attention(query, key, value, key_value_seq_lengths=lengths, **operands, **options)
+    cache = cache.write_prefix(key, value, layer).with_lengths(lengths, layer=layer)
+    # Whatever was refused before: nothing of it is left.
+    cache = dataclasses.replace(cache, overflowed=jnp.zeros_like(cache.overflowed))
+    return cache, layout.restore(out)

@@ -1,0 +1,162 @@
+"""Reading a KV cache: attention to it, and the arguments that attention needs with its arrays."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from tree_attn.arguments import AnyArray, check_integer
+from tree_attn.cache_checks import CacheFullError, check_layer
+from tree_attn.cache_layer import LayerCache, LayerTuple
+from tree_attn.decode import tree_decode
+from tree_attn.sharded import is_local
+
+OPERANDS = (
+    "key", "value", "key_value_seq_lengths", "key_scale", "value_scale", "axis_name", "mesh", "block_size",
+)  # fmt: skip
+
+
+class CacheReads:
+    """The methods of `KVCache` that read it."""
+
+    arrays: LayerCache | LayerTuple
+    lengths: Int[Array, " B"]
+    overflowed: Bool[Array, " B"]
+
+    def attend(
+        self,
+        query: Float[AnyArray, "B T N H"],
+        *,
+        layer: int | Array | None = None,
+        attention: Callable[..., Any] = tree_decode,
+        num_new: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Attends to the tokens held: `attention(query, **self.operands(layer, num_new=num_new), **options)`.
+
+        Keys, values, lengths, scales, mesh, axis and placement come from the cache. An attention with `value_mean` or
+        `key_by_component`, such as `sparq_decode`, gets these too, where the cache keeps them. (Causal queries after
+        one another see fewer values than are held: they get no mean.)
+
+        Args:
+          query: `[B, T, N, H]`, the same on every device of the sequence.
+          layer: of a layered cache; traced too, where layers are stacked.
+          attention: `tree_decode`, `ring_decode`, `sparq_decode`, or another function with their keywords.
+          num_new: tokens of each sequence that `write` has written and `advance` has not counted yet.
+          options: other options of `attention`, such as `is_causal` (for T > 1), `reduction` or `return_lse`.
+        Returns:
+          As `attention` does.
+        Raises:
+          ValueError: an option that comes from the cache; `layer` does not fit; an operand that `attention` does not
+            take.
+          Others: as `attention` does.
+
+        Example:
+          >>> cache = cache.append(key, value)
+          >>> out = cache.attend(query)
+          >>> out = cache.attend(query, attention=sparq_decode, num_components=32, num_keys=128)
+        """
+        parameters = inspect.signature(attention).parameters
+        self._check_attend(attention, parameters, options)
+        operands = self.operands(layer, num_new=num_new)
+        operands = {name: x for name, x in operands.items() if x is not None}
+        if "key_by_component" in parameters and self.arrays.key_by_component is not None:
+            operands["key_by_component"] = _of_layer(self.arrays.key_by_component, layer)
+        # Of causal queries each sees fewer values than the next: the mean is that of the last alone.
+        is_one_mean = query.shape[1] == 1 or not options.get("is_causal", False)
+        if "value_mean" in parameters and self.arrays.value_sum is not None and is_one_mean:
+            operands["value_mean"] = self.value_mean(operands["key_value_seq_lengths"], layer)
+        return attention(query, **operands, **options)
+
+    def operands(self, layer: int | Array | None = None, *, num_new: int = 0) -> dict[str, Any]:
+        """Returns the keyword arguments that attention to one layer needs, for functions that `attend` does not call.
+
+        They are `key`, `value`, `key_value_seq_lengths`, `key_scale`, `value_scale`, `axis_name`, `mesh` and
+        `block_size`; `mesh` is None inside a `shard_map`.
+
+        Args:
+          layer, num_new: as in `attend`.
+        Raises:
+          ValueError: `layer` or `num_new` does not fit.
+
+        Example:
+          >>> out = hydragen_decode(query, levels, **cache.operands(layer))
+        """
+        check_layer(self.arrays, layer)
+        arrays = self.arrays
+        is_in_shard_map = is_local(arrays.axes) or bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return {
+            "key": _of_layer(arrays.key, layer),
+            "value": _of_layer(arrays.value, layer),
+            "key_value_seq_lengths": self._with_new(num_new)[0],
+            **arrays.scales(layer),
+            "axis_name": arrays.axis_name,
+            "mesh": None if is_in_shard_map or isinstance(arrays.mesh, AbstractMesh) else arrays.mesh,
+            "block_size": arrays.block_size,
+        }
+
+    def specs(self) -> Self:
+        """Returns the `PartitionSpec` of each array, as a cache of them: for `in_specs` and `out_specs`."""
+        batch: Any = P(self.arrays.batch_axes)
+        return dataclasses.replace(self, arrays=self.arrays.specs(), lengths=batch, overflowed=batch)  # type: ignore
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raises CacheFullError unless every sequence has room for `num_tokens` more (waits for pending steps).
+
+        It names the first sequence without room, its length and the capacity. Call it outside jit.
+        """
+        lengths, overflowed, capacity = np.asarray(self.lengths), np.asarray(self.overflowed), self.arrays.capacity
+        for b in np.flatnonzero(overflowed | (lengths + num_tokens > capacity)):
+            was = " (an earlier write was refused already)" if overflowed[b] else ""
+            raise CacheFullError(
+                f"cache is full: sequence {b} holds {lengths[b]} of {capacity} tokens, no room for {num_tokens} "
+                f"more{was}; create it with a larger capacity"
+            )
+
+    def scales(self, layer: int | Array | None = None) -> dict[str, Float[Array, "*L K"] | None]:
+        """Returns the `key_scale` and `value_scale` that attention needs with these keys and values."""
+        return self.arrays.scales(layer)
+
+    def value_mean(self, lengths: Int[Array, " B"], layer: int | Array | None = None) -> Float[Array, "B K H"]:
+        """Returns the mean of each sequence's values, float32 `[B, K, H]`; 0 where it has none. It reads the sums only.
+
+        Args:
+          lengths: int32 `[B]`, how many there are: between `write` and `advance` more than `self.lengths`.
+          layer: of a layered cache.
+        Raises:
+          ValueError: the cache was created without `keeps_value_sum`.
+        """
+        if self.arrays.value_sum is None:
+            raise ValueError("value_sum is not kept: create the cache with keeps_value_sum=True")
+        total = _of_layer(self.arrays.value_sum, layer)
+        return total / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None]
+
+    def _check_attend(self, attention: Callable[..., Any], parameters, options: dict[str, Any]) -> None:
+        """Raises ValueError for options that come from the cache, and for a function that does not take those."""
+        passed = options.keys() | getattr(attention, "keywords", {}).keys()
+        for name in (*OPERANDS, "value_mean", "key_by_component"):
+            if name in passed:
+                raise ValueError(f"{name} must not be given to attend: it comes from the cache")
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in () if takes_any else OPERANDS:
+            if name not in parameters and getattr(self.arrays, name, True) is not None:
+                raise ValueError(f"attention must take {name}, which comes from the cache; got {attention}")
+
+    def _with_new(self, num_new: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
+        """Returns the lengths with `num_new` tokens more, where there is room for them, and where there is."""
+        check_integer("num_new", num_new, minimum=0)
+        longer = self.lengths + num_new
+        has_room = longer <= self.arrays.capacity
+        return jnp.where(has_room, longer, self.lengths) if num_new else self.lengths, has_room
+
+
+def _of_layer(arrays, layer: int | Array | None):
+    """Returns one layer of an array or of a tuple of arrays; all of it where there are no layers."""
+    return arrays if layer is None else arrays[layer]
