@@ -13,7 +13,7 @@ from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, one
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.ring_baseline.rotate import place, source, to_next
+from tree_attn.ring_baseline.rotate import place, source, to_next, typed_as_replicated
 from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, merge_states
 
@@ -36,7 +36,8 @@ def ring_decode(
     """Exact attention of a replicated query over sequence-sharded keys, by rotating K and V: the baseline.
 
     The formula is that of `tree_attn.tree_decode`. Each device ends with the states of all p shards and merges them in
-    ring order, so that all hold the same bits. Keys and values in float8_e4m3fn and int8 travel in that dtype (on a CPU
+    ring order, so that all hold the same bits. (Inside a `shard_map` that checks replication, one small all-reduce more
+    gives the result its type.) Keys and values in float8_e4m3fn and int8 travel in that dtype (on a CPU
     XLA widens float8 first).
 
     Args:
@@ -72,7 +73,7 @@ def ring_decode(
         # Every device met the shards in another order. Merged in the ring's order they round alike everywhere.
         order = (place(axes) - jnp.arange(shard.num_shards)) % shard.num_shards
         state = merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
-        return add_sinks(state, options.sinks)
+        return add_sinks(typed_as_replicated(state, axes), options.sinks)
 
     along_sequence = P(None, axes)
     specs = P(), along_sequence, along_sequence, P()

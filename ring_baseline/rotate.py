@@ -8,9 +8,10 @@ its shard, which counts the axes in the order of `axis_name`.
 import math
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tree_attn.mesh import bound_axis_sizes
+from tree_attn.mesh import bound_axis_sizes, checks_replication
 
 KeyValue = tuple[Array, Array]
 
@@ -36,6 +37,17 @@ def source(axes: tuple[str, ...], hop: int | Int[Array, ""]) -> Int[Array, ""]:
     for axis in axes:
         index = index * sizes[axis] + coordinates[axis]
     return index
+
+
+def typed_as_replicated(tree, axes: tuple[str, ...]):
+    """Returns `tree`, whose bits are the same on every device, with types that say so inside a checked `shard_map`.
+
+    Only a collective can change such a type, so there the first device's values are summed with the others' zeros.
+    """
+    if not checks_replication(axes):
+        return tree
+    is_first = jax.lax.axis_index(axes) == 0
+    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes), tree)
 
 
 def _in_mesh_order(axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -365,9 +365,17 @@ ALGEBRA = {
     "axis_of_no_devices": (
         lambda _: make_mesh({"a": 2, "b": 0}),
         ValueError,
-        r"axis_shapes must .*, got \{'a': 2, 'b': 0\}",
+        r"axis_shapes\['b'\] must be an integer of at least 1, got 0",
     ),
     "mesh_without_axes": (lambda _: make_mesh({}), ValueError, r"axis_shapes must .*, got \{\}"),
+    "mesh_of_lists": (
+        lambda _: make_mesh([8], ["seq"]),
+        TypeError,
+        r"axis_shapes must be a dict of sizes by axis name, such as {'seq': 8}, or a tuple of names, got \[8\]",
+    ),
+    "mesh_of_a_list": (lambda _: make_mesh(["seq"]), TypeError, r"axis_shapes must be a dict .*, got \['seq'\]"),
+    "mesh_of_true": (lambda _: make_mesh({"seq": True}), ValueError, r"axis_shapes\['seq'\] must be .*, got True"),
+    "mesh_of_numbers": (lambda _: make_mesh({3: 2}), ValueError, r"axis_shapes must .* by strings, got {3: 2}"),
 }
 
 CACHE = {

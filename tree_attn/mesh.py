@@ -1,4 +1,4 @@
-"""Meshes and their axes: axis types, axis order, the axes of nodes, and the axes that are bound inside `shard_map`."""
+"""Meshes and their axes: types, order, the axes of nodes, and what a surrounding `shard_map` binds and checks."""
 
 import collections
 import math
@@ -9,13 +9,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tree_attn import topology
+from tree_attn.arguments import check_integer
 
 AxisName = str | tuple[str, ...]
 NODE_AXES = ("device", "node")  # inside a node and between nodes, the fastest links first
 
 
 def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh with the named axes, all of type Auto (JAX's own default changed to Explicit in 0.12).
+    """Returns a mesh with the named axes, all of type Auto. (Those of `jax.make_mesh` are Explicit by default.)
 
     Args:
       axis_shapes: axis name -> size, fastest link first, e.g. `{"device": 4, "node": 2}` for `axis_name=("device",
@@ -24,8 +25,9 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
         `tree_attn.initialize` found them, and `("seq",)` is all devices, node by node.
       devices: the devices, in order; default: the first ones of `jax.devices()`. For names alone all, in any order.
     Raises:
-      ValueError: a size is not positive, or there are fewer devices than the axes need. For names alone: the nodes
-        have unequal numbers of devices, or there are several processes that `initialize` has not joined.
+      TypeError: `axis_shapes` is neither a dict nor a tuple of names.
+      ValueError: a size is not a positive integer, or there are fewer devices than the axes need. For names alone: the
+        nodes have unequal numbers of devices, or there are several processes that `initialize` has not joined.
 
     Example:
       >>> mesh = make_mesh({"seq": 8})
@@ -35,9 +37,15 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
     """
     if isinstance(axis_shapes, tuple):
         return _real_mesh(axis_shapes, topology.by_node(jax.devices() if devices is None else devices))
-    is_size = lambda size: isinstance(size, int | np.integer) and size >= 1
-    if not axis_shapes or not all(is_size(size) for size in axis_shapes.values()):
-        raise ValueError(f"axis_shapes must name axes of size at least 1, got {axis_shapes}")
+    if not isinstance(axis_shapes, dict):
+        raise TypeError(
+            "axis_shapes must be a dict of sizes by axis name, such as {'seq': 8}, or a tuple of names, got "
+            f"{axis_shapes!r}"
+        )
+    if not axis_shapes or not all(isinstance(name, str) for name in axis_shapes):
+        raise ValueError(f"axis_shapes must name its axes by strings, got {axis_shapes}")
+    for name, size in axis_shapes.items():
+        check_integer(f"axis_shapes[{name!r}]", size, minimum=1)
     needed = math.prod(axis_shapes.values())
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < needed:
@@ -133,3 +141,34 @@ def bound_axis_sizes(axes: tuple[str, ...]) -> tuple[int, ...] | None:
         missing = [axis for axis, size in zip(axes, sizes) if size is None]
         raise ValueError(f"axis_name {axes} is bound only in part: not bound here are {missing}")
     return tuple(sizes)
+
+
+def checks_replication(axes: tuple[str, ...]) -> bool:
+    """Returns whether a surrounding `shard_map` binds `axes` and types values by the axes they vary over.
+
+    That is its `check_vma=True`. There a collective must type a result as the same on every device if it is returned as
+    such. The gradient is then that of one result, not of one for every device.
+    """
+    return bool(varying_axes(jax.lax.axis_index(axes)))
+
+
+def varying_axes(tree) -> frozenset[str]:
+    """Returns the mesh axes over which some array of `tree` varies by its type; none without `check_vma`."""
+    return frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
+
+
+def vary_as(tree, *others, but_for: tuple[str, ...] = ()):
+    """Returns `tree` with all arrays typed as varying over the axes over which any array of it or of `others` varies.
+
+    The values stay. Where arrays meet in a loop or leave a kernel, JAX does not do so itself.
+
+    Args:
+      but_for: axes over which nothing is made to vary.
+    """
+    axes = varying_axes((tree, others)) - set(but_for)
+
+    def cast(x):
+        missing = axes - varying_axes(x)
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing and hasattr(x, "dtype") else x
+
+    return jax.tree.map(cast, tree)

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 from lean_cases import WHOLE, Call, variants
 
 from tree_attn import Shard, attend, lean_decode, make_mesh, paged_decode, tree_decode
@@ -51,6 +52,24 @@ def test_int8_is_refused_by_name_and_passed_over():
     with pytest.raises(NotImplementedError, match="mosaic_gpu does not support int8 key and value"):
         jax.eval_shape(partial(attend, implementation="mosaic_gpu"), *shapes)
     assert "mosaic_gpu" not in lowered(partial(attend, implementation="xla"), *shapes)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_in_a_checked_shard_map_its_result_varies_as_the_keys_do():
+    """A result typed as the same everywhere would get the sum of all devices' cotangents."""
+    along, mesh, varying = P(None, "seq"), make_mesh({"seq": 2}), []
+
+    def loss(query, key):
+        state = attend(query, key, key, implementation="mosaic_gpu")
+        varying.append([jax.typeof(x).mat.varying for x in state])
+        return jax.lax.psum(state.out.sum(), "seq")
+
+    gradient = jax.shard_map(
+        jax.value_and_grad(loss, (0, 1)), mesh=mesh, in_specs=(P(), along), out_specs=(P(), (P(), along))
+    )
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    assert "@mosaic_gpu" in lowered(gradient, shape(1, 1, 4, 64), shape(1, 512, 2, 64))
+    assert varying and all(axes == {"seq"} for pair in varying for axes in pair)
 
 
 @pytest.mark.usefixtures("anywhere")

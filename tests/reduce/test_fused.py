@@ -30,10 +30,10 @@ def state(rows=3, head_dim=8, dtype=jnp.float32):
     return SoftmaxState(jnp.ones((1, 1, rows, head_dim), dtype), jnp.zeros((1, 1, rows), jnp.float32))
 
 
-def traced(mesh, axes, reduction, state):
+def traced(mesh, axes, reduction, state, check_vma=False):
     """The program in which every device has `state`."""
     on_device = lambda state: reduce_state(state, axes, reduction, mesh)
-    program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    program = jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
     return jax.jit(program).trace(state)
 
 
@@ -109,6 +109,24 @@ def test_its_program_has_a_kernel_and_no_collective(axes, reduction, dtype):
     text = traced(mesh, axes, reduction, state(dtype=dtype)).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == len(axes)
     assert not re.search(COLLECTIVE, text)
+
+
+@needs_new_jax
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("axes", [("device",), ("node", "device")])
+def test_in_a_checked_shard_map_its_result_varies_over_the_other_axes_only(axes):
+    """`state` varies over all axes; the kernel's result is typed as the same along those that it merges."""
+    mesh, spec = make_mesh({"device": 2, "node": 2, "data": 2}), P(("data", "node", "device"))
+    varying = []
+
+    def on_device(part):
+        merged = reduce_state(SoftmaxState(part, part[..., 0]), axes, "fused", mesh)
+        varying.append([jax.typeof(x).mat.varying for x in merged])
+        return merged.out
+
+    jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec)).trace(jnp.ones((8, 1, 2, 4)))
+    assert varying == [2 * [frozenset(mesh.axis_names) - frozenset(axes)]]
+    traced(mesh, axes, "fused", state(), check_vma=True)  # its result needs no axis in out_specs
 
 
 @needs_new_jax

@@ -26,6 +26,7 @@ from tree_attn.local import cudnn, flash_attn, mosaic_gpu, xla
 from tree_attn.local.contracts import Backend, Epilogue, Exchange
 from tree_attn.local.mosaic_gpu import slot_multiple
 from tree_attn.masking import add_sinks, visibility
+from tree_attn.mesh import vary_as
 from tree_attn.placement import Shard
 from tree_attn.state import SoftmaxState, merge_state
 
@@ -164,11 +165,9 @@ def shard_attention(
         shard=shard,
         query_shard=query_shard,
     )
-    arguments = {
-        "logits_soft_cap": options.logits_soft_cap,
-        "visible": visible,
-        "scales": options.head_scales(key.shape[2]),
-    }
+    # Backends have loops and kernels, in which types must not differ by the axes that arrays vary over.
+    query, key, value, visible, scales = vary_as((query, key, value, visible, options.head_scales(key.shape[2])))
+    arguments = {"logits_soft_cap": options.logits_soft_cap, "visible": visible, "scales": scales}
     name = choose(
         query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **arguments
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
 from tree_attn.masking import Visibility
+from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
 
 MAX_BIAS_ELEMENTS = 1 << 28  # 512 MiB; a long prefill belongs to a kernel that computes its mask
@@ -88,6 +89,7 @@ def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxStat
     out, lse = fused.dot_product_attention(
         _shifted(query, shift), key, value, scale=scale, return_residual=True, **options
     )
+    out, lse = vary_as((out, lse), query)  # the kernel's results may lack the type
     out, lse = _shifted(out, -shift), _shifted(jnp.swapaxes(lse, 1, 2), -shift)  # lse was [B, N, T]
     if visible.is_total:
         return SoftmaxState(out, lse)

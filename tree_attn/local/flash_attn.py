@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tree_attn.devices import default_platform
 from tree_attn.masking import Visibility
+from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
 
 INSTALL = "python3 -m pip install 'tree-attn[flash]' && python3 -m pip install --no-deps flash-attn-jax==0.6.2"
@@ -59,7 +60,7 @@ def attend(
     out, lse = load().flash_mha_fwd(
         query, key, value, softmax_scale=scale, is_causal=False, window_size_left=-1, window_size_right=-1
     )
-    return SoftmaxState(out, jnp.swapaxes(lse, 1, 2))  # lse comes as [B, N, T]
+    return vary_as(SoftmaxState(out, jnp.swapaxes(lse, 1, 2)), query)  # lse comes as [B, N, T]
 
 
 def load():

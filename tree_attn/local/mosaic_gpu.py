@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
 from tree_attn.masking import Visibility
+from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState, merge_state
 
 OLDEST_JAX = (0, 11)
@@ -127,9 +128,10 @@ def _lean_padded(
     """Runs the kernel over `[B, S, K, H]` with any mask that `visible` holds."""
     spans = None if visible.is_total else visible.slot_ranges()
     options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales)
-    return lean_state(
+    state = lean_state(
         query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, **options
     )
+    return state if exchange is not None else vary_as(state, query)  # a kernel's results lack the type
 
 
 def lean_state(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tree_attn.devices import default_platform
 from tree_attn.masking import Visibility
+from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 MAX_TILE_QUERIES = 512
@@ -81,6 +82,7 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
     num_keys = key.shape[1]
     shape = (batch, num_queries, num_heads)
     empty = empty_like(SoftmaxState(jnp.zeros((*shape, value.shape[-1]), jnp.float32), jnp.zeros(shape, jnp.float32)))
+    empty = vary_as(empty, query)
     if num_keys == 0:
         return empty
     chunk_keys = min(num_keys, _chunk_keys(batch * num_queries * num_heads))

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tree_attn.cost.machine import EXCHANGES
 from tree_attn.local import Epilogue, ShardAttention
+from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
 
 MAX_ELEMENTS = EXCHANGES["fused"].max_elements  # of one device's state
@@ -74,8 +75,10 @@ def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mes
         than 0.11; or the state is larger than `MAX_ELEMENTS`.
     """
     if isinstance(state, ShardAttention):
-        return state.run(exchange=Exchange(*_meeting(axes, mesh, state.num_elements)))
-    return Exchange(*_meeting(axes, mesh, state.out.size + state.lse.size)).merge(state)
+        merged = state.run(exchange=Exchange(*_meeting(axes, mesh, state.num_elements)))
+        return vary_as(merged, state.query, but_for=axes)
+    merged = Exchange(*_meeting(axes, mesh, state.out.size + state.lse.size)).merge(state)
+    return vary_as(merged, state, but_for=axes)  # a kernel's results have no type of their own
 
 
 def fused_sum(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from tree_attn.mesh import checks_replication
 from tree_attn.state import SoftmaxState, merge_states
 
 
@@ -13,6 +14,11 @@ def gather(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     better trade while the payload is small, as it is in decoding.
     """
     packed = jnp.concatenate([state.out.astype(state.lse.dtype), state.lse[..., None]], axis=-1)
-    gathered = jax.lax.all_gather(packed, axes)  # [p, B, T, N, H + 1]
+    gathered = all_gather(packed, axes)  # [p, B, T, N, H + 1]
     merged = merge_states(SoftmaxState(gathered[..., :-1], gathered[..., -1]), axis=0)
     return SoftmaxState(merged.out.astype(state.out.dtype), merged.lse)
+
+
+def all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns `x` of all devices along `axes`, `[devices, *x.shape]`, typed as the same on all where types say so."""
+    return jax.lax.all_gather(x, axes, to="invarying" if checks_replication(axes) else "varying")

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from tree_attn.local import attend
 from tree_attn.masking import Visibility
+from tree_attn.reduce.gather import all_gather
 from tree_attn.sparq.options import SparqCall, SparqOptions
 from tree_attn.state import SoftmaxState
 
@@ -126,7 +127,7 @@ def mean_of_values(value, visible: Visibility, axes: tuple[str, ...]) -> Float[A
 
 def lse_over_shards(lse, call: SparqCall):
     """Returns the log-sum-exp over all shards where they choose together; else `lse`."""
-    return jax.nn.logsumexp(jax.lax.all_gather(lse, call.axes), axis=0) if call.is_global else lse
+    return jax.nn.logsumexp(all_gather(lse, call.axes), axis=0) if call.is_global else lse
 
 
 def _components(grouped, options: SparqOptions, scale: float):
@@ -163,7 +164,7 @@ def _approximate_logits(components, weights, key, key_by_component):
 def _is_among_best(scores, positions, num_keys: int, axes: tuple[str, ...]):
     """Returns whether each of this shard's candidates `[B, T, K, k]` is one of the `num_keys` best of all shards."""
     packed = jnp.stack([jax.lax.bitcast_convert_type(scores, jnp.int32), positions])
-    gathered = jnp.moveaxis(jax.lax.all_gather(packed, axes), 0, -2)  # [2, B, T, K, p, k]
+    gathered = jnp.moveaxis(all_gather(packed, axes), 0, -2)  # [2, B, T, K, p, k]
     gathered = gathered.reshape(*gathered.shape[:-2], -1)
     if gathered.shape[-1] <= num_keys:
         return jnp.ones_like(scores, dtype=bool)
