@@ -75,6 +75,17 @@ class Visibility:
             first = jnp.clip(self.query_positions, left, min(left + num_keys, INT32.max)) - left
         return first, end
 
+    def is_valid(self, start: Int[Array, ""] | int = 0, size: int | None = None) -> Bool[Array, "B size"] | None:
+        """Returns which of the slots `start .. start + size` hold a key, bool `[B, size]`; None when all do.
+
+        What lies in the others is garbage. A slot that a query does not see for another reason is valid.
+        """
+        lengths = self.local_lengths()
+        if lengths is None:
+            return None
+        slots = start + jnp.arange(self.num_slots if size is None else size, dtype=jnp.int32)
+        return slots[None, :] < lengths[:, None]
+
     def slot_ranges(self) -> tuple[Int[Array, "#B #T"], Int[Array, "#B #T"]]:
         """Returns each query's visible slots as `(first, end)`, int32 `[B or 1, T or 1]`; none where `first >= end`.
 

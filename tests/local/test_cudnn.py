@@ -85,6 +85,31 @@ def test_adapter_does_every_supported_option(options):
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": 5}], ids=str)
+def test_values_beyond_the_lengths_do_not_matter(options):
+    query, key, value = Case(dtype="bfloat16").arrays()
+    lengths = np.array([19, 0], np.int32)
+    dirty = [x.at[0, 19:].set(jnp.nan).at[1].set(jnp.inf) for x in (key, value)]
+    call = partial(attend, implementation="cudnn", key_value_seq_lengths=lengths, **options)
+    assert_attention(call(query, *dirty), query, key, value, key_value_seq_lengths=lengths, **options)
+
+
+@needs_gpu
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (50, 0)}], ids=str)
+def test_on_a_gpu_keys_and_values_beyond_the_lengths_do_not_matter(queries, options):
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    query, key, value = draw(0, 2, queries, 4, 64), draw(1, 2, 512, 2, 64), draw(2, 2, 512, 2, 64)
+    lengths = np.array([200, 3], np.int32)
+    is_garbage = (np.arange(512) >= lengths[:, None])[:, :, None, None]
+    clean, dirty = ([jnp.where(is_garbage, fill, x).astype(x.dtype) for x in (key, value)] for fill in (0, np.nan))
+    call = partial(attend, implementation="cudnn", key_value_seq_lengths=lengths, **options)
+    gradients = jax.grad(lambda *arrays: sum(x.astype(jnp.float32).sum() for x in call(*arrays)), argnums=(0, 1, 2))
+    assert_same_bits(call(query, *dirty), call(query, *clean))
+    assert_gradients(gradients(query, *dirty), gradients(query, *clean))
+
+
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("num_shards, block_size", [(1, None), (1, 1), (3, 1)])
 def test_a_prompt_is_causal_by_the_mask_of_cudnn(num_shards, block_size, monkeypatch):
     monkeypatch.setattr(cudnn, "MAX_BIAS_ELEMENTS", 0)

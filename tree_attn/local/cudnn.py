@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
+from tree_attn.local.garbage import zeroed
 from tree_attn.masking import Visibility
 from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
@@ -84,6 +85,8 @@ def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxStat
             "q_seqlen": jnp.full(lengths.shape, query.shape[1], jnp.int32),
             "kv_seqlen": jnp.maximum(lengths, 1),
         }
+    if query.shape[1] > 1 or not visible.by_length_only:
+        value = zeroed(value, visible.is_valid())  # of one query cuDNN reads the valid values only
     # cuDNN's mask shows query t the slots up to t. Query t + 1 in t's place then sees one slot less.
     shift = 0 if visible.is_strict is None else visible.is_strict.astype(jnp.int32)
     out, lse = fused.dot_product_attention(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.devices import default_platform
+from tree_attn.local.garbage import products
 from tree_attn.masking import Visibility
 from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState, empty_like, merge_state
@@ -93,11 +94,12 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk_keys, axis=1)
         mask = visible.mask(start, chunk_keys)
         mask = mask & (start + jnp.arange(chunk_keys) >= first_slot)[None, None, :]
-        return _attend_chunk(query, take(key), take(value), mask, scale=scale, soft_cap=soft_cap)
+        is_valid = visible.is_valid(start, chunk_keys)
+        return _attend_chunk(query, take(key), take(value), mask, is_valid, scale=scale, soft_cap=soft_cap)
 
     if num_chunks == 1:
         mask = None if visible.is_total else visible.mask()
-        return _attend_chunk(query, key, value, mask, scale=scale, soft_cap=soft_cap)
+        return _attend_chunk(query, key, value, mask, visible.is_valid(), scale=scale, soft_cap=soft_cap)
 
     @jax.checkpoint  # the backward pass recomputes a chunk's logits rather than keep those of all chunks
     def step(state, i):
@@ -113,32 +115,32 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
     return state
 
 
-def _attend_chunk(query, key, value, mask, *, scale, soft_cap) -> SoftmaxState:
+def _attend_chunk(query, key, value, mask, is_valid, *, scale, soft_cap) -> SoftmaxState:
     """Computes attention over one chunk, float32 `out`.
 
     Args:
       mask: bool `[B or 1, T or 1, S]`; None if every key is visible.
+      is_valid: bool `[B, S]`, whether a slot holds a key; None if every slot does.
       scale: float32 `[K or 1, 1, 1]`.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     # Exact for float8. (On a CPU XLA widens float8 to float16 before it takes the chunk: it has no float8 slices.)
     key, value = key.astype(query.dtype), value.astype(query.dtype)
-    # Full float32 products for float32 inputs: a GPU's default would be tf32, wrong in the third digit.
-    dot = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    logits_of, sum_of = products(key, value, is_valid, num_queries)
     grouped = query.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    logits = dot("btkgh,bskh->btkgs", grouped, key) * scale[None, None]  # [B, T, K, G, S]
+    logits = logits_of(grouped) * scale[None, None]  # [B, T, K, G, S]
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if mask is not None:
         logits = jnp.where(mask[:, :, None, None, :], logits, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    sees_any = top > -jnp.inf
+    sees_any = top != -jnp.inf  # true of a NaN: what is undefined does not count as an empty set of keys
     weights = jnp.exp(logits - jnp.where(sees_any, top, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     safe_total = jnp.where(sees_any, total, 1.0)
     # The weights meet V in V's dtype, as in every flash kernel; their sum was taken before that rounding.
-    out = dot("btkgs,bskv->btkgv", weights.astype(value.dtype), value) / safe_total
+    out = sum_of(weights.astype(value.dtype)) / safe_total
     lse = jnp.where(sees_any, top + jnp.log(safe_total), -jnp.inf)
     shape = (batch, num_queries, num_heads)
     return SoftmaxState(out.reshape(*shape, value.shape[-1]), lse.reshape(shape))

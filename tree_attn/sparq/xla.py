@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tree_attn.local import attend
+from tree_attn.local.garbage import zeroed
 from tree_attn.masking import Visibility
 from tree_attn.reduce.gather import all_gather
 from tree_attn.sparq.options import SparqCall, SparqOptions
@@ -44,7 +45,7 @@ def choose(
     """
     mask = visible.mask()[:, :, None, :]  # [B or 1, T or 1, 1, S]
     components, weights = _components(grouped, call.options, call.scale)
-    logits = _approximate_logits(components, weights, key, key_by_component)  # [B, T, K, G, S]
+    logits = _approximate_logits(components, weights, key, key_by_component, visible.is_valid())  # [B, T, K, G, S]
     logits = jnp.where(mask[:, :, :, None], logits, -jnp.inf)
     total_lse = lse_over_shards(jax.nn.logsumexp(logits, axis=-1), call)
     finite_lse = jnp.where(jnp.isneginf(total_lse), 0.0, total_lse)
@@ -107,18 +108,20 @@ def rest_state(state: SoftmaxState, choice: Choice, value_mean: Float[Array, "#B
     """
     excess = jnp.maximum(choice.total_lse - choice.kept_lse, 0.0)
     odds = (excess + jnp.log(-jnp.expm1(-excess))).reshape(state.lse.shape)  # log(exp(excess) - 1) without overflow
-    sees_any = jnp.isfinite(state.lse)
+    sees_any = state.lse != -jnp.inf  # true of a NaN, which stays one
     lse = jnp.where(sees_any, state.lse + jnp.where(sees_any, odds, 0.0), -jnp.inf)
     group = state.lse.shape[2] // value_mean.shape[2]
     mean = jnp.repeat(value_mean, group, axis=2).astype(state.out.dtype)  # [B, T or 1, N, Hv]
-    return SoftmaxState(jnp.broadcast_to(mean, state.out.shape), lse)
+    # The mean of an empty sequence is no number of it.
+    return SoftmaxState(jnp.where(sees_any[..., None], mean, jnp.zeros((), mean.dtype)), lse)
 
 
 def mean_of_values(value, visible: Visibility, axes: tuple[str, ...]) -> Float[Array, "#B #T K Hv"]:
     """Returns the mean of the values that each query sees over all shards, in float32; 0 where it sees none."""
     mask = visible.mask()
     mask = jnp.broadcast_to(mask, (value.shape[0], *mask.shape[1:])).astype(jnp.float32)
-    total = jnp.einsum("bts,bskv->btkv", mask, value.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    value = zeroed(value, visible.is_valid()).astype(jnp.float32)
+    total = jnp.einsum("bts,bskv->btkv", mask, value, precision=jax.lax.Precision.HIGHEST)
     count = mask.sum(axis=-1)[:, :, None, None]
     if axes:
         total, count = jax.lax.psum((total, count), axes)
@@ -148,17 +151,19 @@ def _components(grouped, options: SparqOptions, scale: float):
     return components, kept_query * (scale * jax.lax.rsqrt(coverage))[..., None]
 
 
-def _approximate_logits(components, weights, key, key_by_component):
-    """Returns `[B, T, K, G, S]` from components of the keys."""
+def _approximate_logits(components, weights, key, key_by_component, is_valid):
+    """Returns `[B, T, K, G, S]` from components of the keys, 0 where `is_valid [B, S]` is not None and False."""
     batch, _, num_kv_heads = components.shape[:3]
     sequence = jnp.arange(batch)[:, None, None, None]
     head = jnp.arange(num_kv_heads)[None, None, :, None]
     if key_by_component is None:
         found = key[sequence, :, head, components]
     else:
-        found = key_by_component[sequence, head, components]
+        found = key_by_component[sequence, head, components]  # [B, T, K, r, S]
+    if is_valid is not None:
+        found = jnp.where(is_valid[:, None, None, None, :], found, 0)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    return dot("btkgr,btkrs->btkgs", weights, found.astype(jnp.float32))  # [B, T, K, r, S]
+    return dot("btkgr,btkrs->btkgs", weights, found.astype(jnp.float32))
 
 
 def _is_among_best(scores, positions, num_keys: int, axes: tuple[str, ...]):
