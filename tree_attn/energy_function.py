@@ -9,6 +9,7 @@ Source: Tree Attention, section 4 (equations 5 to 7), section 5 (Algorithms 1 an
 sources) and appendix F (safe softmax: the maximum that is subtracted does not change any derivative).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Unpack
 
@@ -76,13 +77,9 @@ def energy(
     axes = () if axis_name is None else axis_tuple(axis_name)
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-
-    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
-        state = attend_shard(query, key, value, options, local_shard(axes, block_size))
-        return add_sinks(_reduce_energy(state, axes) if axes else state, options.sinks)
-
     along_sequence = P(None, axes)
     specs = P(), along_sequence, along_sequence, P()
+    body = _Energy(axes=axes, block_size=block_size)
     return over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh).lse
 
 
@@ -135,6 +132,18 @@ def attention_moments(
         derivatives.append(jax.jacfwd(derivatives[-1]))
     zero = jnp.zeros((value.shape[-1],), query.dtype)
     return tuple(derivative(zero) for derivative in derivatives[1:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Energy:
+    """The part of each device. The fields are the arguments of `energy`."""
+
+    axes: tuple[str, ...]
+    block_size: int | None
+
+    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        state = attend_shard(query, key, value, options, local_shard(self.axes, self.block_size))
+        return add_sinks(_reduce_energy(state, self.axes) if self.axes else state, options.sinks)
 
 
 def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
