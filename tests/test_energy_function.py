@@ -76,6 +76,21 @@ def test_safe_softmax_huge_logits_and_queries_that_see_nothing(num_devices):
     np.testing.assert_allclose(with_sinks[1], np.broadcast_to(sinks, (T, N)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e-38, 1e-3, None, 1e5], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_neither_a_small_scale_nor_a_narrow_dtype_overflows(dtype, scale):
+    query, key, value = (x.astype(dtype) for x in _arrays())
+    zeta = jnp.asarray(np.random.default_rng(1).normal(size=query.shape) * 10, dtype)
+    tilted_key = np.concatenate([key, value], -1).astype(np.float64)
+    factor = H**-0.5 if scale is None else scale
+    tilted_query = np.concatenate([np.asarray(query, np.float64) * factor, np.asarray(zeta, np.float64)], -1)
+    _, expected = reference.attention(tilted_query, tilted_key, np.asarray(value), scale=1.0)
+    np.testing.assert_allclose(energy(query, key, value, zeta, scale=scale), expected, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda zeta: energy(query, key, value, zeta, scale=scale).sum())(jnp.zeros_like(query))
+    out, _ = reference.attention(query, key, value, scale=factor)
+    np.testing.assert_allclose(gradient.astype(np.float32), out, rtol=2**-7, atol=2**-9)
+
+
 def test_sharded_energy_crosses_the_devices_with_one_max_and_one_sum():
     query, key, value = _arrays()
     mesh = make_mesh({"seq": 8})

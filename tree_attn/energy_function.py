@@ -15,11 +15,20 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, check_arrays, default_scale, takes_options
+from tree_attn.arguments import (
+    AnyArray,
+    AttentionOptions,
+    OptionArguments,
+    check_arrays,
+    default_scale,
+    is_integer,
+    takes_options,
+)
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
@@ -64,22 +73,29 @@ def energy(
 
     Source: Tree Attention, equations 6, 7, 25 to 28; Algorithm 1.
     """
-    check_arrays(query, key, value)
-    _check_source(query, value, source, options.get("scale"))
-    scale = default_scale(options.pop("scale", None), query.shape[-1])
     # XLA's attention can be differentiated any number of times, the fused kernels cannot.
-    attention = AttentionOptions(**options, scale=scale, implementation="xla")
-    # scale [q, zeta / scale] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys, so the
-    # kernel's tiling and masks serve unchanged. Only the lse is used, so one column of the values is enough.
-    query = jnp.concatenate([query, source / jnp.asarray(scale, source.dtype)], axis=-1)
-    key = jnp.concatenate([key, value], axis=-1)
-    value = value[..., :1]
+    attention = AttentionOptions(**options, implementation="xla")
     axes = () if axis_name is None else axis_tuple(axis_name)
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    if attention.scale == 0:
+        raise ValueError("scale must not be 0 in energy, got 0")
+    _check_source(query, value, source)
+    # [scale q, zeta] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys and no scale, so the
+    # kernel's tiling and masks serve unchanged. The queries are float32, for scale q need not fit a narrower dtype.
+    # Only the lse is used, so one column of the values is enough.
+    scaled = query.astype(jnp.float32) * default_scale(attention.scale, query.shape[-1])
+    query = jnp.concatenate([scaled, source.astype(jnp.float32)], axis=-1)
+    key = jnp.concatenate([key, value], axis=-1)
+    value = value[..., :1]
+    attention = dataclasses.replace(attention, scale=1.0)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
+
+    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
+        state = attend_shard(query, key, value, options, local_shard(axes, block_size))
+        return add_sinks(_reduce_energy(state, axes) if axes else state, options.sinks)
+
     along_sequence = P(None, axes)
     specs = P(), along_sequence, along_sequence, P()
-    body = _Energy(axes=axes, block_size=block_size)
     return over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh).lse
 
 
@@ -116,8 +132,9 @@ def attention_moments(
 
     Source: Tree Attention, appendix C.1, equations 20 to 24 (F = log Z generates the cumulants).
     """
-    if not isinstance(order, int) or not 1 <= order <= MAX_ORDER:
+    if not is_integer(order) or not 1 <= order <= MAX_ORDER:
         raise ValueError(f"order must be an integer from 1 to {MAX_ORDER}, got {order!r}")
+    check_arrays(query, key, value)
     source_shape = (*query.shape[:3], value.shape[-1])
     sharding = {"axis_name": axis_name, "mesh": mesh, "block_size": block_size}
 
@@ -134,18 +151,6 @@ def attention_moments(
     return tuple(derivative(zero) for derivative in derivatives[1:])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Energy:
-    """The part of each device. The fields are the arguments of `energy`."""
-
-    axes: tuple[str, ...]
-    block_size: int | None
-
-    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
-        state = attend_shard(query, key, value, options, local_shard(self.axes, self.block_size))
-        return add_sinks(_reduce_energy(state, self.axes) if self.axes else state, options.sinks)
-
-
 def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     """Reduces lse by one all-reduce of the maximum and one of the sum (Algorithm 1, lines 4 to 6); `out` becomes 0."""
     max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
@@ -154,11 +159,9 @@ def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     return from_sums(jnp.zeros_like(state.out), denominator, max_lse, state.out.dtype)
 
 
-def _check_source(query, value, source, scale) -> None:
+def _check_source(query, value, source) -> None:
     expected = (*query.shape[:3], value.shape[-1])
-    if jnp.shape(source) != expected:
-        raise ValueError(f"source must have shape [B, T, N, Hv] = {expected}, got {jnp.shape(source)}")
+    if not hasattr(source, "dtype") or jnp.shape(source) != expected:
+        raise ValueError(f"source must have shape [B, T, N, Hv] = {expected}, got {np.shape(source)}")
     if source.dtype != query.dtype:
         raise ValueError(f"source must have query's dtype {query.dtype}, got {source.dtype}")
-    if scale == 0:
-        raise ValueError("scale must not be 0 in energy, got 0")
