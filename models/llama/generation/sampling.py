@@ -1,9 +1,14 @@
 """Sampling of the next token from logits: greedy, or drawn with temperature, top-k and top-p."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+
+from tree_attn.arguments import is_integer, is_real
+
+LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-30, 1e30  # quotients of logits are finite in float32, and not all 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -11,7 +16,7 @@ class Sampling:
     """Options by which the next token is chosen.
 
     Attributes:
-      temperature: 0 is greedy; otherwise divides the logits.
+      temperature: 0 is greedy; otherwise divides the logits, which float32 must hold: from 1e-30 to 1e30.
       top_k: draw among the k most likely tokens only; None is all tokens.
       top_p: draw among the fewest most likely tokens whose probabilities sum to p or more; None is all tokens.
       seed: the same seed draws the same tokens.
@@ -29,13 +34,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
+        if not (is_real(self.temperature) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature must be 0 (greedy) or a finite number above it, got {self.temperature!r}")
-        if self.top_k is not None and self.top_k < 1:
+        if 0 < self.temperature < LEAST_TEMPERATURE or self.temperature > LARGEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or from {LEAST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}, "
+                f"got {self.temperature!r}"
+            )
+        if self.top_k is not None and not (is_integer(self.top_k) and self.top_k >= 1):
             raise ValueError(f"top_k must be 1 or more, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not (is_real(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not 0 <= self.seed < 2**32:
+        if not (is_integer(self.seed) and 0 <= self.seed < 2**32):
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed!r}")
 
 

@@ -51,6 +51,13 @@ def test_temperature_draws_in_proportion():
     [
         ({"temperature": -0.1}, r"temperature must be 0 .*, got -0.1"),
         ({"temperature": float("nan")}, r"temperature must be 0 .*, got nan"),
+        ({"temperature": 1e-40}, "temperature must be 0 .* or from 1e-30 to 1e\\+30, got 1e-40"),
+        ({"temperature": 1e39}, "temperature must be 0 .* or from 1e-30 to 1e\\+30, got 1e\\+39"),
+        ({"temperature": "1"}, "temperature must be 0 .*, got '1'"),
+        ({"temperature": True}, "temperature must be 0 .*, got True"),
+        ({"top_k": 2.5}, "top_k must be 1 or more, got 2.5"),
+        ({"top_p": "1"}, "top_p must be above 0 and at most 1, got '1'"),
+        ({"seed": 1.0}, "seed must be in .*, got 1.0"),
         ({"top_k": 0}, "top_k must be 1 or more, got 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
