@@ -26,13 +26,9 @@ CHECKED = (
     "sparq",
     "cache",
     "cache_layer",
-    "cache_writes",
     "models.llama.evaluation.baselines",
 )
 jaxtyping.install_import_hook([f"tree_attn.{name}" for name in CHECKED], "typechecker.checked")
-
-from tree_attn import sharded  # noqa: E402  (after the hook)
-
 _raises = pytest.raises
 
 
@@ -81,20 +77,9 @@ def optimized():
 
 
 @pytest.fixture(autouse=True)
-def no_nodes_recorded():
+def no_nodes_recorded(monkeypatch):
     """Commands that ran before in this process have recorded the node that they ran on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tree_attn.topology._nodes", ())
-        yield
-
-
-@pytest.fixture(autouse=True)
-def traced_anew(request):
-    """Programs of other tests do not serve those that patch what is traced, or read what tracing logs."""
-    if not {"monkeypatch", "caplog"}.isdisjoint(request.fixturenames):
-        clear = sharded._run_over_shards.clear_cache
-        clear()
-        request.addfinalizer(clear)
+    monkeypatch.setattr("tree_attn.topology._nodes", ())
 
 
 @pytest.fixture(scope="session", autouse=True)

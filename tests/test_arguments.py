@@ -1,15 +1,26 @@
 """The attention options: declared once, in every signature, and refused by name where a function does not take one."""
 
 import dataclasses
+import fractions
 import inspect
 import typing
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_attention
 
 import tree_attn
-from tree_attn.arguments import AttentionOptions, OptionArguments, RaggedOptionArguments, check_integer, takes_options
+from tree_attn import Shard
+from tree_attn.arguments import (
+    AttentionOptions,
+    OptionArguments,
+    RaggedOptionArguments,
+    check_integer,
+    check_lengths,
+    takes_options,
+)
 from tree_attn.ring_baseline import ring_attention, ring_decode
 
 OPTIONS = {field.name: field.default for field in dataclasses.fields(AttentionOptions)}
@@ -83,3 +94,88 @@ def test_integers_are_checked_with_their_bounds(value):
     check_integer("depth", np.int64(5), minimum=1, maximum=5)
     with pytest.raises(ValueError, match=r"depth must be an integer of at least 1 and at most 5, got "):
         check_integer("depth", value, minimum=1, maximum=5)
+
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def attention(**options):
+    query, key, value = (np.random.default_rng(i).standard_normal((1, 2, 2, 8)).astype(np.float32) for i in range(3))
+    return tree_attn.attend(query, key, value, **options), (query, key, value)
+
+
+@pytest.mark.parametrize("scale", [10**400, -(10**400), 3.5e38, 1e39, float("inf"), "1", 1j], ids=str)
+def test_a_scale_that_float32_does_not_hold_is_refused(scale):
+    with pytest.raises(ValueError, match=r"scale must be .*at most 3.4e\+38 in size .*Python number, got"):
+        attention(scale=scale)
+
+
+@pytest.mark.parametrize("cap", [10**400, 1e39, float("inf"), 0, 1e-40, -1.0, float("nan"), "1", True], ids=str)
+def test_a_cap_that_float32_does_not_hold_is_refused(cap):
+    with pytest.raises(ValueError, match=r"logits_soft_cap must be None or a number from 1.2e-38 to 3.4e\+38, got"):
+        attention(logits_soft_cap=cap)
+
+
+@pytest.mark.parametrize("cap", [1e-30, 1e25, 1e30, 1e38, LARGEST, np.float32(30), fractions.Fraction(1, 3)], ids=str)
+def test_caps_of_any_size_are_the_formula(cap):
+    state, arrays = attention(logits_soft_cap=cap)
+    assert_attention(state, *arrays, logits_soft_cap=float(cap))
+
+
+def test_numbers_of_any_kind_are_a_scale():
+    for scale in (np.float32(0.25), np.int64(1), fractions.Fraction(1, 4), 0):
+        state, arrays = attention(scale=scale)
+        assert_attention(state, *arrays, scale=float(scale))
+
+
+def test_an_infinite_sink_leaves_no_weight_to_keys():
+    """A sink of -inf has no weight itself; gradients stay finite."""
+    sinks = np.array([np.inf, -np.inf], np.float32)
+    (out, lse), arrays = attention(sinks=sinks)
+    expected_out, expected_lse = tree_attn.reference.attention(*arrays)
+    assert not np.any(out[:, :, 0]) and np.all(np.isposinf(lse[:, :, 0]))
+    np.testing.assert_allclose(out[:, :, 1], expected_out[:, :, 1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse[:, :, 1], expected_lse[:, :, 1], rtol=1e-5)
+    gradients = jax.grad(lambda *arrays: tree_attn.attend(*arrays, sinks=sinks).out.sum(), argnums=(0, 1, 2))(*arrays)
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_the_ends_of_the_range_of_lengths_are_lengths(length):
+    check_lengths("lengths", np.array([length]), 1, 3)
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match=rf"lengths must lie in \[0, 3\] .*got \[{wrong}\]"):
+            check_lengths("lengths", np.array([wrong]), 1, 3)
+
+
+@pytest.mark.parametrize(
+    "shard, message",
+    [
+        (Shard(index=2, num_shards=2), "shard.index must be an integer of at least 0 and at most 1, got 2"),
+        (Shard(index=-1, num_shards=2), "shard.index must be .*got -1"),
+        (Shard(index=np.int32(5), num_shards=2), "shard.index must be .*got .*5"),
+        (Shard(index=jnp.int32(5), num_shards=2), "shard.index must be .*got .*5"),
+        (Shard(index=0.5), "shard.index must be an integer, got 0.5"),
+        (Shard(index="0"), "shard.index must be an integer, got '0'"),
+        (Shard(num_shards=0), "shard.num_shards must be an integer of at least 1, got 0"),
+        (Shard(num_shards=2.0), "shard.num_shards must be .*got 2.0"),
+        (Shard(block_size=0), "shard.block_size must be an integer of at least 1, got 0"),
+        (1, "shard must be a Shard, got 1"),
+    ],
+    ids=str,
+)
+def test_a_shard_that_there_cannot_be_is_refused(shard, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        attention(shard=shard)
+
+
+def test_a_traced_index_of_a_shard_is_taken():
+    query = np.ones((1, 1, 1, 8), np.float32)
+    attend = jax.jit(lambda index: tree_attn.attend(query, query, query, shard=Shard(index=index, num_shards=2)).lse)
+    np.testing.assert_allclose(attend(1), np.full((1, 1, 1), 8**0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["return_lse", "shard_heads"])
+def test_a_flag_is_true_or_false(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
+        tree_attn.tree_decode(None, None, None, axis_name="seq", **{name: "no"})

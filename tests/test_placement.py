@@ -61,3 +61,8 @@ def test_locate_is_the_inverse_of_positions(num_shards, block_size, num_slots):
         holder, slots = locate(shard.positions(num_slots), num_shards, block_size)
         np.testing.assert_array_equal(holder, np.full(num_slots, shard.index))
         np.testing.assert_array_equal(slots, np.arange(num_slots))
+
+
+@pytest.mark.parametrize("block_size", [None, 2])
+def test_no_tokens_have_an_empty_order(block_size):
+    assert storage_order(0, num_shards=2, block_size=block_size).shape == (0,)

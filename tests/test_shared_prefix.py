@@ -288,3 +288,52 @@ def test_a_context_needs_no_batch_axis():
     with pytest.raises(ValueError, match=r"prefix_key must be \[S, K, H\], got shape \(1, 4, 2, 16\)"):
         x = jnp.zeros((1, 4, 2, H))
         bifurcated_decode(jnp.zeros((1, 1, 4, H)), x, x, x, x)
+
+
+LEVEL = PrefixLevel(
+    key=np.zeros((1, 4, 2, 16), np.float32), value=np.zeros((1, 4, 2, 16), np.float32), sequences=((0,),)
+)
+
+
+@pytest.mark.parametrize(
+    "levels, message",
+    [
+        (LEVEL, "levels must be a list or tuple of PrefixLevel, got PrefixLevel"),
+        (None, "levels must be a list or tuple of PrefixLevel, got NoneType"),
+        ([{"key": LEVEL.key}], r"levels\[0\] must be a PrefixLevel, got dict"),
+        (
+            [dataclasses.replace(LEVEL, sequences=((0.5, 1),))],
+            r"levels\[0\].sequences must name sequences of the batch",
+        ),
+        ([dataclasses.replace(LEVEL, sequences=((True,),))], r"levels\[0\].sequences must name .*got \(\(True,\),\)"),
+        ([LEVEL, dataclasses.replace(LEVEL, sequences=(0,))], r"levels\[1\].sequences must be a tuple with a tuple"),
+        ([dataclasses.replace(LEVEL, sequences=[[0]])], r"levels\[0\].sequences must be a tuple with a tuple"),
+        ([dataclasses.replace(LEVEL, lengths=[2.5])], r"levels\[0\]: lengths must be integers, got dtype float64"),
+    ],
+)
+def test_levels_that_are_none_are_named(levels, message):
+    query, suffix = np.zeros((2, 1, 4, 16), np.float32), np.zeros((2, 3, 2, 16), np.float32)
+    with pytest.raises((ValueError, TypeError), match=message):
+        hydragen_decode(query, levels, suffix, suffix)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"prefix_length": 3.7}, "prefix_length must be integers, got dtype float64"),
+        ({"prefix_length": True}, "prefix_length must be integers, got dtype bool"),
+        ({"prefix_length": "3"}, "prefix_length must be an array of integers, got '3'"),
+        ({"prefix_length": 5}, r"prefix_length must lie in \[0, 4\] .*got 5"),
+        ({"prefix_length": np.array([3])}, r"prefix_length must have shape \(\), got \(1,\)"),
+        (
+            {"prefix_value": np.zeros((4, 2, 16), np.float16)},
+            "prefix_key, prefix_value: .* got query float32",
+        ),
+        ({"prefix_key": [1.0]}, r"prefix_key must be \[S, K, H\], got"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_named(arguments, message):
+    query, suffix = np.zeros((2, 1, 4, 16), np.float32), np.zeros((2, 3, 2, 16), np.float32)
+    context = {"prefix_key": LEVEL.key[0], "prefix_value": LEVEL.value[0]}
+    with pytest.raises((ValueError, TypeError), match=message):
+        bifurcated_decode(query, key=suffix, value=suffix, **context | arguments)

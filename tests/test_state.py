@@ -174,3 +174,29 @@ def test_gradients_are_the_softmax_of_lse_and_zero_for_the_empty(fold):
     pull = weights * (out - whole.out).sum(axis=-1)
     assert_gradients(of_out, SoftmaxState(np.broadcast_to(weights[..., None], out.shape), pull))
     assert_gradients(of_lse, SoftmaxState(np.zeros_like(out), weights))
+
+
+def test_no_segments_are_an_empty_state():
+    states = SoftmaxState(jnp.ones((3, 2, 4)), jnp.zeros((3, 2)))
+    merged = merge_segments(states, jnp.zeros(3, jnp.int32), num_segments=0)
+    assert merged.out.shape == (0, 2, 4) and merged.lse.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: merge_state(tuple(x), x), "a must be a SoftmaxState, got tuple"),
+        (lambda x: merge_state(x, None), "b must be a SoftmaxState, got NoneType"),
+        (lambda x: merge_states([x], axis=0), "stacked must be a SoftmaxState, got list"),
+        (lambda x: merge_states(x, axis=0.5), r"axis must be an axis of lse \(2,\), got 0.5"),
+        (lambda x: merge_segments({}, np.zeros(2, np.int32), 2), "states must be a SoftmaxState, got dict"),
+        (lambda x: merge_segments(x, np.zeros(2, np.int32), 2.5), "num_segments must be an integer, got 2.5"),
+        (lambda x: merge_segments(x, [0.0, 1.0], 2), "segment_ids must be integers, got float64"),
+        (lambda x: merge_state(x._replace(out=[1.0]), x), "a.out must be an array of floats, got list"),
+        (lambda x: merge_state(x._replace(lse=np.zeros(2, int)), x), "a.lse must be an array of floats, got int64"),
+        (lambda x: empty_like(tuple(x)), "state must be a SoftmaxState, got tuple"),
+    ],
+)
+def test_a_wrong_call_names_its_argument(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(SoftmaxState(np.zeros((2, 4), np.float32), np.zeros(2, np.float32)))

@@ -6,7 +6,6 @@ A wrong call is one clear error before anything is compiled or moved.
 import dataclasses
 import functools
 import inspect
-import math
 import numbers
 import typing
 from collections.abc import Callable
@@ -21,6 +20,9 @@ ATTENTION_DTYPES = ("float32", "bfloat16", "float16")
 NARROW_DTYPES = ("float8_e4m3fn", "int8")  # caches may keep keys and values in these, beside a wider query
 STORED_DTYPES = (*ATTENTION_DTYPES, *NARROW_DTYPES)  # of key and value
 INT32 = np.iinfo(np.int32)  # of positions and lengths
+_SMALLEST, _LARGEST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+# Such a cap bends no logit: float32 has those that it would bend 1e19 apart. Quotients by it would become 0.
+_LEAST_IDLE_CAP = 1e30
 AnyArray = jax.Array | np.ndarray
 WindowSide = int | np.integer
 Window = tuple[WindowSide | None, WindowSide | None]
@@ -95,19 +97,27 @@ class AttentionOptions(_Fields):
         batch, num_queries, num_heads, _ = query.shape
         if self.key_value_seq_lengths is not None:
             check_lengths("key_value_seq_lengths", self.key_value_seq_lengths, batch, num_keys)
-        if not isinstance(self.is_causal, bool | np.bool_):
-            raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
+        check_flag("is_causal", self.is_causal)
         _check_positions(self.query_positions, batch, num_queries)
         _check_window(self.local_window_size)
         cap, scale = self.logits_soft_cap, self.scale
-        if cap is not None and not (is_real(cap) and 0 < cap < math.inf):
-            raise ValueError(f"logits_soft_cap must be None or a positive number, got {cap!r}")
-        if scale is not None and not (is_real(scale) and math.isfinite(scale)):
-            raise ValueError(f"scale must be None (H ** -0.5) or a finite Python number, got {scale!r}")
-        if self.sinks is not None and jnp.shape(self.sinks) != (num_heads,):
-            raise ValueError(f"sinks must have shape [N] = ({num_heads},), got {jnp.shape(self.sinks)}")
+        if cap is not None and not (is_real(cap) and _SMALLEST <= cap <= _LARGEST):
+            raise ValueError(
+                f"logits_soft_cap must be None or a number from {_SMALLEST:.2g} to {_LARGEST:.2g}, got {cap!r}"
+            )
+        if scale is not None and not (is_real(scale) and abs(scale) <= _LARGEST):
+            allowed = f"None (H ** -0.5), or at most {_LARGEST:.2g} in size and a finite Python number"
+            raise ValueError(f"scale must be {allowed}, got {scale!r}")
+        if self.sinks is not None:
+            check_array("sinks", self.sinks, "floats", jnp.floating, f"[N] = ({num_heads},)", (num_heads,))
         for name in ("key_scale", "value_scale"):
             check_head_scale(name, getattr(self, name), num_kv_heads=key.shape[-2])
+
+    @property
+    def soft_cap(self) -> float | None:
+        """The cap of the logits; None where none of them comes near it."""
+        cap = self.logits_soft_cap
+        return None if cap is None or cap >= _LEAST_IDLE_CAP else float(cap)
 
     def head_scales(self, num_kv_heads: int) -> Float[Array, "2 K"] | None:
         """Returns `key_scale` over `value_scale` as kernels take them, float32 `[2, K]`; None where both are None."""
@@ -158,6 +168,7 @@ def takes_options(
         ]
         names = [option.name for option in options]
         known = {*names, *(parameter.name for parameter in parameters)}
+        flags = [parameter.name for parameter in parameters if isinstance(parameter.default, bool)]
 
         @functools.wraps(function)
         def checked(*args, **keyword_arguments):
@@ -167,6 +178,8 @@ def takes_options(
                         f"{function.__name__}() got an unexpected keyword argument {name!r}; "
                         f"its attention options are {', '.join(names)}"
                     )
+            for name in flags:
+                check_flag(name, keyword_arguments.get(name, False))
             return function(*args, **(defaults | keyword_arguments))
 
         checked.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
@@ -182,8 +195,14 @@ def default_scale(scale: float | None, head_dim: int) -> float:
 
 def one_of(name: str, value, allowed) -> None:
     """Raises ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
+    if not any(isinstance(value, type(x)) and value == x for x in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def check_flag(name: str, value) -> None:
+    """Raises TypeError unless `value` is True or False, of Python or numpy."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def is_integer(x) -> bool:
@@ -218,8 +237,11 @@ def check_arrays(query, key, value) -> None:
         raise ValueError(f"key must have the batch size of query, {query.shape[0]}, got {key.shape[0]}")
     if key.shape[3] != query.shape[3]:
         raise ValueError(f"key must have the head dim of query, {query.shape[3]}, got {key.shape[3]}")
-    if min(query.shape) < 1 or min(key.shape[2:]) < 1 or value.shape[3] < 1:
-        raise ValueError(f"query and key must not have empty axes, got {tuple(query.shape)} and {tuple(key.shape)}")
+    for name, shape, sizes in (
+        ("query", query.shape, query.shape), ("key", key.shape, key.shape[2:]), ("value", value.shape, value.shape[3:])
+    ):  # fmt: skip
+        if min(sizes) < 1:
+            raise ValueError(f"{name} must not have empty axes, got {tuple(shape)}")
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"query heads must be a multiple of key heads, got N={query.shape[2]} and K={key.shape[2]}")
 
@@ -237,11 +259,14 @@ def check_dtypes(query, key, value) -> None:
         )
 
 
-def check_lengths(name: str, lengths, batch: int, num_keys: int) -> None:
-    """Raises ValueError unless lengths are integers `[B]`, and in `[0, num_keys]` where their values are at hand."""
-    if jnp.shape(lengths) != (batch,):
-        raise ValueError(f"{name} must have shape [B] = ({batch},), got {jnp.shape(lengths)}")
-    _check_integers(name, lengths)
+def check_lengths(name: str, lengths, batch: int | None, num_keys: int) -> None:
+    """Raises ValueError or TypeError unless lengths are integers `[B]`, and in `[0, num_keys]` where they are at hand.
+
+    Args:
+      batch: B; None: one length, without an axis.
+    """
+    shape, layout = ((), "()") if batch is None else ((batch,), f"[B] = ({batch},)")
+    check_array(name, lengths, "integers", jnp.integer, layout, shape)
     values = concrete(lengths)
     if values is not None and values.size and (values.min() < 0 or values.max() > num_keys):
         raise ValueError(f"{name} must lie in [0, {num_keys}] (the number of keys), got {values.tolist()}")
@@ -251,9 +276,7 @@ def _check_positions(positions, batch: int, num_queries: int) -> None:
     if positions is None:
         return
     allowed = ((batch, num_queries), (num_queries,))
-    if jnp.shape(positions) not in allowed:
-        raise ValueError(f"query_positions must have shape [B, T] or [T], {allowed}, got {jnp.shape(positions)}")
-    _check_integers("query_positions", positions)
+    check_array("query_positions", positions, "integers", jnp.integer, f"[B, T] or [T], {allowed}", *allowed)
     values = concrete(positions)
     if values is not None and values.size and (values.min() < INT32.min or values.max() > INT32.max):
         raise ValueError(f"query_positions must fit into int32, got {values.tolist()}")
@@ -272,15 +295,24 @@ def _check_window(window) -> None:
 
 def check_head_scale(name: str, scale, num_kv_heads: int) -> None:
     """Raises ValueError unless a scale is None or float32 `[K]`."""
-    if scale is not None and (jnp.shape(scale) != (num_kv_heads,) or _dtype(scale) != jnp.float32):
+    if scale is not None and (np.shape(scale) != (num_kv_heads,) or _dtype(scale) != jnp.float32):
         raise ValueError(
-            f"{name} must be float32 of shape [K] = ({num_kv_heads},), got {_dtype(scale)} of shape {jnp.shape(scale)}"
+            f"{name} must be float32 of shape [K] = ({num_kv_heads},), got {_dtype(scale)} of shape {np.shape(scale)}"
         )
 
 
-def _check_integers(name: str, x) -> None:
-    if not jnp.issubdtype(_dtype(x), jnp.integer):
-        raise ValueError(f"{name} must be integers, got dtype {_dtype(x)}")
+def check_array(name: str, x, kinds: str, kind: type, layout: str, *shapes: tuple[int, ...]) -> None:
+    """Raises TypeError unless `x` holds numbers; ValueError unless it has one of these shapes and a dtype of `kind`."""
+    try:
+        shape, dtype = np.shape(x), _dtype(x)
+    except ValueError:  # a list of lists of unequal lengths
+        shape, dtype = (), np.dtype(object)
+    if dtype.kind in "OUS":  # what numpy makes of anything that is not numbers
+        raise TypeError(f"{name} must be an array of {kinds}, got {x!r}")
+    if shape not in shapes:
+        raise ValueError(f"{name} must have shape {layout}, got {shape}")
+    if not jnp.issubdtype(dtype, kind):
+        raise ValueError(f"{name} must be {kinds}, got dtype {dtype}")
 
 
 def _dtype(x):

@@ -174,8 +174,16 @@ def sink_state(sinks: Float[AnyArray, " N"], like: SoftmaxState) -> SoftmaxState
 
 
 def add_sinks(state: SoftmaxState, sinks: Float[AnyArray, " N"] | None) -> SoftmaxState:
-    """Merges the sinks into a state over all keys, once; None leaves it as it is."""
-    return state if sinks is None else merge_state(state, sink_state(sinks, state))
+    """Merges the sinks into a state over all keys, once; None leaves it as it is.
+
+    An infinite sink leaves no weight to keys: `out = 0, lse = inf`. The merge knows finite sinks only.
+    """
+    if sinks is None:
+        return state
+    sinks = jnp.asarray(sinks, state.lse.dtype)
+    merged = merge_state(state, sink_state(jnp.minimum(sinks, jnp.finfo(sinks.dtype).max), state))
+    is_infinite = (sinks == jnp.inf)[None, None, :]
+    return SoftmaxState(merged.out, jnp.where(is_infinite, jnp.inf, merged.lse))
 
 
 def _positions(batch, num_queries, num_keys, lengths, query_positions) -> Int[Array, "B T"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from tree_attn.arguments import AnyArray, check_integer, is_integer
+from tree_attn.arguments import AnyArray, check_integer, concrete, is_integer
 
 
 class Unnamed(enum.Enum):
@@ -64,6 +64,21 @@ class Shard:
         whole_rounds, rest = lengths // keys_per_round, lengths % keys_per_round
         in_last_round = jnp.clip(rest - self.index * self.block_size, 0, self.block_size)
         return jnp.clip(whole_rounds * self.block_size + in_last_round, 0, num_slots).astype(jnp.int32)
+
+
+def check_shard(shard: Shard) -> None:
+    """Raises TypeError or ValueError unless `shard` is a `Shard` that there can be; a traced index is not checked."""
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard must be a Shard, got {shard!r}")
+    check_integer("shard.num_shards", shard.num_shards, minimum=1)
+    if shard.block_size is not None:
+        check_integer("shard.block_size", shard.block_size, minimum=1)
+    index = shard.index
+    if is_integer(index) or (isinstance(index, jax.Array) and concrete(index) is not None):
+        index = index if is_integer(index) else concrete(index)[()]
+        check_integer("shard.index", index, minimum=0, maximum=shard.num_shards - 1)
+    elif not (isinstance(index, jax.Array) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer)):
+        raise TypeError(f"shard.index must be an integer, got {index!r}")
 
 
 def locate(positions: Int[Array, "*n"], num_shards: int, block_size: int) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:

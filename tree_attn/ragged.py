@@ -3,18 +3,24 @@
 Both are LeanAttention on a Hopper GPU (`implementation="mosaic_gpu"`), and plain XLA elsewhere.
 """
 
-from typing import Unpack
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Integer, Num
 
 from tree_attn.arguments import (
     AnyArray,
     AttentionOptions,
     RaggedOptionArguments,
+    check_array,
     check_dtypes,
+    check_lengths,
+    clip_to_int32,
+    concrete,
     default_scale,
     takes_options,
 )
@@ -32,7 +38,7 @@ def lean_decode(
     query: Float[AnyArray, "B T N H"],
     key: Num[AnyArray, "total K H"],
     value: Num[AnyArray, "total K H"],
-    cu_seqlens: Int[AnyArray, " B+1"],
+    cu_seqlens: Integer[AnyArray, " B+1"],
     *,
     return_lse: bool = False,
     **options: Unpack[RaggedOptionArguments],
@@ -49,7 +55,7 @@ def lean_decode(
       query: `[B, T, N, H]`, the last T positions of each sequence; bfloat16 or float16 (float32 too under "xla").
       key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query`, float8_e4m3fn, or int8 under
         "xla"; the kernel needs `total` to be a multiple of 8.
-      cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`.
+      cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`. What lies beyond is not read into any result.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
       options: the attention options of `tree_attn.attend`, but for lengths and positions. `implementation` is
         "mosaic_gpu" or "xla"; None takes the first that can run.
@@ -64,17 +70,21 @@ def lean_decode(
 
     Source: LeanAttention, section 4.3 (lean ragged batching).
     """
-    query, key, value, cu_seqlens = map(jnp.asarray, (query, key, value, cu_seqlens))
-    _check_arrays(query, key, value, rank=3)
+    _check_arrays(query, key, value, "key", "value", "[total, K, H]")
     _check_cu_seqlens(cu_seqlens, query.shape[0], key.shape[0])
-    starts, ends = (jnp.asarray(x, jnp.int32) for x in (cu_seqlens[:-1], cu_seqlens[1:]))
-    attention = AttentionOptions(key_value_seq_lengths=ends - starts, **options)
-    view = _checked_view(query, key, value, key.shape[0], attention)
+    attention = _checked_options(query, key, value, key.shape[0], options)
+    query, key, value = map(jnp.asarray, (query, key, value))
+    offsets = clip_to_int32(cu_seqlens, 0, key.shape[0])
+    starts, ends = offsets[:-1], jnp.maximum(offsets[1:], offsets[:-1])
+    view = _view(query, key.shape[0], dataclasses.replace(attention, key_value_seq_lengths=ends - starts))
     spans = tuple(starts[:, None] + slots for slots in view.slot_ranges())
-    scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.logits_soft_cap
+    scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.soft_cap
     scales = attention.head_scales(key.shape[-2])
-    if _choose(query, key[None], value[None], view, attention, scales) == "xla":
-        state = _packed_by_xla(query, key, value, spans, scale=scale, soft_cap=soft_cap, scales=scales)
+    name = _choose(query, key[None], value[None], view, attention, scales)
+    if key.shape[0] == 0:
+        state = _no_keys(query)
+    elif name == "xla":
+        state = _packed_by_xla(query, key, value, starts, ends, spans, scale=scale, soft_cap=soft_cap, scales=scales)
     else:
         state = mosaic_gpu.lean_state(
             query, key[None], value[None], spans, num_slots=key.shape[0], is_packed=True, scale=scale,
@@ -89,8 +99,8 @@ def paged_decode(
     query: Float[AnyArray, "B T N H"],
     key_pages: Num[AnyArray, "P page K H"],
     value_pages: Num[AnyArray, "P page K H"],
-    page_table: Int[AnyArray, "B pages"],
-    key_value_seq_lengths: Int[AnyArray, " B"],
+    page_table: Integer[AnyArray, "B pages"],
+    key_value_seq_lengths: Integer[AnyArray, " B"],
     *,
     return_lse: bool = False,
     **options: Unpack[RaggedOptionArguments],
@@ -102,7 +112,7 @@ def paged_decode(
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence.
       key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 64 keys.
-      page_table: int32 `[B, pages]`; entries beyond a sequence's length are not read, but must name some page.
+      page_table: int32 `[B, pages]`; entries beyond a sequence's length may be anything.
       key_value_seq_lengths: int32 `[B]`, at most `pages * page`.
       return_lse, options: as in `lean_decode`.
     Returns:
@@ -115,69 +125,107 @@ def paged_decode(
 
     Source: LeanAttention, section 4.3; pages as in vLLM (PagedAttention).
     """
-    query, key_pages, value_pages, page_table = map(jnp.asarray, (query, key_pages, value_pages, page_table))
-    _check_arrays(query, key_pages, value_pages, rank=4)
-    if page_table.ndim != 2 or page_table.shape[0] != query.shape[0]:
-        raise ValueError(f"page_table must be [B, pages] with B = {query.shape[0]}, got {page_table.shape}")
-    num_slots = page_table.shape[1] * key_pages.shape[1]
-    attention = AttentionOptions(key_value_seq_lengths=key_value_seq_lengths, **options)
-    view = _checked_view(query, key_pages, value_pages, num_slots, attention)
-    scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.logits_soft_cap
+    _check_arrays(query, key_pages, value_pages, "key_pages", "value_pages", "[P, page, K, H]")
+    num_pages, page_size = key_pages.shape[:2]
+    shape = query.shape[0], *np.shape(page_table)[-1:]
+    check_array("page_table", page_table, "integers", jnp.integer, f"[B, pages] with B = {query.shape[0]}", shape)
+    num_slots = np.shape(page_table)[1] * page_size if num_pages else 0
+    check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0], num_slots)
+    options = {**options, "key_value_seq_lengths": key_value_seq_lengths}
+    attention = _checked_options(query, key_pages, value_pages, num_slots, options)
+    _check_page_numbers(page_table, key_value_seq_lengths, num_pages, page_size)
+    view = _view(query, num_slots, attention)
+    query, key_pages, value_pages = map(jnp.asarray, (query, key_pages, value_pages))
+    table = clip_to_int32(page_table, 0, max(num_pages - 1, 0))
+    scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.soft_cap
     scales = attention.head_scales(key_pages.shape[-2])
-    if _choose(query, key_pages, value_pages, view, attention, scales, page_size=key_pages.shape[1]) == "xla":
-        gather = lambda pages: pages[page_table].reshape(query.shape[0], num_slots, *pages.shape[2:])
+    name = _choose(query, key_pages, value_pages, view, attention, scales, page_size=page_size)
+    if num_slots == 0:
+        state = _no_keys(query)
+    elif name == "xla":
+        gather = lambda pages: pages[table].reshape(query.shape[0], num_slots, *pages.shape[2:])
         keys, values = gather(key_pages), gather(value_pages)
         state = xla.attend(query, keys, values, scale=scale, logits_soft_cap=soft_cap, visible=view, scales=scales)
     else:
         state = mosaic_gpu.lean_state(
             query, key_pages, value_pages, view.slot_ranges(), num_slots=num_slots,
-            pages=page_table.astype(jnp.int32), scale=scale, logits_soft_cap=soft_cap, scales=scales,
+            pages=table, scale=scale, logits_soft_cap=soft_cap, scales=scales,
         )  # fmt: skip
     state = add_sinks(state, attention.sinks)
     return (state.out, state.lse) if return_lse else state.out
 
 
-def _checked_view(query, key, value, num_slots: int, options: AttentionOptions) -> Visibility:
+def _checked_options(query, key, value, num_slots: int, arguments: Mapping[str, Any]) -> AttentionOptions:
+    options = AttentionOptions(**arguments)
     options.check(query, key, value, num_keys=num_slots)
+    check_implementation(options.implementation, IMPLEMENTATIONS)
+    return options
+
+
+def _view(query, num_slots: int, options: AttentionOptions) -> Visibility:
     return visibility(options, batch=query.shape[0], num_queries=query.shape[1], num_slots=num_slots, shard=Shard())
 
 
-def _check_cu_seqlens(cu_seqlens, batch: int, total: int) -> None:
-    if cu_seqlens.shape != (batch + 1,) or not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+def _check_arrays(query, key, value, key_name: str, value_name: str, layout: str) -> None:
+    """Raises ValueError or TypeError unless the arrays fit each other; key and value may lack keys."""
+    for name, x, axes in (("query", query, "[B, T, N, H]"), (key_name, key, layout), (value_name, value, layout)):
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"{name} must be an array {axes}, got {type(x).__name__}")
+        if x.ndim != axes.count(",") + 1:
+            raise ValueError(f"{name} must be {axes}, got shape {tuple(x.shape)}")
+        sizes = x.shape if name == "query" else x.shape[-2:]
+        if min(sizes) < 1:
+            raise ValueError(f"{name} must not have empty axes, got {tuple(x.shape)}")
+    if key.shape != value.shape:
         raise ValueError(
-            f"cu_seqlens must be integers [B + 1] = [{batch + 1}], got {cu_seqlens.dtype} {cu_seqlens.shape}"
+            f"{value_name} must have the shape of {key_name}, {tuple(key.shape)}, got {tuple(value.shape)}"
         )
-    if isinstance(cu_seqlens, jax.core.Tracer):
-        return
-    values = np.asarray(cu_seqlens)
-    if values[0] < 0 or (np.diff(values) < 0).any() or values[-1] > total:
-        raise ValueError(f"cu_seqlens must ascend from 0 to at most total = {total}, got {values.tolist()}")
-
-
-def _check_arrays(query, key, value, rank: int) -> None:
-    if query.ndim != 4:
-        raise ValueError(f"query must be [B, T, N, H], got {query.shape}")
-    if key.ndim != rank or key.shape != value.shape:
-        raise ValueError(f"key and value must have one shape of rank {rank}, got {key.shape} and {value.shape}")
     if key.shape[-1] != query.shape[-1] or query.shape[2] % key.shape[-2]:
         raise ValueError(
-            f"key must have query's head dim and a number of heads that divides query's, {query.shape}, got {key.shape}"
+            f"{key_name} must have query's head dim and a number of heads that divides query's, {tuple(query.shape)}, "
+            f"got {tuple(key.shape)}"
         )
     check_dtypes(query, key, value)
 
 
+def _check_cu_seqlens(cu_seqlens, batch: int, total: int) -> None:
+    check_array("cu_seqlens", cu_seqlens, "integers", jnp.integer, f"[B + 1] = ({batch + 1},)", (batch + 1,))
+    values = concrete(cu_seqlens)
+    if values is not None and (values[0] < 0 or (values[1:] < values[:-1]).any() or values[-1] > total):
+        raise ValueError(f"cu_seqlens must ascend from 0 to at most total = {total}, got {values.tolist()}")
+
+
+def _check_page_numbers(page_table, lengths, num_pages: int, page_size: int) -> None:
+    """Raises ValueError for a page that a sequence needs and that is not there, where the values are at hand."""
+    table, lengths = concrete(page_table), concrete(lengths)
+    if table is None or lengths is None:
+        return
+    is_needed = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    wrong = table[is_needed & ((table < 0) | (table >= num_pages))]
+    if wrong.size:
+        raise ValueError(f"page_table must hold pages in [0, {num_pages}) up to each length, got {wrong.tolist()}")
+
+
+def _no_keys(query) -> SoftmaxState:
+    return SoftmaxState(jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
+
+
 def _choose(query, key, value, view: Visibility, options: AttentionOptions, scales, page_size: int = 0) -> str:
-    check_implementation(options.implementation, IMPLEMENTATIONS)
     reason = mosaic_gpu.unsupported_pages(page_size)
     obstacles = {} if reason is None else {"mosaic_gpu": reason}
     return choose(
         query, key, value, implementation=options.implementation, candidates=IMPLEMENTATIONS, obstacles=obstacles,
-        logits_soft_cap=options.logits_soft_cap, visible=view, scales=scales,
+        logits_soft_cap=options.soft_cap, visible=view, scales=scales,
     )  # fmt: skip
 
 
-def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | None, scales) -> SoftmaxState:
-    """Merges the keys of each sequence: every key is a state of its own, `(value, logit)`."""
+def _packed_by_xla(query, key, value, starts, ends, spans, *, scale: float, soft_cap: float | None, scales):
+    """Returns the state of each sequence over its keys: every key is a state of its own, `(value, logit)`.
+
+    Args:
+      starts, ends: of the sequences, int32 `[B]`. What lies between and after them is not read into any result.
+      spans: first and end visible slot of each query, int32 `[B or 1, T or 1]` each.
+    """
     batch, num_queries, num_heads, head_dim = query.shape
     total, num_kv_heads = key.shape[:2]
     group = num_heads // num_kv_heads
@@ -185,15 +233,17 @@ def _packed_by_xla(query, key, value, spans, *, scale: float, soft_cap: float | 
     key, value = (jnp.pad(x, [(0, padding), (0, 0), (0, 0)]) for x in (key, value))
     key_scale, value_scale = jnp.ones((2, num_kv_heads), jnp.float32) if scales is None else scales
     first, end = (jnp.broadcast_to(x, (batch, num_queries)) for x in spans)
-    owner_ends = jnp.max(end, axis=1)
 
     def chunk(state, start):
         slots = start + jnp.arange(_XLA_CHUNK, dtype=jnp.int32)
         # Sequences ascend, so a key belongs to the first that ends after it.
-        owner = jnp.minimum(jnp.sum(owner_ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32), batch - 1)
+        owner = jnp.minimum(jnp.sum(ends[None, :] <= slots[:, None], axis=1, dtype=jnp.int32), batch - 1)
+        is_owned = (slots >= starts[owner]) & (slots < ends[owner])
 
         def take(x, head_scale):  # multiplied by its scale in float32, a chunk at a time
-            return jax.lax.dynamic_slice_in_dim(x, start, _XLA_CHUNK).astype(jnp.float32) * head_scale[None, :, None]
+            x = jax.lax.dynamic_slice_in_dim(x, start, _XLA_CHUNK).astype(jnp.float32)
+            # A weight or cotangent of 0 times NaN would be NaN.
+            return jnp.where(is_owned[:, None, None], x, 0.0) * head_scale[None, :, None]
 
         owner_query = query[owner].reshape(-1, num_queries, num_kv_heads, group, head_dim)
         logits = jnp.einsum(

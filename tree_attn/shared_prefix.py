@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Integer, Num
 
 from tree_attn.arguments import (
     AnyArray,
@@ -30,6 +30,8 @@ from tree_attn.arguments import (
     check_arrays,
     check_head_scale,
     check_lengths,
+    clip_to_int32,
+    is_integer,
     one_of,
     takes_options,
 )
@@ -37,7 +39,7 @@ from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
-from tree_attn.reduce import Reduction, check_reduction, reduce_state
+from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.sharded import (
     check_call,
     check_one_device,
@@ -74,7 +76,7 @@ class PrefixLevel:
     key: Num[AnyArray, "nodes S K H"]
     value: Num[AnyArray, "nodes S K Hv"]
     sequences: tuple[tuple[int, ...], ...]
-    lengths: Int[AnyArray, " nodes"] | None = None
+    lengths: Integer[AnyArray, " nodes"] | None = None
     block_size: int | None = None
     key_scale: Float[AnyArray, " K"] | None = None
     value_scale: Float[AnyArray, " K"] | None = None
@@ -86,7 +88,9 @@ class PrefixLevel:
           name: of the level, for messages.
           num_shards: the number of shards of which `key` is one.
         """
-        batch, nodes = query.shape[0], len(self.sequences)
+        batch = query.shape[0]
+        _check_sequences(f"{name}.sequences", self.sequences, batch)
+        nodes = len(self.sequences)
         with _named(name):
             check_block_size(self.block_size)
             check_arrays(jax.ShapeDtypeStruct((nodes, *query.shape[1:]), query.dtype), self.key, self.value)
@@ -94,11 +98,6 @@ class PrefixLevel:
                 check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_shards)
             for scale in ("key_scale", "value_scale"):
                 check_head_scale(scale, getattr(self, scale), num_kv_heads=self.key.shape[2])
-        served = [sequence for sequences in self.sequences for sequence in sequences]
-        if len(set(served)) != len(served) or any(not 0 <= sequence < batch for sequence in served):
-            raise ValueError(
-                f"{name}.sequences must name sequences of the batch of {batch}, none twice, got {self.sequences}"
-            )
 
 
 @takes_options(without=("query_positions", "local_window_size"))
@@ -146,6 +145,7 @@ def hydragen_decode(
     """
     attention = AttentionOptions(**options)
     one_of("shard_suffix", shard_suffix, ("sequence", "batch"))
+    _check_levels(levels)
     levels = tuple(levels)
     if axis_name is None:
         check_one_device(mesh=mesh, block_size=block_size, reduction=reduction)
@@ -163,7 +163,16 @@ def hydragen_decode(
     else:
         key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     levels = tuple(_padded(f"levels[{i}]", level, axes, mesh) for i, level in enumerate(levels))
-    body = _DecodeWithPrefixes(axes=axes, mesh=mesh, block_size=block_size, by_batch=by_batch, reduction=reduction)
+
+    def body(query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
+        shard = local_shard(axes, block_size)
+        suffix = _attend_suffixes_of_shard if by_batch else attend_shard
+        state = suffix(query, key, value, options, shard)
+        for level in reversed(levels):
+            placed = dataclasses.replace(shard, block_size=level.block_size)
+            state = _merge_level(state, query, level, options, placed)
+        return add_sinks(reduce_state(state, axes, reduction, mesh) if axes else state, options.sinks)
+
     along_sequence = P(None, axes)
     of_suffix = P(axes) if by_batch else along_sequence
     of_levels = tuple(
@@ -184,7 +193,7 @@ def bifurcated_decode(
     key: Num[AnyArray, "suffixes D K H"],
     value: Num[AnyArray, "suffixes D K Hv"],
     *,
-    prefix_length: Int[AnyArray, ""] | int | None = None,
+    prefix_length: Integer[AnyArray, ""] | int | None = None,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     block_size: int | None = None,
@@ -215,41 +224,44 @@ def bifurcated_decode(
 
     Source: Bifurcated Attention, section 4.2, equations 3 and 4, appendix E.3; T > 1: appendix G.
     """
-    for name, x in (("prefix_key", prefix_key), ("prefix_value", prefix_value)):
-        if jnp.ndim(x) != 3:
-            raise ValueError(f"{name} must be [S, K, H], got shape {jnp.shape(x)}")
-    level = PrefixLevel(
-        key=prefix_key[None],
-        value=prefix_value[None],
-        lengths=None if prefix_length is None else jnp.asarray(prefix_length, jnp.int32)[None],
-        sequences=(tuple(range(query.shape[0])),),
-    )
+    for name, x in (("query", query), ("prefix_key", prefix_key), ("prefix_value", prefix_value)):
+        rank, layout = (4, "[B, T, N, H]") if name == "query" else (3, "[S, K, H]")
+        if not hasattr(x, "shape") or not hasattr(x, "dtype") or len(x.shape) != rank:
+            raise ValueError(f"{name} must be {layout}, got shape {np.shape(x)}")
+    axes = () if axis_name is None else axis_tuple(axis_name)
+    num_held = num_held_shards(axes)
+    whole = (tuple(range(query.shape[0])),)
+    shapes = {
+        name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in (("key", prefix_key), ("value", prefix_value))
+    }
+    PrefixLevel(sequences=whole, **shapes).check("prefix_key, prefix_value", query, num_held)
+    if prefix_length is not None:
+        check_lengths("prefix_length", prefix_length, None, prefix_key.shape[0] * num_held)
+        prefix_length = clip_to_int32(prefix_length)[None]
+    level = PrefixLevel(key=prefix_key[None], value=prefix_value[None], lengths=prefix_length, sequences=whole)
     return hydragen_decode(
         query, [level], key, value, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_suffix=shard_suffix,
         reduction=reduction, return_lse=return_lse, **options,
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _DecodeWithPrefixes:
-    """The part of each device. The fields are the arguments of `hydragen_decode`."""
+def _check_levels(levels) -> None:
+    """Raises TypeError unless `levels` is a list or tuple of prefix levels."""
+    if not isinstance(levels, list | tuple):
+        raise TypeError(f"levels must be a list or tuple of PrefixLevel, got {type(levels).__name__}")
+    for i, level in enumerate(levels):
+        if not isinstance(level, PrefixLevel):
+            raise TypeError(f"levels[{i}] must be a PrefixLevel, got {type(level).__name__}")
 
-    axes: tuple[str, ...]
-    mesh: Mesh | None
-    block_size: int | None
-    by_batch: bool
-    reduction: Reduction | None
 
-    def __call__(self, query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
-        shard = local_shard(self.axes, self.block_size)
-        suffix = _attend_suffixes_of_shard if self.by_batch else attend_shard
-        state = suffix(query, key, value, options, shard)
-        for level in reversed(levels):
-            placed = dataclasses.replace(shard, block_size=level.block_size)
-            state = _merge_level(state, query, level, options, placed)
-        if self.axes:
-            state = reduce_state(state, self.axes, self.reduction, self.mesh)
-        return add_sinks(state, options.sinks)
+def _check_sequences(name: str, sequences, batch: int) -> None:
+    """Raises TypeError or ValueError unless `sequences` is a tuple of tuples of different indices of the batch."""
+    if not isinstance(sequences, tuple) or not all(isinstance(served, tuple) for served in sequences):
+        raise TypeError(f"{name} must be a tuple with a tuple of integers for each node, got {sequences!r}")
+    served = [sequence for node in sequences for sequence in node]
+    is_there = all(is_integer(sequence) and 0 <= sequence < batch for sequence in served)
+    if not is_there or len(set(served)) != len(served):
+        raise ValueError(f"{name} must name sequences of the batch of {batch}, none twice, got {sequences}")
 
 
 def _check_batch(num_sequences: int, axes: tuple[str, ...], mesh: Mesh | None) -> None:

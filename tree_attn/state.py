@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from tree_attn.arguments import is_integer
 
 
 class SoftmaxState(NamedTuple):
@@ -36,6 +39,7 @@ def empty_like(state: SoftmaxState) -> SoftmaxState:
 
     Source: Tree Attention, section 5 (the reduction's neutral element).
     """
+    _check_state("state", state)
     return SoftmaxState(jnp.zeros_like(state.out), jnp.full_like(state.lse, -jnp.inf))
 
 
@@ -89,7 +93,7 @@ def merge_states(stacked: SoftmaxState, axis: int) -> SoftmaxState:
     Source: Tree Attention, Algorithm 3 (here on one device; `tree_attn.reduce` does it across devices).
     """
     _check_state("stacked", stacked)
-    if not -stacked.lse.ndim <= axis < stacked.lse.ndim:
+    if not is_integer(axis) or not -stacked.lse.ndim <= axis < stacked.lse.ndim:
         raise ValueError(f"axis must be an axis of lse {stacked.lse.shape}, got {axis}")
     axis %= stacked.lse.ndim
     max_lse = finite_max(jnp.max(stacked.lse, axis=axis, keepdims=True, initial=-jnp.inf))
@@ -115,12 +119,17 @@ def merge_segments(states: SoftmaxState, segment_ids: Int[Array, " n"], num_segm
     Source: LeanAttention, Algorithm 1 (partials of one output tile come from several CTAs).
     """
     _check_state("states", states)
-    if states.lse.ndim < 1 or segment_ids.shape != states.lse.shape[:1]:
-        raise ValueError(f"segment_ids must have shape [n] for lse {states.lse.shape}, got {segment_ids.shape}")
+    if states.lse.ndim < 1 or np.shape(segment_ids) != states.lse.shape[:1]:
+        raise ValueError(f"segment_ids must have shape [n] for lse {states.lse.shape}, got {np.shape(segment_ids)}")
+    segment_ids = segment_ids if hasattr(segment_ids, "dtype") else np.asarray(segment_ids)
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+    if not is_integer(num_segments):
+        raise TypeError(f"num_segments must be an integer, got {num_segments!r}")
     if num_segments < 0:
         raise ValueError(f"num_segments must be at least 0, got {num_segments}")
+    if num_segments == 0:
+        return jax.tree.map(lambda x: x[:0], states)
     max_lse = finite_max(jax.ops.segment_max(states.lse, segment_ids, num_segments))
     # A state whose id is dropped weighs exp(lse - inf) = 0. A finite value could make it infinite, its gradient NaN.
     max_by_state = jnp.take(max_lse, segment_ids, axis=0, mode="fill", fill_value=jnp.inf)
@@ -175,6 +184,11 @@ def _larger_lse_first(a: SoftmaxState, b: SoftmaxState) -> tuple[SoftmaxState, S
 
 
 def _check_state(name: str, state: SoftmaxState) -> None:
+    if not isinstance(state, SoftmaxState):
+        raise TypeError(f"{name} must be a SoftmaxState, got {type(state).__name__}")
+    for field, x in zip(state._fields, state):
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name}.{field} must be an array of floats, got {getattr(x, 'dtype', type(x).__name__)}")
     if state.out.shape[:-1] != state.lse.shape or state.out.ndim == 0:
         raise ValueError(
             f"{name}.lse must have the shape of {name}.out {state.out.shape} less its last axis, got {state.lse.shape}"

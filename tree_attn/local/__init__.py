@@ -27,7 +27,7 @@ from tree_attn.local.contracts import Backend, Epilogue, Exchange
 from tree_attn.local.mosaic_gpu import slot_multiple
 from tree_attn.masking import add_sinks, visibility
 from tree_attn.mesh import vary_as
-from tree_attn.placement import Shard
+from tree_attn.placement import Shard, check_shard
 from tree_attn.state import SoftmaxState, merge_state
 
 IMPLEMENTATIONS: Mapping[str, Backend] = {
@@ -84,6 +84,7 @@ def attend(
     Source: Tree Attention, Algorithm 3, line 2.
     """
     shard = Shard() if shard is None else shard
+    check_shard(shard)
     attention = AttentionOptions(**options)
     check_arrays(query, key, value)
     attention.check(query, key, value, num_keys=key.shape[1] * shard.num_shards)
@@ -167,7 +168,7 @@ def shard_attention(
     )
     # Backends have loops and kernels, in which types must not differ by the axes that arrays vary over.
     query, key, value, visible, scales = vary_as((query, key, value, visible, options.head_scales(key.shape[2])))
-    arguments = {"logits_soft_cap": options.logits_soft_cap, "visible": visible, "scales": scales}
+    arguments = {"logits_soft_cap": options.soft_cap, "visible": visible, "scales": scales}
     name = choose(
         query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **arguments
     )
