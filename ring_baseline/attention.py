@@ -63,13 +63,26 @@ def ring_attention(
     _check_self_attention(query, key)
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
+    body = _RingAttention(axes=axes, block_size=block_size)
+    along_sequence = P(None, axes)
+    specs = along_sequence, along_sequence, along_sequence, P()
+    state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh, out_specs=along_sequence)
+    return (state.out, state.lse) if return_lse else state.out
 
-    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
-        shard = local_shard(axes, block_size)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RingAttention:
+    """The part of each device. The fields are the arguments of `ring_attention`."""
+
+    axes: tuple[str, ...]
+    block_size: int | None
+
+    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        shard = local_shard(self.axes, self.block_size)
         key_value, state = (key, value), None
         for hop in range(shard.num_shards):
-            arriving = to_next(key_value, axes) if hop < shard.num_shards - 1 else None
-            visiting = dataclasses.replace(shard, index=source(axes, hop))
+            arriving = to_next(key_value, self.axes) if hop < shard.num_shards - 1 else None
+            visiting = dataclasses.replace(shard, index=source(self.axes, hop))
             with jax.named_scope(f"ring_attention_hop_{hop}"):
                 part = attend_shard(query, *key_value, options, visiting, query_shard=shard, beside_transfers=True)
             # Merged in float32: a bf16 running output would round once per hop.
@@ -78,11 +91,6 @@ def ring_attention(
             # As in ring_decode: two buffers, and a transfer beside each hop's attention.
             key_value, state = jax.lax.optimization_barrier((arriving, state))
         return add_sinks(SoftmaxState(state.out.astype(query.dtype), state.lse), options.sinks)
-
-    along_sequence = P(None, axes)
-    specs = along_sequence, along_sequence, along_sequence, P()
-    state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh, out_specs=along_sequence)
-    return (state.out, state.lse) if return_lse else state.out
 
 
 def _check_self_attention(query, key) -> None:

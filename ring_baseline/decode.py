@@ -58,27 +58,36 @@ def ring_decode(
     axes = axis_tuple(axis_name)
     one_of("variant", variant, VARIANTS)
     attention = AttentionOptions(**options)
-    rotate = _overlapped if variant == "overlapped" else _public
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-
-    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
-        shard = local_shard(axes, block_size)
-
-        def attend_to(key_value, hop) -> SoftmaxState:
-            visiting = dataclasses.replace(shard, index=source(axes, hop))
-            return attend_shard(query, *key_value, options, visiting, beside_transfers=True)
-
-        by_hop = rotate(attend_to, (key, value), axes, shard.num_shards)
-        # Every device met the shards in another order. Merged in the ring's order they round alike everywhere.
-        order = (place(axes) - jnp.arange(shard.num_shards)) % shard.num_shards
-        state = merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
-        return add_sinks(typed_as_replicated(state, axes), options.sinks)
-
+    body = _RingDecode(axes=axes, block_size=block_size, variant=variant)
     along_sequence = P(None, axes)
     specs = P(), along_sequence, along_sequence, P()
     state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh)
     return (state.out, state.lse) if return_lse else state.out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RingDecode:
+    """The part of each device. The fields are the arguments of `ring_decode`."""
+
+    axes: tuple[str, ...]
+    block_size: int | None
+    variant: str
+
+    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        shard = local_shard(self.axes, self.block_size)
+
+        def attend_to(key_value, hop) -> SoftmaxState:
+            visiting = dataclasses.replace(shard, index=source(self.axes, hop))
+            return attend_shard(query, *key_value, options, visiting, beside_transfers=True)
+
+        rotate = _overlapped if self.variant == "overlapped" else _public
+        by_hop = rotate(attend_to, (key, value), self.axes, shard.num_shards)
+        # Every device met the shards in another order. Merged in the ring's order they round alike everywhere.
+        order = (place(self.axes) - jnp.arange(shard.num_shards)) % shard.num_shards
+        state = merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
+        return add_sinks(typed_as_replicated(state, self.axes), options.sinks)
 
 
 def _overlapped(attend_to, key_value, axes, num_shards) -> SoftmaxState:

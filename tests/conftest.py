@@ -26,9 +26,13 @@ CHECKED = (
     "sparq",
     "cache",
     "cache_layer",
+    "cache_writes",
     "models.llama.evaluation.baselines",
 )
 jaxtyping.install_import_hook([f"tree_attn.{name}" for name in CHECKED], "typechecker.checked")
+
+from tree_attn import sharded  # noqa: E402  (after the hook)
+
 _raises = pytest.raises
 
 
@@ -77,9 +81,20 @@ def optimized():
 
 
 @pytest.fixture(autouse=True)
-def no_nodes_recorded(monkeypatch):
+def no_nodes_recorded():
     """Commands that ran before in this process have recorded the node that they ran on."""
-    monkeypatch.setattr("tree_attn.topology._nodes", ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tree_attn.topology._nodes", ())
+        yield
+
+
+@pytest.fixture(autouse=True)
+def traced_anew(request):
+    """Programs of other tests do not serve those that patch what is traced, or read what tracing logs."""
+    if not {"monkeypatch", "caplog"}.isdisjoint(request.fixturenames):
+        clear = sharded._run_over_shards.clear_cache
+        clear()
+        request.addfinalizer(clear)
 
 
 @pytest.fixture(scope="session", autouse=True)

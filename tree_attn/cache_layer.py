@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from tree_attn import cache_writes
 from tree_attn.mesh import AxisName, axis_tuple, bound_axis_sizes
-from tree_attn.sharded import is_local, num_held_shards
+from tree_attn.sharded import is_local, num_held_shards, run_on_mesh
 
 
 @partial(
@@ -185,16 +185,11 @@ class LayerCache:
             return body(self, *operands)
         batch_axes = self._unbound_batch_axes
         of_arrays = self._specs(batch_axes)
-        is_nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        mapped = jax.shard_map(
-            body,
-            mesh=None if is_nested else self.mesh,
-            axis_names={*self.axes, *batch_axes},
-            in_specs=(of_arrays, *specs),
-            out_specs=of_arrays,
-            check_vma=False,
-        )
-        return mapped(self, *operands)
+        context = jax.sharding.get_abstract_mesh()
+        return run_on_mesh(
+            body, (self, *operands), (of_arrays, *specs), axes=(*self.axes, *batch_axes),
+            mesh=context if context.manual_axes else self.mesh, out_specs=of_arrays,
+        )  # fmt: skip
 
 
 def _arrays(name: str) -> Any:

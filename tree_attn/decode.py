@@ -1,5 +1,6 @@
 """Tree Attention decoding: each device attends to its shard of the keys, then collectives merge the partial states."""
 
+import dataclasses
 from typing import Unpack
 
 import jax
@@ -12,7 +13,7 @@ from tree_attn.local import shard_attention
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
-from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.reduce.all_to_all import all_to_all
 from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState
@@ -76,25 +77,36 @@ def tree_decode(
     attention = AttentionOptions(**options)
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-
-    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
-        shard = local_shard(axes, block_size)
-        local = shard_attention(query, key, value, options, shard)
-        if not shard_heads:
-            with jax.named_scope("tree_decode"):
-                state = reduce_state(local, axes, reduction, mesh)
-            return add_sinks(state, options.sinks)
-        _check_heads(query.shape[2], shard.num_shards)
-        with jax.named_scope("tree_decode"):
-            state = all_to_all(local.run(), axes)
-        return add_sinks(state, _sinks_of_shard(options.sinks, shard, state.lse.shape[-1]))
-
+    body = _TreeDecode(axes=axes, mesh=mesh, block_size=block_size, reduction=reduction, shard_heads=shard_heads)
     along_sequence = P(None, axes)
     state = over_shards(
         body, (query, key, value, attention), (P(), along_sequence, along_sequence, P()), axes=axes, mesh=mesh,
         out_specs=P(None, None, axes) if shard_heads else P(),
     )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TreeDecode:
+    """The part of each device. The fields are the arguments of `tree_decode`."""
+
+    axes: tuple[str, ...]
+    mesh: Mesh | None
+    block_size: int | None
+    reduction: Reduction | None
+    shard_heads: bool
+
+    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        shard = local_shard(self.axes, self.block_size)
+        local = shard_attention(query, key, value, options, shard)
+        if not self.shard_heads:
+            with jax.named_scope("tree_decode"):
+                state = reduce_state(local, self.axes, self.reduction, self.mesh)
+            return add_sinks(state, options.sinks)
+        _check_heads(query.shape[2], shard.num_shards)
+        with jax.named_scope("tree_decode"):
+            state = all_to_all(local.run(), self.axes)
+        return add_sinks(state, _sinks_of_shard(options.sinks, shard, state.lse.shape[-1]))
 
 
 def _sinks_of_shard(sinks, shard: Shard, num_heads: int):

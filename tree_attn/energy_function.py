@@ -89,13 +89,9 @@ def energy(
     value = value[..., :1]
     attention = dataclasses.replace(attention, scale=1.0)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-
-    def body(query, key, value, options: AttentionOptions) -> SoftmaxState:
-        state = attend_shard(query, key, value, options, local_shard(axes, block_size))
-        return add_sinks(_reduce_energy(state, axes) if axes else state, options.sinks)
-
     along_sequence = P(None, axes)
     specs = P(), along_sequence, along_sequence, P()
+    body = _Energy(axes=axes, block_size=block_size)
     return over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh).lse
 
 
@@ -149,6 +145,18 @@ def attention_moments(
         derivatives.append(jax.jacfwd(derivatives[-1]))
     zero = jnp.zeros((value.shape[-1],), query.dtype)
     return tuple(derivative(zero) for derivative in derivatives[1:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Energy:
+    """The part of each device. The fields are the arguments of `energy`."""
+
+    axes: tuple[str, ...]
+    block_size: int | None
+
+    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        state = attend_shard(query, key, value, options, local_shard(self.axes, self.block_size))
+        return add_sinks(_reduce_energy(state, self.axes) if self.axes else state, options.sinks)
 
 
 def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:

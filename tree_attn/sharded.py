@@ -3,67 +3,111 @@
 Tree and Ring Attention differ only in the body they hand to `over_shards`. A function checks its call (`check_call`),
 pads keys that the devices do not divide (`pad_keys`), and runs its body over operands and their specs (`over_shards`).
 The body finds its shard (`local_shard`) and adds the sinks at its end (`tree_attn.masking.add_sinks`).
+
+A body is a value: a frozen dataclass of what is static in the call, or a function of a module. Equal bodies over equal
+shapes are one program, so an eager call is traced and compiled once.
 """
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from tree_attn import topology
 from tree_attn.arguments import AttentionOptions, check_arrays, clip_to_int32
 from tree_attn.devices import default_platform
 from tree_attn.local import check_implementation
 from tree_attn.mesh import bound_axis_sizes, check_axes
 from tree_attn.placement import Shard, check_block_size
-from tree_attn.state import SoftmaxState
 
 EVERYWHERE = P()  # the same on every device
+Result = TypeVar("Result")
 
 
 def over_shards(
-    body: Callable[..., SoftmaxState],
+    body: Callable[..., Result],
     operands: tuple,
     specs: tuple,
     *,
     axes: tuple[str, ...],
     mesh: Mesh | None,
-    out_specs: P = EVERYWHERE,
-) -> SoftmaxState:
-    """Runs `body(*operands)` once per shard and returns the state over all shards.
+    out_specs=EVERYWHERE,
+) -> Result:
+    """Runs `body(*operands)` once per shard and returns its result over all shards.
 
-    Inside an existing `shard_map` that binds `axes`, and without axes, `body` is called as it is. Otherwise one
-    `shard_map` over `mesh`, or the context mesh, wraps it. It is manual in `axes` only, so the caller's sharding over
-    other axes is kept.
+    Inside an existing `shard_map` that binds `axes`, `body` is called as it is. Otherwise one `shard_map` over `mesh`,
+    or the context mesh, wraps it. It is manual in `axes` only, so the caller's sharding over other axes is kept.
 
     Args:
-      body: takes this device's parts of the operands, and returns the state over all shards.
+      body: takes this device's parts of the operands; hashable, equal to a body that does the same (no closure).
       operands: pytrees of arrays, checked and padded already.
       specs: one for each operand, a prefix of its tree.
       axes: mesh axes; `()`: everything is on one device.
-      out_specs: of the state; default: the same on every device.
+      out_specs: of the result, a prefix of its tree; default: the same on every device.
     Raises:
       ValueError: a mesh where the axes are bound; no mesh where they are not; a mesh that lacks an axis.
     """
     if is_local(axes):
         if mesh is not None and axes:
             raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
+        if axes:
+            return body(*operands)
+        chosen = None
+    else:
+        chosen = _mesh_with(axes, mesh)
+    return run_on_mesh(body, operands, specs, axes=axes, mesh=chosen, out_specs=out_specs)
+
+
+def run_on_mesh(
+    body: Callable[..., Result],
+    operands: tuple,
+    specs: tuple,
+    *,
+    axes: tuple[str, ...],
+    mesh: Mesh | AbstractMesh | None,
+    out_specs,
+) -> Result:
+    """Runs `body(*operands)` in a `shard_map` over `axes` of `mesh`, or without one where `mesh` is None.
+
+    Arguments as `over_shards`. What was traced and compiled for equal arguments serves again.
+    """
+    if default_platform() == "gpu":
+        # It adds settings to JAX's, which are part of a program's key: imported in a trace, it would cause another.
+        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+    leaves, tree = jax.tree.flatten((specs, out_specs))
+    with _kernels_for(mesh):
+        return _run_over_shards(
+            jax.tree.map(jnp.asarray, operands), body=body, specs=tuple(leaves), spec_tree=tree, axes=axes, mesh=mesh,
+            nodes=topology.nodes(),
+        )  # fmt: skip
+
+
+# `inline`: within a caller's jit the program is the one that the body makes.
+@partial(jax.jit, static_argnames=("body", "specs", "spec_tree", "axes", "mesh", "nodes"), inline=True)
+def _run_over_shards(operands, *, body, specs, spec_tree, axes, mesh, nodes):
+    """Runs `body(*operands)`, over `mesh` where there is one; traced and compiled once for equal arguments.
+
+    `nodes` is not read here: what None picks for a reduction depends on it. What else None depends on is part of the
+    key of JAX's own cache (the default device, the context mesh), or fixed when JAX starts.
+    """
+    if mesh is None:
         return body(*operands)
-    mesh = _mesh_with(axes, mesh)
-    mapped = jax.shard_map(
+    in_specs, out_specs = jax.tree.unflatten(spec_tree, specs)
+    return jax.shard_map(
         body,
         mesh=mesh,
         axis_names=set(axes),
-        in_specs=specs,
+        in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,  # a merged state is the same on every device, which the checker cannot see
-    )
-    with _kernels_for(mesh):
-        return mapped(*jax.tree.map(jnp.asarray, operands))
+    )(*operands)
 
 
 def check_call(
@@ -150,7 +194,7 @@ def _slot_unit(axes: tuple[str, ...], mesh: Mesh | None, block_size: int | None)
     return 1 if is_local(axes) else num_mesh_shards(axes, mesh) * (block_size or 1)
 
 
-def _kernels_for(mesh: Mesh | AbstractMesh):
+def _kernels_for(mesh: Mesh | AbstractMesh | None):
     """Makes the choice of kernels follow a mesh that is not on the default platform: CPU devices beside a GPU."""
     if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != default_platform():
         return jax.default_device(mesh.local_devices[0])

@@ -39,7 +39,7 @@ from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
-from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.sharded import (
     check_call,
     check_one_device,
@@ -163,16 +163,7 @@ def hydragen_decode(
     else:
         key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     levels = tuple(_padded(f"levels[{i}]", level, axes, mesh) for i, level in enumerate(levels))
-
-    def body(query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
-        shard = local_shard(axes, block_size)
-        suffix = _attend_suffixes_of_shard if by_batch else attend_shard
-        state = suffix(query, key, value, options, shard)
-        for level in reversed(levels):
-            placed = dataclasses.replace(shard, block_size=level.block_size)
-            state = _merge_level(state, query, level, options, placed)
-        return add_sinks(reduce_state(state, axes, reduction, mesh) if axes else state, options.sinks)
-
+    body = _DecodeWithPrefixes(axes=axes, mesh=mesh, block_size=block_size, by_batch=by_batch, reduction=reduction)
     along_sequence = P(None, axes)
     of_suffix = P(axes) if by_batch else along_sequence
     of_levels = tuple(
@@ -243,6 +234,28 @@ def bifurcated_decode(
         query, [level], key, value, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_suffix=shard_suffix,
         reduction=reduction, return_lse=return_lse, **options,
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DecodeWithPrefixes:
+    """The part of each device. The fields are the arguments of `hydragen_decode`."""
+
+    axes: tuple[str, ...]
+    mesh: Mesh | None
+    block_size: int | None
+    by_batch: bool
+    reduction: Reduction | None
+
+    def __call__(self, query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
+        shard = local_shard(self.axes, self.block_size)
+        suffix = _attend_suffixes_of_shard if self.by_batch else attend_shard
+        state = suffix(query, key, value, options, shard)
+        for level in reversed(levels):
+            placed = dataclasses.replace(shard, block_size=level.block_size)
+            state = _merge_level(state, query, level, options, placed)
+        if self.axes:
+            state = reduce_state(state, self.axes, self.reduction, self.mesh)
+        return add_sinks(state, options.sinks)
 
 
 def _check_levels(levels) -> None:

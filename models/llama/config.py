@@ -1,22 +1,33 @@
 """The configuration of a Llama: one frozen dataclass that checks itself, and its source in Hugging Face files."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
+
+# Positions, tokens and sizes are int32 on the devices.
+_MAX_INT = 2**31 - 1
+# Constants are float32 there.
+_SMALLEST_FLOAT, _LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def _reject(name: str, value: object, allowed: str) -> NoReturn:
-    raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    raise ValueError(f"{name} must be {allowed}, got {value!r:.200}")
 
 
-def _require_positive_int(name: str, value: object) -> None:
+def require_positive_int(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is an integer from 1 to the largest int32."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         _reject(name, value, "an integer of 1 or more")
+    if value > _MAX_INT:
+        _reject(name, value, f"at most {_MAX_INT}")
 
 
 def _require_positive_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         _reject(name, value, "a number above 0")
+    if not _SMALLEST_FLOAT <= value <= _LARGEST_FLOAT:
+        _reject(name, value, "a finite number that float32 holds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +44,16 @@ class Llama3RopeScaling:
     original_max_position: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _require_positive_number(name, getattr(self, name))
-        _require_positive_int("original_max_position", self.original_max_position)
-        if self.high_freq_factor <= self.low_freq_factor:
-            _reject("high_freq_factor", self.high_freq_factor, f"above low_freq_factor={self.low_freq_factor}")
+        _check_scaling(vars(self))
+
+
+def _check_scaling(values: Mapping[str, Any], original_max_position: str = "original_max_position") -> None:
+    """Raises ValueError unless `values` are those of a `Llama3RopeScaling`; the string is a file's name of that one."""
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        _require_positive_number(name, values[name])
+    require_positive_int(original_max_position, values["original_max_position"])
+    if values["high_freq_factor"] <= values["low_freq_factor"]:
+        _reject("high_freq_factor", values["high_freq_factor"], f"above low_freq_factor={values['low_freq_factor']}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,18 +85,7 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (2,)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type is int:
-                _require_positive_int(field.name, getattr(self, field.name))
-        _require_positive_number("rope_theta", self.rope_theta)
-        _require_positive_number("rms_norm_eps", self.rms_norm_eps)
-        if self.num_heads % self.num_kv_heads:
-            _reject("num_heads", self.num_heads, f"a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            _reject("head_dim", self.head_dim, "even, for rotary embedding turns pairs")
-        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
-            if not 0 <= token_id < self.vocab_size:
-                _reject("bos_token_id or eos_token_ids", token_id, f"in [0, vocab_size={self.vocab_size})")
+        check_fields(vars(self))
 
     @property
     def group_size(self) -> int:
@@ -88,40 +93,88 @@ class LlamaConfig:
         return self.num_heads // self.num_kv_heads
 
 
+def check_fields(values: Mapping[str, Any], keys: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Raises ValueError unless `values` are the fields of a `LlamaConfig`, of its types and in range.
+
+    Args:
+      values: each required field, and optional ones.
+      keys: what a file calls the fields, for the messages; a field that it does not have keeps its name.
+    """
+    key = lambda name: keys.get(name, name)
+    for field in dataclasses.fields(LlamaConfig):
+        if field.type is int:
+            require_positive_int(key(field.name), values[field.name])
+        elif field.type is float and field.name in values:
+            _require_positive_number(key(field.name), values[field.name])
+    scaling, tie_embeddings = values.get("rope_scaling"), values.get("tie_embeddings", False)
+    if not isinstance(scaling, Llama3RopeScaling | None):
+        _reject(key("rope_scaling"), scaling, "a Llama3RopeScaling or None")
+    if not isinstance(tie_embeddings, bool):
+        _reject(key("tie_embeddings"), tie_embeddings, "true or false")
+    if values["num_heads"] % values["num_kv_heads"]:
+        allowed = f"a multiple of {key('num_kv_heads')}={values['num_kv_heads']}"
+        _reject(key("num_heads"), values["num_heads"], allowed)
+    if values["head_dim"] % 2:
+        _reject(key("head_dim"), values["head_dim"], "even, for rotary embedding turns pairs")
+    _check_token_ids(values, key)
+
+
+def _check_token_ids(values: Mapping[str, Any], key: Callable[[str], str]) -> None:
+    vocab_size, bos = values["vocab_size"], values.get("bos_token_id")
+    ends = values.get("eos_token_ids", ())
+    if not isinstance(ends, tuple):
+        _reject(key("eos_token_ids"), ends, "a tuple of token ids")
+    of_fields = [("bos_token_id", bos)] * (bos is not None) + [("eos_token_ids", token_id) for token_id in ends]
+    for name, token_id in of_fields:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            _reject(key(name), token_id, "an integer")
+        if not 0 <= token_id < vocab_size:
+            _reject(key(name), token_id, f"in [0, {key('vocab_size')}={vocab_size})")
+
+
+# The keys of a Hugging Face `config.json` for the fields that it calls something else.
+HUGGINGFACE_KEYS = MappingProxyType(
+    {
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "max_position": "max_position_embeddings",
+        "tie_embeddings": "tie_word_embeddings",
+        "eos_token_ids": "eos_token_id",
+    }
+)
+
+
 def _only(source: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
-    """Raises ValueError if a field of `source` is present with a value other than the allowed ones."""
-    if source.get(name, allowed[0]) not in allowed:
-        _reject(name, source[name], f"one of {list(allowed)}, the only ones of this Llama")
+    """Raises ValueError if a field of `source` is present with a value, or type, other than the allowed ones."""
+    value = source.get(name, allowed[0])
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        _reject(name, value, f"one of {list(allowed)}, the only ones of this Llama")
 
 
 def _field(source: Mapping[str, Any], name: str) -> Any:
     if source.get(name) is None:
-        raise ValueError(f"config.json: {name} is missing; a Llama configuration must give it")
+        raise ValueError(f"{name} is missing; a Llama configuration must give it")
     return source[name]
 
 
-def _rope_from_huggingface(source: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+def _rope_from_huggingface(source: Mapping[str, Any]) -> tuple[Any, Llama3RopeScaling | None]:
     """Reads `rope_theta` and scaling as transformers 5 (`rope_parameters`) and 4 (`rope_scaling`) write them."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(source.get(name), Mapping | None):
+            _reject(name, source[name], "an object or null")
     scaling = source.get("rope_parameters") or source.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", source.get("rope_theta", 10000.0))
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    _only(scaling, "partial_rotary_factor", (1.0,))
+    _only(scaling, "partial_rotary_factor", (1.0, 1))
     if rope_type == "default":
-        return float(theta), None
+        return theta, None
     if rope_type != "llama3":
         _reject("rope_type", rope_type, "'default' or 'llama3'")
-    return float(theta), Llama3RopeScaling(
-        factor=_field(scaling, "factor"),
-        low_freq_factor=_field(scaling, "low_freq_factor"),
-        high_freq_factor=_field(scaling, "high_freq_factor"),
-        original_max_position=_field(scaling, "original_max_position_embeddings"),
-    )
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    values = {name: _field(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    values["original_max_position"] = _field(scaling, "original_max_position_embeddings")
+    _check_scaling(values, "original_max_position_embeddings")
+    return theta, Llama3RopeScaling(**values)
 
 
 def from_huggingface(source: Mapping[str, Any]) -> LlamaConfig:
@@ -139,28 +192,42 @@ def from_huggingface(source: Mapping[str, Any]) -> LlamaConfig:
       >>> config = from_huggingface(json.loads(pathlib.Path("config.json").read_text()))  # doctest: +SKIP
     """
     _only(source, "model_type", ("llama",))
-    for architecture in source.get("architectures") or ("LlamaForCausalLM",):
+    architectures = source.get("architectures")
+    if architectures is not None and not isinstance(architectures, list):
+        _reject("architectures", architectures, "a list of names")
+    for architecture in architectures or ():
         _only({"architectures": architecture}, "architectures", ("LlamaForCausalLM",))
     _only(source, "hidden_act", ("silu", "swish"))
     _only(source, "attention_bias", (False,))
     _only(source, "mlp_bias", (False,))
     _only(source, "quantization_config", (None,))
     theta, scaling = _rope_from_huggingface(source)
-    num_heads = _field(source, "num_attention_heads")
-    hidden_size = _field(source, "hidden_size")
-    return LlamaConfig(
+    num_heads, hidden_size = _field(source, "num_attention_heads"), _field(source, "hidden_size")
+    require_positive_int("num_attention_heads", num_heads)
+    require_positive_int("hidden_size", hidden_size)
+    or_default = lambda name, default: default if source.get(name) is None else source[name]
+    ends = or_default("eos_token_id", [])
+    values = dict(
         num_layers=_field(source, "num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=_field(source, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=source.get("num_key_value_heads") or num_heads,
-        head_dim=source.get("head_dim") or hidden_size // num_heads,
+        num_kv_heads=or_default("num_key_value_heads", num_heads),
+        head_dim=or_default("head_dim", hidden_size // num_heads),
         vocab_size=_field(source, "vocab_size"),
-        max_position=source.get("max_position_embeddings", 2048),
+        max_position=or_default("max_position_embeddings", 2048),
         rope_theta=theta,
         rope_scaling=scaling,
-        rms_norm_eps=float(source.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=source.get("tie_word_embeddings", False),
+        rms_norm_eps=or_default("rms_norm_eps", 1e-6),
+        tie_embeddings=or_default("tie_word_embeddings", False),
         bos_token_id=source.get("bos_token_id"),
-        eos_token_ids=_token_ids(source.get("eos_token_id")),
+        eos_token_ids=tuple(ends) if isinstance(ends, list) else (ends,),
     )
+    return from_values(values, HUGGINGFACE_KEYS)
+
+
+def from_values(values: Mapping[str, Any], keys: Mapping[str, str]) -> LlamaConfig:
+    """Returns the configuration of a file's values; `keys` are what the file calls the fields, for the messages."""
+    check_fields(values, keys)
+    floats = {name: float(values[name]) for name in ("rope_theta", "rms_norm_eps")}
+    return LlamaConfig(**{**values, **floats})

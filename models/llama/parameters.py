@@ -101,10 +101,32 @@ def abstract(sharding: LlamaSharding | None, dtype: DTypeLike) -> Create:
 
 Index = tuple[slice, ...]
 ReadSlice = Callable[[Parameter, int | None, Index], np.ndarray]
+CheckTensor = Callable[[Parameter, int | None], None]
+
+
+def check_tensors(check: CheckTensor, parameter: Parameter) -> None:
+    """Calls `check(part, layer)` for each tensor of a checkpoint that makes up a parameter."""
+    for layer in range(parameter.shape[0]) if parameter.is_stacked else (parameter.layer,):
+        for part in parameter.apart():
+            check(part, layer)
+
+
+def checked(check: CheckTensor) -> Create:
+    """Returns a source of shapes, as `abstract`, that calls `check(part, layer)` for each tensor of a checkpoint."""
+
+    def create(parameter: Parameter) -> jax.ShapeDtypeStruct:
+        check_tensors(check, parameter)
+        return abstract(None, jnp.float32)(parameter)
+
+    return create
 
 
 def from_slices(
-    sharding: LlamaSharding, dtype: DTypeLike, read: ReadSlice, on_bytes: Callable[[int], None] | None = None
+    sharding: LlamaSharding,
+    dtype: DTypeLike,
+    read: ReadSlice,
+    on_bytes: Callable[[int], None] | None = None,
+    check: CheckTensor | None = None,
 ) -> Create:
     """Returns a source that reads a file piece by piece: each device's slice goes from the file to that device.
 
@@ -115,6 +137,8 @@ def from_slices(
         like the parameter without its `layers` dimension; `layer` is None for a parameter that belongs to no layer. A
         parameter of several parts is read part by part, each whole along the dimension that they share.
       on_bytes: called with the number of bytes that each read placed, for a progress bar.
+      check: `(parameter, layer)` raises if the file lacks that tensor. It is called for all tensors of a parameter
+        before any of them is read, or anything is allocated for them.
 
     The host holds one slice of one parameter at a time.
     """
@@ -139,6 +163,8 @@ def from_slices(
 
     def create(parameter: Parameter) -> jax.Array:
         sharding.check_divides(parameter.shape, parameter.axes, parameter.name)
+        if check is not None:
+            check_tensors(check, parameter)
 
         def callback(index: Index) -> np.ndarray:
             piece = read_layers(parameter, index)
@@ -213,3 +239,23 @@ def checkpoint_shape(parameter: Parameter) -> tuple[int, ...]:
     """Returns the shape of one layer's tensor in a checkpoint, where heads and head dim are one axis."""
     sizes = [(axis == "embed", size) for size, axis in zip(parameter.shape, parameter.axes) if axis != "layers"]
     return tuple(math.prod(size for _, size in run) for _, run in itertools.groupby(sizes, key=lambda item: item[0]))
+
+
+def checkpoint_places(parameter: Parameter, index: Index) -> tuple[np.ndarray, ...]:
+    """Returns the places along each dimension of the checkpoint's tensor that `index` picks from one layer.
+
+    The tensor's dimensions are those of `checkpoint_shape`; the places of several axes count the last one fastest.
+    """
+    first = int(parameter.is_stacked)
+    dimensions = list(zip(parameter.axes[first:], parameter.shape[first:], index, strict=True))
+    places = []
+    for _, run in itertools.groupby(dimensions, key=lambda dimension: dimension[0] == "embed"):
+        _, sizes, slices = zip(*run)
+        places.append(np.arange(math.prod(sizes)).reshape(sizes)[slices].reshape(-1))
+    return tuple(places)
+
+
+def picked_shape(parameter: Parameter, index: Index) -> tuple[int, ...]:
+    """Returns the shape of what `index` picks from one layer of a parameter."""
+    sizes = parameter.shape[int(parameter.is_stacked) :]
+    return tuple(len(range(size)[part]) for size, part in zip(sizes, index, strict=True))

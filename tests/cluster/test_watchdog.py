@@ -12,15 +12,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 
 import pytest
+from ranks import SILENCE_S, STARTS_S, endings, running
 
-from tree_attn.cluster.watchdog import LOST_STATUS
-
-SILENCE_S = 3
-ENDS_S = 20  # far more than any limit set here, and less than any of JAX's own
-STARTS_S = 60
+from tree_attn.cluster.ending import INTERRUPTED_STATUS, LOST_STATUS
 
 LOOP = """
     import os, sys, jax, jax.numpy as jnp
@@ -42,37 +38,6 @@ RAISES = "            assert launch.process_id != 1, 'rank 1 has had enough'"
 ENDS = "            sys.exit(0)"
 
 
-def environment(rank: int, count: int, port: int) -> dict[str, str]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    limits = {"TREE_ATTN_HEARTBEAT_S": SILENCE_S, "TREE_ATTN_TIMEOUT_S": STARTS_S}
-    settings = {name: str(value) for name, value in (place | where | limits).items()}
-    runs = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return os.environ | settings | runs | {"PYTHONPATH": os.pathsep.join(sys.path)}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-@contextlib.contextmanager
-def running(command: list[str], count: int, ranks=None, **extra: str) -> Iterator[list[subprocess.Popen]]:
-    """Starts ranks of a command, and ends all of them afterwards."""
-    port = free_port()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(command, env=environment(rank, count, port) | extra, **pipes)
-        for rank in (range(count) if ranks is None else ranks)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 def in_loop(at_turn_50: str, count: int = 3) -> contextlib.AbstractContextManager[list[subprocess.Popen]]:
     return running([sys.executable, "-c", textwrap.dedent(LOOP + at_turn_50)], count)
 
@@ -85,16 +50,6 @@ def wait_until_running(processes: list[subprocess.Popen]) -> None:
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.02)
         os.set_blocking(process.stdout.fileno(), True)
-
-
-def endings(processes: list[subprocess.Popen], limit_s: float = ENDS_S) -> list[tuple[int, str]]:
-    """Returns status and stderr of each; all must end within the limit."""
-    deadline = time.monotonic() + limit_s
-    ended = []
-    for process in processes:
-        _, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        ended.append((process.returncode, errors))
-    return ended
 
 
 @pytest.mark.parametrize(
@@ -119,6 +74,57 @@ def test_a_rank_that_is_lost_ends_the_others(count, victim, what, words):
             assert status == LOST_STATUS, errors
             assert f"tree-attn: rank {victim} on {host}: {words}. rank " in errors
             assert "Check failure stack trace" not in errors  # JAX's own last words
+
+
+def test_ranks_that_are_suspended_together_go_on():
+    """The pause is longer than the limit of silence, and no silence of any rank."""
+    goes_on = FOREVER + "\n        if turn % 20 == 0:\n            print('goes on', flush=True)"
+    with in_loop(goes_on, 2) as processes:
+        wait_until_running(processes)
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(SILENCE_S + 1.5)
+        for process in processes:
+            os.set_blocking(process.stdout.fileno(), False)
+            while process.stdout.readline():
+                continue
+            process.send_signal(signal.SIGCONT)
+        time.sleep(1.5)
+        for process in processes:
+            assert process.poll() is None, process.stderr.read()
+            assert process.stdout.readline() == "goes on\n"
+
+
+def test_ranks_that_are_interrupted_say_so_in_a_line():
+    with in_loop(FOREVER, 2) as processes:
+        wait_until_running(processes)
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        for rank, (status, errors) in enumerate(endings(processes)):
+            assert status in (INTERRUPTED_STATUS, LOST_STATUS), errors  # whichever comes first: the signal or the word
+            assert "interrupted" in errors and errors.count("\n") == 1, errors
+            assert f"rank {rank} on " in errors
+
+
+def test_a_rank_that_ends_no_step_is_named():
+    """Rank 1 is stuck outside of collectives while it sends its signs of life; rank 0 waits for it in one."""
+    code = """
+        import os, sys, time, jax
+        from tree_attn import initialize
+        from tree_attn.cluster.join import steps
+        initialize()
+        with steps() as step:
+            for number in range(10**9):
+                step()
+                if number >= 5 and os.environ["RANK"] == "1":
+                    time.sleep(600)
+                time.sleep(0.2 if number < 8 else 600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with running(command, 2, TREE_ATTN_STEP_S="2") as processes:
+        for status, errors in endings(processes, STARTS_S):
+            assert status == LOST_STATUS
+            assert f"rank 1 on {socket.gethostname()}: no step ended for 2 s: it is at step 6, and others" in errors
 
 
 def test_an_exception_ends_all_ranks_in_its_own_words():
@@ -159,9 +165,9 @@ def test_a_rank_that_is_stuck_while_it_starts():
     """Rank 1 has answered the roll call and sends its signs of life, and never comes to the first collective."""
     code = """
         import os, time, jax
-        from tree_attn.cluster import join as distributed
+        from tree_attn.cluster import connect, join as distributed
         if os.environ["RANK"] == "1":
-            distributed._first_collective = lambda: time.sleep(600)
+            connect._first_collective = lambda: time.sleep(600)
         distributed.initialize()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]

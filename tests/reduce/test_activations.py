@@ -54,6 +54,7 @@ def test_over_two_axes_the_parts_are_in_the_order_of_the_axes():
 )
 def test_few_numbers_go_by_the_kernel_and_others_by_a_collective(way, sizes, axes, elements, is_by_kernel, monkeypatch):
     monkeypatch.setattr(peer_memory, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(peer_memory, "check_platform", lambda devices: None)
     mesh = make_mesh(sizes)
     x = jax.ShapeDtypeStruct((sizes["seq"], elements), jnp.bfloat16)
     text = over(mesh, axes, way).trace(x).lower(lowering_platforms=("cuda",)).as_text()

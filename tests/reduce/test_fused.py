@@ -98,6 +98,7 @@ def test_devices_that_it_cannot_know_are_asked_for():
 def anywhere(monkeypatch):
     """Gives an address that nothing is at; the programs are not run."""
     monkeypatch.setattr(peer_memory, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(peer_memory, "check_platform", lambda devices: None)
 
 
 @needs_new_jax

@@ -35,6 +35,16 @@ def test_a_node_can_be_cut_off_and_healed(cluster):
     wait_until(lambda: reaches("n1", "n2"), 10, "n2 was not reached")
 
 
+def test_two_nodes_can_be_cut_off_from_each_other_alone(cluster):
+    pairs = [("n1", "n2"), ("n2", "n3"), ("n3", "n2"), ("n3", "n1")]
+    minicluster("cut", "n2", "n3")
+    try:
+        assert [reaches(*pair) for pair in pairs] == [True, False, False, True]
+    finally:
+        minicluster("heal", "n2", "n3")
+    wait_until(lambda: reaches("n2", "n3"), 10, "n3 was not reached")
+
+
 def reaches(source: str, target: str) -> bool:
     """Returns whether `source` can connect to the slurmd of `target` within a second."""
     connect = f"exec 3<>/dev/tcp/{target}/27818"
@@ -45,6 +55,7 @@ def reaches(source: str, target: str) -> bool:
 def test_wrong_calls_are_one_line(cluster):
     assert "runs already, or was not stopped" in refused("start")
     assert "there is no node 'n9'; nodes are: n1 n2 n3 n4" in refused("cut", "n9")
+    assert "there is no node 'n9'" in refused("cut", "n1", "n9")
     assert "unknown command 'begin'" in refused("begin")
     assert "start takes --nodes N, 1 to 99" in refused("start", "--nodes", "0")
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-import time
+
+from tree_attn.cluster.clock import AwakeClock
 
 # Rank 0 waits for further faults before its verdict. A cause is sent at once: a launcher may end all ranks when one has
 # ended. An error that may be a consequence waits for its cause.
@@ -24,8 +25,8 @@ class Fault:
 class Faults:
     """The faults found so far, at most one per rank, and the time at which the verdict on them is due."""
 
-    def __init__(self, silence_s: float):
-        self._silence_s = silence_s
+    def __init__(self, silence_s: float, clock: AwakeClock):
+        self._silence_s, self._clock = silence_s, clock
         self._by_rank: dict[int, Fault] = {}
         self._settled_s = math.inf
 
@@ -38,7 +39,7 @@ class Faults:
         if known is None or known.order == 2 > fault.order:
             self._by_rank[fault.rank] = fault
             settles_s = CONSEQUENCE_SETTLES_S if fault.order == 2 else _CAUSE_SETTLES_S
-            self._settled_s = min(self._settled_s, time.monotonic() + settles_s)
+            self._settled_s = min(self._settled_s, self._clock.now() + settles_s)
 
     def due_s(self, num_peers: int) -> float:
         """Returns when the verdict is due; consequences alone wait for their causes to fall silent."""

@@ -4,31 +4,35 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import itertools
+import logging
 import math
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from tree_attn import topology
-from tree_attn.cluster import gloo, relay, rollcall
+from tree_attn.cluster import facts, rollcall
+from tree_attn.cluster.connect import STAGES, connect_jax
+from tree_attn.cluster.ending import INTERRUPTED_STATUS, exit_now
 from tree_attn.cluster.launch import Launch, check_coordinator, detect, own_gpus
-from tree_attn.cluster.watchdog import Watchdog, exit_now
+from tree_attn.cluster.probes import Probes
+from tree_attn.cluster.progress import Limits
+from tree_attn.cluster.watchdog import Watchdog
 from tree_attn.devices import planned_cpu_devices, request_cpu_devices, visible_gpus
-from tree_attn.mesh import make_mesh
 
 TIMEOUT_VARIABLE = "TREE_ATTN_TIMEOUT_S"
 HEARTBEAT_VARIABLE = "TREE_ATTN_HEARTBEAT_S"
+STEP_VARIABLE = "TREE_ATTN_STEP_S"
 # Errors of JAX's runtime begin with one of these, whatever Python type they have.
 _RUNTIME_CODES = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE")
 _RUNTIME_CODES += ("UNKNOWN",)
-_STAGES = ("connecting to JAX's coordinator", "starting its devices", "the first collective")
+
+_log = logging.getLogger("tree_attn")
 
 
 @dataclasses.dataclass
@@ -50,12 +54,14 @@ def initialize(
     *,
     n_devices: int | None = None,
     timeout_s: float | None = None,
+    arguments: Mapping[str, str] | None = None,
 ) -> Launch:
     """Joins this process to the others, if there are others, and watches them until the end.
 
     The others come from the first of these that is there: the arguments; SLURM, inside a step (under `srun`);
     torchrun's variables. Otherwise there is one process. All variables are checked before anything connects. Then every
-    rank answers a roll call, JAX connects, and a first collective is checked, each within the time limit.
+    rank answers a roll call, JAX connects, and a first collective is checked, each within the time limit. Ranks must
+    have equal versions, source files of this library, options of JAX, XLA and NCCL, and `arguments`.
 
     From then on a rank that is lost ends all others (`tree_attn.cluster.watchdog`). Call it before anything uses a
     device. Once joined, a second call returns the first one's result.
@@ -68,6 +74,7 @@ def initialize(
         where the number of processes on the node is known, else all.
       n_devices: devices over all processes; without accelerators every process emulates its equal part of them.
       timeout_s: time limit of each step, in seconds; default `TREE_ATTN_TIMEOUT_S`, else 60.
+      arguments: further facts that must be alike on all ranks, by name; the error names the ranks that differ in them.
     Raises:
       ValueError: a variable or argument is wrong, or the ranks do not fit together; the same on every rank.
       TimeoutError: ranks are missing; names them and their hosts.
@@ -81,19 +88,62 @@ def initialize(
     """
     if _state.watchdog is not None:
         return _state.launch
-    timeout_s = _seconds("timeout_s", timeout_s, TIMEOUT_VARIABLE, 60.0)
-    silence_s = _seconds(HEARTBEAT_VARIABLE, None, HEARTBEAT_VARIABLE, 30.0)
+    limits = Limits(
+        stage_s=_seconds("timeout_s", timeout_s, TIMEOUT_VARIABLE, 60.0),
+        silence_s=_seconds(HEARTBEAT_VARIABLE, None, HEARTBEAT_VARIABLE, 30.0),
+        step_s=_seconds(STEP_VARIABLE, None, STEP_VARIABLE, 300.0),
+    )
     launch = detect(coordinator_address, num_processes, process_id, local_device_ids)
+    problem = None
     if n_devices is not None and n_devices % launch.num_processes:
-        raise ValueError(f"n_devices must be a multiple of num_processes={launch.num_processes}, got {n_devices}")
+        problem = f"n_devices must be a multiple of num_processes={launch.num_processes}, got {n_devices}"
     if launch.num_processes == 1:
+        if launch.idle_tasks:
+            _log.warning("this is one process on %s, and %s", launch.node, launch.idle_tasks)
         _state.launch = _alone(launch)
     else:
-        if n_devices is not None:
+        if n_devices is not None and problem is None:
             request_cpu_devices(n_devices // launch.num_processes)
-        _state.launch = _join(launch, timeout_s, silence_s)
+        _state.launch = _join(launch, limits, arguments or {}, problem)
     topology.record(_state.launch.hosts)
     return _state.launch
+
+
+def agree(facts: Mapping[str, str]) -> None:
+    """Returns once all ranks have called it with the same facts; call it alike on all ranks, before the first step.
+
+    Args:
+      facts: texts by name, short ones (`tree_attn.cluster.facts.brief`).
+    Raises:
+      ValueError: the facts differ; names the ranks and what they differ in, the same text on every rank.
+
+    Example:
+      >>> agree({"num_layers": "30"})
+    """
+    if _state.watchdog is not None and (error := _state.watchdog.agree(facts)) is not None:
+        raise ValueError(error)
+
+
+@contextlib.contextmanager
+def steps() -> Iterator[Callable[[], None]]:
+    """Watches a loop of steps: yields a function to call after each step, on all ranks.
+
+    Where no step ends for `TREE_ATTN_STEP_S` seconds (300) after one has ended, all ranks end and name those behind.
+
+    Example:
+      >>> with steps() as step:
+      ...     for token in tokens:
+      ...         step()
+    """
+    watchdog, counter = _state.watchdog, itertools.count(1)
+    if watchdog is None:
+        yield lambda: None
+        return
+    watchdog.step(0)
+    try:
+        yield lambda: watchdog.step(next(counter))
+    finally:
+        watchdog.step(None)
 
 
 def current() -> Launch | None:
@@ -158,95 +208,59 @@ def _alone(launch: Launch) -> Launch:
     return dataclasses.replace(launch, local_device_ids=ids, hosts=(launch.node,))
 
 
-def _join(launch: Launch, timeout_s: float, silence_s: float) -> Launch:
-    gpus = visible_gpus()
+def _join(launch: Launch, limits: Limits, arguments: Mapping[str, str], problem: str | None) -> Launch:
+    gpus, probes = visible_gpus(), Probes()
+    hello = functools.partial(_hello, launch, gpus, arguments, probes)
     try:
+        if problem:
+            raise ValueError(problem)
         check_coordinator(launch)
         ids = own_gpus(launch, gpus)
     except ValueError as error:
         # The others then need not wait for the time limit, unless they cannot be reached.
         with contextlib.suppress(Exception):
-            rollcall.report_problem(launch, _hello(launch, gpus, None, str(error)))
-        raise
+            rollcall.report_problem(launch, hello(None, str(error)))
+        raise ValueError(f"{launch.name_of(launch.process_id)}: {error}") from None
     launch = dataclasses.replace(launch, local_device_ids=ids)
-    members = rollcall.hold(launch, _hello(launch, gpus, ids), timeout_s)
+    members = rollcall.hold(launch, hello(ids), limits.stage_s)
     hosts = tuple(members.hellos[rank]["node"] for rank in range(launch.num_processes))
     launch = dataclasses.replace(launch, hosts=hosts, num_nodes=len(set(hosts)), address=members.address)
-    _state.watchdog = Watchdog(launch, members, _STAGES, timeout_s, silence_s)
+    _state.watchdog = Watchdog(launch, members, STAGES, limits, probes)
     sys.excepthook = functools.partial(_on_exception, sys.excepthook)
     atexit.register(_state.watchdog.leave)
-    _connect_jax(launch, members, timeout_s, silence_s)
+    connect_jax(launch, members, limits, _state.watchdog)
     return launch
 
 
-def _hello(launch: Launch, gpus: Sequence[str], ids: Sequence[int] | None, problem: str | None = None) -> dict:
+def _hello(
+    launch: Launch,
+    gpus: Sequence[str],
+    arguments: Mapping[str, str],
+    probes: Probes,
+    ids: Sequence[int] | None,
+    problem: str | None = None,
+) -> dict:
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
         versions["tree-attn"] = metadata.version("tree-attn")
+    versions["tree-attn's source files"] = facts.source_digest()
     local_gpus = [gpus[number] for number in (range(len(gpus)) if ids is None else ids)] if gpus else []
     return rollcall.describe(
         launch,
         problem=problem,
         versions=versions,
+        settings=dict(arguments) | facts.settings(),
+        probe_port=probes.port,
         platform="gpu" if gpus else "cpu",
         n_local_devices=len(local_gpus) if gpus else planned_cpu_devices(),
         gpus=local_gpus,
     )
 
 
-def _connect_jax(launch: Launch, members: rollcall.Members, timeout_s: float, silence_s: float) -> None:
-    """Runs the stages after the roll call. The watchdog keeps their time limits: some of them cannot be interrupted."""
-    watchdog = _state.watchdog
-    _bypass_proxies()
-    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        # It would catch SIGTERM: a cancelled job would go on until it is killed.
-        jax.config.update("jax_enable_preemption_service", False)
-    gloo.listen_on(members.address)
-    port = members.jax_port
-    if launch.process_id != 0:
-        port = relay.start(members.channels[0].socket.getpeername()[0], port)
-    try:
-        jax.distributed.initialize(
-            f"127.0.0.1:{port}",
-            launch.num_processes,
-            launch.process_id,
-            list(launch.local_device_ids) if launch.local_device_ids else None,
-            # `detect` has found and checked all that JAX would detect.
-            cluster_detection_method="deactivate",
-            # These are the backstop: the watchdog ends first, with a clearer message.
-            initialization_timeout=math.ceil(timeout_s) + 30,
-            heartbeat_timeout_seconds=max(100, math.ceil(3 * silence_s)),
-        )
-        watchdog.reach(1)
-        jax.devices()
-        watchdog.reach(2)
-        _first_collective()
-        watchdog.reach(3)
-    except RuntimeError as error:
-        reason = str(error).strip()[:500]
-        raise ConnectionError(f"{launch.name_of(launch.process_id)} could not begin: {reason}") from error
-
-
-def _first_collective() -> None:
-    """Sums over all devices, and checks the sum."""
-    mesh = make_mesh({"all": jax.device_count()})
-    number = lambda: jax.lax.psum(1.0 + jax.lax.axis_index("all").astype(jnp.float32), "all")
-    total = jax.jit(jax.shard_map(number, mesh=mesh, in_specs=(), out_specs=P()))()
-    expected = jax.device_count() * (jax.device_count() + 1) / 2
-    result = float(np.asarray(total.addressable_data(0)))
-    if result != expected:
-        raise ConnectionError(f"the first sum over {jax.device_count()} devices gave {result} and not {expected}")
-
-
-def _bypass_proxies() -> None:
-    """Keeps gRPC, by which JAX reaches its coordinator, from waiting for an HTTP proxy for ever."""
-    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        for name in ("no_grpc_proxy", "no_proxy"):
-            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
-
-
 def _on_exception(previous, kind, error, traceback) -> None:
     """Ends the others too after an exception that nothing caught, or this rank as the consequence of another's end."""
+    if isinstance(error, KeyboardInterrupt):
+        fail(f"tree-attn: {_state.launch.name_of(_state.launch.process_id)}: interrupted", INTERRUPTED_STATUS)
     message = f"{kind.__name__}: {str(error).strip() or 'no message'}".splitlines()[0][:500]
     _state.watchdog.fail(message, is_consequence=may_be_consequence(error))
     previous(kind, error, traceback)

@@ -33,6 +33,7 @@ class Launch:
       job: the job and its step, e.g. "SLURM job 42 step 0"; two jobs never join each other.
       local_device_ids: the accelerators that are this process's own; None is all that it sees.
       address: this machine's address as the others reach it, e.g. "10.0.0.2"; None before the roll call.
+      idle_tasks: one process alone in an allocation of several tasks: what to do about it; None elsewhere.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Launch:
     job: str | None = None
     local_device_ids: tuple[int, ...] | None = None
     address: str | None = None
+    idle_tasks: str | None = None
 
     def name_of(self, rank: int) -> str:
         """A rank and where it is, for messages: "rank 2 on n2"."""
@@ -82,7 +84,7 @@ def detect(
     elif any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         found = _from_torchrun(environ)
     else:
-        found = Launch(source="single", num_nodes=1)
+        found = Launch(source="single", num_nodes=1, idle_tasks=_idle_tasks(environ))
     ids = None if local_device_ids is None else tuple(local_device_ids)
     return dataclasses.replace(found, local_device_ids=ids)
 
@@ -190,7 +192,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     num_processes = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", minimum=1)
     job = f"SLURM job {read.integer('SLURM_JOB_ID')} step {read.text('SLURM_STEP_ID', 'SLURM_STEPID')}"
     if num_processes == 1:
-        return Launch(source="slurm", job=job, num_nodes=1, local_rank=0, local_size=1, node=_slurm_node(environ))
+        place = dict(num_nodes=1, local_rank=0, local_size=1, node=_slurm_node(environ))
+        return Launch(source="slurm", job=job, idle_tasks=_idle_tasks(environ), **place)
     nodes = read.parsed(expand_hostlist, "SLURM_STEP_NODELIST")
     counts = read.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     per_node = read.name("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -214,6 +217,16 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
         coordinator_port=_port(environ, _slurm_port(environ)),
         job=job,
     )
+
+
+def _idle_tasks(environ: Mapping[str, str]) -> str | None:
+    """Returns a remark where this is the only process of an allocation of several tasks or nodes."""
+    counts = {"task": environ.get("SLURM_NTASKS", ""), "node": environ.get("SLURM_JOB_NUM_NODES", "")}
+    several = [f"{count} {name}s" for name, count in counts.items() if count.isdecimal() and int(count) > 1]
+    if not several:
+        return None
+    remedy = "start it with srun, without --ntasks=1, to use them"
+    return f"its allocation has {' on '.join(several)}, which stay idle: {remedy}"
 
 
 def _slurm_node(environ: Mapping[str, str]) -> str:

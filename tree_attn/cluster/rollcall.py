@@ -4,7 +4,8 @@ There is one connection from each rank to rank 0, on which lines of JSON pass in
 
     rank 0:  {"frame": "welcome", "tree_attn": 1, "job": ..., "remaining_s": 58.2}
     rank r:  {"frame": "hello", "rank": 2, "num_processes": 4, "node": "n2", "pid": 77, "versions": {...}, ...}
-    rank 0:  {"frame": "go", "jax_port": 41234, "hosts": ["n1", ...]}  or  {"frame": "error", "message": ...}
+    rank 0:  {"frame": "go", "jax_port": 41234, "hosts": ["n1", ...], "token": "9f3c", "addresses": {"1": [...], ...}}
+             or  {"frame": "error", "message": ...}
 
 It stays open afterwards for the frames of `watchdog.py`. It carries no secret and runs nothing that it reads.
 """
@@ -13,6 +14,7 @@ import dataclasses
 import errno
 import ipaddress
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -36,6 +38,8 @@ class Members:
     listener: rank 0's, open so that no other program takes the port; None elsewhere
     jax_port: of rank 0's machine, for JAX's coordinator
     address:  this machine's, as the others reach it
+    token:    a word of this run, for the datagrams of `probes.py`
+    addresses: host and port of the datagrams of every other rank
     """
 
     hellos: dict[int, dict]
@@ -43,6 +47,8 @@ class Members:
     listener: socket.socket | None
     jax_port: int
     address: str
+    token: str = ""
+    addresses: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
 
 
 def hold(launch: Launch, hello: Mapping[str, Any], timeout_s: float) -> Members:
@@ -72,26 +78,6 @@ def describe(launch: Launch, **facts: Any) -> dict[str, Any]:
     return place | {"tree_attn": PROTOCOL, "pid": os.getpid(), "problem": None} | facts
 
 
-def reject(launch: Launch, listener: socket.socket) -> Channel | None:
-    """Sends a process that comes after the roll call the reason: another job on the port, or a rank too many.
-
-    Returns:
-      The connection, to be closed when the other side has: closed before, it would take the message with it.
-    """
-    try:
-        channel = Channel(listener.accept()[0])
-    except OSError:
-        return None
-    message = (
-        f"the roll call at {launch.coordinator_host}:{launch.coordinator_port} is over: all {launch.num_processes} "
-        f"ranks of {launch.job or 'the job there'} are running. Two jobs have one port, or a rank was started twice. "
-        f"{_port_remedy(launch)}"
-    )
-    channel.send("welcome", tree_attn=PROTOCOL, job=launch.job, remaining_s=0.0)
-    channel.send("error", message=message, missing=False)
-    return channel
-
-
 class _Caller:
     """Rank 0's part of the roll call."""
 
@@ -114,10 +100,10 @@ class _Caller:
                 channel.close()
             raise
         hosts = [self.hellos[rank]["node"] for rank in range(self.launch.num_processes)]
-        jax_port = _free_port()
+        jax_port, token, addresses = _free_port(), secrets.token_hex(8), self._addresses()
         for channel in self.channels.values():
-            channel.send("go", jax_port=jax_port, hosts=hosts)
-        return Members(self.hellos, self.channels, listener, jax_port, self._own_address())
+            channel.send("go", jax_port=jax_port, hosts=hosts, token=token, addresses=addresses)
+        return Members(self.hellos, self.channels, listener, jax_port, self._own_address(), token, addresses)
 
     def _gather(self, listener: socket.socket) -> None:
         grace: float | None = None
@@ -136,7 +122,8 @@ class _Caller:
     def _welcome(self, listener: socket.socket) -> None:
         channel = Channel(listener.accept()[0])
         remaining_s = max(0.0, self.deadline - time.monotonic())
-        channel.send("welcome", tree_attn=PROTOCOL, job=self.launch.job, remaining_s=remaining_s)
+        facts = {"remaining_s": remaining_s, "probe_port": self.hellos[0].get("probe_port", 0)}
+        channel.send("welcome", tree_attn=PROTOCOL, job=self.launch.job, **facts)
         self.unnamed.append(channel)
 
     def _read(self, channel: Channel) -> None:
@@ -190,7 +177,16 @@ class _Caller:
     def _own_address(self) -> str:
         """Returns the address that the others came to; of several, one that is not loopback."""
         addresses = {_plain(channel.socket.getsockname()[0]) for channel in self.channels.values()}
-        return min(addresses, key=lambda one: (ipaddress.ip_address(one.partition("%")[0]).is_loopback, one))
+        return min(addresses, key=lambda one: (_is_loopback(one), one))
+
+    def _addresses(self) -> dict[int, tuple[str, int]]:
+        """Returns host and port for the datagrams of every other rank; some on this machine came by loopback."""
+        hosts = {rank: _plain(channel.socket.getpeername()[0]) for rank, channel in self.channels.items()}
+        here = self._own_address()
+        return {
+            rank: (here if _is_loopback(host) else host, self.hellos[rank].get("probe_port", 0))
+            for rank, host in hosts.items()
+        }
 
 
 def _answer(launch: Launch, hello: Mapping[str, Any], timeout_s: float) -> Members:
@@ -217,7 +213,11 @@ def _answer(launch: Launch, hello: Mapping[str, Any], timeout_s: float) -> Membe
         raise
     hosts = dict(enumerate(answer["hosts"]))
     hellos = {rank: {"rank": rank, "node": node, "pid": None} for rank, node in hosts.items()}
-    return Members(hellos, {0: channel}, None, answer["jax_port"], _plain(channel.socket.getsockname()[0]))
+    addresses = {int(rank): tuple(where) for rank, where in answer["addresses"].items()}
+    addresses.pop(launch.process_id)
+    addresses[0] = (_plain(channel.socket.getpeername()[0]), welcome["probe_port"])
+    here = _plain(channel.socket.getsockname()[0])
+    return Members(hellos, {0: channel}, None, answer["jax_port"], here, answer["token"], addresses)
 
 
 def _connect(launch: Launch, deadline: float, timeout_s: float) -> Channel:
@@ -256,11 +256,12 @@ def _listen(launch: Launch) -> socket.socket:
         reason = os.strerror(error.errno)
         raise ValueError(
             f"rank 0 on {launch.node} cannot listen on port {port} ({reason}): another program has it. "
-            f"{_port_remedy(launch)}"
+            f"{port_remedy(launch)}"
         ) from None
 
 
-def _port_remedy(launch: Launch) -> str:
+def port_remedy(launch: Launch) -> str:
+    """Returns the remedy for a port that another program has."""
     if launch.source == "arguments":
         return "Give another port in coordinator_address"
     return f"Set {PORT_VARIABLE} to a free port, the same for all ranks"
@@ -276,17 +277,21 @@ def _not_ours(launch: Launch, reason: str) -> str:
     return (
         f"what listens at {launch.coordinator_host}:{launch.coordinator_port}, where rank 0 on "
         f"{launch.hosts[0] if launch.hosts else launch.coordinator_host} should, is another program: {reason}. "
-        f"{_port_remedy(launch)}"
+        f"{port_remedy(launch)}"
     )
 
 
 def _other_job(launch: Launch, job: str | None) -> str:
     return (
         f"port {launch.coordinator_port} of {launch.coordinator_host} is used by two jobs at once: "
-        f"{job or 'one without a job id'} and {launch.job or 'one without a job id'}. {_port_remedy(launch)}"
+        f"{job or 'one without a job id'} and {launch.job or 'one without a job id'}. {port_remedy(launch)}"
     )
 
 
 def _plain(address: str) -> str:
     """Returns an address without the prefix that a socket for both families writes before IPv4."""
     return address.removeprefix("::ffff:")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -3,32 +3,38 @@
 The connections of the roll call stay open. Over them every rank sends rank 0 a sign of life every second or so, and
 rank 0 sends one to every rank. A thread does it, so it goes on while the program waits in a collective. Frames:
 
-    both ways:  {"frame": "alive"}   {"frame": "bye"}: this rank comes to its end, and in good order
-    to rank 0:  {"frame": "stage", "stage": 2}
-                {"frame": "failed", "message": "ValueError: ...", "is_consequence": false}
-    to others:  {"frame": "verdict", "faults": [[2, "rank 2 on n2: connection closed"]]}
+    both ways:  {"frame": "alive", "stage": 2, "steps": 17, "silent": [3], "never_heard": []}, see `Report`
+                {"frame": "bye"}: this rank comes to its end, and in good order
+    to rank 0:  {"frame": "failed", "message": "ValueError: ...", "is_consequence": false}
+                {"frame": "facts", "number": 1, "facts": {"num_layers": "30"}}
+    to others:  {"frame": "agreed", "number": 1, "error": null}
+                {"frame": "verdict", "faults": [[2, "rank 2 on n2: connection closed"]]}
 
-A rank that dies closes its connection; one that is stopped or cut off falls silent. Rank 0 then sends the verdict to
+A rank that dies closes its connection; one that is stopped or cut off falls silent; one that is stuck ends no step; and
+two that are cut off from each other do not hear each other's datagrams (`probes.py`). Rank 0 then sends the verdict to
 those that remain. Each prints it and ends with status `LOST_STATUS`, whatever it is waiting in. Where rank 0 is lost,
 each of the others finds that by itself.
 """
 
 import contextlib
 import dataclasses
-import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from tree_attn.cluster.agreement import Agreement
 from tree_attn.cluster.channel import Channel, readable
+from tree_attn.cluster.clock import AwakeClock
+from tree_attn.cluster.ending import LOST_STATUS, exit_now
 from tree_attn.cluster.faults import CONSEQUENCE_SETTLES_S, Fault, Faults
 from tree_attn.cluster.launch import Launch
-from tree_attn.cluster.rollcall import Members, reject
+from tree_attn.cluster.probes import Probes
+from tree_attn.cluster.progress import Limits, Progress, Report
+from tree_attn.cluster.rollcall import Members
+from tree_attn.cluster.strangers import Strangers
 
-LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the command, and it may be run again
 _PART_S = 2.0  # rank 0 stays so long until all have the verdict, for JAX's service dies with it
 
 
@@ -37,46 +43,43 @@ class _Peer:
     """The state of another rank, as far as this one knows it."""
 
     rank: int
-    node: str
+    name: str
     channel: Channel
     heard_s: float
-    stage: int = 0
     is_leaving: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on {self.node}"
 
 
 class Watchdog:
     """Watches the other ranks in a thread of its own; one per process, which it ends only by a verdict."""
 
-    def __init__(self, launch: Launch, members: Members, stages: Sequence[str], stage_limit_s: float, silence_s: float):
+    def __init__(self, launch: Launch, members: Members, stages: Sequence[str], limits: Limits, probes: Probes):
         """Starts watching `members`.
 
         Args:
           stages: names of the steps that all ranks take after the roll call; see `reach`.
-          stage_limit_s: seconds that any rank may need for one of them, once all others are there.
-          silence_s: seconds that a rank may be silent before it counts as lost.
+          limits: see `Limits`.
+          probes: this rank's socket for datagrams, whose port the roll call has given to the others.
         """
-        self.launch, self.stages, self.stage_limit_s, self.silence_s = launch, stages, stage_limit_s, silence_s
+        self.launch, self.limits = launch, limits
         self._name = launch.name_of(launch.process_id)
-        self._beat_s = min(1.0, silence_s / 5)
-        now = time.monotonic()
+        self._clock = AwakeClock(longest_gap_s=2 * limits.beat_s + 1)
+        now = self._clock.now()
         self._peers = {
-            rank: _Peer(rank, members.hellos[rank]["node"], channel, now) for rank, channel in members.channels.items()
+            rank: _Peer(rank, launch.name_of(rank), channel, now) for rank, channel in members.channels.items()
         }
-        self._listener = members.listener
-        self._strangers: list[Channel] = []  # came too late, and have got their error
+        self._strangers = Strangers(launch, members.listener)
         self._bell, self._ring = socket.socketpair()
-        self._ring.setblocking(False)
-        self._bell.setblocking(False)
-        self._stage, self._all_reached, self._stage_began_s = 0, 0, now
-        self._faults = Faults(silence_s)
-        self._is_leaving = False
+        for end in (self._bell, self._ring):
+            end.setblocking(False)
+        self._probes = probes
+        probes.begin(launch.process_id, launch.hosts, members, now)
+        self._stage, self._steps = 0, None
+        self._progress = Progress(range(launch.num_processes), stages, limits, now)
+        self.agreement = Agreement(launch)
+        self._faults = Faults(limits.silence_s, self._clock)
+        self._is_first, self._is_leaving = launch.process_id == 0, False
         self._own_fault: Fault | None = None
         self._own_verdict = threading.Event()
-        self._is_first = launch.process_id == 0
         self._thread = threading.Thread(target=self._watch, name="tree_attn watchdog", daemon=True)
         self._thread.start()
 
@@ -84,6 +87,16 @@ class Watchdog:
         """Reports that this process has come through `stages[:stage]`."""
         self._stage = stage
         self._wake()
+
+    def step(self, number: int | None) -> None:
+        """Reports that this process has ended `number` steps of a loop; None: it is in none."""
+        self._steps = number  # goes with the next sign of life: steps may be short
+
+    def agree(self, facts: Mapping[str, str]) -> str | None:
+        """Returns None once all ranks have given the same facts, or which rank differs in what."""
+        number = self.agreement.propose(facts)
+        self._wake()
+        return self.agreement.wait(number)
 
     def leave(self) -> None:
         """Reports that this process ends in good order: the end of its connection is no fault from now on."""
@@ -103,7 +116,7 @@ class Watchdog:
         self._wake()
         # A rank that was stopped or cut off breaks collectives only when it has been silent for long.
         if self._thread.is_alive():
-            silence_s = self.silence_s if is_consequence else 0
+            silence_s = self.limits.silence_s if is_consequence else 0
             self._own_verdict.wait(CONSEQUENCE_SETTLES_S + _PART_S + 1 + silence_s)
 
     def _wake(self) -> None:
@@ -115,100 +128,102 @@ class Watchdog:
             next_beat_s, sent = 0.0, (0, False, None)
             while self._peers or self._faults:  # with the last peer gone, the verdict is still due
                 # The bell wakes it for a report of this process.
-                sources = [self._bell, *([self._listener] if self._listener else [])]
-                sources += [peer.channel for peer in self._peers.values()] + self._strangers
+                sources = [self._bell, *(peer.channel for peer in self._peers.values()), *self._strangers.sources()]
                 due_s = min(next_beat_s, self._faults.due_s(len(self._peers)))
-                for source in readable(sources, due_s - time.monotonic()):
+                for source in readable(sources, due_s - self._clock.now()):
                     self._take(source)
-                if sent != (sent := (self._stage, self._is_leaving, self._own_fault)):
-                    self._send_reports()
-                if time.monotonic() >= next_beat_s:
-                    next_beat_s = time.monotonic() + self._beat_s
-                    for peer in self._peers.values():
-                        peer.channel.send("alive")
-                self._check()
+                is_new = sent != (sent := (self._stage, self._is_leaving, self._own_fault))
+                now = self._clock.now()
+                if is_new or now >= next_beat_s:
+                    next_beat_s = now + self.limits.beat_s
+                    self._send_report(now)
+                if is_new:
+                    self._send_news()
+                staying = [rank for rank, peer in self._peers.items() if not peer.is_leaving]
+                self.agreement.pass_on({rank: peer.channel for rank, peer in self._peers.items()}, staying)
+                self._check(now)
+            self.agreement.close()
         except Exception as error:  # a fault of this module must not leave the program unwatched
             self._end([f"the watchdog of {self._name} failed: {type(error).__name__}: {error}"])
 
     def _take(self, source) -> None:
         if source is self._bell:
             self._bell.recv(1 << 12)
-        elif source is self._listener:
-            stranger = reject(self.launch, self._listener)
-            self._strangers += [stranger] if stranger else []
-        elif source in self._strangers:
-            source.receive()
-            if source.lost:
-                self._strangers.remove(source)
-                source.close()
+        elif source in self._strangers.sources():
+            self._strangers.take(source)
         else:
             peer = next(peer for peer in self._peers.values() if peer.channel is source)
             for frame in source.receive():
-                peer.heard_s = time.monotonic()
+                peer.heard_s = self._clock.now()
                 self._handle(peer, frame)
             if source.lost:
                 self._drop(peer)
 
     def _handle(self, peer: _Peer, frame: dict) -> None:
-        if frame["frame"] == "stage":
-            peer.stage = frame["stage"]
-        elif frame["frame"] == "bye":
+        kind = frame.pop("frame")
+        if kind == "alive":
+            self._progress.note(peer.rank, Report(**frame), peer.heard_s)
+        elif kind == "bye":
             peer.is_leaving = True
-        elif frame["frame"] == "failed":
+        elif kind == "failed":
             order = 2 if frame["is_consequence"] else 1
             self._faults.add(Fault(peer.rank, f"{peer.name} failed: {frame['message']}", order))
-        elif frame["frame"] == "verdict":
+        elif kind == "facts":
+            self.agreement.take(peer.rank, frame["number"], frame["facts"])
+        elif kind == "agreed":
+            self.agreement.conclude(frame["number"], frame["error"])
+        elif kind == "verdict":
             self._carry_out([Fault(rank, text, 0) for rank, text in frame["faults"]])
 
     def _drop(self, peer: _Peer) -> None:
         del self._peers[peer.rank]
+        self._progress.forget(peer.rank)
         reason = peer.channel.lost
         peer.channel.close()
         if not peer.is_leaving:
             self._faults.add(Fault(peer.rank, f"{peer.name}: {reason}", 0))
 
-    def _send_reports(self) -> None:
-        """Sends the others the latest reports of this process."""
+    def _send_report(self, now: float) -> None:
+        """Sends the others a sign of life, with the progress of this process."""
+        self._probes.exchange(now)
+        limit_s = self.limits.silence_s
+        silent, never_heard = self._probes.silent(now, limit_s), self._probes.never_heard(now, limit_s)
+        report = Report(self._stage, self._steps, silent, never_heard)
+        if self._is_first:
+            self._progress.note(0, report, now)
+        for peer in self._peers.values():
+            peer.channel.send("alive", **dataclasses.asdict(report))
+
+    def _send_news(self) -> None:
+        """Sends the others the failure of this process, or its end."""
         fault = self._own_fault
         if self._is_first and fault:
             self._faults.add(fault)
         for peer in self._peers.values():
-            if not self._is_first:
-                peer.channel.send("stage", stage=self._stage)
-                if fault:
-                    message = fault.text.removeprefix(f"{self._name} failed: ")
-                    peer.channel.send("failed", message=message, is_consequence=fault.order == 2)
+            if fault and not self._is_first:
+                message = fault.text.removeprefix(f"{self._name} failed: ")
+                peer.channel.send("failed", message=message, is_consequence=fault.order == 2)
             if self._is_leaving:
                 peer.channel.send("bye")
 
-    def _check(self) -> None:
-        """Looks for ranks that are silent or late; rank 0 sends the verdict when it is due."""
-        now = time.monotonic()
+    def _check(self, now: float) -> None:
+        """Looks for ranks that are silent or behind; rank 0 sends the verdict when it is due."""
+        silence_s = self.limits.silence_s
         for peer in self._peers.values():
-            silence_s = now - peer.heard_s
+            peer_silent_s = now - peer.heard_s
             # Ranks of one node fall silent together: the next one is part of the same verdict.
-            is_next = self._faults and silence_s > self.silence_s - self._beat_s
+            is_next = self._faults and peer_silent_s > silence_s - self.limits.beat_s
             # A rank that is leaving may be busy taking itself down; JAX has its own limit for that.
-            if (silence_s > self.silence_s or is_next) and not peer.is_leaving:
-                self._faults.add(Fault(peer.rank, f"{peer.name}: silent for {self.silence_s:g} s", 0))
+            if (peer_silent_s > silence_s or is_next) and not peer.is_leaving:
+                self._faults.add(Fault(peer.rank, f"{peer.name}: silent for {silence_s:g} s", 0))
         if not self._is_first:
             if self._faults:
                 self._carry_out(self._faults.all())
             return
-        self._check_stages(now)
+        for rank, text in self._progress.faults(now, self.launch.name_of):
+            self._faults.add(Fault(rank, text, 0))
         if now >= self._faults.due_s(len(self._peers)):
             self._send_verdict()
-
-    def _check_stages(self, now: float) -> None:
-        """Adds the ranks that are behind, where all have waited for them for too long."""
-        reached = {peer.rank: peer.stage for peer in self._peers.values()} | {0: self._stage}
-        last = min(reached.values())
-        if last != self._all_reached:
-            self._all_reached, self._stage_began_s = last, now
-        if last < len(self.stages) and now - self._stage_began_s > self.stage_limit_s:
-            for rank in [rank for rank, stage in reached.items() if stage == last]:
-                text = f"did not come through {self.stages[last]} in {self.stage_limit_s:g} s"
-                self._faults.add(Fault(rank, f"{self.launch.name_of(rank)}: {text}", 0))
 
     def _send_verdict(self) -> None:
         """Sends rank 0's verdict to those that remain, waits until they have left, and carries it out here."""
@@ -227,31 +242,10 @@ class Watchdog:
     def _carry_out(self, faults: list[Fault]) -> None:
         """Ends this process; where the verdict is its own failure, leaves the end to the program."""
         if self._own_fault and self.launch.process_id in [fault.rank for fault in faults]:
-            self._peers, self._faults = {}, Faults(self.silence_s)
+            self._peers, self._faults = {}, Faults(self.limits.silence_s, self._clock)
             self._own_verdict.set()
             return
         self._end([fault.text for fault in faults])
 
     def _end(self, texts: list[str]) -> NoReturn:
         exit_now(LOST_STATUS, f"tree-attn: {'; '.join(texts)}. {self._name} ends, with status {LOST_STATUS}")
-
-
-def exit_now(status: int, line: str | None = None) -> NoReturn:
-    """Ends the process at once, whatever its other threads wait for, after a flush of its output.
-
-    No cleaning up: JAX's would wait for the ranks that are lost.
-    """
-
-    def flush() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, full, broken: nothing is worth staying for
-                stream.flush()
-
-    # Another thread may hold a stream's lock, and may itself be stuck.
-    flushing = threading.Thread(target=flush, daemon=True)
-    flushing.start()
-    flushing.join(1.0)
-    if line is not None:
-        with contextlib.suppress(OSError):
-            os.write(2, (line + "\n").encode(errors="replace"))
-    os._exit(status)

@@ -4,9 +4,15 @@ Under `srun` and `torchrun` none of the options is needed.
 """
 
 import argparse
+import dataclasses
+import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from tree_attn.commands.options import integers_like
+
+# Options that may differ between ranks. A model is compared by its files, and process 0 alone writes.
+_OF_A_RANK = ("coordinator_address", "process_id", "local_device_ids", "command_line", "model", "out", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +30,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def join(args: argparse.Namespace, n_devices: int | None):
-    """Calls `tree_attn.initialize` with these options, and has NCCL use all channels of a link; returns the Launch."""
+    """Calls `tree_attn.initialize` with these options, and has NCCL use all channels of a link; returns the Launch.
+
+    All ranks must have the same command and options, but for those in `_OF_A_RANK`.
+    """
+    from tree_attn.cluster import facts
     from tree_attn.cluster.join import initialize
     from tree_attn.measure import links
 
     links.spread_transfers()
     return initialize(
-        args.coordinator_address, args.num_processes, args.process_id, args.local_device_ids, n_devices=n_devices
+        args.coordinator_address,
+        args.num_processes,
+        args.process_id,
+        args.local_device_ids,
+        n_devices=n_devices,
+        arguments=facts.of_arguments(vars(args), without=_OF_A_RANK),
     )
+
+
+def agree_on_model(path: pathlib.Path, config: Any) -> None:
+    """Returns once all ranks have found the same model.
+
+    Args:
+      path: its file or folder.
+      config: its configuration, a dataclass.
+    Raises:
+      ValueError: a rank has another configuration or other files; names it and what differs.
+    """
+    from tree_attn.cluster import facts
+    from tree_attn.cluster.join import agree, current
+
+    launch = current()
+    if launch is None or launch.num_processes == 1:
+        return
+    fields = {name: facts.brief(value) for name, value in dataclasses.asdict(config).items()}
+    agree(fields | facts.of_model(path))
 
 
 def broadcast(x):

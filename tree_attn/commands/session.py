@@ -11,6 +11,7 @@ from rich import progress
 from rich.console import Console
 
 from tree_attn import topology
+from tree_attn.commands import processes
 from tree_attn.devices import ensure_devices, request_cpu_devices
 from tree_attn.mesh import make_mesh, node_axes
 from tree_attn.models.llama.checkpoint import hub
@@ -87,11 +88,13 @@ def phase(description: str) -> Iterator[None]:
 
 
 def open_with_progress(model: str) -> Checkpoint:
-    """Returns `open_checkpoint(resolve(model))`; a spinner names the step that runs."""
+    """Returns `open_checkpoint(resolve(model))`, the same on all ranks; a spinner names the step that runs."""
     with phase(f"finding {model} (the first time, it is downloaded) ..."):
         path = hub.resolve(model)
     with phase(f"opening {path.name} ..."):
-        return open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
+        processes.agree_on_model(path, checkpoint.config)
+    return checkpoint
 
 
 def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: DTypeLike) -> Llama:

@@ -105,7 +105,11 @@ def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) 
 
 def why_not(elements: int, axes: tuple[str, ...], mesh: Mesh | None = None) -> str | None:
     """Returns the reason why no state of `elements` can be exchanged over `axes`, or None where it can."""
+    from tree_attn.reduce import peer_memory
+
     try:
+        # First, for kernels are imported below, and with them settings of JAX that are part of every program's key.
+        peer_memory.check_platform(_groups(axes, mesh)[0])
         _meeting_place(axes, mesh, elements)
     except NotImplementedError as error:
         return str(error)

@@ -56,6 +56,12 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
     return table
 
 
+def check_platform(devices: Sequence[jax.Device]) -> None:
+    """Raises PeerMemoryError unless the devices are GPUs."""
+    if devices[0].platform != "gpu":
+        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
+
+
 @functools.cache  # failures too: another attempt would allocate again
 def _table(groups: Groups, num_bytes: int) -> int | PeerMemoryError:
     try:
@@ -66,8 +72,7 @@ def _table(groups: Groups, num_bytes: int) -> int | PeerMemoryError:
 
 def _share(groups: Groups, num_bytes: int) -> int:
     devices = tuple(itertools.chain(*groups))
-    if devices[0].platform != "gpu":
-        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
+    check_platform(devices)
     # All processes decide alike, from what all have: one that went on alone would wait for the others.
     in_process = collections.Counter(device.process_index for device in devices)
     if max(in_process.values()) > 1 and (len(in_process) > 1 or len(groups) > 1):

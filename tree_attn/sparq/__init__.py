@@ -26,7 +26,7 @@ from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, che
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
-from tree_attn.reduce import check_reduction, reduce_state
+from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
 from tree_attn.sparq import hopper, xla
 from tree_attn.sparq.options import SCORE_TEMPERATURES, SELECTIONS, SparqCall, SparqOptions
@@ -123,20 +123,32 @@ def sparq_decode(
     attention = AttentionOptions(**options)
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-
-    def body(query, key, value, attention: AttentionOptions, key_by_component, value_mean) -> SoftmaxState:
-        shard = local_shard(axes, block_size)
-        call = SparqCall(
-            options=sparq, axes=axes, mesh=mesh, reduction=reduction, num_shards=shard.num_shards,
-            scale=default_scale(attention.scale, query.shape[-1]), implementation=attention.implementation,
-        )  # fmt: skip
-        return _decode_shard(query, key, value, key_by_component, value_mean, attention, shard, call)
-
+    body = _SparqDecode(options=sparq, axes=axes, mesh=mesh, block_size=block_size, reduction=reduction)
     along_sequence = P(None, axes)
     operands = query, key, value, attention, key_by_component, value_mean
     specs = P(), along_sequence, along_sequence, P(), P(None, None, None, axes), P()
     state = over_shards(body, operands, specs, axes=axes, mesh=mesh)
     return (state.out, state.lse) if return_lse else state.out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SparqDecode:
+    """The part of each device. The fields are the arguments of `sparq_decode`."""
+
+    options: SparqOptions
+    axes: tuple[str, ...]
+    mesh: Mesh | None
+    block_size: int | None
+    reduction: Reduction | None
+
+    def __call__(self, query, key, value, attention: AttentionOptions, key_by_component, value_mean) -> SoftmaxState:
+        shard = local_shard(self.axes, self.block_size)
+        call = SparqCall(
+            options=self.options, axes=self.axes, mesh=self.mesh, reduction=self.reduction,
+            num_shards=shard.num_shards, scale=default_scale(attention.scale, query.shape[-1]),
+            implementation=attention.implementation,
+        )  # fmt: skip
+        return _decode_shard(query, key, value, key_by_component, value_mean, attention, shard, call)
 
 
 def slot_multiple(num_slots: int) -> int:

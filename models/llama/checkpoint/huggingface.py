@@ -1,6 +1,6 @@
 """Weights from a Hugging Face folder: `config.json` and one or many `.safetensors`, read straight onto the devices."""
 
-import json
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from tree_attn.models.llama.checkpoint.safetensors import CheckpointError, Tensor, read_header
+from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming, read_json, shortened
+from tree_attn.models.llama.checkpoint.safetensors import Tensor, read_header
 from tree_attn.models.llama.config import LlamaConfig, from_huggingface
-from tree_attn.models.llama.parameters import Create, Index, Parameter, checkpoint_shape, from_slices
+from tree_attn.models.llama.parameters import (
+    Create,
+    Index,
+    Parameter,
+    checkpoint_places,
+    checkpoint_shape,
+    from_slices,
+    picked_shape,
+)
 from tree_attn.models.llama.sharding import LlamaSharding
 
 # The tensor of a Hugging Face checkpoint for each parameter of the model.
@@ -30,22 +39,18 @@ TENSOR_NAMES = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file; raises CheckpointError that names the file."""
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is missing from {path.parent}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path.name}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name}: must hold a JSON object")
-    return content
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """Reads the configuration in `folder/config.json`; raises as `config.from_huggingface`."""
-    return from_huggingface(read_json(folder / "config.json"))
+    """Reads the configuration in `folder/config.json`.
+
+    Raises:
+      CheckpointError: the file is missing, is no JSON object, or describes another model (`config.from_huggingface`).
+    """
+    source = read_json(folder / CONFIG)
+    with blaming(CONFIG):
+        return from_huggingface(source)
 
 
 def find_tensors(folder: Path) -> dict[str, Tensor]:
@@ -55,9 +60,8 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
       CheckpointError: no such files, an index that names a file outside the folder or a tensor that its file lacks, a
         tensor in two files, or a damaged file.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return _indexed_tensors(folder, read_json(index).get("weight_map"))
+    if (folder / INDEX).is_file():
+        return _indexed_tensors(folder, read_json(folder / INDEX).get("weight_map"))
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise CheckpointError(f"no .safetensors file in {folder}; weights in other formats are not read")
@@ -65,65 +69,99 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
     for path in paths:
         for name, tensor in read_header(path).items():
             if name in tensors:
-                raise CheckpointError(f"tensor {name} is in both {tensors[name].path.name} and {path.name}")
+                raise CheckpointError(f"tensor {shortened(name)} is in both {tensors[name].path.name} and {path.name}")
             tensors[name] = tensor
     return tensors
 
 
 def _indexed_tensors(folder: Path, weight_map: Any) -> dict[str, Tensor]:
-    if not isinstance(weight_map, dict):
-        raise CheckpointError("model.safetensors.index.json: weight_map must be an object of tensor name to file name")
+    if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
+        raise CheckpointError(f"{INDEX}: weight_map must be an object of tensor name to file name")
     headers = {}
     for file_name in sorted(set(weight_map.values())):
         # Checked as written rather than resolved: download caches keep symbolic links to files elsewhere.
         written = PurePosixPath(file_name)
         if written.is_absolute() or ".." in written.parts:
-            raise CheckpointError(f"model.safetensors.index.json: {file_name!r} leads out of the folder")
-        if not (folder / written).is_file():
-            raise CheckpointError(f"model.safetensors.index.json names {file_name}, which is missing from {folder}")
+            raise CheckpointError(f"{INDEX}: {shortened(file_name)!r} leads out of the folder")
+        with blaming(INDEX, f"weight_map names {shortened(file_name)!r}: "):
+            is_there = (folder / written).is_file()
+        if not is_there:
+            raise CheckpointError(f"{INDEX} names {shortened(file_name)}, which is missing from {folder}")
         headers[file_name] = read_header(folder / written)
     for name, file_name in weight_map.items():
         if name not in headers[file_name]:
-            raise CheckpointError(f"{file_name}: tensor {name} is missing; the index says that it is here")
+            raise CheckpointError(f"{file_name}: tensor {shortened(name)} is missing; {INDEX} says that it is here")
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
 
 
+class SafetensorsFolder:
+    """The weights of a Hugging Face folder: its tensors by name, checked and read as the model's parameters.
+
+    Raises:
+      CheckpointError: as `find_tensors`, or there is a bias: its sum would be missing from the results.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tensors = find_tensors(folder)
+        for name, tensor in self.tensors.items():
+            if name.endswith(".bias"):
+                raise CheckpointError(
+                    f"{tensor.path.name}: unexpected tensor {shortened(name)}; this Llama has no biases"
+                )
+
+    def check(self, parameter: Parameter, layer: int | None) -> None:
+        """Raises CheckpointError if a parameter's tensor is missing, or has another shape or no float dtype."""
+        name = TENSOR_NAMES[parameter.name].format(layer=layer)
+        if name not in self.tensors:
+            files = sorted({tensor.path.name for tensor in self.tensors.values()})
+            place = INDEX if (self.folder / INDEX).is_file() else ", ".join(files[:3]) + ", ..." * (len(files) > 3)
+            raise CheckpointError(f"{place}: tensor {name} is missing from {self.folder}; {CONFIG} needs it")
+        tensor = self.tensors[name]
+        check_shape(tensor.path.name, name, tensor.shape, parameter, CONFIG)
+        tensor.check_dtype()
+
+    def read(self, parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
+        """Reads a slice of a parameter's tensor; see `parameters.from_slices`."""
+        self.check(parameter, layer)
+        tensor = self.tensors[TENSOR_NAMES[parameter.name].format(layer=layer)]
+        runs = [_runs(places) for places in checkpoint_places(parameter, index)]
+        pieces = [tensor.read(run) for run in itertools.product(*runs)]
+        if len(pieces) > 1:
+            columns = len(runs[-1])
+            rows = [pieces[i : i + columns] for i in range(0, len(pieces), columns)]
+            pieces = [np.concatenate([np.concatenate(row, -1) for row in rows])]
+        return pieces[0].reshape(picked_shape(parameter, index))
+
+
+def _runs(places: np.ndarray) -> list[slice]:
+    """Returns ascending places as slices of neighbours."""
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)]
+
+
 def from_safetensors(
-    folder: Path, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None
+    folder: Path | SafetensorsFolder,
+    sharding: LlamaSharding,
+    dtype: DTypeLike,
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Create:
     """Returns a source that reads the `.safetensors` of a Hugging Face folder; see `parameters.from_slices`.
 
     Raises:
-      CheckpointError: as `find_tensors`; or, when a parameter is created, its tensor is missing or has another shape.
+      CheckpointError: as `SafetensorsFolder`; or, when a parameter is created, its tensor is missing or has another
+        shape.
 
     Example:
       >>> model = Llama(read_config(folder), sharding, from_safetensors(folder, sharding, jnp.bfloat16))
     """
-    tensors = find_tensors(folder)
-    _refuse_biases(tensors)
-
-    def read(parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
-        name = TENSOR_NAMES[parameter.name].format(layer=layer)
-        if name not in tensors:
-            raise CheckpointError(f"tensor {name} is missing from {folder}")
-        check_shape(tensors[name].path.name, name, tensors[name].shape, parameter)
-        shape = parameter.shape[1:] if parameter.is_stacked else parameter.shape
-        return tensors[name].array().reshape(shape)[index]
-
-    return from_slices(sharding, dtype, read, on_bytes)
+    files = SafetensorsFolder(folder) if isinstance(folder, Path) else folder
+    return from_slices(sharding, dtype, files.read, on_bytes, files.check)
 
 
-def check_shape(file_name: str, name: str, shape: Iterable[int], parameter: Parameter) -> None:
+def check_shape(
+    file_name: str, name: str, shape: Iterable[int], parameter: Parameter, config: str = "the configuration"
+) -> None:
     """Raises CheckpointError unless a file's tensor has the shape that the configuration asks for."""
     expected = checkpoint_shape(parameter)
     if tuple(shape) != expected:
-        raise CheckpointError(
-            f"{file_name}: tensor {name} has shape {list(shape)}; the configuration needs {list(expected)}"
-        )
-
-
-def _refuse_biases(tensors: dict[str, Tensor]) -> None:
-    """Raises CheckpointError for biases: such a checkpoint would load without complaint and compute something else."""
-    for name, tensor in tensors.items():
-        if name.endswith(".bias"):
-            raise CheckpointError(f"{tensor.path.name}: unexpected tensor {name}; this Llama has no biases")
+        raise CheckpointError(f"{file_name}: tensor {name} has shape {list(shape)}; {config} needs {list(expected)}")

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tree_attn.models.llama.checkpoint import gguf, huggingface, tokenizer
+from tree_attn.models.llama.checkpoint import gguf, gguf_tokenizer, huggingface, tokenizer
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.model import Llama
-from tree_attn.models.llama.parameters import Create, abstract, moved
+from tree_attn.models.llama.parameters import CheckTensor, Create, abstract, checked, moved
 from tree_attn.models.llama.sharding import LlamaSharding
 
 MakeCreate = Callable[[LlamaSharding, DTypeLike, Callable[[int], None] | None], Create]
@@ -45,24 +45,32 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a Hugging Face folder or a GGUF file; reads headers, configuration and tokenizer, but no weights.
 
+    Every tensor that the configuration asks for is looked for, with its shape.
+
     Raises:
-      CheckpointError: a file is missing or damaged.
-      ValueError: a configuration of another model than this Llama.
+      CheckpointError: a file is missing, damaged, or of another model than this Llama; the message names the file.
       ImportError: a package that the format needs is not installed.
     """
     if path.is_dir():
         config = huggingface.read_config(path)
+        files = huggingface.SafetensorsFolder(path)
+        _check_tensors(config, files.check)
         return Checkpoint(
             config=config,
             tokenizer=tokenizer.from_folder(path, config.eos_token_ids),
-            make_create=functools.partial(huggingface.from_safetensors, path),
+            make_create=functools.partial(huggingface.from_safetensors, files),
         )
     file = gguf.GGUFFile(path)
+    config = gguf.read_config(file)
+    _check_tensors(config, file.check)
     return Checkpoint(
-        config=gguf.read_config(file),
-        tokenizer=tokenizer.from_gguf(file),
-        make_create=functools.partial(gguf.from_gguf, file),
+        config=config, tokenizer=gguf_tokenizer.from_gguf(file), make_create=functools.partial(gguf.from_gguf, file)
     )
+
+
+def _check_tensors(config: LlamaConfig, check: CheckTensor) -> None:
+    """Calls `check(parameter, layer)` for every tensor of a checkpoint that the model's parameters are made of."""
+    Llama(config, None, checked(check), unroll_layers=False)
 
 
 def move(model: Llama, sharding: LlamaSharding) -> Llama:

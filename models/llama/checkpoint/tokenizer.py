@@ -1,30 +1,20 @@
-"""Tokenizers, text to token ids and back: a Hugging Face `tokenizer.json`, or the byte-level BPE of a GGUF file."""
+"""Tokenizers, text to token ids and back: as a Hugging Face folder has them."""
 
+import contextlib
 import dataclasses
-import functools
-import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tree_attn.models.llama.checkpoint.gguf import GGUFFile
-from tree_attn.models.llama.checkpoint.huggingface import read_json
-from tree_attn.models.llama.checkpoint.safetensors import CheckpointError
+from tree_attn.models.llama.checkpoint import chat_template
+from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming, read_json, read_text
 
-# A byte-level decoder writes this for bytes that are not (yet) a character.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-# GGUF's token types: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "tokenizer.ggml.token_type".
-_CONTROL, _USER_DEFINED = 3, 4
-
-# The cut of text before BPE in Llama 3, from the published tokenizer.json.
-_LLAMA_3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+SETTINGS = "tokenizer_config.json"
 
 
-def _tokenizers():
+def tokenizers_package() -> Any:
+    """Returns the tokenizers package; raises ImportError that says how to install it."""
     try:
         import tokenizers
     except ImportError:
@@ -41,6 +31,7 @@ class Tokenizer:
       special_tokens: the texts that a chat template may use by name, such as `bos_token`.
       chat_template: Jinja source, or None for a model that was not tuned for chat.
       stop_ids: tokens after which generation ends.
+      file_name, template_file_name: the files that it was read from, which errors name.
 
     Example:
       >>> tokenizer.decode(tokenizer.encode("Hello, world"))
@@ -51,10 +42,22 @@ class Tokenizer:
     special_tokens: dict[str, str]
     chat_template: str | None
     stop_ids: tuple[int, ...]
+    file_name: str
+    template_file_name: str
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of `text`; recognises special tokens in it, and adds the model's own prefix."""
-        return self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        """Returns the token ids of `text`; recognises special tokens in it, and adds the model's own prefix.
+
+        Raises:
+          ValueError: `text` holds code points that are no characters, from bytes that are not UTF-8.
+          CheckpointError: the tokenizer's file has no rule for this text.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text must be characters, got {text[error.start]!r} at index {error.start}") from None
+        with blaming(self.file_name, "the tokenizer fails: "):
+            return self.core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Returns the token ids of a conversation, ready for the assistant's answer.
@@ -64,20 +67,21 @@ class Tokenizer:
 
         Raises:
           ValueError: the model has no chat template, or the template refuses the messages.
+          CheckpointError: the template is wrong, or the tokenizer.
         """
         # The template writes the prefix itself.
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
-        """Renders a conversation by the chat template."""
+        """Renders a conversation by the chat template; raises as `encode_chat`."""
         if self.chat_template is None:
             raise ValueError("this model has no chat template: send the prompt as it is (--raw)")
-        template = _template_environment().from_string(self.chat_template)
-        return template.render(messages=list(messages), add_generation_prompt=True, **self.special_tokens)
+        return chat_template.render(self.chat_template, self.template_file_name, messages, self.special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids without special tokens."""
-        return self.core.decode(list(ids), skip_special_tokens=True)
+        with blaming(self.file_name, "the tokenizer fails: "):
+            return self.core.decode(list(ids), skip_special_tokens=True)
 
 
 class TextStream:
@@ -88,43 +92,23 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self._stream = tokenizers_package().decoders.DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
-        self._printed = 0
+        self._num_printed = 0
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes, perhaps empty."""
         self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
-        return "" if text.endswith(_INCOMPLETE) else self._advance(text)
+        with blaming(self._tokenizer.file_name, "the tokenizer fails: "):
+            text = self._stream.step(self._tokenizer.core, token_id) or ""
+        self._num_printed += len(text)
+        return text
 
     def flush(self) -> str:
         """Returns the text that was held back."""
-        return self._advance(self._tokenizer.decode(self._ids))
-
-    def _advance(self, text: str) -> str:
-        new, self._printed = text[self._printed :], len(text)
-        return new
-
-
-@functools.cache
-def _template_environment():
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.sandbox
-    except ImportError:
-        raise ImportError("a chat template needs jinja2: pip install 'tree-attn[demo]'") from None
-
-    def raise_exception(message: str):
-        raise ValueError(f"the chat template refuses these messages: {message}")
-
-    # Sandboxed, for the template comes with the weights; templates are written for these settings.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    return environment
+        text = self._tokenizer.decode(self._ids)[self._num_printed :]
+        self._num_printed += len(text)
+        return text
 
 
 def from_folder(folder: Path, eos_token_ids: Iterable[int]) -> Tokenizer:
@@ -140,99 +124,81 @@ def from_folder(folder: Path, eos_token_ids: Iterable[int]) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     read_json(path)
-    try:
-        core = _tokenizers().Tokenizer.from_file(str(path))
-    except ImportError:
-        raise
-    except Exception as error:  # the package raises bare Exception
-        raise CheckpointError(f"tokenizer.json: {error}") from None
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    tokenizers = tokenizers_package()
+    with making(path.name):
+        core = tried(tokenizers.Tokenizer.from_file(str(path)))
+    settings = read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    template, template_file_name = _folder_template(folder, settings)
+    if template is not None:
+        chat_template.check_template(template, template_file_name)
     return Tokenizer(
         core=core,
         special_tokens=_special_tokens(settings),
-        chat_template=_folder_template(folder, settings),
+        chat_template=template,
         stop_ids=tuple(sorted({*eos_token_ids, *_generation_stops(folder)})),
+        file_name=path.name,
+        template_file_name=template_file_name,
     )
+
+
+@contextlib.contextmanager
+def making(file_name: str) -> Iterator[None]:
+    """Raises CheckpointError for any error or panic of the tokenizers package within, in one message.
+
+    A panic writes its trace to the file descriptor of stderr, so this leads nowhere meanwhile.
+    """
+    with blaming(file_name, "the tokenizers package refuses it: "), contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # there may be no stderr
+            saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+            stack.callback(lambda: (os.dup2(saved, 2), os.close(saved), os.close(nowhere)))
+            os.dup2(nowhere, 2)
+        yield
+
+
+def tried(core: Any) -> Any:
+    """Returns a `tokenizers.Tokenizer` of whole texts, after a first text: some faults of a file show only then."""
+    core.no_truncation()
+    core.no_padding()
+    for text in ("", "Hello, world! 1234\n", "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve \N{SLIGHTLY SMILING FACE}"):
+        ids = core.encode(text).ids
+        core.decode(ids, skip_special_tokens=False)
+    return core
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     """Returns `bos_token` and other tokens by name; each is a string in the file, or an object with its content."""
     named = {name: value for name, value in settings.items() if name.endswith("_token") and value}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in named.items()}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        if name in texts and not isinstance(texts[name], str):
+            raise CheckpointError(
+                f"{SETTINGS}: {name} must be a text, or an object with its content, got {named[name]!r:.200}"
+            )
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+def _folder_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str]:
+    """Returns the chat template, if there is one, and the name of its file."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path), path.name
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+            raise CheckpointError(
+                f"{SETTINGS}: chat_template must be a text, or a list of objects with name and template"
+            )
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{SETTINGS}: chat_template must be a text, got {template!r:.200}")
+    return template, SETTINGS
 
 
 def _generation_stops(folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     stops = read_json(path).get("eos_token_id") if path.is_file() else None
-    if stops is None:
-        return ()
-    return (stops,) if isinstance(stops, int) else tuple(stops)
-
-
-def from_gguf(file: GGUFFile) -> Tokenizer:
-    """Rebuilds the tokenizer in a GGUF file's metadata with the tokenizers package.
-
-    Raises:
-      CheckpointError: another model than byte-level BPE (`gpt2`), or an unknown cut of text before it.
-      ImportError: the tokenizers package is not installed.
-    """
-    tokenizers = _tokenizers()
-    model = file.require("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise CheckpointError(
-            f"{file.path.name}: tokenizer.ggml.model must be 'gpt2', got {model!r}; "
-            "pass a folder with a tokenizer.json instead"
-        )
-    tokens = file.require("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
-    pre = file.get("tokenizer.ggml.pre", "gpt-2")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    # Llama 3's vocabulary has whole words that its merges do not reach.
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
-    core.pre_tokenizer = _pre_tokenizer(tokenizers, pre, file.path.name)
-    core.decoder = tokenizers.decoders.ByteLevel()
-    types = file.require("tokenizer.ggml.token_type")
-    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
-        texts = [token for token, token_type in zip(tokens, types, strict=True) if token_type == wanted]
-        core.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in texts])
-    bos, eos = file.get("tokenizer.ggml.bos_token_id"), file.get("tokenizer.ggml.eos_token_id")
-    if file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and bos is not None:
-        core.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-        )
-    ends = {eos, file.get("tokenizer.ggml.eot_token_id"), file.get("tokenizer.ggml.eom_token_id")} - {None}
-    named = {"bos_token": bos, "eos_token": eos}
-    return Tokenizer(
-        core=core,
-        special_tokens={name: tokens[index] for name, index in named.items() if index is not None},
-        chat_template=file.get("tokenizer.chat_template"),
-        stop_ids=tuple(sorted(ends)),
-    )
-
-
-def _pre_tokenizer(tokenizers: Any, pre: str, file_name: str) -> Any:
-    """Returns the cut of text before BPE by its name in the metadata: the three cut digits, for one, differently."""
-    pre_tokenizers = tokenizers.pre_tokenizers
-    if pre == "gpt-2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "smollm":
-        return pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    if pre == "llama-bpe":
-        split = pre_tokenizers.Split(tokenizers.Regex(_LLAMA_3_SPLIT), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise CheckpointError(
-        f"{file_name}: tokenizer.ggml.pre must be 'gpt-2', 'smollm' or 'llama-bpe', got {pre!r}; "
-        "pass a folder with a tokenizer.json instead"
-    )
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    for stop in stops:
+        if isinstance(stop, bool) or not isinstance(stop, int) or not 0 <= stop < 2**31:
+            raise CheckpointError(f"{path.name}: eos_token_id must be a token id or a list of them, got {stop!r:.200}")
+    return tuple(stops)

@@ -189,14 +189,15 @@ def _time_all(pending: Pending, sweep: Sweep) -> None:
 
 def _timed(case: Case, row: dict[str, Any], sweep: Sweep, on_sample: Callable[[], None]) -> dict[str, Any]:
     chain, long_chain = chain_lengths(row["bytes_sent_per_device_predicted"], sweep.requested_chain, sweep.is_emulated)
-    fields = sweep.laboratory.time(
-        case,
-        n_iters=sweep.n_iters,
-        chain=chain,
-        long_chain=long_chain,
-        step_collectives=row["collectives_compiled"],
-        on_sample=on_sample,
-    )
+    with join.steps() as step:
+        fields = sweep.laboratory.time(
+            case,
+            n_iters=sweep.n_iters,
+            chain=chain,
+            long_chain=long_chain,
+            step_collectives=row["collectives_compiled"],
+            on_sample=lambda: (step(), on_sample()),
+        )
     sent = row["bytes_sent_per_device_compiled"]
     return fields | {
         "sent_gb_per_s": None if sent is None else sent / fields["latency_us_median"] / 1e3,

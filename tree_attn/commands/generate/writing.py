@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tree_attn.cluster.join import steps
 from tree_attn.commands import session
 from tree_attn.commands.generate.saved_tokens import SavedTokens
 from tree_attn.commands.request import Request, load_generator, open_request
@@ -36,13 +37,16 @@ def _generate_one(args: argparse.Namespace, request: Request, tokens: SavedToken
     for token in saved.ids:
         _print(stream.push(token))
 
-    def on_token(_, token: int) -> None:
-        tokens.add(token)
-        _print(stream.push(token))
-
     document = {"new_ids": saved.ids, "text": None, "prefill_s": None, "per_token_s": None}
     if not saved.is_complete:
-        result = _continue(args, request, saved.ids, on_token)
+        with steps() as step:
+
+            def on_token(_, token: int) -> None:
+                tokens.add(token)
+                _print(stream.push(token))
+                step()
+
+            result = _continue(args, request, saved.ids, on_token)
         tokens.close()
         document |= {name: getattr(result, name) for name in ("new_ids", "prefill_s", "per_token_s")}
     _print(stream.flush() + "\n")
@@ -52,10 +56,9 @@ def _generate_one(args: argparse.Namespace, request: Request, tokens: SavedToken
 def _generate_all(args: argparse.Namespace, request: Request) -> dict[str, Any]:
     """Prints the texts of several prompts, when all are complete; returns their part of `--json`."""
     generator, tokenizer = load_generator(args, request), request.checkpoint.tokenizer
-    with session.phase(f"generating from {len(request.prompts)} prompts ..."):
-        results = generate(
-            generator, request.prompts, args.max_new_tokens, stop_ids=tokenizer.stop_ids, max_batch=args.max_batch
-        )
+    options = dict(stop_ids=tokenizer.stop_ids, max_batch=args.max_batch)
+    with session.phase(f"generating from {len(request.prompts)} prompts ..."), steps() as step:
+        results = generate(generator, request.prompts, args.max_new_tokens, **options, on_token=lambda *_: step())
     texts = [tokenizer.decode(result.new_ids) for result in results]
     for number, text in enumerate(texts, start=1):
         _print(f"--- prompt {number} of {len(texts)}\n{text}\n")

@@ -1,7 +1,9 @@
 """Reading GGUF: a file written here is read back, and what is damaged or another model is refused."""
 
 import dataclasses
+import struct
 import sys
+import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from tree_attn.models.llama import Llama, Llama3RopeScaling
 from tree_attn.models.llama.checkpoint import gguf as llama_gguf
 from tree_attn.models.llama.checkpoint.gguf import GGUFFile, from_gguf, read_config
-from tree_attn.models.llama.checkpoint.safetensors import CheckpointError
+from tree_attn.models.llama.checkpoint.reading import CheckpointError
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.rope import frequency_divisors
 
@@ -125,7 +127,7 @@ def test_quantized_tensors_are_dequantized_row_by_row(smollm2_path):
     name = "blk.3.ffn_up.weight"
     tensor = file.tensors[name]
     assert tensor.tensor_type.name == "Q4_1"
-    whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    whole = gguf.quants.dequantize(file.data(name), tensor.tensor_type)
     assert whole.shape == (1536, 576)
     np.testing.assert_array_equal(file.rows(name, slice(192, 384)), whole[192:384])
 
@@ -173,8 +175,155 @@ def test_a_truncated_file_is_refused(tmp_path, tiny_model, num_bytes):
     write_gguf(path, tiny_model(1))
     assert path.stat().st_size > 20_000
     path.write_bytes(path.read_bytes()[:num_bytes])
-    with pytest.raises(CheckpointError, match=r"cut.gguf: truncated or not GGUF"):
+    with pytest.raises(CheckpointError, match=r"cut.gguf: damaged, truncated or not GGUF"):
         GGUFFile(path)
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def pair(key: str, value_type: int, value: bytes) -> bytes:
+    return string(key) + struct.pack("<I", value_type) + value
+
+
+def header(*pairs: bytes, tensors: tuple[bytes, ...] = (), num_pairs: int | None = None) -> bytes:
+    counts = struct.pack("<IQQ", 3, len(tensors), len(pairs) if num_pairs is None else num_pairs)
+    return b"GGUF" + counts + b"".join(pairs) + b"".join(tensors)
+
+
+def tensor(name: str, *sizes: int, kind: int = 0, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+
+
+def array(element_type: int, count: int, elements: bytes = b"") -> bytes:
+    return struct.pack("<IQ", element_type, count) + elements
+
+
+def with_data(head: bytes, num_bytes: int) -> bytes:
+    return head + bytes(-len(head) % 32 + num_bytes)
+
+
+ALIGNMENT = "general.alignment"
+STRUCTURES = {
+    **{
+        f"10^18 elements of type {kind}": (header(pair("x", 9, array(kind, 10**18))) + bytes(64), "of a file of")
+        for kind in (0, 1, 2, 5, 6, 7, 11)
+    },
+    "10^18 texts": (header(pair("x", 9, array(8, 10**18))) + bytes(64), "metadata x: text 8 of 10+ lies beyond"),
+    "10^18 empty arrays": (header(pair("x", 9, array(9, 10**18))) + bytes(4096), "a number of . bytes at byte"),
+    "deep arrays": (header(pair("x", 9, array(9, 1) * 5000)), "x has arrays nested more than 4 deep"),
+    "a long text": (
+        header(pair("x", 8, struct.pack("<Q", 2**64 - 1))),
+        "text of 18446744073709551615 bytes",
+    ),
+    "a long key": (header(struct.pack("<Q", 2**63)), "a key of 9223372036854775808 bytes"),
+    "2^64 pairs": (header(pair("x", 4, bytes(4)), num_pairs=2**64 - 1) + bytes(32), "metadata occurs twice"),
+    "a key twice": (header(*[pair("x", 4, bytes(4))] * 2), "metadata x occurs twice"),
+    "an unknown type": (header(pair("x", 13, bytes(8))), "metadata x has type 13"),
+    "a key that is no text": (header(string("ab").replace(b"ab", b"\xff\xfe") + bytes(8)), "codec can't decode"),
+    "a boolean of 2": (header(pair("x", 7, b"\2")), "metadata x must be 0 or 1"),
+    "another version": (header().replace(b"\3", b"\7"), "it has version 7"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),
+    "an alignment of 0": (header(pair(ALIGNMENT, 4, bytes(4))), "general.alignment must be a power of two"),
+    "an alignment of 24": (header(pair(ALIGNMENT, 4, struct.pack("<I", 24))), "general.alignment must be a power"),
+    "an alignment as text": (header(pair(ALIGNMENT, 8, string("32"))), "general.alignment must be a power of two"),
+    "a tensor twice": (
+        with_data(header(tensors=(tensor("a", 8), tensor("a", 8, offset=32))), 64),
+        "tensor a occurs twice",
+    ),
+    "an unknown tensor type": (
+        with_data(header(tensors=(tensor("a", 8, kind=999),)), 32),
+        "the unknown type 999",
+    ),
+    "five dimensions": (with_data(header(tensors=(tensor("a", 1, 1, 1, 1, 8),)), 32), "a has 5 dimensions"),
+    "10^9 dimensions": (header(tensors=(string("a") + struct.pack("<I", 10**9),)), "a has 1000000000 dimensions"),
+    "half a block": (with_data(header(tensors=(tensor("a", 8, kind=8),)), 32), r"Q8_0 has blocks of 32, got \[8\]"),
+    "a size of 2^63": (with_data(header(tensors=(tensor("a", 2**63, 2**63),)), 32), "tensor a ends at byte 3402823"),
+    "not aligned": (
+        with_data(header(tensors=(tensor("a", 8), tensor("b", 4, offset=36))), 64),
+        "tensor b is at byte 36 of the data, expected 32: tensors must follow one another, aligned to 32",
+    ),
+    "an offset that wraps": (
+        with_data(header(tensors=(tensor("a", 8, offset=2**64 - 32),)), 32),
+        "tensor a is at byte 18446744073709551584 of the data, expected 0",
+    ),
+    "an overlap": (with_data(header(tensors=(tensor("a", 16), tensor("b", 8, offset=32))), 64), "b is at byte 32"),
+    "a hole": (with_data(header(tensors=(tensor("a", 8), tensor("b", 8, offset=64))), 96), "b is at byte 64"),
+    "a type of another length": (with_data(header(tensors=(tensor("a", 64, kind=1),)), 256), "128 bytes follow"),
+    "data behind the last tensor": (with_data(header(tensors=(tensor("a", 8),)), 65), "33 bytes follow the last"),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_no_structure_is_read_beyond_what_the_file_holds(tmp_path, name):
+    content, message = STRUCTURES[name]
+    path = tmp_path / "wrong.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=rf"wrong.gguf: damaged, truncated or not GGUF: .*({message})"):
+            GGUFFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_take_no_more_memory_than_a_small_multiple_of_their_bytes(tmp_path):
+    """The package's reader makes several arrays of each number and each text."""
+    num_values = 50_000
+    numbers, texts = array(0, num_values, bytes(num_values)), array(8, num_values, bytes(8 * num_values))
+    (tmp_path / "many.gguf").write_bytes(header(pair("numbers", 9, numbers), pair("texts", 9, texts)))
+    tracemalloc.start()
+    try:
+        file = GGUFFile(tmp_path / "many.gguf")
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        assert len(file.get("numbers")) == len(file.get("texts")) == file.count("texts") == num_values
+        assert tracemalloc.get_traced_memory()[1] < 6_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.block_count", 10**9, "tensor blk.2.attn_norm.weight is missing"),
+        ("llama.block_count", "2", "llama.block_count must be an integer of 1 or more, got '2'"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count must be an integer of 1 or more, got 0"),
+        ("llama.attention.head_count", 3, "head_count must be a multiple of llama.attention.head_count_kv=2, got 3"),
+        ("llama.attention.key_length", 7, "llama.attention.key_length must be even"),
+        ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got 'x'"),
+        ("llama.rope.freq_base", float("inf"), "llama.rope.freq_base must be a finite number"),
+        ("llama.expert_count", "many", "mixtures of experts are not supported"),
+        ("tokenizer.ggml.eos_token_id", 64, r"eos_token_id must be in \[0, llama.vocab_size=64\), got 64"),
+        ("tokenizer.ggml.eos_token_id", "2", "tokenizer.ggml.eos_token_id must be an integer, got '2'"),
+        ("llama.rope.scaling.type", 3, "llama.rope.scaling.type must be 'none' or absent, got 3"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_files_own_key(tmp_path, tiny_model, sharding_over, key, value, message):
+    write_gguf(tmp_path / "wrong.gguf", tiny_model(1), metadata={key: value})
+    file = GGUFFile(tmp_path / "wrong.gguf")
+    with pytest.raises(CheckpointError, match=f"wrong.gguf: .*{message}"):
+        config = read_config(file)
+        sharding = sharding_over(config, 1)
+        Llama(config, sharding, from_gguf(file, sharding, jnp.float32))
+
+
+def test_text_that_is_not_utf_8_is_refused_when_it_is_read(tmp_path):
+    text = pair("general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe")
+    (tmp_path / "wrong.gguf").write_bytes(header(text, pair("x", 9, array(9, 1, array(0, 1, b"1")))))
+    file = GGUFFile(tmp_path / "wrong.gguf")
+    with pytest.raises(CheckpointError, match=r"wrong.gguf: metadata general.architecture holds text that is not"):
+        read_config(file)
+    with pytest.raises(CheckpointError, match=r"wrong.gguf: metadata x is an array of arrays"):
+        file.get("x")
+
+
+@pytest.mark.parametrize("name", ["missing.gguf", "folder.gguf", "x" * 5000 + ".gguf"])
+def test_what_is_no_file_is_refused(tmp_path, name):
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(CheckpointError, match=rf"{name[:150]}.*: damaged, .*(No such|directory|name)"):
+        GGUFFile(tmp_path / name)
 
 
 def test_without_the_gguf_package_it_says_how_to_install_it(tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 """Token ids: SmolLM2's against transformers, the rules of each way to cut text, chat templates and streaming."""
 
+import dataclasses
 import json
 import sys
 
 import pytest
 
+from tree_attn.models.llama.checkpoint import gguf_tokenizer
 from tree_attn.models.llama.checkpoint import tokenizer as llama_tokenizer
-from tree_attn.models.llama.checkpoint.safetensors import CheckpointError
+from tree_attn.models.llama.checkpoint.reading import CheckpointError
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream, Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'tree-attn[demo]'")
@@ -162,6 +164,123 @@ def test_a_damaged_folder_is_refused(folder, text, message):
         llama_tokenizer.from_folder(folder, [])
 
 
+def edit_json(path, edit) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def special_token_without_ids(content):
+    content["post_processor"]["special_tokens"] = {}
+
+
+def long_prefix(content):
+    content["model"].update(continuing_subword_prefix="####", vocab={"a": 0, "b": 1, "ab": 2}, merges=[["a", "b"]])
+
+
+def merge_to_no_token(content):
+    content["model"].update(vocab={"a": 0, "b": 1}, merges=[["a", "b"]])
+
+
+TOKENIZER_FAULTS = {
+    "a special token that is unknown": special_token_without_ids,
+    "a prefix longer than the tokens": long_prefix,
+    "a merge that makes no token": merge_to_no_token,
+    "chunks of length 0": lambda content: content.update(pre_tokenizer={"type": "FixedLength", "length": 0}),
+    "a character map that is none": lambda content: content.update(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    ),
+    "another type": lambda content: content.update(model=3),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER_FAULTS)
+def test_a_panic_or_error_of_the_tokenizers_package_is_an_error_of_the_file(folder, name, capfd):
+    """Some of them show at the first text only. A panic would leave a trace on stderr beside the one error."""
+    edit_json(folder / "tokenizer.json", TOKENIZER_FAULTS[name])
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: the tokenizers package refuses it: "):
+        llama_tokenizer.from_folder(folder, [])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_panic_at_a_later_text_names_the_file_and_an_interruption_passes(folder):
+    class Core:
+        def __init__(self, error):
+            self.error = error
+
+        def encode(self, *args, **options):
+            raise self.error
+
+    panic = type("PanicException", (BaseException,), {})
+    tokenizer = dataclasses.replace(llama_tokenizer.from_folder(folder, []), core=Core(panic("index\nout of range")))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: the tokenizer fails: index out of range"):
+        tokenizer.encode("x")
+    with pytest.raises(KeyboardInterrupt):
+        dataclasses.replace(tokenizer, core=Core(KeyboardInterrupt())).encode("x")
+
+
+def test_texts_are_neither_cut_nor_padded_and_must_be_characters(folder):
+    core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    core.enable_truncation(3)
+    core.enable_padding(length=10**6)
+    core.save(str(folder / "tokenizer.json"))
+    tokenizer = llama_tokenizer.from_folder(folder, [])
+    assert len(tokenizer.encode("abcdef")) == 7
+    with pytest.raises(ValueError, match=r"text must be characters, got '\\udcff' at index 2"):
+        tokenizer.encode("hi\udcff")
+
+
+SETTING_FAULTS = {
+    "an object without content": ({"bos_token": {"id": 3}}, "tokenizer_config.json: bos_token must be a text"),
+    "a number as a token": ({"eos_token": 3}, "tokenizer_config.json: eos_token must be a text, .*, got 3"),
+    "a number as template": ({"chat_template": 3}, "tokenizer_config.json: chat_template must be a text, got 3"),
+    "templates without names": ({"chat_template": ["x"]}, "tokenizer_config.json: chat_template must be a text, or a"),
+    "a default that is no text": (
+        {"chat_template": [{"name": "default", "template": []}]},
+        r"tokenizer_config.json: chat_template must be a text, got \[\]",
+    ),
+    "a template that does not compile": (
+        {"chat_template": "{% for %}"},
+        "tokenizer_config.json: the chat template does not compile: ",
+    ),
+    "a template of deep brackets": (
+        {"chat_template": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"},
+        "tokenizer_config.json: the chat template does not compile: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTING_FAULTS)
+def test_wrong_settings_are_refused_as_the_folder_is_read(folder, name):
+    settings, message = SETTING_FAULTS[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=message):
+        llama_tokenizer.from_folder(folder, [])
+
+
+@pytest.mark.parametrize("stops", ["2", True, 2.0, [2, {}], {"a": 1}, -1, 2**63])
+def test_stop_tokens_of_another_type_are_refused(folder, stops):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id must be a token id or a list"):
+        llama_tokenizer.from_folder(folder, [])
+
+
+def test_a_template_that_fails_at_a_chat_names_its_file(folder):
+    (folder / "chat_template.jinja").write_text("{{ 1 / (messages | length - 1) }}")
+    tokenizer = llama_tokenizer.from_folder(folder, [])
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja: the chat template fails: division by zero"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template.jinja: .*can't decode"):
+        llama_tokenizer.from_folder(folder, [])
+
+
+def test_templates_may_mark_the_answer_ask_for_tools_and_for_the_date(folder):
+    template = "{% generation %}{{ tools is none }}{% endgeneration %} {{ strftime_now('%Y') | length }}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert llama_tokenizer.from_folder(folder, []).render_chat([]) == "True 4"
+
+
 class FakeGGUF:
     """The metadata of a byte-level vocabulary, as `GGUFFile` gives it."""
 
@@ -185,12 +304,12 @@ class FakeGGUF:
     require = get
 
 
-def gguf_tokenizer(tmp_path, **changes) -> Tokenizer:
-    return llama_tokenizer.from_gguf(FakeGGUF(tmp_path / "fake.gguf", **changes))
+def tokenizer_of_gguf(tmp_path, **changes) -> Tokenizer:
+    return gguf_tokenizer.from_gguf(FakeGGUF(tmp_path / "fake.gguf", **changes))
 
 
 def test_llama_3_metadata_gives_its_prefix_and_groups_digits_by_three(tmp_path):
-    tokenizer = gguf_tokenizer(tmp_path)
+    tokenizer = tokenizer_of_gguf(tmp_path)
     (one, two, both) = (tokenizer.core.token_to_id(token) for token in ("1", "2", "12"))
     assert tokenizer.encode("12") == [257, both]
     # Cut as "112", "2": the pair on either side of the cut is not merged.
@@ -205,11 +324,24 @@ def test_llama_3_metadata_gives_its_prefix_and_groups_digits_by_three(tmp_path):
     [
         ({"model": "llama"}, "tokenizer.ggml.model must be 'gpt2', got 'llama'"),
         ({"pre": "qwen2"}, "tokenizer.ggml.pre must be 'gpt-2', 'smollm' or 'llama-bpe', got 'qwen2'"),
+        ({"tokens": 3}, "tokenizer.ggml.tokens must be an array of texts"),
+        ({"tokens": ["a"] * 259}, "tokenizer.ggml.tokens names a token twice"),
+        ({"token_type": [1.0] * 259}, "tokenizer.ggml.token_type must be an array of integers"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries for 259 tokens"),
+        ({"merges": ["12"]}, "tokenizer.ggml.merges has '12' and ''; they and what they make must be tokens"),
+        ({"merges": ["1 3"]}, "tokenizer.ggml.merges has '1' and '3'; they and what they make must be tokens"),
+        ({"merges": ["1 34"]}, "tokenizer.ggml.merges has '1' and '34'"),
+        ({"merges": [1]}, "tokenizer.ggml.merges must be an array of texts"),
+        ({"bos_token_id": 259}, r"tokenizer.ggml.bos_token_id must be in \[0, 259\), got 259"),
+        ({"eot_token_id": "2"}, r"tokenizer.ggml.eot_token_id must be in \[0, 259\), got '2'"),
+        ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token must be true or false"),
+        ({"tokenizer.chat_template": 1}, "tokenizer.chat_template must be a text, got 1"),
+        ({"tokenizer.chat_template": "{% if %}"}, "the chat template does not compile"),
     ],
 )
 def test_another_tokenizer_in_gguf_is_refused(tmp_path, changes, message):
-    with pytest.raises(CheckpointError, match=message):
-        gguf_tokenizer(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=f"fake.gguf: {message}"):
+        tokenizer_of_gguf(tmp_path, **changes)
 
 
 def test_without_the_tokenizers_package_it_says_how_to_install_it(folder, monkeypatch):
@@ -217,4 +349,4 @@ def test_without_the_tokenizers_package_it_says_how_to_install_it(folder, monkey
     with pytest.raises(ImportError, match=r"pip install 'tree-attn\[demo\]'"):
         llama_tokenizer.from_folder(folder, [])
     with pytest.raises(ImportError, match=r"pip install 'tree-attn\[demo\]'"):
-        llama_tokenizer.from_gguf(FakeGGUF.__new__(FakeGGUF))
+        gguf_tokenizer.from_gguf(FakeGGUF.__new__(FakeGGUF))

@@ -12,7 +12,8 @@ from tree_attn.models.llama import Llama
 from tree_attn.models.llama.checkpoint import huggingface as weights
 from tree_attn.models.llama.checkpoint import open as load
 from tree_attn.models.llama.checkpoint.huggingface import find_tensors, from_safetensors
-from tree_attn.models.llama.checkpoint.safetensors import CheckpointError, read_header
+from tree_attn.models.llama.checkpoint.reading import CheckpointError
+from tree_attn.models.llama.checkpoint.safetensors import Tensor, read_header
 
 CONFIG = {
     "model_type": "llama",
@@ -172,27 +173,24 @@ def test_each_device_reads_only_its_part_and_progress_adds_up(folder, load_folde
 
 
 def test_of_kernels_that_lie_together_each_device_reads_its_rows_of_each_tensor(folder, load_folder, monkeypatch):
-    pieces, from_slices = {}, weights.from_slices
+    pieces, read = {}, Tensor.read
 
-    def spying(sharding, dtype, read, on_bytes):
-        def spy(parameter, layer, index):
-            piece = read(parameter, layer, index)
-            assert isinstance(piece, np.memmap), "a view of the file, of which nothing else is read"
-            pieces.setdefault(parameter.name, []).append(piece.shape)
-            return piece
+    def spy(tensor, index):
+        piece = read(tensor, index)
+        pieces.setdefault(tensor.name, []).append(piece.shape)
+        return piece
 
-        return from_slices(sharding, dtype, spy, on_bytes)
-
-    monkeypatch.setattr(weights, "from_slices", spying)
+    monkeypatch.setattr(Tensor, "read", spy)
     load_folder(folder, 2)
     for name, shape in {
-        "layers.attention.query": (1, 2, 4, 16),
-        "layers.attention.key": (1, 1, 4, 16),
-        "layers.attention.value": (1, 1, 4, 16),
-        "layers.mlp.gate": (1, 12, 16),
-        "layers.mlp.up": (1, 12, 16),
+        "self_attn.q_proj": (8, 16),
+        "self_attn.k_proj": (4, 16),
+        "self_attn.v_proj": (4, 16),
+        "mlp.gate_proj": (12, 16),
+        "mlp.up_proj": (12, 16),
     }.items():
-        assert pieces[name] == [shape] * 4, "of two layers on two devices"
+        for layer in range(2):
+            assert pieces[f"model.layers.{layer}.{name}.weight"] == [shape] * 2, "on two devices"
 
 
 def truncate(folder):
@@ -209,8 +207,11 @@ def relabel(name, **changes):
     return lambda folder: edit_header(folder / "model.safetensors", lambda header: header[name].update(changes))
 
 
-def remove(name):
-    return lambda folder: edit_header(folder / "model.safetensors", lambda header: header.pop(name))
+def rename(name):
+    def edit(header):
+        header["other.weight"] = header.pop(name)
+
+    return lambda folder: edit_header(folder / "model.safetensors", edit)
 
 
 def configure(**changes):
@@ -230,27 +231,108 @@ def add_second_copy(folder):
     write_safetensors(folder / "copy.safetensors", random_tensors())
 
 
+def shift_offsets(folder, by):
+    """Moves the tensor that follows the first one, and all behind it, in the header alone."""
+
+    def edit(header):
+        for name, entry in header.items():
+            if name not in ("__metadata__", "model.embed_tokens.weight", "model.norm.weight"):
+                entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
+
+    edit_header(folder / "model.safetensors", edit)
+
+
+def append_data(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + bytes(8))
+
+
+def repeat_header(folder):
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    entry = json.dumps({"model.norm.weight": json.loads(raw[8 : 8 + length])["model.norm.weight"]})[:-1]
+    text = (entry + ", ").encode() + raw[9 : 8 + length]
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def nest_header(folder):
+    text = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def replace_by_folder(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
 DAMAGES = {
-    "truncated data": (truncate, r"model.safetensors: truncated: tensor .* ends at byte \d+ of a file of \d+"),
-    "truncated header": (truncate_header, r"model.safetensors: truncated or not safetensors: 100 bytes"),
-    "empty file": (write_text("model.safetensors", ""), r"model.safetensors: truncated or not safetensors: 0 bytes"),
+    "truncated data": (
+        truncate,
+        r"model.safetensors: damaged, truncated .*: incomplete metadata",
+    ),
+    "truncated header": (
+        truncate_header,
+        r"model.safetensors: .* invalid header length",
+    ),
+    "empty file": (
+        write_text("model.safetensors", ""),
+        r"model.safetensors: .* header too small",
+    ),
     "text file": (write_text("model.safetensors", "version https://git-lfs"), "truncated or not safetensors"),
-    "header is no JSON": (write_text("model.safetensors", "\4\0\0\0\0\0\0\0{a:}"), "the header is not JSON"),
-    "header is a list": (write_text("model.safetensors", "\2\0\0\0\0\0\0\0[]"), "the header must be a JSON object"),
+    "header is no JSON": (
+        write_text("model.safetensors", "\4\0\0\0\0\0\0\0{a:}"),
+        r"model.safetensors: .* invalid JSON in header",
+    ),
+    "header is a list": (
+        write_text("model.safetensors", "\2\0\0\0\0\0\0\0[]"),
+        r"model.safetensors: .* invalid type: sequence, expected struct HashMetadata",
+    ),
     "shape against its bytes": (
         relabel("model.norm.weight", shape=[17]),
-        r"tensor model.norm.weight is labelled F32 \[17\], which is 68 bytes, but holds 64",
+        r"model.safetensors: .* invalid shape, data type, or offset for tensor",
     ),
-    "dtype against its bytes": (relabel("model.norm.weight", dtype="BF16"), r"labelled BF16 \[16\], which is 32 bytes"),
+    "dtype against its bytes": (
+        relabel("model.norm.weight", dtype="BF16"),
+        r"model.safetensors: .* invalid shape, data type",
+    ),
     "dtype that is no float": (
         relabel("model.norm.weight", dtype="I32"),
         "tensor model.norm.weight has dtype I32; this reads F64, F32, F16, BF16",
     ),
-    "negative offsets": (relabel("model.norm.weight", data_offsets=[-4, 60]), "model.norm.weight has a damaged header"),
-    "offsets are no pair": (relabel("model.norm.weight", data_offsets=[0]), "model.norm.weight has a damaged header"),
+    "negative offsets": (relabel("model.norm.weight", data_offsets=[-4, 60]), "model.safetensors: .* integer `-4`"),
+    "offsets are no pair": (relabel("model.norm.weight", data_offsets=[0]), "model.safetensors: .* a tuple of size 2"),
+    "dtype is a list": (relabel("model.norm.weight", dtype=["F32"]), "model.safetensors: .* expected string"),
+    "shape is a boolean": (relabel("model.norm.weight", shape=[True]), "model.safetensors: .* boolean `true`"),
+    "tensors overlap": (
+        lambda folder: shift_offsets(folder, -64),
+        "model.safetensors: .* invalid offset for tensor `lm_head.weight`",
+    ),
+    "a hole": (lambda folder: shift_offsets(folder, 64), "model.safetensors: .* invalid offset for tensor `lm_head.we"),
+    "data behind the last tensor": (append_data, "model.safetensors: .* file not fully covered"),
+    "a name twice": (repeat_header, "model.safetensors: .* 'model.norm.weight' occurs twice in one object"),
+    "a deeply nested header": (nest_header, "model.safetensors: .* recursion limit exceeded"),
+    "a folder as a file": (replace_by_folder, "model.safetensors: must be a file"),
+    "a deeply nested config": (
+        write_text("config.json", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        "config.json: not JSON that can be read: it is nested too deeply",
+    ),
+    "a billion layers": (
+        configure(num_hidden_layers=10**9),
+        "model.safetensors: tensor model.layers.2.* is missing from .*; config.json needs it",
+    ),
+    "2^63 layers": (configure(num_hidden_layers=2**63), "config.json: num_hidden_layers must be at most 2147483647"),
+    "a name twice in config": (
+        write_text("config.json", '{"vocab_size": 40, "vocab_size": 41}'),
+        "config.json: not JSON: 'vocab_size' occurs twice",
+    ),
+    "a wrong type in config": (
+        configure(tie_word_embeddings="false"),
+        "config.json: tie_word_embeddings must be true or false, got 'false'",
+    ),
     "transposed": (
         relabel("model.layers.1.mlp.down_proj.weight", shape=[24, 16]),
-        r"tensor model.layers.1.mlp.down_proj.weight has shape \[24, 16\]; the configuration needs \[16, 24\]",
+        r"tensor model.layers.1.mlp.down_proj.weight has shape \[24, 16\]; config.json needs \[16, 24\]",
     ),
     "too few key rows": (
         configure(num_key_value_heads=4),
@@ -258,14 +340,14 @@ DAMAGES = {
     ),
     "up and gate unlike": (
         relabel("model.layers.1.mlp.up_proj.weight", shape=[16, 24]),
-        r"tensor model.layers.1.mlp.up_proj.weight has shape \[16, 24\]; the configuration needs \[24, 16\]",
+        r"tensor model.layers.1.mlp.up_proj.weight has shape \[16, 24\]; config.json needs \[24, 16\]",
     ),
     "other size in config": (
         configure(vocab_size=48),
-        r"embed_tokens.weight has shape \[40, 16\]; the configuration needs \[48, 16\]",
+        r"embed_tokens.weight has shape \[40, 16\]; config.json needs \[48, 16\]",
     ),
     "more layers in config": (configure(num_hidden_layers=3), "tensor model.layers.2.* is missing"),
-    "missing tensor": (remove("lm_head.weight"), "tensor lm_head.weight is missing"),
+    "missing tensor": (rename("lm_head.weight"), "tensor lm_head.weight is missing"),
     "a bias": (add_bias, "unexpected tensor model.layers.0.self_attn.q_proj.bias"),
     "a tensor twice": (add_second_copy, "tensor .* is in both copy.safetensors and model.safetensors"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no .safetensors file in"),
@@ -303,8 +385,25 @@ def test_an_index_is_held_to_its_files(indexed_folder):
         find_tensors(indexed_folder)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "weight_map must be an object of tensor name to file name"),
+        ({}, "weight_map must be an object of tensor name to file name"),
+        ("x" * 5000, r"model.safetensors.index.json: weight_map names 'x{200}\.\.\.': File name too long"),
+        ("model\0.safetensors", r"model.safetensors.index.json names model\0.safetensors, which is missing"),
+        (".", r"model.safetensors.index.json names ., which is missing"),
+    ],
+)
+def test_names_of_files_in_an_index_are_checked(indexed_folder, value, message):
+    write_index(indexed_folder, read_weight_map(indexed_folder) | {"model.norm.weight": value})
+    with pytest.raises(CheckpointError, match=message):
+        find_tensors(indexed_folder)
+
+
 def test_headers_of_the_safetensors_package_are_read(tmp_path):
     safetensors_numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install safetensors")
     expected = np.arange(12, dtype=np.float32).reshape(3, 4)
     safetensors_numpy.save_file({"x": expected}, tmp_path / "x.safetensors")
-    np.testing.assert_array_equal(read_header(tmp_path / "x.safetensors")["x"].array(), expected)
+    tensor = read_header(tmp_path / "x.safetensors")["x"]
+    np.testing.assert_array_equal(tensor.read([slice(None), slice(1, 3)]), expected[:, 1:3])

@@ -1,0 +1,31 @@
+"""The end of a process, at once."""
+
+import contextlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong with the command, and it may be run again
+INTERRUPTED_STATUS = 130  # as shells report SIGINT
+
+
+def exit_now(status: int, line: str | None = None) -> NoReturn:
+    """Ends the process at once, whatever its other threads wait for, after a flush of its output.
+
+    No cleaning up: JAX's would wait for the ranks that are lost.
+    """
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, full, broken: nothing is worth staying for
+                stream.flush()
+
+    # Another thread may hold a stream's lock, and may itself be stuck.
+    flushing = threading.Thread(target=flush, daemon=True)
+    flushing.start()
+    flushing.join(1.0)
+    if line is not None:
+        with contextlib.suppress(OSError):
+            os.write(2, (line + "\n").encode(errors="replace"))
+    os._exit(status)
