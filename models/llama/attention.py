@@ -3,18 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tree_attn.arguments import AttentionOptions
+from tree_attn.cache import KVCache
 from tree_attn.decode import tree_decode
 from tree_attn.local import attend, attend_shard, check_implementation, slot_multiple
 from tree_attn.models.llama.attention_choice import CANNOT_SHARE, CHUNKING, NO_SCALES, SHARING, check_choice
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
-from tree_attn.models.llama.storage import BLOCK_SIZE, StorageOrder, storage_order
-from tree_attn.placement import Shard
+from tree_attn.models.llama.storage import BLOCK_SIZE, prompt_layout
+from tree_attn.placement import PromptLayout, Shard
 from tree_attn.ring_baseline import ring_attention, ring_decode
 from tree_attn.shared_prefix import hydragen_decode
 from tree_attn.sparq import SparqOptions, sparq_decode
@@ -33,8 +33,8 @@ class Attention:
       shares_prefixes: whether `prefixes` may be non-empty, as for the names in `SHARING`.
       prefill: `(query, key, value, lengths, prefixes) -> out`, causal, all in storage order; `[B, S, N, H]` and
         `[B, S, K, H]`. The levels of `prefixes` precede the sequences, and every query sees them whole.
-      decode: `(query, cache, layer, lengths, prefixes) -> out`; query `[B, T, N, H]` at the last `T` positions, which
-        the layer of the cache holds already. `lengths` count them, but no token of the prefixes.
+      decode: `(query, cache, layer, prefixes) -> out`; query `[B, T, N, H]` of the newest T tokens, which the layer of
+        the cache holds already and does not count yet.
       sparq: the choice of keys for `sparq`; None: decoding attends to all keys.
     """
 
@@ -65,9 +65,9 @@ class Attention:
         multiple = slot_multiple(per_shard)
         return multiple if self.sparq is None else max(multiple, sparq_slot_multiple(per_shard))
 
-    def storage_order(self, num_tokens: int) -> StorageOrder:
-        """Returns the order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""
-        return storage_order(num_tokens, self.num_shards)
+    def prompt_layout(self, num_tokens: int) -> PromptLayout:
+        """Returns the order in which prefill takes `num_tokens` tokens, and their padding."""
+        return prompt_layout(num_tokens, self.num_shards)
 
 
 def by_name(
@@ -129,11 +129,11 @@ def _sharded(
         )
         return merge(SoftmaxState(out, lse), query, key, prefixes)
 
+    decode_options = {"implementation": implementation} | ({} if name == "ring" else {"reduction": reduction})
     if sparq is not None:
-        return prefill, _sparq(sparq, reduction, options)
+        return prefill, functools.partial(_sparq_decode, **dataclasses.asdict(sparq), **decode_options)
     decode = ring_decode if name == "ring" else tree_decode
-    decode_options = options if name == "ring" else options | {"reduction": reduction}
-    return prefill, functools.partial(_decode_layer, decode, prefix_decode, block_size=BLOCK_SIZE, **decode_options)
+    return prefill, functools.partial(_decode, decode, prefix_decode, **decode_options)
 
 
 def _single(implementation: str | None) -> tuple[Callable, Callable]:
@@ -145,45 +145,34 @@ def _single(implementation: str | None) -> tuple[Callable, Callable]:
         state = attend_shard(query, key, value, options, Shard(), query_shard=Shard())
         return merge(state, query, key, prefixes)
 
-    def attend_out(query, key, value, **options):
+    # All keys are on one device, where storage order is the natural one.
+    def attend_to_all(query, key, value, *, axis_name, mesh, block_size, **options):
         return attend(query, key, value, **options).out
 
-    return prefill, functools.partial(_decode_layer, attend_out, hydragen_decode, implementation=implementation)
+    def attend_after_prefixes(query, prefixes, key, value, *, axis_name, mesh, block_size, **options):
+        return hydragen_decode(query, prefixes, key, value, **options)
+
+    return prefill, functools.partial(_decode, attend_to_all, attend_after_prefixes, implementation=implementation)
 
 
-def _sparq(sparq: SparqOptions, reduction: str | None, options: dict[str, Any]) -> Callable:
-    def decode(query, cache, layer, lengths, prefixes=()):
-        if prefixes:
-            raise NotImplementedError(f"attention='sparq' {CANNOT_SHARE}")
-        if any(scale is not None for scale in cache.scales().values()):
-            raise NotImplementedError(f"cache: keeps {cache.dtype.name} with scales; {NO_SCALES}")
-        is_causal = query.shape[1] > 1
-        # Of causal queries each sees fewer values than the next: the cache's mean is that of the last alone.
-        has_mean = cache.value_sum is not None and not is_causal
-        return sparq_decode(
-            query,
-            cache.key[layer],
-            cache.value[layer],
-            value_mean=cache.value_mean(lengths, layer) if has_mean else None,
-            key_by_component=None if cache.key_by_component is None else cache.key_by_component[layer],
-            key_value_seq_lengths=lengths,
-            is_causal=is_causal,
-            block_size=cache.block_size,
-            reduction=reduction,
-            **dataclasses.asdict(sparq),
-            **options,
-        )
-
-    return decode
+def _sparq_decode(query, cache: KVCache, layer, prefixes=(), **options) -> jax.Array:
+    if prefixes:
+        raise NotImplementedError(f"attention='sparq' {CANNOT_SHARE}")
+    if any(scale is not None for scale in cache.scales().values()):
+        raise NotImplementedError(f"cache: keeps {cache.dtype.name} with scales; {NO_SCALES}")
+    options |= dict(layer=layer, num_new=query.shape[1], is_causal=query.shape[1] > 1)
+    return cache.attend(query, attention=sparq_decode, **options)
 
 
-def _decode_layer(
-    decode: Callable, prefix_decode: Callable, query, cache, layer, lengths, prefixes=(), **options
+def _decode(
+    decode: Callable, prefix_decode: Callable, query, cache: KVCache, layer, prefixes=(), **options
 ) -> jax.Array:
     """Attends to one layer of a cache by `decode`, or, after prefixes, by `prefix_decode`."""
-    key, value = cache.key[layer], cache.value[layer]
-    options |= dict(key_value_seq_lengths=lengths, is_causal=query.shape[1] > 1) | cache.scales(layer)
-    return prefix_decode(query, prefixes, key, value, **options) if prefixes else decode(query, key, value, **options)
+    num_new = query.shape[1]
+    options |= dict(is_causal=num_new > 1)
+    if prefixes:
+        return prefix_decode(query, prefixes, **cache.operands(layer, num_new=num_new), **options)
+    return cache.attend(query, layer=layer, num_new=num_new, attention=decode, **options)
 
 
 def _merge_prefixes(prefix_decode: Callable, state: SoftmaxState, query, key, prefixes, **options) -> jax.Array:

@@ -74,7 +74,7 @@ class Llama(nnx.Module):
         """Reads whole prompts into an empty cache, or `chunk` tokens at a time.
 
         Args:
-          tokens: int32 `[B, S]` in storage order (`attention.storage_order`), padded on the right with any token; `S`
+          tokens: int32 `[B, S]` in storage order (`attention.prompt_layout`), padded on the right with any token; `S`
             is a multiple of the shards.
           lengths: int32 `[B]`, tokens of each prompt; 1 or more.
           cache: an empty cache with room for `S`.
@@ -97,9 +97,9 @@ class Llama(nnx.Module):
                     f"chunk must divide {tokens.shape[1]} tokens, with all_logits=False, got {chunk} and {all_logits=}"
                 )
             return self._prefill_in_chunks(tokens, lengths, cache, attention, prefixes, chunk)
-        order = attention.storage_order(tokens.shape[1])
+        layout = attention.prompt_layout(tokens.shape[1])
         before = num_tokens_before(prefixes, tokens.shape[0])
-        positions = before[:, None] + jnp.asarray(order.positions)[None, :]
+        positions = before[:, None] + jnp.asarray(layout.positions)[None, :]
 
         def attend(query, key, value, cache, layer):
             levels = [prefix.level(layer) for prefix in prefixes]
@@ -110,11 +110,11 @@ class Llama(nnx.Module):
         cache = cache.with_lengths(lengths)
         if all_logits:
             return self._logits(x), cache
-        return self._logits(_take(x, jnp.asarray(order.indices)[lengths - 1]))[:, 0], cache
+        return self._logits(_take(x, layout.last(lengths)))[:, 0], cache
 
     def _prefill_in_chunks(self, tokens, lengths, cache, attention, prefixes, chunk: int):
         batch, num_shards = tokens.shape[0], attention.num_shards
-        order = attention.storage_order(chunk)
+        layout = attention.prompt_layout(chunk)
         before = num_tokens_before(prefixes, batch)
         each_by_itself = tuple((sequence,) for sequence in range(batch))
         # A shard's tokens ascend, so each chunk consists of the next few tokens of every shard: no token moves.
@@ -126,7 +126,7 @@ class Llama(nnx.Module):
             index, tokens = index_and_tokens
             start = index * chunk
             chunk_lengths, earlier_lengths = jnp.clip(lengths - start, 0, chunk), jnp.minimum(lengths, start)
-            positions = (before + start)[:, None] + jnp.asarray(order.positions)[None, :]
+            positions = (before + start)[:, None] + jnp.asarray(layout.positions)[None, :]
 
             def attend(query, key, value, cache, layer):
                 earlier = Prefix(cache=dataclasses.replace(cache, lengths=earlier_lengths), sequences=each_by_itself)
@@ -135,9 +135,8 @@ class Llama(nnx.Module):
                 return _write_first(out, cache.write_prefix(key, value, layer=layer, start=start))
 
             x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
-            last_index = jnp.asarray(order.indices)[jnp.clip(lengths - 1 - start, 0, chunk - 1)]
             is_here = (lengths > start) & (lengths <= start + chunk)
-            return (cache, jnp.where(is_here[:, None, None], _take(x, last_index), last)), None
+            return (cache, jnp.where(is_here[:, None, None], _take(x, layout.last(chunk_lengths)), last)), None
 
         last = jnp.zeros((batch, 1, self.config.hidden_size), self.embedding[...].dtype)
         indices = jnp.arange(len(chunks), dtype=jnp.int32)
@@ -161,12 +160,11 @@ class Llama(nnx.Module):
         num_tokens = tokens.shape[1]
         first = num_tokens_before(prefixes, tokens.shape[0]) + cache.lengths
         positions = first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
-        lengths = cache.lengths + num_tokens
 
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            return attention.decode(query, cache, layer, lengths, levels), cache
+            return attention.decode(query, cache, layer, levels), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)

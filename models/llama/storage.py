@@ -1,30 +1,21 @@
 """Storage of a Llama's tokens: the order in which shards hold them, and the caches of all layers."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from jax.typing import DTypeLike
 
-from tree_attn import placement
 from tree_attn.cache import KVCache
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.sharding import LlamaSharding
+from tree_attn.placement import PromptLayout
 
 # One prompt token to each shard in turn: every shard then has the same share of a causal prefill, and of later growth.
 BLOCK_SIZE = 1
 
 
-class StorageOrder(NamedTuple):
-    """An order of tokens: index `i` holds position `positions[i]`, and position `p` is at index `indices[p]`."""
-
-    positions: np.ndarray
-    indices: np.ndarray
-
-
-def storage_order(num_tokens: int, num_shards: int) -> StorageOrder:
-    """Returns the order in which prefill takes `num_tokens` tokens, a multiple of `num_shards`."""
-    positions = placement.storage_order(num_tokens, num_shards, BLOCK_SIZE)
-    return StorageOrder(positions=positions, indices=np.argsort(positions).astype(np.int32))
+def prompt_layout(num_tokens: int, num_shards: int) -> PromptLayout:
+    """Returns the order in which prefill takes `num_tokens` tokens, and their padding."""
+    return PromptLayout(num_tokens=num_tokens, num_shards=num_shards, block_size=BLOCK_SIZE)
 
 
 def empty_cache(

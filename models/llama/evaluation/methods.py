@@ -51,21 +51,21 @@ class Method:
             return transfers.flexgen_transfer_elements(num_kept=self.num_keys, **sizes)
         return transfers.lm_infinite_transfer_elements(head_dim=head_dim, num_kept=self.num_keys)
 
-    def attend(self, query, cache: KVCache, layer, lengths, scores):
-        """Attends with the last T queries, causal, as `Attention.decode`.
+    def attend(self, query, cache: KVCache, layer, scores):
+        """Attends with the newest T queries, causal, as `Attention.decode`.
 
         Args:
           query: `[B, T, N, H]`.
-          cache: holds the keys and values of these queries already.
+          cache: holds the keys and values of these queries already, and does not count them yet.
           layer: index of the layer.
-          lengths: int32 `[B]`, the T queries counted.
           scores: of H2O's keys in this layer; other methods return them unchanged.
 
         Returns:
           `(out, scores)`.
         """
-        key, value = cache.key[layer], cache.value[layer]
-        options = dict(num_keys=self.num_keys, key_value_seq_lengths=lengths)
+        operands = cache.operands(layer, num_new=query.shape[1])
+        key, value = operands["key"], operands["value"]
+        options = dict(num_keys=self.num_keys, key_value_seq_lengths=operands["key_value_seq_lengths"])
         if self.name == "h2o":
             return h2o_decode(query, key, value, scores, **options)
         if self.name == "lm_infinite":
@@ -74,7 +74,7 @@ class Method:
             return flexgen_decode(query, key, value, is_causal=True, **options), scores
         sharding = LlamaSharding(mesh=cache.mesh, sequence=cache.axis_name)
         sparq, name = self.sparq_options(), "single" if self.name == "dense" else "sparq"
-        return by_name(name, sharding, sparq=sparq).decode(query, cache, layer, lengths), scores
+        return by_name(name, sharding, sparq=sparq).decode(query, cache, layer), scores
 
     def sparq_options(self) -> SparqOptions | None:
         """Returns the options of `sparq_decode`; None for methods other than SparQ."""

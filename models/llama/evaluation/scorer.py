@@ -102,7 +102,7 @@ class Scorer:
         def sparse(query, key, value, carry, layer):
             cache, scores = carry
             cache = cache.write(key, value, layer=layer)
-            out, layer_scores = method.attend(query, cache, layer, cache.lengths + count, scores[layer])
+            out, layer_scores = method.attend(query, cache, layer, scores[layer])
             return out, (cache, scores.at[layer].set(layer_scores))
 
         logits, (cache, scores) = model.apply(tokens, positions, carry, sparse)

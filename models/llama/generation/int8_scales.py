@@ -52,8 +52,8 @@ def cache_scales(
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, size=min(NUM_TOKENS, config.max_position))
     if len(tokens) == 0 or not margin > 0:
         raise ValueError(f"tokens must be one or more, and margin positive, got {len(tokens)} tokens and {margin=}")
-    count = -(-len(tokens) // attention.num_shards) * attention.num_shards
-    order = attention.storage_order(count)
+    layout = attention.prompt_layout(len(tokens))
+    count = layout.padded_tokens
     cache = empty_cache(config, sharding, batch=1, capacity=count, dtype=model.embedding[...].dtype)
     structure, parameters = nnx.split(model)
 
@@ -64,7 +64,7 @@ def cache_scales(
         scale = lambda x: jnp.maximum(margin * largest(x) / LARGEST_INT8, jnp.finfo(jnp.float32).tiny)
         return {"key_scale": scale(cache.key), "value_scale": scale(cache.value)}
 
-    laid_out = np.resize(np.asarray(tokens, np.int32), count)[order.positions][None]
+    laid_out = np.resize(np.asarray(tokens, np.int32), count)[layout.positions][None]
     return jax.jit(measure, out_shardings=NamedSharding(sharding.mesh, P()))(
         parameters,
         sharding.place(laid_out, None, "sequence"),

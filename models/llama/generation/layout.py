@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tree_attn.models.llama.generation.prefix_tree import PrefixTree
-from tree_attn.models.llama.storage import BLOCK_SIZE, storage_order
+from tree_attn.models.llama.storage import BLOCK_SIZE, prompt_layout
 
 Texts = Sequence[Sequence[int]]
 
@@ -95,11 +95,12 @@ class Layout:
         Returns:
           Tokens, int32 `[texts, num_tokens]`, and lengths, int32 `[texts]`.
         """
-        order = storage_order(num_tokens, self.num_shards)
         tokens = np.zeros((len(texts), num_tokens), np.int32)
         for padded, text in zip(tokens, texts, strict=True):
             padded[: len(text)] = text
-        return tokens[:, order.positions], np.array([len(text) for text in texts], np.int32)
+        return prompt_layout(num_tokens, self.num_shards).store(tokens), np.array(
+            [len(text) for text in texts], np.int32
+        )
 
 
 def batch_slots(batch: int, *, first_sequence: int = 0, step: int = 0) -> BatchSlots:

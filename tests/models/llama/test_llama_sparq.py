@@ -48,10 +48,10 @@ def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(tiny_m
         np.testing.assert_allclose(logits, of_dense, atol=2e-5)
 
 
-def on_one_device(query, cache, layer, lengths, prefixes=()):
+def on_one_device(query, cache, layer, prefixes=()):
     """SparQ from keys and values alone."""
-    options = dataclasses.asdict(WITH_MEAN)
-    return sparq_decode(query, cache.key[layer], cache.value[layer], key_value_seq_lengths=lengths, **options)
+    options = dict(key_value_seq_lengths=cache.lengths + 1, **dataclasses.asdict(WITH_MEAN))
+    return sparq_decode(query, cache.key[layer], cache.value[layer], **options)
 
 
 @pytest.mark.slow
@@ -80,7 +80,8 @@ def test_selected_per_shard_it_is_each_shards_own_choice_merged(tiny_model):
 
     @jax.jit
     def sharded(query, key, value, lengths):
-        return generator.attention.decode(query, cache.write(key, value, layer=1), 1, lengths)
+        written = dataclasses.replace(cache.write(key, value, layer=1), lengths=lengths - 1)
+        return generator.attention.decode(query, written, 1)
 
     @jax.jit
     def merged(query, key, value, lengths):
@@ -172,11 +173,11 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_compiled(tiny
         generator.stream(PROMPTS, COUNT, share_prefixes=True)
     with pytest.raises(NotImplementedError, match="attention='sparq' has no form for shared prefixes"):
         cache = empty_cache_of(generator, 0)
-        generator.attention.decode(jnp.zeros((3, 1, 4, 8)), cache, 0, jnp.ones(3, jnp.int32), [object()])
+        generator.attention.decode(jnp.zeros((3, 1, 4, 8)), cache, 0, [object()])
     with pytest.raises(
         NotImplementedError, match="cache: keeps float32 with scales; attention='sparq' takes no scales"
     ):
         arrays = dataclasses.replace(cache.arrays, value_scale=jnp.ones((2, 2), jnp.float32))
         scaled = dataclasses.replace(cache, arrays=arrays)
-        generator.attention.decode(jnp.zeros((3, 1, 4, 8)), scaled, 0, jnp.ones(3, jnp.int32))
+        generator.attention.decode(jnp.zeros((3, 1, 4, 8)), scaled, 0)
     assert not generator.programs._compiled

@@ -57,11 +57,11 @@ def test_prefill_equals_decoding_the_prompt_token_by_token_or_in_pieces(tiny_mod
     tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]], np.int32)
     # To any multiple of the shards; what it is padded with must not matter.
     padded = np.pad(tokens, ((0, 0), (0, 24 - tokens.shape[1])), constant_values=63)
-    order = attention.storage_order(24)
+    layout = attention.prompt_layout(24)
     empty = lambda: empty_cache(model.config, model.sharding, batch=1, capacity=24, dtype=jnp.float32)
     prefill = jax.jit(lambda *args: model.prefill(*args, attention, all_logits=True))
-    whole, cache = prefill(padded[:, order.positions], jnp.array([11], jnp.int32), empty())
-    whole = np.asarray(whole)[:, order.indices][:, :11]
+    whole, cache = prefill(layout.store(padded), jnp.array([11], jnp.int32), empty())
+    whole = layout.restore(np.asarray(whole))[:, :11]
     assert cache.lengths.tolist() == [11]
 
     decode = jax.jit(lambda tokens, cache: model.decode(tokens, cache, attention))

@@ -149,7 +149,7 @@ def test_ring_generates_without_sharing_and_refuses_to_share(tiny_model):
         generator.stream(PROMPTS, COUNT, share_prefixes=True)
     with pytest.raises(NotImplementedError, match="attention='ring' has no form for shared prefixes"):
         cache = generator.inputs.levels(generator.prefix_tree(PROMPTS), 0)[-1].cache
-        generator.attention.decode(jnp.zeros((2, 1, 4, 8)), cache, 0, None, [object()])
+        generator.attention.decode(jnp.zeros((2, 1, 4, 8)), cache, 0, [object()])
     assert not generator.programs._compiled
 
 
