@@ -5,7 +5,7 @@ Commands call the checks, so that a wrong choice is refused before a model is re
 
 from collections.abc import Sequence
 
-from tree_attn.arguments import one_of
+from tree_attn.arguments import is_integer, one_of
 from tree_attn.models.llama.storage import BLOCK_SIZE
 from tree_attn.reduce import check_reduction
 from tree_attn.sparq import SparqOptions
@@ -25,9 +25,11 @@ def check_choice(
     """Returns the reduction that attention `name` will use over these mesh axes.
 
     Raises:
-      ValueError: as `attention.by_name`.
+      ValueError, TypeError: as `attention.by_name`.
     """
     one_of("attention", name, ATTENTIONS)
+    if sparq is not None and not isinstance(sparq, SparqOptions):
+        raise TypeError(f"sparq must be SparqOptions or None, got {sparq!r}")
     if name == "sparq" and sparq is None:
         raise ValueError("sparq must be SparqOptions (num_components, num_keys) for attention='sparq', got None")
     if name != "sparq" and sparq is not None:
@@ -66,8 +68,8 @@ def check_prefill_chunk(name: str, prefill_chunk: int | None, num_shards: int) -
     """
     if prefill_chunk is None:
         return
-    if prefill_chunk < 1 or prefill_chunk % (num_shards * BLOCK_SIZE):
-        raise ValueError(f"prefill_chunk must be a multiple of {num_shards * BLOCK_SIZE} shards, got {prefill_chunk}")
+    if not is_integer(prefill_chunk) or prefill_chunk < 1 or prefill_chunk % (num_shards * BLOCK_SIZE):
+        raise ValueError(f"prefill_chunk must be a multiple of {num_shards * BLOCK_SIZE} shards, got {prefill_chunk!r}")
     if name not in CHUNKING:
         raise NotImplementedError(f"{prefill_chunk=}: attention={name!r} reads prompts whole")
 

@@ -5,10 +5,10 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from tree_attn.arguments import check_integer
+from tree_attn.arguments import check_integer, is_integer
 from tree_attn.models.llama.generation.generator import Generator, Step
 from tree_attn.models.llama.generation.queue import stream_queue
-from tree_attn.models.llama.generation.request import check_max_batch
+from tree_attn.models.llama.generation.request import check_max_batch, check_request, check_stop_ids, check_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def generate(
       >>> samples = generate(generator, [prompt], max_new_tokens=100, num_samples=64)
       >>> rank_samples(samples, top=3)[0].new_ids
     """
-    check_integer("num_samples", num_samples, minimum=1)
+    _check_call(generator, prompts, max_new_tokens, num_samples, stop_ids, on_token)
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     done = [[]] * len(prompts) if done is None else done
     _check_done(done, prompts, max_new_tokens)
@@ -103,8 +103,8 @@ def rank_samples(samples: Sequence[Generation], top: int | None = None) -> list[
 
     Source: Bifurcated Attention, section 5.4 (pass@top-k).
     """
-    if top is not None and top < 1:
-        raise ValueError(f"top must be at least 1, got {top}")
+    if top is not None and not (is_integer(top) and top >= 1):
+        raise ValueError(f"top must be at least 1, got {top!r}")
     different: dict[tuple, Generation] = {}
     for sample in samples:
         different.setdefault((tuple(sample.new_ids), sample.stopped), sample)
@@ -187,7 +187,18 @@ def _take(steps: Iterator[Step], sequences: Sequence[_Sequence], on_token: Calla
             return
 
 
+def _check_call(generator, prompts, max_new_tokens, num_samples, stop_ids, on_token) -> None:
+    if not isinstance(generator, Generator):
+        raise TypeError(f"generator must be a Generator, got {type(generator).__name__}")
+    check_integer("num_samples", num_samples, minimum=1)
+    check_request(generator.config, prompts, max_new_tokens)
+    check_stop_ids(stop_ids)
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token must be None or a function of a sequence and a token, got {on_token!r}")
+
+
 def _check_done(done: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    check_tokens("done", done)
     counts = [len(ids) for ids in done]
     if len(counts) != len(prompts) or len(set(counts)) > 1 or (max(counts, default=0) >= max_new_tokens >= 1):
         raise ValueError(

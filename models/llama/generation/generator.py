@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -82,6 +83,7 @@ class Generator:
         prefill_chunk: int | None = None,
         xla_options: XlaOptions | None = None,
     ):
+        _check_parts(model=(model, Llama), attention=(attention, Attention), sampling=(sampling, Sampling | None))
         if tokens_per_dispatch is None:
             tokens_per_dispatch = TOKENS_PER_DISPATCH_ON_GPUS if model.sharding.is_on_gpus else 1
         check_integer("tokens_per_dispatch", tokens_per_dispatch, minimum=1)
@@ -124,6 +126,7 @@ class Generator:
           NotImplementedError: as `prefix_tree`.
         """
         check_request(self.config, prompts, max_new_tokens)
+        check_integer("first_step", first_step, minimum=0)
         return self._steps(self.prefix_tree(prompts, share_prefixes), max_new_tokens, first_step)
 
     def resume(self, prompts: Sequence[Sequence[int]], new_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
@@ -213,3 +216,10 @@ class Generator:
         for _ in range(max_new_tokens - 1, 0, -self.tokens_per_dispatch):
             slots, *results, cache = programs.decode(parameters, slots, prefixes, cache=cache)
             yield results
+
+
+def _check_parts(**parts: tuple[Any, Any]) -> None:
+    """Raises TypeError unless each part, by its name, is an instance of the type beside it."""
+    for name, (part, kind) in parts.items():
+        if not isinstance(part, kind):
+            raise TypeError(f"{name} must be {kind if isinstance(kind, UnionType) else kind.__name__}, got {part!r}")

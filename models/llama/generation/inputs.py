@@ -59,7 +59,10 @@ class Inputs:
     ):
         model_dtype = model.embedding[...].dtype
         self.layout, self.sharding = layout, model.sharding
-        self.cache_dtype = jnp.dtype(model_dtype if cache_dtype is None else cache_dtype)
+        try:
+            self.cache_dtype = jnp.dtype(model_dtype if cache_dtype is None else cache_dtype)
+        except TypeError:
+            raise TypeError(f"cache_dtype must be a dtype, got {cache_dtype!r}") from None
         one_of("cache_dtype", self.cache_dtype.name, (model_dtype.name, *NARROW_DTYPES))
         check_cache_dtype(attention.name, self.cache_dtype.name)
         if cache_scales is not None and self.cache_dtype != jnp.int8:

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator, Sequence
 import jax
 import numpy as np
 
+from tree_attn.arguments import check_integer
 from tree_attn.cache import KVCache
 from tree_attn.models.llama.generation.generator import Generator, Step
 from tree_attn.models.llama.generation.inputs import Inputs
 from tree_attn.models.llama.generation.layout import BatchSlots
 from tree_attn.models.llama.generation.programs import Programs, shardings_of
-from tree_attn.models.llama.generation.request import check_max_batch, check_request
+from tree_attn.models.llama.generation.request import check_max_batch, check_request, check_stop_ids
 
 
 def stream_queue(
@@ -41,6 +42,8 @@ def stream_queue(
     """
     check_request(generator.config, prompts, max_new_tokens)
     check_max_batch(max_batch)
+    check_stop_ids(stop_ids)
+    check_integer("first_step", first_step, minimum=0)
     if generator.sharding.num_shards("batch") > 1:
         raise NotImplementedError(f"{max_batch=}: the batch is cut over {generator.sharding.batch!r}")
     queue = _Queue(

@@ -216,6 +216,62 @@ def test_wrong_requests_are_refused_before_anything_is_compiled(tiny_model, prom
     assert not generator.programs._compiled
 
 
+WRONG = {
+    "a float token": ({"prompts": [[1.5]]}, r"prompts must be sequences of integers, .*got \[1.5\]"),
+    "a bool token": ({"prompts": [[1, True]]}, "prompts must be sequences of integers"),
+    "text tokens": ({"prompts": [["1"]]}, "prompts must be sequences of integers"),
+    "text": ({"prompts": "hello"}, "prompts must be sequences of integers, .*got 'hello'"),
+    "texts": ({"prompts": ["hello"]}, "prompts must be sequences of integers, .*got 'hello'"),
+    "one prompt": ({"prompts": [1, 2]}, "prompts must be sequences of integers, .*got 1"),
+    "float array": ({"prompts": np.ones((2, 3))}, "prompts must be sequences of integers"),
+    "a long prompt": ({"prompts": [[1] * 900]}, "prompts must leave room for a new token: .*128 positions, got 900"),
+    "float count": ({"max_new_tokens": 2.5}, "max_new_tokens must be 1 or more, got 2.5"),
+    "text count": ({"max_new_tokens": "4"}, "max_new_tokens must be 1 or more, got '4'"),
+    "a stop id": ({"stop_ids": 3}, "stop_ids must be a collection of integers, got 3"),
+    "a stop word": ({"stop_ids": "end"}, "stop_ids must be a collection of integers, got 'end'"),
+    "float stop": ({"stop_ids": [2.0]}, "stop_ids must be a collection of integers"),
+    "float samples": ({"num_samples": 1.5}, "num_samples must be an integer of at least 1, got 1.5"),
+    "no function": ({"on_token": 3}, "on_token must be None or a function"),
+    "text done": ({"done": ["ab"]}, "done must be sequences of integers"),
+    "no done": ({"done": 3}, "done must be sequences of integers"),
+    "float batch": ({"max_batch": 1.5}, "max_batch must be an integer of at least 1, got 1.5"),
+    "sharing": ({"share_prefixes": "yes"}, "share_prefixes must be one of None, True, False, got 'yes'"),
+    "no generator": ({"generator": None}, "generator must be a Generator, got NoneType"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_request_names_its_argument(tiny_model, arguments, message):
+    model = tiny_model(1)
+    generator = Generator(model, by_name("single", model.sharding))
+    with pytest.raises((ValueError, TypeError), match=message):
+        generate(**{"generator": generator, "prompts": [[1, 2]], "max_new_tokens": 4} | arguments)
+    assert not generator.programs._compiled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefill_chunk": "2"}, "prefill_chunk must be a multiple of 1 shards, got '2'"),
+        ({"prefill_chunk": 2.0}, "prefill_chunk must be a multiple of 1 shards, got 2.0"),
+        ({"tokens_per_dispatch": 1.5}, "tokens_per_dispatch must be an integer of at least 1, got 1.5"),
+        ({"cache_dtype": "wide"}, "cache_dtype must be a dtype, got 'wide'"),
+        ({"sampling": 0.7}, r"sampling must be .*Sampling.*, got 0.7"),
+        ({"attention": "tree"}, "attention must be Attention, got 'tree'"),
+        ({"model": None}, "model must be Llama, got None"),
+    ],
+)
+def test_a_wrong_generator_names_its_argument(tiny_model, arguments, message):
+    model = tiny_model(1)
+    with pytest.raises((ValueError, TypeError), match=message):
+        Generator(**{"model": model, "attention": by_name("single", model.sharding)} | arguments)
+
+
+def test_options_of_sparq_have_their_type(tiny_model):
+    with pytest.raises(TypeError, match=r"sparq must be SparqOptions or None, got \{'num_keys': 3\}"):
+        by_name("sparq", tiny_model(1).sharding, sparq={"num_keys": 3})
+
+
 @pytest.mark.parametrize(
     ("name", "num_devices", "options", "message"),
     [
