@@ -4,7 +4,7 @@ from typing import Any
 
 from tree_attn.models.llama.checkpoint import chat_template
 from tree_attn.models.llama.checkpoint.gguf import GGUFFile
-from tree_attn.models.llama.checkpoint.reading import CheckpointError, shortened
+from tree_attn.models.llama.checkpoint.reading import CheckpointError
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer, making, tokenizers_package, tried
 
 # GGUF's token types: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "tokenizer.ggml.token_type".
@@ -63,7 +63,7 @@ def _gguf_core(tokenizers: Any, file: GGUFFile, vocabulary: dict[str, int], bos:
     for left, right in merges:
         if not right or not {left, right, left + right} <= vocabulary.keys():
             raise CheckpointError(
-                f"{file.path.name}: tokenizer.ggml.merges has {shortened(left)!r} and {shortened(right)!r}; "
+                f"{file.path.name}: tokenizer.ggml.merges has {left!r:.200} and {right!r:.200}; "
                 "they and what they make must be tokens"
             )
     pre = file.get("tokenizer.ggml.pre", "gpt-2")

@@ -82,15 +82,17 @@ def _indexed_tensors(folder: Path, weight_map: Any) -> dict[str, Tensor]:
         # Checked as written rather than resolved: download caches keep symbolic links to files elsewhere.
         written = PurePosixPath(file_name)
         if written.is_absolute() or ".." in written.parts:
-            raise CheckpointError(f"{INDEX}: {shortened(file_name)!r} leads out of the folder")
-        with blaming(INDEX, f"weight_map names {shortened(file_name)!r}: "):
+            raise CheckpointError(f"{INDEX}: '{shortened(file_name)}' leads out of the folder")
+        with blaming(INDEX, f"weight_map names '{shortened(file_name)}': "):
             is_there = (folder / written).is_file()
         if not is_there:
             raise CheckpointError(f"{INDEX} names {shortened(file_name)}, which is missing from {folder}")
         headers[file_name] = read_header(folder / written)
     for name, file_name in weight_map.items():
         if name not in headers[file_name]:
-            raise CheckpointError(f"{file_name}: tensor {shortened(name)} is missing; {INDEX} says that it is here")
+            raise CheckpointError(
+                f"{shortened(file_name)}: tensor {shortened(name)} is missing; {INDEX} says that it is here"
+            )
     return {name: headers[file_name][name] for name, file_name in weight_map.items()}
 
 

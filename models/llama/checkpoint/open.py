@@ -11,6 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from tree_attn.models.llama.checkpoint import gguf, gguf_tokenizer, huggingface, tokenizer
+from tree_attn.models.llama.checkpoint.reading import blaming
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.model import Llama
@@ -51,7 +52,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
       CheckpointError: a file is missing, damaged, or of another model than this Llama; the message names the file.
       ImportError: a package that the format needs is not installed.
     """
-    if path.is_dir():
+    with blaming(path.name):
+        is_folder = path.is_dir()
+    if is_folder:
         config = huggingface.read_config(path)
         files = huggingface.SafetensorsFolder(path)
         _check_tensors(config, files.check)

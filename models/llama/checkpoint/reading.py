@@ -28,23 +28,23 @@ def blaming(name: str, doing: str = "") -> Iterator[None]:
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         text = " ".join((reason or type(error).__name__).split())
-        text = text if len(text) <= 500 else text[:500] + " ..."
-        raise CheckpointError(f"{shortened(name)}: {doing}{text}") from None
+        raise CheckpointError(f"{shortened(name)}: {doing}{shortened(text, 500)}") from None
 
 
-def shortened(name: str) -> str:
-    """Returns a name for a message: without what cannot be printed, and cut if it is long."""
-    name = name.encode("utf-8", "backslashreplace").decode()
-    return name if len(name) <= 200 else name[:200] + "..."
+def shortened(text: str, max_length: int = 200) -> str:
+    """Returns a text of a file for a message of one line: cut if it is long, and what cannot be printed escaped."""
+    text = text if len(text) <= max_length else text[:max_length] + "..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def read_text(path: Path) -> str:
     """Reads a file of UTF-8; raises CheckpointError that names the file."""
     with blaming(path.name):
-        try:
-            return path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise CheckpointError(f"{shortened(path.name)} is missing from {path.parent}") from None
+        if not path.exists():
+            raise CheckpointError(f"{shortened(path.name)} is missing from {path.parent}")
+        if not path.is_file():  # a pipe would be waited for
+            raise CheckpointError(f"{shortened(path.name)}: must be a file")
+        return path.read_text(encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,6 +53,8 @@ def read_json(path: Path) -> dict[str, Any]:
     with blaming(path.name, "not JSON: "):
         try:
             content = json.loads(text, object_pairs_hook=unique)
+            if "\\ud" in text.lower():  # escapes may be halves of characters, which no text can hold
+                json.dumps(content, ensure_ascii=False).encode()
         except RecursionError:
             raise CheckpointError(f"{path.name}: not JSON that can be read: it is nested too deeply") from None
     if not isinstance(content, dict):
@@ -65,5 +67,5 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{shortened(twice)!r} occurs twice in one object")
+        raise ValueError(f"{twice!r:.200} occurs twice in one object")
     return members

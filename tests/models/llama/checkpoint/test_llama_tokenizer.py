@@ -233,6 +233,7 @@ def test_texts_are_neither_cut_nor_padded_and_must_be_characters(folder):
 SETTING_FAULTS = {
     "an object without content": ({"bos_token": {"id": 3}}, "tokenizer_config.json: bos_token must be a text"),
     "a number as a token": ({"eos_token": 3}, "tokenizer_config.json: eos_token must be a text, .*, got 3"),
+    "half a character": ({"bos_token": "\ud800"}, "tokenizer_config.json: not JSON: .* surrogates not allowed"),
     "a number as template": ({"chat_template": 3}, "tokenizer_config.json: chat_template must be a text, got 3"),
     "templates without names": ({"chat_template": ["x"]}, "tokenizer_config.json: chat_template must be a text, or a"),
     "a default that is no text": (

@@ -1,6 +1,8 @@
 """Reading safetensors folders: what is placed where, and every way a folder can be wrong."""
 
 import json
+import os
+import re
 import struct
 
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tree_attn.cli import main
 from tree_attn.models.llama import Llama
 from tree_attn.models.llama.checkpoint import huggingface as weights
 from tree_attn.models.llama.checkpoint import open as load
@@ -266,6 +269,11 @@ def replace_by_folder(folder):
     (folder / "model.safetensors").mkdir()
 
 
+def replace_by_pipe(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
 DAMAGES = {
     "truncated data": (
         truncate,
@@ -317,6 +325,7 @@ DAMAGES = {
         write_text("config.json", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
         "config.json: not JSON that can be read: it is nested too deeply",
     ),
+    "a pipe as config": (replace_by_pipe, "config.json: must be a file"),
     "a billion layers": (
         configure(num_hidden_layers=10**9),
         "model.safetensors: tensor model.layers.2.* is missing from .*; config.json needs it",
@@ -365,6 +374,24 @@ def test_a_damaged_folder_is_refused_by_file_and_tensor(folder, load_folder, dam
         load_folder(folder)
 
 
+@pytest.mark.parametrize("damage", ["missing tensor", "transposed", "a billion layers", "a name twice"])
+def test_a_damaged_folder_is_refused_as_it_is_opened(folder, damage):
+    DAMAGES[damage][0](folder)
+    with pytest.raises(CheckpointError, match=DAMAGES[damage][1]):
+        load.open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        load.open_checkpoint(folder / ("x" * 5000))
+
+
+@pytest.mark.parametrize("damage", ["a deeply nested config", "a wrong type in config", "a folder as a file"])
+def test_the_command_line_prints_one_line_for_a_damaged_folder(folder, damage, capfd):
+    harm, message = DAMAGES[damage]
+    harm(folder)
+    assert main(["generate", "--model", str(folder), "--prompt", "x"]) == 2
+    output = capfd.readouterr()
+    assert output.out == "" and re.fullmatch(rf"tree-attn generate: error: {message}.*\n", output.err)
+
+
 @pytest.mark.parametrize("path", ["../model.safetensors", "/tmp/model.safetensors", "sub/../../model.safetensors"])
 def test_an_index_cannot_lead_out_of_its_folder(indexed_folder, path):
     write_index(indexed_folder, read_weight_map(indexed_folder) | {"model.norm.weight": path})
@@ -391,7 +418,8 @@ def test_an_index_is_held_to_its_files(indexed_folder):
         (3, "weight_map must be an object of tensor name to file name"),
         ({}, "weight_map must be an object of tensor name to file name"),
         ("x" * 5000, r"model.safetensors.index.json: weight_map names 'x{200}\.\.\.': File name too long"),
-        ("model\0.safetensors", r"model.safetensors.index.json names model\0.safetensors, which is missing"),
+        ("model\0.safetensors", r"model.safetensors.index.json names model\\x00.safetensors, which is missing"),
+        ("a\nb\x1b\ud800", r"model.safetensors.index.json: .*(surrogates not allowed|a\\nb\\x1b\\ud800)"),
         (".", r"model.safetensors.index.json names ., which is missing"),
     ],
 )

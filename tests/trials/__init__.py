@@ -1,0 +1,1 @@
+"""Trials: random cases, each held against what is known to be right."""
