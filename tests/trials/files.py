@@ -298,12 +298,12 @@ def _edit(rng: np.random.Generator, kind: str, file: str, content: bytes) -> tup
         path = _path(rng, _tree(content, file))
         if file == "tokenizer.json" and rng.random() < 0.4:
             return ("json", (_one(rng, list(_tree(content, file))),), _one(rng, _COMPONENTS))
-        how = _one(rng, ["json"] * 8 + ["twice", "drop", "nest", "long"])
-        if how in ("json", "twice"):
-            return (how, path, _one(rng, _VALUES))
-        if how == "drop":
-            return (how, path)
-        return (how, path, _one(rng, [50, 500, 5000, 100_000]))
+        action = _one(rng, ["json"] * 8 + ["twice", "drop", "nest", "long"])
+        if action in ("json", "twice"):
+            return (action, path, _one(rng, _VALUES))
+        if action == "drop":
+            return (action, path)
+        return (action, path, _one(rng, [50, 500, 5000, 100_000]))
     if kind == "gguf" and rng.random() < 0.6:
         offset, code = _one(rng, _gguf()[1])
         size = struct.calcsize(code)
@@ -313,11 +313,11 @@ def _edit(rng: np.random.Generator, kind: str, file: str, content: bytes) -> tup
         return ("put", offset, (value % 256**size).to_bytes(size, "little"))
     head = _head_length(content, file)
     offset = int(rng.integers(head if rng.random() < 0.9 else len(content) + 1))
-    how = _one(rng, ["put", "put", "put", "put", "insert", "cut"])
-    if how == "cut":
-        return (how, offset if rng.random() < 0.7 else len(content) - 1)
+    action = _one(rng, ["put", "put", "put", "put", "insert", "cut"])
+    if action == "cut":
+        return (action, offset if rng.random() < 0.7 else len(content) - 1)
     num_bytes = _one(rng, [1, 1, 1, 2, 8])
-    return (how, offset, rng.bytes(num_bytes) if rng.random() < 0.8 else _one(rng, [b"\0", b"\xff"]) * num_bytes)
+    return (action, offset, rng.bytes(num_bytes) if rng.random() < 0.8 else _one(rng, [b"\0", b"\xff"]) * num_bytes)
 
 
 def _head_length(content: bytes, file: str) -> int:
@@ -328,12 +328,12 @@ def _head_length(content: bytes, file: str) -> int:
 
 
 def _edited(content: bytes, edit: tuple, file: str) -> bytes:
-    how, place, *rest = edit
-    if how == "put":
+    action, place, *rest = edit
+    if action == "put":
         return content[:place] + rest[0] + content[place + len(rest[0]) :]
-    if how == "insert":
+    if action == "insert":
         return content[:place] + rest[0] + content[place:]
-    if how == "cut":
+    if action == "cut":
         return content[:place]
     text = _edited_json(_tree(content, file), edit)
     if file.endswith(".safetensors"):
@@ -344,7 +344,7 @@ def _edited(content: bytes, edit: tuple, file: str) -> bytes:
 
 def _edited_json(tree, edit: tuple) -> bytes:
     """Returns a JSON text with one value replaced, repeated or removed; what is no JSON in Python is put in as text."""
-    how, path, *rest = edit
+    action, path, *rest = edit
     if not path:
         path, tree = (0,), [tree]
         strip = slice(1, -1)
@@ -352,7 +352,7 @@ def _edited_json(tree, edit: tuple) -> bytes:
         strip = slice(None)
     parent = functools.reduce(lambda node, key: node[key], path[:-1], tree)
     mark = "replaced by what follows"
-    if how == "drop":
+    if action == "drop":
         del parent[path[-1]]
         return json.dumps(tree)[strip].encode()
     value = json.dumps(parent[path[-1]])
@@ -361,7 +361,7 @@ def _edited_json(tree, edit: tuple) -> bytes:
         "twice": lambda: f"{value}, {json.dumps(path[-1]) + ': ' if isinstance(path[-1], str) else ''}{rest[0]}",
         "nest": lambda: "[" * rest[0] + "]" * rest[0],
         "long": lambda: json.dumps("x" * rest[0]),
-    }[how]()
+    }[action]()
     parent[path[-1]] = mark
     return json.dumps(tree).replace(json.dumps(mark), new)[strip].encode()
 
