@@ -10,7 +10,9 @@
 #   TREE_ATTN_OUT      results                                    results/JOB in the folder that sbatch was called in
 #   TREE_ATTN_END_S    how long srun may take to end the rest     60
 #                      when a rank has failed
-#   TREE_ATTN_LOGS     a log per rank and job                     logs/ in the folder of the results
+#   TREE_ATTN_REQUEUE  whether a job that lost a rank after it    yes
+#                      has finished something queues itself again
+#   TREE_ATTN_LOGS     the folder of the logs, JOB-RANK.log       logs/ in the folder of the results
 #
 # A job that is requeued has the same job id, hence the same folder, and goes on from the files in it.
 
@@ -70,7 +72,10 @@ run_ranks() {
   helper=
   # Ranks that got the signal may end with status 0, without having done all their work.
   [ -z "$must_end" ] || status=143
-  [ "$status" = 0 ] || say_last_words "$status"
+  if [ "$status" != 0 ]; then
+    say_last_words "$status"
+    requeue_if_lost "$status"
+  fi
   return "$status"
 }
 
@@ -93,10 +98,27 @@ end_if_stuck() {
 
 both_run() { kill -0 "$1" 2>/dev/null && kill -0 "$$" 2>/dev/null; }
 
+# A rank or a link that was lost is no fault of the command: the job goes on elsewhere, or when the link is back. Status
+# 75 says so; above 128, a signal ended a rank.
+requeue_if_lost() {
+  if [ -n "$must_end" ] || [ "${TREE_ATTN_REQUEUE:-yes}" != yes ] || { [ "$1" != 75 ] && [ "$1" -le 128 ]; }; then
+    return 0
+  elif ! has_progressed; then
+    say "the job lost a rank before it had finished anything: it is not requeued"
+    return 0
+  fi
+  say "the job lost a rank: it is requeued, and goes on from what is in $TREE_ATTN_OUT"
+  scontrol requeue "$SLURM_JOB_ID" || say "it could not be requeued; submit it again with TREE_ATTN_OUT=$TREE_ATTN_OUT"
+}
+
 say_last_words() {
   local log
   say "tree-attn ended with status $1. The last lines of every rank's log:"
   for log in "$TREE_ATTN_LOGS/$SLURM_JOB_ID"-*.log; do
     tail -n 3 "$log" | cut -c1-1000 | sed "s|^|${log##*/}: |"
   done
+  if [ -z "$must_end" ] && grep -qiE ': (Killed|Out Of Memory)|oom.kill' "$scratch/srun"; then
+    say "a rank was killed from outside, as the kernel does where a node has no memory left (see dmesg there): ask for" \
+      "more with --mem, or put fewer ranks on a node"
+  fi
 }

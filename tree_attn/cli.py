@@ -30,9 +30,11 @@ start here:
 Without enough accelerators, devices are emulated on the CPU: right in every result, and no guide to speed.
 """
 
+INTERRUPTED_STATUS = 130  # as shells report SIGINT
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0 done, 1 a check failed, 2 it was called wrongly.
+    """Runs a command and returns its exit status: 0 done, 1 a check failed, 2 it was called wrongly, 130 interrupted.
 
     Errors a user can act on are one line on stderr; with TREE_ATTN_TRACEBACK=1 in the environment they are raised.
     """
@@ -45,10 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command_line = shlex.join(["tree-attn", *argv])
     try:
         return _module(args.command_name).run(args)
+    except KeyboardInterrupt:
+        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}interrupted{_saved(args)}"
+        _end_all(line, "", INTERRUPTED_STATUS)
+        print(line, file=sys.stderr)
+        return INTERRUPTED_STATUS
     except Exception as error:
         is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
         is_brief = is_users and not os.environ.get("TREE_ATTN_TRACEBACK")
-        line = f"tree-attn {args.command_name}: {_rank_of_several()}error: {error}"
+        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}error: {error}"
         _end_all(line, "" if is_brief else traceback.format_exc())
         if not is_brief:
             raise
@@ -56,18 +63,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _end_all(line: str, details: str) -> None:
+def _end_all(line: str, details: str, status: int = 2) -> None:
     """Ends this process and the others, if this is one of several; otherwise each would wait for the rest in JAX."""
     join = sys.modules.get("tree_attn.cluster.join")
     if join is not None:
-        join.fail(line, 2, details)
+        join.fail(line, status, details)
 
 
-def _rank_of_several() -> str:
+def _rank_of_several(args: argparse.Namespace) -> str:
     """Returns "rank 3 on n2: " in one of several processes, nothing in a single one."""
-    join = sys.modules.get("tree_attn.cluster.join")
-    launch = join and join.current()
-    return f"{launch.name_of(launch.process_id)}: " if launch and launch.num_processes > 1 else ""
+    from tree_attn.commands.processes import rank_name
+
+    name = rank_name(args)
+    return f"{name}: " if name else ""
+
+
+def _saved(args: argparse.Namespace) -> str:
+    """Returns where finished work is, for a command that saves it."""
+    out = getattr(args, "out", None)
+    return "" if out is None else f"; what is finished is in {out}, and the same command goes on from there"
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

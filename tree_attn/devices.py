@@ -24,7 +24,7 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
     if not isinstance(n_devices, int) or isinstance(n_devices, bool) or n_devices < 1:
         raise ValueError(f"n_devices must be an integer of at least 1, got {n_devices!r}")
     request_cpu_devices(n_devices)
-    default = jax.devices()
+    default = started_devices()
     if len(default) >= n_devices:
         return default[:n_devices]
     emulated = jax.devices("cpu")
@@ -39,6 +39,24 @@ def ensure_devices(n_devices: int) -> list[jax.Device]:
         f"with jax.config.update('jax_num_cpu_devices', {n_devices}) before anything uses a device, or with the "
         f"environment variable XLA_FLAGS=--xla_force_host_platform_device_count={n_devices}"
     )
+
+
+def started_devices() -> list[jax.Device]:
+    """Returns `jax.devices()`, of all processes; starts JAX's backends if they have not started.
+
+    Raises:
+      ValueError: JAX_PLATFORMS names platforms of which none can start here.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the named platforms has started
+        platforms = jax.config.jax_platforms
+        if not platforms:
+            raise
+        reason = str(error).strip() or "no plugin for them is installed"
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms} must name a platform that can start here, cpu for one: {reason}"
+        ) from error
 
 
 def default_platform() -> str:

@@ -100,6 +100,16 @@ def test_a_step_of_one_task_needs_nothing_else():
     assert detect(environ=environ).num_processes == 1
 
 
+def test_one_process_in_an_allocation_of_several_is_remarked():
+    several = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}
+    remedy = "which stay idle: start it with srun, without --ntasks=1, to use them"
+    assert detect(environ=several).idle_tasks == f"its allocation has 4 tasks on 2 nodes, {remedy}"
+    in_step = several | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
+    assert detect(environ=in_step).idle_tasks == f"its allocation has 2 nodes, {remedy}"
+    for alone in ({}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, SLURM, TORCHRUN):
+        assert detect(environ=alone).idle_tasks is None
+
+
 def test_torchrun():
     launch = detect(environ=TORCHRUN)
     assert (launch.source, launch.process_id, launch.num_processes, launch.num_nodes) == ("torchrun", 3, 4, 2)

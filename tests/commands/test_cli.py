@@ -32,6 +32,44 @@ def test_every_command_has_the_agreed_shape_and_teaches_by_example(name, capsys)
     assert f"tree-attn {name}" in module.HELP
 
 
+def test_an_interrupted_command_says_in_a_line_where_its_work_is(capsys, monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("tree_attn.commands.compare"), "run", interrupt)
+    assert cli.main(["compare", "--keys", "8", "--out", "results"]) == cli.INTERRUPTED_STATUS
+    expected = "interrupted; what is finished is in results, and the same command goes on from there"
+    assert capsys.readouterr().err == f"tree-attn compare: {expected}\n"
+
+
+def test_an_error_before_ranks_have_joined_names_the_rank(capsys, monkeypatch):
+    place = {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": 1234,
+    }
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    assert cli.main(["compare", "--keys", "9", "--devices", "8", "--no-plots", "--out", "results"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tree-attn compare: rank 1 on ") and ": error: --keys must be multiples" in error
+
+
+def test_a_platform_that_cannot_start_is_named():
+    """Without its plugin, JAX ends in an assertion without words."""
+    command = [sys.executable, "-m", "tree_attn.cli", "doctor"]
+    environment = os.environ | {"JAX_PLATFORMS": "rocm"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "tree-attn doctor: error: JAX_PLATFORMS=rocm must name a platform that can start here"
+    )
+    assert done.stderr.count("\n") == 1
+
+
 def test_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["compere"])

@@ -91,7 +91,7 @@ def test_a_row_is_replaced_in_its_place(tmp_path):
 def test_a_second_writer_is_noticed_before_anything_is_written(tmp_path):
     first, second = (RowWriter(tmp_path / "results.jsonl") for _ in range(2))
     first.append({"a": 1})
-    with pytest.raises(RuntimeError, match=r"results\.jsonl has 9 bytes and not 0: another process writes to it"):
+    with pytest.raises(OSError, match=r"results\.jsonl has 9 bytes and not 0: another process writes to it"):
         second.append({"a": 1})
     assert RowWriter(first.path).rows == [{"a": 1}]
 

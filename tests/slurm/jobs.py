@@ -20,6 +20,7 @@ SETTINGS = {
     "TREE_ATTN_TIMEOUT_S": "25",
     "TREE_ATTN_HEARTBEAT_S": "10",
     "TREE_ATTN_END_S": "15",
+    "TREE_ATTN_REQUEUE": "no",
     "PYTHONPATH": str(ROOT),
     "TREE_ATTN_HOME": str(ROOT),
     "TREE_ATTN_COMMAND": f"{sys.executable} -m tree_attn.cli",

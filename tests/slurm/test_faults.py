@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from jobs import MINICLUSTER, SETTINGS, Job, cases, minicluster, slurm, submit, wait_until
 
@@ -16,6 +17,7 @@ STRATEGIES = [("tree", "gather"), ("ring_overlapped", None), ("ring_public", Non
 UNDISTURBED = [(*strategy, 16, 2, None) for strategy in STRATEGIES]
 ENDS_S = 60  # the most that a job may live on after a fault; nothing here is set to more than 25 s
 FINISHES_S = 90
+CUT = "do not hear each other for 10 s, and rank 0 hears both"
 
 
 def start(out, keys: str = "16", iters: int = 5, **options) -> Job:
@@ -79,6 +81,43 @@ def test_a_node_cut_off_in_the_middle_of_a_collective(cluster, tmp_path):
     assert 0 < len(before) < len(UNDISTURBED) and cases(before) == UNDISTURBED[: len(before)], job.story()
     check_ended_badly(job)
     check_finishes(job)
+
+
+def test_two_nodes_cut_off_from_each_other(cluster, tmp_path):
+    """Both still reach rank 0, so no rank is silent."""
+    where = ("--nodes=3", "--nodelist=n[1-3]", "--ntasks-per-node=1")
+    job = submit("compare", tmp_path / "out", *SWEEP, f"--iters={LONG}", sbatch=where, TREE_ATTN_KEYS="24")
+    expected = [(*strategy, 24, 3, None) for strategy in STRATEGIES]
+    job.wait_for_rows(1, FINISHES_S)
+    minicluster("cut", "n2", "n3")
+    try:
+        check_ended_badly(job, f"rank 1 on n2 and rank 2 on n3 {CUT}", "with status 75", expected=expected)
+    finally:
+        minicluster("heal", "n2", "n3")
+    assert all(CUT in job.rank_log(rank) for rank in range(3)), job.story()
+
+
+def test_a_suspended_job_goes_on(cluster, tmp_path):
+    """The pause is longer than a rank may be silent."""
+    job = start(tmp_path / "out", iters=150)
+    job.wait_for_rows(1, FINISHES_S)
+    slurm("scontrol", "suspend", job.id)
+    time.sleep(float(SETTINGS["TREE_ATTN_HEARTBEAT_S"]) + 3)
+    before = job.rows()
+    assert len(before) < len(STRATEGIES), "it was done before it was suspended"
+    slurm("scontrol", "resume", job.id)
+    assert job.wait(FINISHES_S) == "COMPLETED", job.story()
+    assert cases(job.rows()) == UNDISTURBED and job.rows()[: len(before)] == before
+
+
+def test_a_job_that_lost_a_rank_queues_itself_again(cluster, tmp_path):
+    job = start(tmp_path / "out", iters=LONG // 3, TREE_ATTN_REQUEUE="yes")
+    job.wait_for_rows(1, FINISHES_S)
+    os.kill(job.process(1), signal.SIGKILL)
+    assert job.wait(FINISHES_S) == "COMPLETED", job.story()
+    assert job.facts["Restarts"] == "1" and "the job lost a rank: it is requeued" in job.output
+    assert "a rank was killed from outside, as the kernel does where a node has no memory left" in job.output
+    assert cases(job.rows()) == UNDISTURBED
 
 
 def test_a_coordinator_port_that_is_taken(cluster, tmp_path):

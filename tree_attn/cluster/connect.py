@@ -13,6 +13,7 @@ from tree_attn.cluster.launch import Launch
 from tree_attn.cluster.progress import Limits
 from tree_attn.cluster.rollcall import Members
 from tree_attn.cluster.watchdog import Watchdog
+from tree_attn.devices import started_devices
 from tree_attn.mesh import make_mesh
 
 STAGES = ("connecting to JAX's coordinator", "starting its devices", "the first collective")
@@ -43,7 +44,7 @@ def connect_jax(launch: Launch, members: Members, limits: Limits, watchdog: Watc
             heartbeat_timeout_seconds=_JAX_SILENCE_S,
         )
         watchdog.reach(1)
-        jax.devices()
+        started_devices()
         watchdog.reach(2)
         _first_collective()
         watchdog.reach(3)

@@ -220,7 +220,7 @@ def _join(launch: Launch, limits: Limits, arguments: Mapping[str, str], problem:
         # The others then need not wait for the time limit, unless they cannot be reached.
         with contextlib.suppress(Exception):
             rollcall.report_problem(launch, hello(None, str(error)))
-        raise ValueError(f"{launch.name_of(launch.process_id)}: {error}") from None
+        raise
     launch = dataclasses.replace(launch, local_device_ids=ids)
     members = rollcall.hold(launch, hello(ids), limits.stage_s)
     hosts = tuple(members.hellos[rank]["node"] for rank in range(launch.num_processes))

@@ -6,6 +6,7 @@ Under `srun` and `torchrun` none of the options is needed.
 import argparse
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,20 @@ def join(args: argparse.Namespace, n_devices: int | None):
         n_devices=n_devices,
         arguments=facts.of_arguments(vars(args), without=_OF_A_RANK),
     )
+
+
+def rank_name(args: argparse.Namespace) -> str | None:
+    """Returns "rank 3 on n2" in one of several processes, joined or not yet; None in a single one."""
+    from tree_attn.cluster.launch import detect
+
+    join = sys.modules.get("tree_attn.cluster.join")  # its import takes seconds, and a wrong call has not needed it
+    launch = join and join.current()
+    names = ("coordinator_address", "num_processes", "process_id")
+    try:
+        launch = launch or detect(*(getattr(args, name, None) for name in names))
+    except ValueError:
+        return None
+    return f"rank {launch.process_id} on {launch.node}" if launch.num_processes > 1 else None
 
 
 def agree_on_model(path: pathlib.Path, config: Any) -> None:

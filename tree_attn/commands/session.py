@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tree_attn import topology
 from tree_attn.commands import processes
-from tree_attn.devices import ensure_devices, request_cpu_devices
+from tree_attn.devices import ensure_devices, request_cpu_devices, started_devices
 from tree_attn.mesh import make_mesh, node_axes
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint.open import Checkpoint, open_checkpoint
@@ -76,7 +76,7 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
     if requested is not None:
         return tuple(ensure_devices(requested))
     request_cpu_devices(DEFAULT_DEVICES)  # JAX must have started before it is known that they are needed
-    return tuple(jax.devices()[:DEFAULT_DEVICES])
+    return tuple(started_devices()[:DEFAULT_DEVICES])
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ class RowWriter:
 
         Raises:
           OSError: the row could not be written whole (a full disk, say); the file then ends after the row before it.
-          RuntimeError: another process has written to the file.
+            Or another process has written to the file.
         """
         if self.is_writer:
             self._write(_line(row))
@@ -83,7 +83,7 @@ class RowWriter:
         try:
             size = os.fstat(descriptor).st_size
             if size != self._size:
-                raise RuntimeError(f"{self.path} has {size} bytes and not {self._size}: another process writes to it")
+                raise OSError(f"{self.path} has {size} bytes and not {self._size}: another process writes to it")
             self._write_whole(descriptor, line)
         finally:
             os.close(descriptor)

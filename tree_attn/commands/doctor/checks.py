@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tree_attn import attend, reference, tree_decode
 from tree_attn.commands.doctor import calibrate
 from tree_attn.cost.machine import Machine
-from tree_attn.devices import ensure_devices
+from tree_attn.devices import ensure_devices, started_devices
 from tree_attn.local import IMPLEMENTATIONS
 from tree_attn.measure import links, provenance
 from tree_attn.mesh import NODE_AXES, make_mesh, node_axes
@@ -73,7 +73,7 @@ def measure_machine(n_devices: int | None, command: str) -> Machine:
 
 def _devices(n_devices: int | None) -> list[jax.Device]:
     """Returns the devices node by node, for the axes of a hierarchical reduction."""
-    return node_by_node(jax.devices() if n_devices is None else ensure_devices(n_devices))
+    return node_by_node(started_devices() if n_devices is None else ensure_devices(n_devices))
 
 
 def _describe(device: jax.Device) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from tree_attn.commands import session, terminal
 from tree_attn.commands.eval.plan import Group, Plan
 from tree_attn.commands.eval.report import standard_error
+from tree_attn.devices import started_devices
 from tree_attn.measure import provenance
 from tree_attn.measure.rows import RowWriter
 from tree_attn.models.llama.checkpoint.open import Checkpoint
@@ -32,7 +33,7 @@ def evaluate(args: argparse.Namespace, checkpoint: Checkpoint, text: str, plan: 
     if not any(pending.values()):
         return
     samples = _samples(args, checkpoint, text, pending)
-    place = session.Place(devices=(jax.devices()[0],))
+    place = session.Place(devices=(started_devices()[0],))
     scorer = Scorer(session.load_with_progress(checkpoint, place.sharding(config), place.dtype), args.cache_dtype)
     total = sum(map(len, pending.values()))
     with terminal.progress("evaluating", total, is_shown=True) as (describe, advance):

@@ -25,19 +25,36 @@ class Saved:
 class SavedTokens:
     """The file `tokens.jsonl` of a folder: a line per batch of tokens, `{"first": 16, "ids": [...], "is_last": false}`.
 
-    Process 0 alone reads and writes it. The others get its tokens from `load`, and call the same methods.
+    `first` is the number of tokens before the line. The last line of a generation that ended has `is_last`; it may have
+    no tokens. Process 0 alone reads and writes the file. The others get its tokens from `load`, and call the same
+    methods.
     """
 
-    def __init__(self, args: argparse.Namespace, generation: Mapping[str, Any]):
+    def __init__(self, args: argparse.Namespace, generation: Mapping[str, Any], vocab_size: int):
         """Opens the file in `args.out`; without `--out` there is none.
 
+        Args:
+          args: the options.
+          generation: the facts that a later run must have in common with this one to continue it.
+          vocab_size: of the model; every saved token must be below it.
+
         Raises:
-          ValueError: the folder holds the tokens of another generation than `generation`.
+          ValueError: the folder holds the tokens of another generation than `generation`; or a line of the file does
+            not follow the lines before it: names the file and the line.
         """
         self._every, self._max_new_tokens, self._pending = args.save_every, args.max_new_tokens, []
         is_writer = is_first_process()
         self._writer = None if args.out is None else RowWriter(args.out / FILE, generation, is_writer=is_writer)
-        self._count = 0 if self._writer is None else sum(len(row["ids"]) for row in self._writer.rows)
+        self._count = 0
+        for number, row in enumerate([] if self._writer is None else self._writer.rows, start=1):
+            is_end = number == len(self._writer.rows)
+            problem = _problem(row, self._count, self._max_new_tokens, vocab_size, is_end=is_end)
+            if problem:
+                raise ValueError(
+                    f"{self._writer.path}, line {number}: {problem}. Cut the file before that line to go on from "
+                    "there, or take another folder"
+                )
+            self._count += len(row["ids"])
 
     def load(self) -> Saved:
         """Returns the tokens that an earlier run saved, the same in every process."""
@@ -66,3 +83,28 @@ class SavedTokens:
             self._writer.append({"first": self._count, "ids": self._pending, "is_last": is_last})
         self._count += len(self._pending)
         self._pending = []
+
+
+def _problem(row: Mapping[str, Any], count: int, max_new_tokens: int, vocab_size: int, *, is_end: bool) -> str | None:
+    """Returns the reason why a line cannot follow `count` tokens; None where it can.
+
+    Args:
+      is_end: no line follows it.
+    """
+    missing = [name for name in ("first", "ids", "is_last") if name not in row]
+    if missing:
+        return f"{', '.join(missing)} must be there, got {', '.join(row) or 'nothing'}"
+    first, ids, is_last = row["first"], row["ids"], row["is_last"]
+    if not isinstance(is_last, bool):
+        return f"is_last must be true or false, got {is_last!r}"
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        return f"ids must be a list of integers from 0 to {vocab_size - 1}, got {str(ids)[:80]}"
+    if type(first) is not int or first != count:
+        return f"first must be {count}, the number of tokens before it, got {first!r}: a line is missing or doubled"
+    if is_last and not is_end:
+        return "is_last must be false where lines follow, got true"
+    if not ids and not is_last:
+        return "ids must hold a token or more unless is_last is true, got none"
+    if count + len(ids) > max_new_tokens:
+        return f"ids must end at token {max_new_tokens}, the limit of this generation, got {count + len(ids)}"
+    return None

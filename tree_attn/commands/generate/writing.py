@@ -24,7 +24,7 @@ def write(args: argparse.Namespace) -> None:
     if len(request.prompts) > 1:
         document = _generate_all(args, request)
     else:
-        tokens = SavedTokens(args, _identity(args, request) | request.facts)
+        tokens = SavedTokens(args, _identity(args, request) | request.facts, request.checkpoint.config.vocab_size)
         document = {"prompt_ids": request.prompt_ids} | _generate_one(args, request, tokens)
     if args.json and is_first_process():
         print(json.dumps(document | request.facts))
