@@ -2,6 +2,7 @@
 
     python3 scripts/gpu_check.py --devices 1,2,8 --out docs/results/gpu_check.jsonl                # one process
     python3 scripts/gpu_check.py --devices 1,2,8 --out ... --process-per-device                    # one per GPU
+    python3 scripts/gpu_check.py --devices 1,2 --out ... --trials 300 --seed 1                     # random cases
 
 Every check runs twice and must give the same bits, on every device. cuDNN's own kernels do not promise that: for them
 it is recorded only. The file gets one JSON row per check; a backend that cannot do a case is recorded with its reason.
@@ -29,6 +30,7 @@ from oracle_case import (
     is_same_everywhere,
 )
 from process_per_device import environment, has_gpu, join, spawn, writable
+from trial_checks import trial_checks
 
 
 def main() -> int:
@@ -42,10 +44,14 @@ def main() -> int:
         help="a local backend, e.g. mosaic_gpu; or prefix, sparq or activations; or a part of the name of a strategy, "
         "e.g. fused (default: all checks)",
     )
+    parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
+    parser.add_argument("--seed", type=int, default=0, help="of --trials")
     parser.add_argument("--go-on", action="store_true", help="leave out local and sparq checks that --out has")
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
     args = parser.parse_args()
+    if args.trials is not None and args.process_per_device:
+        parser.error("--trials: runs in one process")
     if args.go_on and args.process_per_device:
         parser.error("--go-on: processes that read --out while one writes it would leave out different checks")
     counts = [int(count) for count in args.devices.split(",")]
@@ -58,17 +64,25 @@ def main() -> int:
         import jax
 
         jax.config.update("jax_num_cpu_devices", max(counts))
-    return max(run_checks(count, args.out, args.only, args.go_on) for count in counts)
+    if args.trials is not None:
+        return max(run_checks(count, args.out, trial_checks(count, args.trials, args.seed)) for count in counts)
+    return max(run_checks(count, args.out, only=args.only, go_on=args.go_on) for count in counts)
 
 
-def run_checks(num_devices: int, out: pathlib.Path, only: str | None, go_on: bool) -> int:
-    """Runs every check over `num_devices` devices, or those of `only`, and returns the exit status."""
+def run_checks(
+    num_devices: int,
+    out: pathlib.Path,
+    checks: Iterator[dict] | None = None,
+    only: str | None = None,
+    go_on: bool = False,
+) -> int:
+    """Runs these checks, or every check over `num_devices` devices, or those of `only`; returns the exit status."""
     from tree_attn.measure.rows import RowWriter
 
     writer = RowWriter(out)
     done = {_key(row) for row in writer.rows} if go_on else set()
     rows = []
-    for row in _checks(num_devices, only, done):
+    for row in checks or _checks(num_devices, only, done):
         rows.append(row | environment(num_devices))
         writer.append(writable(rows[-1]))
     failed = [row for row in rows if row["passed"] is False]

@@ -56,7 +56,11 @@ class Problem:
     def query(self) -> np.ndarray:
         """The queries in natural order."""
         query = self.operands["query"]
-        return query if self.query_order is None else query[:, np.argsort(self.query_order)]
+        if self.query_order is None:
+            return query
+        query = query[:, np.argsort(self.query_order)]
+        is_padding = np.arange(query.shape[1]) >= self.lengths[:, None]
+        return np.where(is_padding[:, :, None, None], np.zeros_like(query), query)
 
     def gradient(self, state: oracle.Attention, of_out, of_lse, *, absolute: bool = False) -> dict[str, np.ndarray]:
         """Returns the gradient with respect to each operand, in its stored order; see `oracle.Attention.gradient`."""
