@@ -4,7 +4,6 @@ import dataclasses
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
@@ -60,8 +59,8 @@ def ring_attention(
     """
     axes = axis_tuple(axis_name)
     attention = AttentionOptions(**options)
-    _check_self_attention(query, key)
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    _check_self_attention(query, key)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
     body = _RingAttention(axes=axes, block_size=block_size)
     along_sequence = P(None, axes)
@@ -94,5 +93,5 @@ class _RingAttention:
 
 
 def _check_self_attention(query, key) -> None:
-    if jnp.ndim(query) == 4 and jnp.ndim(key) == 4 and query.shape[1] != key.shape[1]:
+    if query.shape[1] != key.shape[1]:
         raise ValueError(f"query must have one position per key, S = {key.shape[1]}, got T = {query.shape[1]}")

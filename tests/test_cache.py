@@ -393,3 +393,12 @@ def test_xla_is_told_that_what_is_written_is_apart_and_of_single_tokens_in_order
     lowered = jax.jit(KVCache.append).lower(cache, new, new).as_text()
     assert lowered.count('"stablehlo.scatter"(') == lowered.count("unique_indices = true") == 2
     assert lowered.count(f"indices_are_sorted = {is_sorted}") == 2
+
+
+def test_any_number_of_tokens_too_many_overflows():
+    mesh = make_mesh({"seq": 2})
+    cache = KVCache.create(
+        batch=1, capacity=4, num_kv_heads=1, head_dim=2, dtype=jnp.float32, mesh=mesh, axis_name="seq"
+    )
+    for count in (5, 2**31, 2**40):
+        assert cache.advance(count).overflowed.all() and not cache.advance(count).lengths.any()

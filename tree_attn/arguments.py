@@ -246,16 +246,17 @@ def check_arrays(query, key, value) -> None:
         raise ValueError(f"query heads must be a multiple of key heads, got N={query.shape[2]} and K={key.shape[2]}")
 
 
-def check_dtypes(query, key, value) -> None:
+def check_dtypes(query, key, value, key_name: str = "key", value_name: str = "value") -> None:
     """Raises ValueError unless all three have one float dtype, or key and value are both of one of `NARROW_DTYPES`."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    for name, x in (("query", query), (key_name, key), (value_name, value)):
         allowed = ATTENTION_DTYPES if name == "query" else STORED_DTYPES
         if str(x.dtype) not in allowed:
             raise ValueError(f"{name}.dtype must be one of {', '.join(allowed)}, got {x.dtype}")
     if key.dtype != value.dtype or str(key.dtype) not in (str(query.dtype), *NARROW_DTYPES):
         raise ValueError(
-            f"query, key and value must have one dtype, got query {query.dtype}, key {key.dtype}, value {value.dtype}; "
-            f"of other dtype than query, key and value must both be {' or '.join(NARROW_DTYPES)}"
+            f"query, {key_name} and {value_name} must have one dtype, got query {query.dtype}, {key_name} {key.dtype}, "
+            f"{value_name} {value.dtype}; of other dtype than query, {key_name} and {value_name} must both be "
+            f"{' or '.join(NARROW_DTYPES)}"
         )
 
 
@@ -295,18 +296,14 @@ def _check_window(window) -> None:
 
 def check_head_scale(name: str, scale, num_kv_heads: int) -> None:
     """Raises ValueError unless a scale is None or float32 `[K]`."""
-    if scale is not None and (np.shape(scale) != (num_kv_heads,) or _dtype(scale) != jnp.float32):
-        raise ValueError(
-            f"{name} must be float32 of shape [K] = ({num_kv_heads},), got {_dtype(scale)} of shape {np.shape(scale)}"
-        )
+    shape, dtype = shape_and_dtype(scale)
+    if scale is not None and (shape != (num_kv_heads,) or dtype != jnp.float32):
+        raise ValueError(f"{name} must be float32 of shape [K] = ({num_kv_heads},), got {dtype} of shape {shape}")
 
 
 def check_array(name: str, x, kinds: str, kind: type, layout: str, *shapes: tuple[int, ...]) -> None:
     """Raises TypeError unless `x` holds numbers; ValueError unless it has one of these shapes and a dtype of `kind`."""
-    try:
-        shape, dtype = np.shape(x), _dtype(x)
-    except ValueError:  # a list of lists of unequal lengths
-        shape, dtype = (), np.dtype(object)
+    shape, dtype = shape_and_dtype(x)
     if dtype.kind in "OUS":  # what numpy makes of anything that is not numbers
         raise TypeError(f"{name} must be an array of {kinds}, got {x!r}")
     if shape not in shapes:
@@ -315,8 +312,13 @@ def check_array(name: str, x, kinds: str, kind: type, layout: str, *shapes: tupl
         raise ValueError(f"{name} must be {kinds}, got dtype {dtype}")
 
 
-def _dtype(x):
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+def shape_and_dtype(x) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns those of an array, or of what numpy makes of anything else: object, where that is no array."""
+    try:
+        x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
+    except ValueError:  # lists of unequal lengths
+        x = np.empty((), object)
+    return tuple(x.shape), x.dtype
 
 
 def clip_to_int32(x: AnyArray, low: int = INT32.min, high: int = INT32.max) -> Int[Array, "*shape"]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import AnyArray, check_integer, check_lengths
+from tree_attn.arguments import AnyArray, check_flag, check_integer, check_lengths, clip_to_int32
 from tree_attn.cache_checks import (
     check_create,
     check_new,
@@ -119,6 +119,9 @@ class KVCache(CacheReads):
           ValueError: a size is not a positive integer, `dtype` is none that attention takes, an axis is not of the
             mesh or named twice, there is no mesh, its axes do not divide the batch, or the scales do not fit.
         """
+        flags = {"stacks_layers": stacks_layers, "keeps_value_sum": keeps_value_sum}
+        for name, flag in (flags | {"keeps_key_by_component": keeps_key_by_component}).items():
+            check_flag(name, flag)
         mesh = context_mesh() if mesh is None else mesh
         layers = {} if num_layers is None else {"num_layers": num_layers}
         sizes = layers | dict(batch=batch, capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -138,7 +141,7 @@ class KVCache(CacheReads):
         zeros = partial(jnp.zeros, (batch,), device=NamedSharding(mesh, P(arrays.batch_axes)))
         return cls(arrays=arrays, lengths=zeros(jnp.int32), overflowed=zeros(bool))
 
-    def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]) -> "KVCache":
+    def append(self, key: Float[AnyArray, "B T K H"], value: Float[AnyArray, "B T K H"]) -> "KVCache":
         """Writes T new tokens after each sequence's last and counts them: `write`, then `advance`.
 
         Raises:
@@ -192,6 +195,8 @@ class KVCache(CacheReads):
         Example:
           >>> cache = cache.with_sequence(2, cache_of_the_prompt)
         """
+        if not isinstance(other, KVCache):
+            raise TypeError(f"other must be a KVCache, got {type(other).__name__}")
         batch_axes, num_rows = self.arrays.batch_axes, self.lengths.shape[0]
         batch = num_rows * num_held_shards(batch_axes)
         check_sequence(sequence, other.arrays, self.arrays, batch)
@@ -224,5 +229,5 @@ class KVCache(CacheReads):
           ValueError: lengths that are no integers `[B]` in `[0, capacity]`.
         """
         check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
-        lengths = jnp.clip(jnp.asarray(lengths), 0, self.capacity).astype(jnp.int32)
+        lengths = clip_to_int32(lengths, 0, self.capacity)
         return dataclasses.replace(self, arrays=self.arrays.with_summed_values(lengths, layer), lengths=lengths)

@@ -8,7 +8,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool
 
-from tree_attn.arguments import ATTENTION_DTYPES, NARROW_DTYPES, STORED_DTYPES, concrete, is_integer, one_of
+from tree_attn.arguments import (
+    ATTENTION_DTYPES,
+    NARROW_DTYPES,
+    STORED_DTYPES,
+    check_integer,
+    concrete,
+    is_integer,
+    one_of,
+    shape_and_dtype,
+)
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.mesh import axis_tuple, check_axes
 from tree_attn.placement import check_block_size
@@ -22,8 +31,7 @@ class CacheFullError(ValueError):
 def check_create(sizes: dict[str, int], dtype, mesh, axis_name, batch_axis_name, block_size: int, scales: dict) -> None:
     """Raises ValueError unless a cache of these sizes, dtype, placement and scales can be made."""
     for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {size!r}")
+        check_integer(name, size, minimum=1)
     if block_size is None:
         raise ValueError("block_size must be an integer of at least 1, got None: contiguous caches do not grow evenly")
     check_block_size(block_size)
@@ -31,10 +39,20 @@ def check_create(sizes: dict[str, int], dtype, mesh, axis_name, batch_axis_name,
     check_axes(axes, mesh)
     if batch_axis_name is not None:
         _check_batch_axes(batch_axis_name, axes, mesh, sizes["batch"])
-    one_of("dtype", jnp.dtype(dtype).name, STORED_DTYPES)
+    dtype = _stored_dtype(dtype)
     shape = tuple(sizes[name] for name in ("num_layers", "num_kv_heads") if name in sizes)
     for name, scale in scales.items():
-        _check_scale(name, scale, jnp.dtype(dtype).name, shape)
+        _check_scale(name, scale, dtype, shape)
+
+
+def _stored_dtype(dtype) -> str:
+    """Returns the name of a dtype of keys and values; raises ValueError or TypeError for anything else."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"dtype must be one of {', '.join(STORED_DTYPES)}, got {dtype!r}") from None
+    one_of("dtype", name, STORED_DTYPES)
+    return name
 
 
 def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple) -> Bool[Array, ""] | None:
@@ -44,8 +62,7 @@ def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple) -> Bool[Ar
       None; whether they fit, where `start` is known only on the device.
     """
     unit, num_new = cache.num_shards * cache.block_size, num_new * num_held_shards(cache.axes)
-    is_number = is_integer(start) or (jnp.shape(start) == () and jnp.issubdtype(jnp.result_type(start), jnp.integer))
-    if not is_number or isinstance(start, bool):
+    if not _is_index(start):
         raise ValueError(f"start must be an integer, a multiple of shards * block_size = {unit}, got {start!r}")
     known = concrete(start)
     first = 0 if known is None else int(known)
@@ -63,6 +80,12 @@ def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple) -> Bool[Ar
     return (start >= 0) & (start <= cache.capacity - num_new) & (start % unit == 0)
 
 
+def _is_index(x) -> bool:
+    """Returns whether `x` is one integer, of Python, numpy or JAX."""
+    shape, dtype = shape_and_dtype(x)
+    return is_integer(x) or (shape == () and jnp.issubdtype(dtype, jnp.integer) and hasattr(x, "dtype"))
+
+
 def check_sequence(sequence, other: LayerCache | LayerTuple, cache: LayerCache | LayerTuple, batch: int) -> None:
     """Raises ValueError unless `other` is one sequence that `cache` can take in the place of its `sequence`."""
     form = lambda cache: (type(cache), cache.dtype, cache.shape[:-4], cache.shape[-2:], *_kept_arrays(cache))
@@ -77,6 +100,8 @@ def check_sequence(sequence, other: LayerCache | LayerTuple, cache: LayerCache |
         found, needed = (None if x is None else concrete(x) for x in (scale, expected))
         if found is not None and needed is not None and not np.array_equal(found, needed):
             raise ValueError(f"other must have this cache's {name}, {needed.tolist()}, got {found.tolist()}")
+    if not _is_index(sequence):
+        raise TypeError(f"sequence must be an integer, got {sequence!r}")
     row = concrete(sequence)
     if row is not None and not 0 <= row < batch:
         raise ValueError(f"sequence must lie in [0, {batch}), got {sequence}")
@@ -98,7 +123,7 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
     check_layer(cache, layer)
     batch, _, num_kv_heads, head_dim = cache.shape[-4:]
     for name, new in (("key", key), ("value", value)):
-        shape = jnp.shape(new)
+        shape, _ = shape_and_dtype(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
             raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
         narrows = cache.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
@@ -120,7 +145,10 @@ def context_mesh() -> Mesh | AbstractMesh:
 
 
 def _check_batch_axes(batch_axis_name, axes: tuple[str, ...], mesh, batch: int) -> None:
-    batch_axes = axis_tuple(batch_axis_name)
+    try:
+        batch_axes = axis_tuple(batch_axis_name)
+    except ValueError as error:
+        raise ValueError(str(error).replace("axis_name", "batch_axis_name")) from None
     missing = [axis for axis in batch_axes if axis not in mesh.axis_names or axis in axes]
     if missing:
         raise ValueError(

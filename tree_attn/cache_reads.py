@@ -63,6 +63,12 @@ class CacheReads:
           >>> out = cache.attend(query)
           >>> out = cache.attend(query, attention=sparq_decode, num_components=32, num_keys=128)
         """
+        if not callable(attention):
+            raise TypeError(f"attention must be a function such as tree_decode, got {attention!r}")
+        if not hasattr(query, "dtype"):
+            raise TypeError(f"query must be an array [B, T, N, H], got {type(query).__name__}")
+        if len(query.shape) != 4:
+            raise ValueError(f"query must be [B, T, N, H], got shape {tuple(query.shape)}")
         parameters = inspect.signature(attention).parameters
         self._check_attend(attention, parameters, options)
         operands = self.operands(layer, num_new=num_new)
@@ -152,7 +158,7 @@ class CacheReads:
     def _with_new(self, num_new: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         """Returns the lengths with `num_new` tokens more, where there is room for them, and where there is."""
         check_integer("num_new", num_new, minimum=0)
-        longer = self.lengths + num_new
+        longer = self.lengths + min(num_new, self.capacity + 1)  # within int32, whatever the number
         has_room = longer <= self.arrays.capacity
         return jnp.where(has_room, longer, self.lengths) if num_new else self.lengths, has_room
 

@@ -15,7 +15,6 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
@@ -24,9 +23,9 @@ from tree_attn.arguments import (
     AnyArray,
     AttentionOptions,
     OptionArguments,
-    check_arrays,
     default_scale,
     is_integer,
+    shape_and_dtype,
     takes_options,
 )
 from tree_attn.local import attend_shard
@@ -80,19 +79,11 @@ def energy(
     if attention.scale == 0:
         raise ValueError("scale must not be 0 in energy, got 0")
     _check_source(query, value, source)
-    # [scale q, zeta] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys and no scale, so the
-    # kernel's tiling and masks serve unchanged. The queries are float32, for scale q need not fit a narrower dtype.
-    # Only the lse is used, so one column of the values is enough.
-    scaled = query.astype(jnp.float32) * default_scale(attention.scale, query.shape[-1])
-    query = jnp.concatenate([scaled, source.astype(jnp.float32)], axis=-1)
-    key = jnp.concatenate([key, value], axis=-1)
-    value = value[..., :1]
-    attention = dataclasses.replace(attention, scale=1.0)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     along_sequence = P(None, axes)
-    specs = P(), along_sequence, along_sequence, P()
+    specs = P(), P(), along_sequence, along_sequence, P()
     body = _Energy(axes=axes, block_size=block_size)
-    return over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh).lse
+    return over_shards(body, (query, source, key, value, attention), specs, axes=axes, mesh=mesh).lse
 
 
 @takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))
@@ -130,7 +121,9 @@ def attention_moments(
     """
     if not is_integer(order) or not 1 <= order <= MAX_ORDER:
         raise ValueError(f"order must be an integer from 1 to {MAX_ORDER}, got {order!r}")
-    check_arrays(query, key, value)
+    axes = () if axis_name is None else axis_tuple(axis_name)
+    attention = AttentionOptions(**options, implementation="xla")
+    check_call(query, key, value, attention, axes=axes, block_size=block_size)
     source_shape = (*query.shape[:3], value.shape[-1])
     sharding = {"axis_name": axis_name, "mesh": mesh, "block_size": block_size}
 
@@ -154,7 +147,14 @@ class _Energy:
     axes: tuple[str, ...]
     block_size: int | None
 
-    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+    def __call__(self, query, source, key, value, options: AttentionOptions) -> SoftmaxState:
+        # [scale q, zeta] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys and no scale, so
+        # the kernel's tiling and masks serve unchanged. The queries are float32, for scale q need not fit a narrower
+        # dtype. Only the lse is used, so one column of the values is enough.
+        scaled = query.astype(jnp.float32) * default_scale(options.scale, query.shape[-1])
+        query = jnp.concatenate([scaled, source.astype(jnp.float32)], axis=-1)
+        key, value = jnp.concatenate([key, value], axis=-1), value[..., :1]
+        options = dataclasses.replace(options, scale=1.0)
         state = attend_shard(query, key, value, options, local_shard(self.axes, self.block_size))
         return add_sinks(_reduce_energy(state, self.axes) if self.axes else state, options.sinks)
 
@@ -169,7 +169,8 @@ def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
 
 def _check_source(query, value, source) -> None:
     expected = (*query.shape[:3], value.shape[-1])
-    if not hasattr(source, "dtype") or jnp.shape(source) != expected:
-        raise ValueError(f"source must have shape [B, T, N, Hv] = {expected}, got {np.shape(source)}")
+    shape, _ = shape_and_dtype(source)
+    if not hasattr(source, "dtype") or shape != expected:
+        raise ValueError(f"source must have shape [B, T, N, Hv] = {expected}, got {shape}")
     if source.dtype != query.dtype:
         raise ValueError(f"source must have query's dtype {query.dtype}, got {source.dtype}")

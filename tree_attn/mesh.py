@@ -85,7 +85,10 @@ def node_axes(devices: Sequence[jax.Device] | int) -> dict[str, int] | None:
 
 def _real_mesh(names: tuple[str, ...], nodes: dict[str, list[jax.Device]]) -> Mesh:
     """Returns a mesh of one axis over all devices, or of two, over the devices of a node and over the nodes."""
-    axis_tuple(names)
+    try:
+        axis_tuple(names)
+    except ValueError as error:
+        raise ValueError(f"axis_shapes: {error}") from None
     if len(names) > 2:
         raise ValueError(f"axis_shapes {names} must be one name, or two for devices and nodes; give sizes for more")
     counts = {name: len(devices) for name, devices in nodes.items()}

@@ -22,6 +22,7 @@ from tree_attn.arguments import (
     clip_to_int32,
     concrete,
     default_scale,
+    shape_and_dtype,
     takes_options,
 )
 from tree_attn.local import check_implementation, choose, mosaic_gpu, xla
@@ -127,7 +128,7 @@ def paged_decode(
     """
     _check_arrays(query, key_pages, value_pages, "key_pages", "value_pages", "[P, page, K, H]")
     num_pages, page_size = key_pages.shape[:2]
-    shape = query.shape[0], *np.shape(page_table)[-1:]
+    shape = query.shape[0], *shape_and_dtype(page_table)[0][-1:]
     check_array("page_table", page_table, "integers", jnp.integer, f"[B, pages] with B = {query.shape[0]}", shape)
     num_slots = np.shape(page_table)[1] * page_size if num_pages else 0
     check_lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0], num_slots)
@@ -185,7 +186,7 @@ def _check_arrays(query, key, value, key_name: str, value_name: str, layout: str
             f"{key_name} must have query's head dim and a number of heads that divides query's, {tuple(query.shape)}, "
             f"got {tuple(key.shape)}"
         )
-    check_dtypes(query, key, value)
+    check_dtypes(query, key, value, key_name, value_name)
 
 
 def _check_cu_seqlens(cu_seqlens, batch: int, total: int) -> None:

@@ -33,6 +33,7 @@ from tree_attn.arguments import (
     clip_to_int32,
     is_integer,
     one_of,
+    shape_and_dtype,
     takes_options,
 )
 from tree_attn.local import attend_shard
@@ -218,7 +219,7 @@ def bifurcated_decode(
     for name, x in (("query", query), ("prefix_key", prefix_key), ("prefix_value", prefix_value)):
         rank, layout = (4, "[B, T, N, H]") if name == "query" else (3, "[S, K, H]")
         if not hasattr(x, "shape") or not hasattr(x, "dtype") or len(x.shape) != rank:
-            raise ValueError(f"{name} must be {layout}, got shape {np.shape(x)}")
+            raise ValueError(f"{name} must be {layout}, got shape {shape_and_dtype(x)[0]}")
     axes = () if axis_name is None else axis_tuple(axis_name)
     num_held = num_held_shards(axes)
     whole = (tuple(range(query.shape[0])),)

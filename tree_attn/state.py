@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
-from tree_attn.arguments import is_integer
+from tree_attn.arguments import AnyArray, is_integer
 
 
 class SoftmaxState(NamedTuple):
@@ -103,7 +103,7 @@ def merge_states(stacked: SoftmaxState, axis: int) -> SoftmaxState:
     )
 
 
-def merge_segments(states: SoftmaxState, segment_ids: Int[Array, " n"], num_segments: int) -> SoftmaxState:
+def merge_segments(states: SoftmaxState, segment_ids: Integer[AnyArray, " n"], num_segments: int) -> SoftmaxState:
     """Merges states along their first axis by segment: `result[s] = merge of states[i] with segment_ids[i] == s`.
 
     Args:

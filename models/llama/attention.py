@@ -97,6 +97,8 @@ def by_name(
       >>> attention = by_name("tree", sharding, reduction="allreduce")
       >>> attention = by_name("sparq", sharding, sparq=SparqOptions(num_components=32, num_keys=128))
     """
+    if not isinstance(sharding, LlamaSharding):
+        raise TypeError(f"sharding must be a LlamaSharding, got {sharding!r}")
     num_shards = sharding.num_shards("sequence")
     reduction = check_choice(name, reduction, as_tuple(sharding.sequence), num_shards, sparq)
     check_implementation(implementation)

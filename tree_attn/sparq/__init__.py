@@ -22,7 +22,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, check_arrays, default_scale, takes_options
+from tree_attn.arguments import (
+    AnyArray,
+    AttentionOptions,
+    OptionArguments,
+    check_array,
+    check_arrays,
+    default_scale,
+    shape_and_dtype,
+    takes_options,
+)
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
@@ -197,9 +206,9 @@ def _query_ends(options: AttentionOptions, num_queries: int, batch: int, visible
 
 
 def _check_value_mean(value_mean, value) -> None:
-    expected = (value.shape[0], *value.shape[2:])
-    if value_mean is not None and jnp.shape(value_mean) != expected:
-        raise ValueError(f"value_mean must have shape [B, K, Hv] = {expected}, got {jnp.shape(value_mean)}")
+    shape = (value.shape[0], *value.shape[2:])
+    if value_mean is not None:
+        check_array("value_mean", value_mean, "floats", jnp.floating, f"[B, K, Hv] = {shape}", shape)
 
 
 def _check_key_by_component(key_by_component, key, axes: tuple[str, ...], mesh: Mesh | None) -> None:
@@ -207,10 +216,10 @@ def _check_key_by_component(key_by_component, key, axes: tuple[str, ...], mesh: 
         return
     batch, num_keys, num_kv_heads, head_dim = key.shape
     expected = (batch, num_kv_heads, head_dim, num_keys)
-    if key_by_component.shape != expected or key_by_component.dtype != key.dtype:
+    shape, dtype = shape_and_dtype(key_by_component)
+    if not hasattr(key_by_component, "dtype") or shape != expected or dtype != key.dtype:
         raise ValueError(
-            f"key_by_component must hold key as [B, K, H, S] = {expected} in {key.dtype}, got "
-            f"{key_by_component.shape} in {key_by_component.dtype}"
+            f"key_by_component must hold key as [B, K, H, S] = {expected} in {key.dtype}, got {shape} in {dtype}"
         )
     shards = 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
     if num_keys % shards:

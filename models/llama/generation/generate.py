@@ -8,7 +8,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from tree_attn.arguments import check_integer, is_integer
 from tree_attn.models.llama.generation.generator import Generator, Step
 from tree_attn.models.llama.generation.queue import stream_queue
-from tree_attn.models.llama.generation.request import check_max_batch, check_request, check_stop_ids, check_tokens
+from tree_attn.models.llama.generation.request import (
+    check_ids,
+    check_max_batch,
+    check_request,
+    check_stop_ids,
+    check_tokens,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +86,7 @@ def generate(
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     done = [[]] * len(prompts) if done is None else done
     _check_done(done, prompts, max_new_tokens)
+    check_ids("done", [ids for ids in done if len(ids)], generator.config.vocab_size)
     texts, first_step = generator.resume(prompts, done)
     num_replayed = len(done[0]) - first_step if done else 0
     steps = _stream(generator, texts, max_new_tokens - first_step, first_step, stop_ids, share_prefixes, max_batch)

@@ -26,11 +26,7 @@ def check_request(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new
             f"max_new_tokens must be at most {config.max_position - longest} with a prompt of {longest} tokens, "
             f"got {max_new_tokens}; the model has {config.max_position} positions"
         )
-    for prompt in prompts:
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise ValueError(
-                f"prompts: token ids must be in [0, {config.vocab_size}), got {min(prompt)} to {max(prompt)}"
-            )
+    check_ids("prompts", prompts, config.vocab_size)
 
 
 def check_tokens(name: str, texts: Sequence[Sequence[int]]) -> None:
@@ -38,6 +34,13 @@ def check_tokens(name: str, texts: Sequence[Sequence[int]]) -> None:
     for text in texts if _is_sequence(texts) else (texts,):
         if not _is_sequence(text) or not all(map(_is_token_type, set(map(type, text)))):
             raise TypeError(f"{name} must be sequences of integers, the token ids of each text, got {text!r}")
+
+
+def check_ids(name: str, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raises ValueError unless all tokens of texts that are not empty are in the vocabulary."""
+    for text in texts:
+        if not 0 <= min(text) <= max(text) < vocab_size:
+            raise ValueError(f"{name}: token ids must be in [0, {vocab_size}), got {min(text)} to {max(text)}")
 
 
 def check_stop_ids(stop_ids: Collection[int]) -> None:
