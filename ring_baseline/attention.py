@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
+from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
@@ -25,6 +26,7 @@ def ring_attention(
     *,
     axis_name: AxisName,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = 1,
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
@@ -45,7 +47,7 @@ def ring_attention(
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
         `key_value_seq_lengths` is the length of each prompt; queries past it are padding, whose result is defined (they
         see the valid keys) and meaningless.
-      axis_name, mesh, return_lse: as in `tree_attn.tree_decode`.
+      axis_name, mesh, batch_axis_name, return_lse: as in `tree_attn.tree_decode`.
     Returns:
       `out [B, S, N, Hv]`, sharded as the query is; with `return_lse`, `(out, lse)`.
     Raises:
@@ -63,9 +65,11 @@ def ring_attention(
     _check_self_attention(query, key)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
     body = _RingAttention(axes=axes, block_size=block_size)
-    along_sequence = P(None, axes)
-    specs = along_sequence, along_sequence, along_sequence, P()
-    state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh, out_specs=along_sequence)
+    along = P(BATCH, axes, HEADS)
+    state = over_shards(
+        body, (query, key, value, attention), (along, along, along, option_specs(attention)), axes=axes, mesh=mesh,
+        batch_axis_name=batch_axis_name, out_specs=along,
+    )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
 
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, one_of, takes_options
+from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
@@ -28,6 +29,7 @@ def ring_decode(
     *,
     axis_name: AxisName,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     variant: str = "overlapped",
     return_lse: bool = False,
@@ -41,7 +43,8 @@ def ring_decode(
     XLA widens float8 first).
 
     Args:
-      query, key, value, axis_name, mesh, block_size, return_lse, options: as in `tree_attn.tree_decode`.
+      query, key, value, axis_name, mesh, batch_axis_name, block_size, return_lse, options: as in
+        `tree_attn.tree_decode`.
       variant: "overlapped": p - 1 hops; the next hop's transfer starts before this hop's attention so that they can
         overlap. Each device sends `2 B S K H (p - 1) / p` elements. "public": p hops in a loop, attention first and
         then the transfer, as the public JAX rings do it (the last hop brings every shard home again).
@@ -61,9 +64,11 @@ def ring_decode(
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _RingDecode(axes=axes, block_size=block_size, variant=variant)
-    along_sequence = P(None, axes)
-    specs = P(), along_sequence, along_sequence, P()
-    state = over_shards(body, (query, key, value, attention), specs, axes=axes, mesh=mesh)
+    of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
+    state = over_shards(
+        body, (query, key, value, attention), (of_query, of_keys, of_keys, option_specs(attention)), axes=axes,
+        mesh=mesh, batch_axis_name=batch_axis_name, out_specs=of_query,
+    )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
 
 

@@ -13,6 +13,8 @@ from tree_attn.placement import PromptLayout
 from tree_attn.ring_baseline.attention import ring_attention
 from tree_attn.sharded import is_local
 
+PLACEMENT = ("axis_name", "mesh", "batch_axis_name", "block_size")  # the operands that are no arrays
+
 
 @takes_options(without=("query_positions", "key_value_seq_lengths", "key_scale", "value_scale"), is_causal=True)
 def ring_prefill(
@@ -68,7 +70,7 @@ def ring_prefill(
     check_lengths("lengths", lengths, batch, num_tokens)
     lengths = jnp.clip(jnp.asarray(lengths), 0, num_tokens).astype(jnp.int32)
     query, key, value = map(layout.store, (query, key, value))
-    operands = {name: x for name, x in cache.operands(layer).items() if name in ("axis_name", "mesh", "block_size")}
+    operands = {name: x for name, x in cache.operands(layer).items() if name in PLACEMENT}
     out = ring_attention(query, key, value, key_value_seq_lengths=lengths, **operands, **options)
     cache = cache.write_prefix(key, value, layer).with_lengths(lengths, layer=layer)
     # Whatever was refused before: nothing of it is left.

@@ -14,7 +14,7 @@ ORDER = (
     ("local",),
     ("cost",),
     ("reduce",),
-    ("sharded",),
+    ("array_axes", "sharded"),
     (
         "decode",
         "shared_prefix",

@@ -5,6 +5,8 @@ rule of JAX's own `psum` there (docs/conventions.md: "Gradients inside shard_map
 """
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,19 @@ import pytest
 from assertions import assert_gradients
 from attention_cases import SINKS
 from dense import dense_attention
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import PrefixLevel, attention_moments, energy, hydragen_decode, make_mesh, sparq_decode, tree_decode
+from tree_attn import (
+    KVCache,
+    PrefixLevel,
+    attention_moments,
+    energy,
+    hydragen_decode,
+    make_mesh,
+    sparq_decode,
+    tree_decode,
+)
 from tree_attn.local import xla
 from tree_attn.ring_baseline import ring_attention, ring_decode
 
@@ -224,3 +236,218 @@ def test_attention_as_a_gradient_inside_a_checked_shard_map():
     )
     expected_out = dense_attention(query, key, value, **OPTIONS)[0]
     assert_gradients(out, (expected_out, expected_out))
+
+
+# The mesh and the axes of batch, sequence and heads in it.
+MESHES = {
+    "seq": ({"seq": 4}, P(None, "seq")),
+    "data_seq": ({"data": 2, "seq": 4}, P("data", "seq")),
+    "seq_data": ({"seq": 4, "data": 2}, P("data", "seq")),
+    "data_model_seq": ({"data": 2, "model": 2, "seq": 2}, P("data", "seq", "model")),
+}
+
+
+def mesh_of(name, kind):
+    sizes, spec = MESHES[name]
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices), spec
+
+
+def every_function(levels, **where):
+    """Returns functions of (query, key, value, prompt's query), each exact, by name."""
+    options, plain = dict(where, block_size=None, **OPTIONS), dict(where, block_size=None, **NO_SINKS)
+    return {
+        "gather": lambda q, k, v, p: tree_decode(q, k, v, reduction="gather", **options),
+        "allreduce": lambda q, k, v, p: tree_decode(q, k, v, reduction="allreduce", **options),
+        "heads": lambda q, k, v, p: tree_decode(q, k, v, shard_heads=True, **options),
+        "ring": lambda q, k, v, p: ring_decode(q, k, v, **options),
+        "ring_attention": lambda q, k, v, p: ring_attention(p, k, v, **options),
+        "hydragen": lambda q, k, v, p: hydragen_decode(q, levels, k, v, **options),
+        "sparq": lambda q, k, v, p: sparq_decode(q, k, v, num_components=HEAD_DIM, num_keys=KEYS, **plain),
+        "energy": lambda q, k, v, p: as_gradient(q, k, v, **options),
+        "moments": lambda q, k, v, p: attention_moments(q, k, v, 1, **options)[0],
+    }
+
+
+def answers(query, key, value, prompt, levels):
+    """Returns what each of `every_function` must give, by dense attention."""
+    decoded = dense_attention(query, key, value, **OPTIONS)[0]
+    ((level,),) = (levels,)
+    prefix = [jnp.stack([x[0], x[1]]) for x in (level.key, level.value)]  # node i serves sequence i
+    # The prefix is seen whole, so it comes after the suffix's end: lengths and positions count it behind.
+    both = [jnp.concatenate([x[:, :KEYS], y], axis=1) for x, y in zip((key, value), prefix)]
+    positions = LENGTHS[:, None, None] - query.shape[1] + np.arange(query.shape[1])[None, :, None]
+    sees = jnp.asarray(np.arange(KEYS)[None, None] <= positions)
+    sees = jnp.concatenate([sees, jnp.ones((BATCH, query.shape[1], KEYS), bool)], axis=2)
+    found = dict.fromkeys(("gather", "allreduce", "heads", "ring", "energy", "moments"), decoded)
+    found["ring_attention"] = dense_attention(prompt, key, value, **OPTIONS, query_positions=np.arange(KEYS))[0]
+    found["sparq"] = dense_attention(query, key, value, **NO_SINKS)[0]
+    found["hydragen"] = _masked(query, *both, sees)
+    return found
+
+
+def _masked(query, key, value, sees):
+    key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->btns", query, key) * HEAD_DIM**-0.5
+    logits = jnp.where(sees[:, :, None], logits, -jnp.inf)
+    sinks = jnp.broadcast_to(SINKS[None, None, :, None], (*logits.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
+    return jnp.einsum("btns,bsnh->btnh", weights, value)
+
+
+def device_groups(line: str) -> list[list[int]]:
+    """Returns the devices of each group of a collective, as a line of HLO names them in XLA's four ways."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        return [[int(x) for x in pair] for pair in re.findall(r"(\d+),(\d+)", pairs.group(1))]
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
+        return [[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        sizes = [int(x) for x in iota.group(3).split(",")]
+        order = [int(x) for x in iota.group(4).split(",")] if iota.group(4) else range(len(sizes))
+        devices = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return devices.reshape(int(iota.group(1)), int(iota.group(2))).tolist()
+    named = re.search(r"replica_groups=(?:@?\w+)?\[(.*?)\] \{(.*?)\}", line)
+    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+    over = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", named.group(2))]
+    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    devices = np.moveaxis(devices, over, range(-len(over), 0))
+    return devices.reshape(-1, math.prod(devices.shape[-len(over) :])).tolist()
+
+
+def axes_of_collectives(text: str, mesh) -> dict[str, set[str]]:
+    """Returns for each kind of collective in a compiled program the mesh axes that any of them runs over."""
+    found: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        match = re.search(r" (all-\w+(?:-\w+)?|collective-permute|reduce-scatter)(?:-start)?\(", line)
+        if match and "groups=" in line + "groups=" * ("source_target_pairs" in line):
+            axes = found.setdefault(match.group(1), set())
+            for group in device_groups(line):
+                places = np.array(np.unravel_index(group, mesh.devices.shape))
+                axes |= {axis for axis, row in zip(mesh.axis_names, places) if len(set(row)) > 1}
+    return found
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize(
+    "name", ["seq", "data_seq", pytest.param("seq_data", marks=pytest.mark.slow), "data_model_seq"]
+)
+def test_meshes_of_one_to_three_axes_take_every_function_and_send_over_the_sequence_only(name, kind):
+    """Arrays are sharded over batch and heads too. Auto axes of the batch are named, those of heads are not used."""
+    mesh, spec = mesh_of(name, kind)
+    is_auto = kind == AxisType.Auto
+    spec = P(*spec[:2]) if is_auto else spec
+    where = {"axis_name": "seq"} | ({"batch_axis_name": "data"} if is_auto and "data" in name else {})
+    query, key, value, _ = draw()
+    prompt = draw(num_queries=KEYS)[0]
+    placed = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    along, of_query = P(*spec), P(spec[0], None, *spec[2:])
+    of_level = P(None, *spec[1:])
+    level = PrefixLevel(key=key[::-1], value=value, sequences=((0,), (1,)))
+    placed_level = PrefixLevel(key=placed(key[::-1], of_level), value=placed(value, of_level), sequences=((0,), (1,)))
+
+    def program(query, key, value, prompt, level):
+        return {n: f(query, key, value, prompt) for n, f in every_function([level], **where).items()}
+
+    arrays = placed(query, of_query), placed(key, along), placed(value, along), placed(prompt, along), placed_level
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(program).lower(*arrays).compile()
+        found = compiled(*arrays)
+    for n, expected_out in answers(query, key, value, prompt, [level]).items():
+        assert_gradients(found[n], expected_out)
+    over = axes_of_collectives(compiled.as_text(), mesh)
+    assert set().union(*over.values()) == {"seq"}, over
+    is_all_mapped = not (is_auto and "model" in name)  # else XLA has an axis, and a gather is a sum among zeros
+    assert set(over) >= {"all-reduce", "collective-permute"} | ({"all-gather"} if is_all_mapped else set())
+
+
+def test_an_auto_batch_that_nobody_names_is_not_gathered():
+    """`tree_decode` by gather, and both rings: XLA shards the batch, and sends nothing over its axis."""
+    mesh, spec = mesh_of("data_seq", AxisType.Auto)
+    query, key, value, _ = draw()
+    options = dict(axis_name="seq", mesh=mesh, block_size=None)
+
+    def program(query, key, value, prompt):
+        return (
+            tree_decode(query, key, value, reduction="gather", **options),
+            tree_decode(query, key, value, shard_heads=True, **options),
+            ring_decode(query, key, value, **options),
+            ring_attention(prompt, key, value, **options),
+        )
+
+    specs = P("data"), spec, spec, spec
+    prompt = draw(num_queries=KEYS)[0]
+    arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((query, key, value, prompt), specs)]
+    compiled = jax.jit(program).lower(*arrays).compile()
+    over = axes_of_collectives(compiled.as_text(), mesh)
+    assert over == {"all-reduce": {"seq"}, "collective-permute": {"seq"}}
+    decoded = dense_attention(query, key, value)[0]
+    expected_out = (decoded, decoded, decoded, dense_attention(prompt, key, value, is_causal=True)[0])
+    assert_gradients(compiled(*arrays), expected_out)
+
+
+def test_gradients_on_an_explicit_mesh_are_sharded_as_the_arrays():
+    mesh, spec = mesh_of("data_seq", AxisType.Explicit)
+    arrays = draw()
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (P("data"), spec, spec, P("data")))]
+
+    def loss(query, key, value, weights):
+        return (tree(None)(query, key, value, axis_name="seq", mesh=mesh) * weights).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*placed)
+    assert_gradients(gradients, expected(arrays, OPTIONS)[1])
+    assert [jax.typeof(x).sharding.spec for x in gradients] == [jax.typeof(x).sharding.spec for x in placed[:3]]
+
+
+@pytest.mark.parametrize("name", ["gather", "ring_attention", "hydragen", "sparq", "moments"])
+def test_eager_calls_place_plain_arrays_on_an_explicit_mesh(name):
+    mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+    query, key, value, _ = draw()
+    prompt = draw(num_queries=KEYS)[0]
+    levels = [PrefixLevel(key=key[::-1], value=value, sequences=((0,), (1,)))]
+    out = every_function(levels, axis_name="seq", mesh=mesh)[name](query, key, value, prompt)
+    assert_gradients(out, answers(query, key, value, prompt, levels)[name])
+
+
+@pytest.mark.parametrize("bound", ["data", "seq"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_a_shard_map_over_one_of_two_axes(bound, check_vma, kind):
+    """The other is left to the function: the sequence, or a batch that is sharded over an Explicit or Auto axis."""
+    mesh, _ = mesh_of("data_seq", kind)
+    arrays = draw()
+    *inputs, weights = arrays
+    specs = [P(*(axis if axis == bound else None for axis in spec)) for spec in (("data",), ("data", "seq"))]
+    specs = specs[0], specs[1], specs[1]
+    rest = [("data",), ("data", "seq"), ("data", "seq")]
+    placed = [jax.device_put(x, NamedSharding(mesh, P(*spec))) for x, spec in zip(inputs, rest)]
+    lengths = jax.device_put(LENGTHS, NamedSharding(mesh, P("data")))
+
+    def decode(query, key, value, lengths):
+        options = OPTIONS | {"key_value_seq_lengths": lengths}
+        return tree_decode(query, key, value, axis_name="seq", block_size=None, **options)
+
+    mapped = jax.shard_map(
+        decode, mesh=mesh, axis_names={bound}, in_specs=(*specs, specs[0]), out_specs=specs[0], check_vma=check_vma
+    )
+
+    def loss(*arrays):
+        return (mapped(*arrays, lengths) * weights).sum()
+
+    with jax.set_mesh(mesh):
+        out, gradients = mapped(*placed, lengths), jax.jit(jax.grad(loss, (0, 1, 2)))(*placed)
+    expected_out, expected_gradients = expected(arrays, OPTIONS)
+    assert_gradients(out, expected_out)
+    assert_gradients(gradients, expected_gradients)
+
+
+def test_a_cache_whose_batch_is_sharded_is_attended_to_without_its_axis():
+    mesh = make_mesh({"seq": 4, "data": 2})
+    cache = KVCache.create(
+        batch=BATCH, capacity=KEYS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=jnp.float32, mesh=mesh,
+        axis_name="seq", batch_axis_name="data",
+    )  # fmt: skip
+    query, key, value, _ = draw()
+    cache = cache.append(key, value)
+    compiled = jax.jit(KVCache.attend).lower(cache, query).compile()
+    assert axes_of_collectives(compiled.as_text(), mesh) == {"all-gather": {"seq"}}
+    assert_gradients(compiled(cache, query), dense_attention(query, key, value)[0])

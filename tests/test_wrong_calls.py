@@ -232,6 +232,31 @@ SHARDED = {
         ValueError,
         r"axis_name .* must name axes of the mesh .*, not found: \['node'\]",
     ),
+    "batch_axis_that_the_mesh_lacks": (
+        lambda devices: tree(mesh=devices.mesh, batch_axis_name="data"),
+        ValueError,
+        r"batch_axis_name \('data',\) must name axes of the mesh \('seq',\) beside axis_name .*, got \['data'\]",
+    ),
+    "prefill_batch_axis_of_the_sequence": (
+        lambda devices: prefill(query=PROMPT, mesh=devices.mesh, batch_axis_name="seq"),
+        ValueError,
+        r"batch_axis_name \('seq',\) must name axes .*, got \['seq'\]",
+    ),
+    "batch_axis_that_is_no_name": (
+        lambda devices: ring(mesh=devices.mesh, batch_axis_name=1),
+        ValueError,
+        r"batch_axis_name must be a mesh axis or .*, got 1",
+    ),
+    "batch_that_its_axis_does_not_divide": (
+        lambda _: tree(QUERY[:1], KEY[:1], mesh=make_mesh({"seq": 2, "data": 2}), batch_axis_name="data"),
+        ValueError,
+        r"batch must be a multiple of the 2 devices of batch_axis_name, got 1",
+    ),
+    "batch_axis_without_the_sequence": (
+        lambda _: sparq_decode(QUERY, KEY, KEY, num_components=4, num_keys=4, batch_axis_name="data"),
+        ValueError,
+        r"batch_axis_name must be None where axis_name is, got 'data'",
+    ),
     "an_axis_twice": (
         lambda devices: tree(mesh=devices.mesh, axis_name=("seq", "seq")),
         ValueError,

@@ -1,7 +1,5 @@
 """The errors of wrong calls of a KV cache: each names the argument, the requirement and the value."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +16,7 @@ from tree_attn.arguments import (
     one_of,
     shape_and_dtype,
 )
+from tree_attn.array_axes import check_batch_axes
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.mesh import axis_tuple, check_axes
 from tree_attn.placement import check_block_size
@@ -38,7 +37,7 @@ def check_create(sizes: dict[str, int], dtype, mesh, axis_name, batch_axis_name,
     axes = axis_tuple(axis_name)
     check_axes(axes, mesh)
     if batch_axis_name is not None:
-        _check_batch_axes(batch_axis_name, axes, mesh, sizes["batch"])
+        check_batch_axes(batch_axis_name, axes, mesh, sizes["batch"])
     dtype = _stored_dtype(dtype)
     shape = tuple(sizes[name] for name in ("num_layers", "num_kv_heads") if name in sizes)
     for name, scale in scales.items():
@@ -142,22 +141,6 @@ def context_mesh() -> Mesh | AbstractMesh:
         return jax.sharding.get_mesh()
     except ValueError:  # inside jit, where devices are not known
         return context
-
-
-def _check_batch_axes(batch_axis_name, axes: tuple[str, ...], mesh, batch: int) -> None:
-    try:
-        batch_axes = axis_tuple(batch_axis_name)
-    except ValueError as error:
-        raise ValueError(str(error).replace("axis_name", "batch_axis_name")) from None
-    missing = [axis for axis in batch_axes if axis not in mesh.axis_names or axis in axes]
-    if missing:
-        raise ValueError(
-            f"batch_axis_name {batch_axes} must name axes of the mesh {mesh.axis_names} beside axis_name {axes}, "
-            f"got {missing}"
-        )
-    num_parts = math.prod(mesh.shape[axis] for axis in batch_axes)
-    if batch % num_parts:
-        raise ValueError(f"batch must be a multiple of the {num_parts} devices of batch_axis_name, got {batch}")
 
 
 def _kept_arrays(cache: LayerCache | LayerTuple) -> list[bool]:

@@ -19,7 +19,8 @@ from tree_attn.decode import tree_decode
 from tree_attn.sharded import is_local
 
 OPERANDS = (
-    "key", "value", "key_value_seq_lengths", "key_scale", "value_scale", "axis_name", "mesh", "block_size",
+    "key", "value", "key_value_seq_lengths", "key_scale", "value_scale", "axis_name", "mesh", "batch_axis_name",
+    "block_size",
 )  # fmt: skip
 
 
@@ -84,8 +85,8 @@ class CacheReads:
     def operands(self, layer: int | Array | None = None, *, num_new: int = 0) -> dict[str, Any]:
         """Returns the keyword arguments that attention to one layer needs, for functions that `attend` does not call.
 
-        They are `key`, `value`, `key_value_seq_lengths`, `key_scale`, `value_scale`, `axis_name`, `mesh` and
-        `block_size`; `mesh` is None inside a `shard_map`.
+        They are `key`, `value`, `key_value_seq_lengths`, `key_scale`, `value_scale`, `axis_name`, `mesh`,
+        `batch_axis_name` and `block_size`; `mesh` is None inside a `shard_map`.
 
         Args:
           layer, num_new: as in `attend`.
@@ -105,6 +106,7 @@ class CacheReads:
             **arrays.scales(layer),
             "axis_name": arrays.axis_name,
             "mesh": None if is_in_shard_map or isinstance(arrays.mesh, AbstractMesh) else arrays.mesh,
+            "batch_axis_name": arrays.batch_axis_name,
             "block_size": arrays.block_size,
         }
 

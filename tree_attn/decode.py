@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
 from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
+from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import shard_attention
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
@@ -27,6 +28,7 @@ def tree_decode(
     *,
     axis_name: AxisName,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     reduction: str | tuple[str, ...] | None = None,
     shard_heads: bool = False,
@@ -46,7 +48,9 @@ def tree_decode(
       key: `[B, S, K, H]`; value: `[B, S, K, Hv]`, sharded on S, both in query's dtype, float8_e4m3fn or int8.
         Contiguous placement may have any S: where the devices do not divide it, the arrays are padded, in copies.
       axis_name: mesh axis, or an ordered tuple of axes, fastest link first. Any number of devices.
-      mesh: the mesh, unless the axes are bound or a context mesh is set.
+      mesh: the mesh, unless the axes are bound or a context mesh is set. Its axes are Explicit or Auto.
+      batch_axis_name: mesh axes that shard the batch besides, over which nothing is sent. Explicit ones are found from
+        key's type, and so are those of heads; name Auto ones here.
       block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn.
       reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective) or "fused" (one
         kernel, for the GPUs of one host). A tuple names one of these for each axis; "hierarchical" is "gather" for
@@ -78,10 +82,11 @@ def tree_decode(
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _TreeDecode(axes=axes, mesh=mesh, block_size=block_size, reduction=reduction, shard_heads=shard_heads)
-    along_sequence = P(None, axes)
+    of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
     state = over_shards(
-        body, (query, key, value, attention), (P(), along_sequence, along_sequence, P()), axes=axes, mesh=mesh,
-        out_specs=P(None, None, axes) if shard_heads else P(),
+        body, (query, key, value, attention), (of_query, of_keys, of_keys, option_specs(attention)), axes=axes,
+        mesh=mesh, batch_axis_name=batch_axis_name,
+        out_specs=P(BATCH, None, (HEADS, *axes)) if shard_heads else of_query,
     )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
 

@@ -28,6 +28,7 @@ from tree_attn.arguments import (
     shape_and_dtype,
     takes_options,
 )
+from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
@@ -46,6 +47,7 @@ def energy(
     *,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N"]:
@@ -60,7 +62,7 @@ def energy(
     Args:
       query, key, value: as in `tree_attn.attend`.
       source: zeta, `[B, T, N, Hv]`, in query's dtype: one vector per query and head.
-      axis_name, mesh, block_size: None for one device; else as in `tree_attn.tree_decode`.
+      axis_name, mesh, batch_axis_name, block_size: None for one device; else as in `tree_attn.tree_decode`.
       options: as in `tree_attn.attend`. There is no soft cap, which would bend zeta . v as well.
     Returns:
       float32 `[B, T, N]`, natural log; -inf where a query sees no key.
@@ -80,10 +82,13 @@ def energy(
         raise ValueError("scale must not be 0 in energy, got 0")
     _check_source(query, value, source)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-    along_sequence = P(None, axes)
-    specs = P(), P(), along_sequence, along_sequence, P()
-    body = _Energy(axes=axes, block_size=block_size)
-    return over_shards(body, (query, source, key, value, attention), specs, axes=axes, mesh=mesh).lse
+    of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
+    state = over_shards(
+        _Energy(axes=axes, block_size=block_size), (query, key, value, source, attention),
+        (of_query, of_keys, of_keys, of_query, option_specs(attention)), axes=axes, mesh=mesh,
+        batch_axis_name=batch_axis_name, out_specs=of_query,
+    )  # fmt: skip
+    return state.lse
 
 
 @takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))
@@ -95,6 +100,7 @@ def attention_moments(
     *,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     **options: Unpack[OptionArguments],
 ) -> tuple[Array, ...]:
@@ -107,7 +113,7 @@ def attention_moments(
     Args:
       query, key, value: as in `tree_attn.attend`.
       order: the highest order, 1 to 4; an array of order r has `Hv ** r` numbers per query.
-      axis_name, mesh, block_size, options: as in `energy`.
+      axis_name, mesh, batch_axis_name, block_size, options: as in `energy`.
     Returns:
       `(order 1, ..., order `order`)`, float32.
     Raises:
@@ -124,14 +130,15 @@ def attention_moments(
     axes = () if axis_name is None else axis_tuple(axis_name)
     attention = AttentionOptions(**options, implementation="xla")
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
-    source_shape = (*query.shape[:3], value.shape[-1])
-    sharding = {"axis_name": axis_name, "mesh": mesh, "block_size": block_size}
+    sharding = {
+        "axis_name": axis_name, "mesh": mesh, "batch_axis_name": batch_axis_name, "block_size": block_size,
+    }  # fmt: skip
 
     # Queries do not interact, so one shared source vector differentiates all of them at once.
     def shared_source(zeta: Float[Array, " Hv"]) -> Float[Array, "B T N"]:
-        return energy(
-            query, key, value, jnp.broadcast_to(zeta[None, None, None, :], source_shape), **sharding, **options
-        )
+        # Sharded as the query is, where types say how.
+        source = zeta[None, None, None, :] + jnp.zeros_like(query[..., :1])
+        return energy(query, key, value, source, **sharding, **options)
 
     derivatives: list[Callable] = [shared_source]
     for _ in range(order):
@@ -147,7 +154,7 @@ class _Energy:
     axes: tuple[str, ...]
     block_size: int | None
 
-    def __call__(self, query, source, key, value, options: AttentionOptions) -> SoftmaxState:
+    def __call__(self, query, key, value, source, options: AttentionOptions) -> SoftmaxState:
         # [scale q, zeta] . [k, v] = scale q . k + zeta . v: F is the lse of attention with longer keys and no scale, so
         # the kernel's tiling and masks serve unchanged. The queries are float32, for scale q need not fit a narrower
         # dtype. Only the lse is used, so one column of the values is enough.

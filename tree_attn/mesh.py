@@ -103,17 +103,17 @@ def _real_mesh(names: tuple[str, ...], nodes: dict[str, list[jax.Device]]) -> Me
     return make_mesh(dict(zip(names, (len(in_order) // len(nodes), len(nodes)))), in_order)
 
 
-def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns `axis_name` as a tuple of distinct names.
+def axis_tuple(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
+    """Returns `axis_name`, the argument called `name`, as a tuple of distinct names.
 
     Raises:
       ValueError: it is neither a name nor a non-empty tuple of names, or a name occurs twice.
     """
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"axis_name must be a mesh axis or a non-empty tuple of axes, got {axis_name!r}")
+        raise ValueError(f"{name} must be a mesh axis or a non-empty tuple of axes, got {axis_name!r}")
     if len(set(names)) != len(names):
-        raise ValueError(f"axis_name must not name an axis twice, got {axis_name!r}")
+        raise ValueError(f"{name} must not name an axis twice, got {axis_name!r}")
     return names
 
 
@@ -153,6 +153,16 @@ def checks_replication(axes: tuple[str, ...]) -> bool:
     such. The gradient is then that of one result, not of one for every device.
     """
     return bool(varying_axes(jax.lax.axis_index(axes)))
+
+
+def is_sharded_by_xla() -> bool:
+    """Returns whether a surrounding `shard_map` leaves axes of its mesh to XLA: it is manual in some of them only.
+
+    XLA's partitioner knows `psum` and `ppermute` there. For any other collective it first gathers the operand over
+    those axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types or ()))
 
 
 def varying_axes(tree) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 Tree and Ring Attention differ only in the body they hand to `over_shards`. A function checks its call (`check_call`),
 pads keys that the devices do not divide (`pad_keys`), and runs its body over operands and their specs (`over_shards`).
-The body finds its shard (`local_shard`) and adds the sinks at its end (`tree_attn.masking.add_sinks`).
+The body finds its shard (`local_shard`) and adds the sinks at its end (`tree_attn.masking.add_sinks`). Specs name the
+dimensions of batch and heads, which `over_shards` maps over their own mesh axes (`tree_attn.array_axes`).
 
 A body is a value: a frozen dataclass of what is static in the call, or a function of a module. Equal bodies over equal
 shapes are one program, so an eager call is traced and compiled once.
@@ -22,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import topology
 from tree_attn.arguments import AttentionOptions, check_arrays, clip_to_int32
+from tree_attn.array_axes import ArrayAxes, array_axes, reshard
 from tree_attn.devices import default_platform
 from tree_attn.local import check_implementation
-from tree_attn.mesh import bound_axis_sizes, check_axes
+from tree_attn.mesh import AxisName, bound_axis_sizes, check_axes, checks_replication
 from tree_attn.placement import Shard, check_block_size
 
 EVERYWHERE = P()  # the same on every device
@@ -38,31 +40,45 @@ def over_shards(
     *,
     axes: tuple[str, ...],
     mesh: Mesh | None,
+    batch_axis_name: AxisName | None = None,
     out_specs=EVERYWHERE,
 ) -> Result:
     """Runs `body(*operands)` once per shard and returns its result over all shards.
 
-    Inside an existing `shard_map` that binds `axes`, `body` is called as it is. Otherwise one `shard_map` over `mesh`,
-    or the context mesh, wraps it. It is manual in `axes` only, so the caller's sharding over other axes is kept.
+    One `shard_map` over `mesh`, or the context mesh, wraps the body. It is manual in `axes`, in those of batch and
+    heads as far as they are known (`call_axes`), and in all Explicit ones. Auto axes beside these are left to XLA.
+    Inside an existing `shard_map` that binds all of them, the body is called as it is.
 
     Args:
       body: takes this device's parts of the operands; hashable, equal to a body that does the same (no closure).
-      operands: pytrees of arrays, checked and padded already.
-      specs: one for each operand, a prefix of its tree.
+      operands: pytrees of arrays, checked and padded already; the second is the key.
+      specs: one for each operand, a prefix of its tree, with `BATCH` and `HEADS` of `tree_attn.array_axes`.
       axes: mesh axes; `()`: everything is on one device.
+      batch_axis_name: as of `call_axes`.
       out_specs: of the result, a prefix of its tree; default: the same on every device.
     Raises:
       ValueError: a mesh where the axes are bound; no mesh where they are not; a mesh that lacks an axis.
     """
-    if is_local(axes):
-        if mesh is not None and axes:
-            raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
-        if axes:
-            return body(*operands)
-        chosen = None
-    else:
+    if not axes:
+        return run_on_mesh(body, operands, specs, axes=axes, mesh=None, out_specs=out_specs)
+    chosen, found = call_axes(operands[1], axes=axes, mesh=mesh, batch_axis_name=batch_axis_name)
+    if not found.mapped:
+        return body(*operands)
+    specs, out_specs = jax.tree.map(found.resolve, (specs, out_specs))
+    return run_on_mesh(body, operands, specs, axes=found.mapped, mesh=chosen, out_specs=out_specs)
+
+
+def call_axes(
+    key, *, axes: tuple[str, ...], mesh: Mesh | None, batch_axis_name: AxisName | None = None
+) -> tuple[Mesh | AbstractMesh, ArrayAxes]:
+    """Returns the mesh of a call and the axes that its `shard_map` is to map, as `array_axes` finds them."""
+    if not is_local(axes):
         chosen = _mesh_with(axes, mesh)
-    return run_on_mesh(body, operands, specs, axes=axes, mesh=chosen, out_specs=out_specs)
+    elif mesh is None:
+        chosen = jax.sharding.get_abstract_mesh()
+    else:
+        raise ValueError(f"mesh must be None inside a shard_map that binds axis_name {axes}, got {mesh}")
+    return chosen, array_axes(key, axes, chosen, batch_axis_name)
 
 
 def run_on_mesh(
@@ -85,13 +101,13 @@ def run_on_mesh(
     with _kernels_for(mesh):
         return _run_over_shards(
             jax.tree.map(jnp.asarray, operands), body=body, specs=tuple(leaves), spec_tree=tree, axes=axes, mesh=mesh,
-            nodes=topology.nodes(),
+            nodes=topology.nodes(), is_checked=is_nested_in_checked(),
         )  # fmt: skip
 
 
 # `inline`: within a caller's jit the program is the one that the body makes.
-@partial(jax.jit, static_argnames=("body", "specs", "spec_tree", "axes", "mesh", "nodes"), inline=True)
-def _run_over_shards(operands, *, body, specs, spec_tree, axes, mesh, nodes):
+@partial(jax.jit, static_argnames=("body", "specs", "spec_tree", "axes", "mesh", "nodes", "is_checked"), inline=True)
+def _run_over_shards(operands, *, body, specs, spec_tree, axes, mesh, nodes, is_checked):
     """Runs `body(*operands)`, over `mesh` where there is one; traced and compiled once for equal arguments.
 
     `nodes` is not read here: what None picks for a reduction depends on it. What else None depends on is part of the
@@ -100,14 +116,24 @@ def _run_over_shards(operands, *, body, specs, spec_tree, axes, mesh, nodes):
     if mesh is None:
         return body(*operands)
     in_specs, out_specs = jax.tree.unflatten(spec_tree, specs)
+    operands = jax.tree.map(
+        lambda spec, part: jax.tree.map(partial(reshard, spec=spec, mesh=mesh), part), in_specs, operands
+    )
     return jax.shard_map(
-        body,
+        # JAX does not lower what a gradient keeps of a checked `shard_map` in another: there nothing is kept.
+        jax.checkpoint(body) if is_checked else body,
         mesh=mesh,
         axis_names=set(axes),
         in_specs=in_specs,
         out_specs=out_specs,
-        check_vma=False,  # a merged state is the same on every device, which the checker cannot see
+        check_vma=is_checked,  # unchecked, a ring needs no collective to say that its result is replicated
     )(*operands)
+
+
+def is_nested_in_checked() -> bool:
+    """Returns whether a surrounding `shard_map`, over whichever axes, checks replication."""
+    bound = jax.sharding.get_abstract_mesh().manual_axes
+    return bool(bound) and checks_replication(tuple(bound))
 
 
 def check_call(

@@ -36,12 +36,14 @@ from tree_attn.arguments import (
     shape_and_dtype,
     takes_options,
 )
+from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard, check_block_size
 from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.sharded import (
+    call_axes,
     check_call,
     check_one_device,
     is_local,
@@ -100,6 +102,14 @@ class PrefixLevel:
             for scale in ("key_scale", "value_scale"):
                 check_head_scale(scale, getattr(self, scale), num_kv_heads=self.key.shape[2])
 
+    def specs(self, axes: tuple[str, ...]) -> "PrefixLevel":
+        """Returns the spec of each array, in its place, for keys sharded over `axes`."""
+        specs = {"key": P(None, axes, HEADS), "value": P(None, axes, HEADS), "lengths": P()}
+        specs |= {"key_scale": P(HEADS), "value_scale": P(HEADS)}
+        return dataclasses.replace(
+            self, **{name: spec for name, spec in specs.items() if getattr(self, name) is not None}
+        )
+
 
 @takes_options(without=("query_positions", "local_window_size"))
 def hydragen_decode(
@@ -110,6 +120,7 @@ def hydragen_decode(
     *,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     shard_suffix: str = "sequence",
     reduction: str | tuple[str, ...] | None = None,
@@ -125,8 +136,9 @@ def hydragen_decode(
       query: `[B, T, N, H]`; the T tokens' own keys are in the suffix.
       levels: the tree, any number of prefix levels; keys of a node precede those of deeper nodes and of the suffix.
       key: `[B, S, K, H]`; value: `[B, S, K, Hv]`: the suffixes. S may be 0.
-      axis_name, mesh, block_size, reduction: as in `tree_attn.tree_decode`; None: all on one device. Nodes are sharded
-        along their keys, each level by its own `block_size`; inside a `shard_map` they are this device's part.
+      axis_name, mesh, batch_axis_name, block_size, reduction: as in `tree_attn.tree_decode`; None: all on one device.
+        Nodes are sharded along their keys, each level by its own `block_size`, and not over the batch's axes; inside a
+        `shard_map` they are this device's part.
       shard_suffix: "sequence", as in `tree_decode`, or "batch": each device has the suffixes of its part of the batch.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
       options: the attention options of `tree_attn.attend`, but for positions and windows. Lengths are those of the
@@ -149,7 +161,7 @@ def hydragen_decode(
     _check_levels(levels)
     levels = tuple(levels)
     if axis_name is None:
-        check_one_device(mesh=mesh, block_size=block_size, reduction=reduction)
+        check_one_device(mesh=mesh, batch_axis_name=batch_axis_name, block_size=block_size, reduction=reduction)
         if shard_suffix != "sequence":
             raise ValueError(f"shard_suffix={shard_suffix!r} needs axis_name, got None")
     axes = () if axis_name is None else axis_tuple(axis_name)
@@ -164,16 +176,19 @@ def hydragen_decode(
     else:
         key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     levels = tuple(_padded(f"levels[{i}]", level, axes, mesh) for i, level in enumerate(levels))
-    body = _DecodeWithPrefixes(axes=axes, mesh=mesh, block_size=block_size, by_batch=by_batch, reduction=reduction)
-    along_sequence = P(None, axes)
-    of_suffix = P(axes) if by_batch else along_sequence
-    of_levels = tuple(
-        dataclasses.replace(jax.tree.map(lambda _: P(), level), key=along_sequence, value=along_sequence)
-        for level in levels
+    batch_axes: tuple[str, ...] = ()
+    if axes:
+        batch_axes = call_axes(key, axes=axes, mesh=mesh, batch_axis_name=batch_axis_name)[1].batch
+    body = _DecodeWithPrefixes(
+        axes=axes, batch_axes=batch_axes, mesh=mesh, block_size=block_size, by_batch=by_batch, reduction=reduction
     )
+    of_query = P(BATCH, None, HEADS)
+    of_suffix = P((BATCH, *axes), None, HEADS) if by_batch else P(BATCH, axes, HEADS)
+    specs = of_query, of_suffix, of_suffix, option_specs(attention), tuple(level.specs(axes) for level in levels)
     state = over_shards(
-        body, (query, key, value, attention, levels), (P(), of_suffix, of_suffix, P(), of_levels), axes=axes, mesh=mesh
-    )
+        body, (query, key, value, attention, levels), specs, axes=axes, mesh=mesh, batch_axis_name=batch_axis_name,
+        out_specs=of_query,
+    )  # fmt: skip
     return (state.out, state.lse) if return_lse else state.out
 
 
@@ -188,6 +203,7 @@ def bifurcated_decode(
     prefix_length: Integer[AnyArray, ""] | int | None = None,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     shard_suffix: str = "sequence",
     reduction: str | tuple[str, ...] | None = None,
@@ -205,7 +221,8 @@ def bifurcated_decode(
       prefix_key: `[S, K, H]`; prefix_value: `[S, K, Hv]`: the context, held once.
       key: `[B, D, K, H]`; value: `[B, D, K, Hv]`: each sample's continuation.
       prefix_length: valid keys of the context; default: all.
-      axis_name, mesh, block_size, shard_suffix, reduction, return_lse, options: as in `hydragen_decode`.
+      axis_name, mesh, batch_axis_name, block_size, shard_suffix, reduction, return_lse, options: as in
+        `hydragen_decode`.
     Returns:
       As `hydragen_decode`.
     Raises:
@@ -232,16 +249,17 @@ def bifurcated_decode(
         prefix_length = clip_to_int32(prefix_length)[None]
     level = PrefixLevel(key=prefix_key[None], value=prefix_value[None], lengths=prefix_length, sequences=whole)
     return hydragen_decode(
-        query, [level], key, value, axis_name=axis_name, mesh=mesh, block_size=block_size, shard_suffix=shard_suffix,
-        reduction=reduction, return_lse=return_lse, **options,
+        query, [level], key, value, axis_name=axis_name, mesh=mesh, batch_axis_name=batch_axis_name,
+        block_size=block_size, shard_suffix=shard_suffix, reduction=reduction, return_lse=return_lse, **options,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DecodeWithPrefixes:
-    """The part of each device. The fields are the arguments of `hydragen_decode`."""
+    """The part of each device. The fields are the arguments of `hydragen_decode`; `batch_axes` shard the batch."""
 
     axes: tuple[str, ...]
+    batch_axes: tuple[str, ...]
     mesh: Mesh | None
     block_size: int | None
     by_batch: bool
@@ -253,7 +271,7 @@ class _DecodeWithPrefixes:
         state = suffix(query, key, value, options, shard)
         for level in reversed(levels):
             placed = dataclasses.replace(shard, block_size=level.block_size)
-            state = _merge_level(state, query, level, options, placed)
+            state = _merge_level(state, query, level, options, placed, self.batch_axes)
         if self.axes:
             state = reduce_state(state, self.axes, self.reduction, self.mesh)
         return add_sinks(state, options.sinks)
@@ -296,21 +314,46 @@ def _padded(name: str, level: PrefixLevel, axes: tuple[str, ...], mesh: Mesh | N
     return dataclasses.replace(level, key=key, value=value, lengths=options.key_value_seq_lengths)
 
 
+def _node_tables(served_by: tuple[tuple[int, ...], ...], batch: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each part of `batch` sequences those that each node serves, and where each sequence is among them.
+
+    They are int32 `[parts, nodes, share]` and `[parts, batch]`. Both count sequences from the part's first. A node with
+    fewer sequences than another is filled up with sequence 0, whose result there is dropped. A sequence without a node
+    has a place beyond all.
+    """
+    by_part = [
+        [[b - first for b in served if first <= b < first + batch] for served in served_by]
+        for first in range(0, parts * batch, batch)
+    ]
+    share = max((len(served) for nodes in by_part for served in nodes), default=0)
+    sequences = np.zeros((parts, len(served_by), share), np.int32)
+    places = np.full((parts, batch), len(served_by) * share, np.int32)
+    for part, nodes in enumerate(by_part):
+        for node, served in enumerate(nodes):
+            sequences[part, node, : len(served)] = served
+            places[part, served] = node * share + np.arange(len(served))
+    return sequences, places
+
+
 def _merge_level(
-    state: SoftmaxState, query, level: PrefixLevel, options: AttentionOptions, shard: Shard
+    state: SoftmaxState,
+    query,
+    level: PrefixLevel,
+    options: AttentionOptions,
+    shard: Shard,
+    batch_axes: tuple[str, ...] = (),
 ) -> SoftmaxState:
     """Merges `state` `[B, T, N]` with the attention of each sequence to its node of this level, if it has one."""
     batch, num_queries, *heads = query.shape
-    num_nodes, share = len(level.sequences), max(map(len, level.sequences), default=0)
+    parts = jax.lax.axis_size(batch_axes) if batch_axes else 1
+    sequences, places = _node_tables(level.sequences, batch, parts)
+    _, num_nodes, share = sequences.shape
     if share == 0:
         return state
-    # A node with fewer sequences than another is filled up with sequence 0, whose result there is dropped.
-    sequences, places = np.zeros((num_nodes, share), np.int32), np.full(batch, num_nodes * share, np.int32)
-    for node, served in enumerate(level.sequences):
-        sequences[node, : len(served)] = served
-        places[list(served)] = node * share + np.arange(len(served))
     # `sequences` cannot answer this: where it fills a node up, it names sequence 0 again.
-    is_in_order = num_nodes * share == batch and np.array_equal(places, np.arange(batch))
+    is_in_order = num_nodes * share == batch and bool((places == np.arange(batch)).all())
+    of_part = lambda table: jnp.asarray(table)[jax.lax.axis_index(batch_axes)] if batch_axes else table[0]
+    sequences, places = of_part(sequences), of_part(places)
     node_query = query if is_in_order else query[sequences.ravel()]
     options = dataclasses.replace(
         options,

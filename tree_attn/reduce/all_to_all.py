@@ -1,8 +1,12 @@
 """One packed collective that leaves each device its part of the heads, for a next product sharded over them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from tree_attn.mesh import is_sharded_by_xla
+from tree_attn.reduce.gather import gather
 from tree_attn.state import SoftmaxState, merge_states
 
 
@@ -15,6 +19,11 @@ def all_to_all(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     Source: vLLM, decode context parallelism, which ends a step so.
     """
     devices = jax.lax.axis_size(axes)
+    if is_sharded_by_xla():  # which knows no all-to-all: see `all_gather`
+        share, merged = state.lse.shape[-1] // devices, gather(state, axes)
+        start = jax.lax.axis_index(axes) * share
+        part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=share, axis=2)
+        return jax.tree.map(part, merged)
     packed = jnp.concatenate([state.out.astype(state.lse.dtype), state.lse[..., None]], axis=-1)
     *batch, heads, width = packed.shape
     parts = packed.reshape(*batch, devices, heads // devices, width)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tree_attn.mesh import checks_replication
+from tree_attn.mesh import checks_replication, is_sharded_by_xla
 from tree_attn.state import SoftmaxState, merge_states
 
 
@@ -20,5 +20,13 @@ def gather(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns `x` of all devices along `axes`, `[devices, *x.shape]`, typed as the same on all where types say so."""
+    """Returns `x` of all devices along `axes`, `[devices, *x.shape]`, typed as the same on all where types say so.
+
+    It is one all-gather. Where XLA shards the program over further axes it is one all-reduce, of `x` among zeros: XLA
+    would gather `x` over those axes too, and JAX mistakes its Explicit sharding.
+    """
+    if is_sharded_by_xla():
+        is_own = jnp.arange(jax.lax.axis_size(axes)) == jax.lax.axis_index(axes)
+        is_own = jax.lax.expand_dims(is_own, range(1, x.ndim + 1))
+        return jax.lax.psum(jnp.where(is_own, x[None], jnp.zeros_like(x)[None]), axes)
     return jax.lax.all_gather(x, axes, to="invarying" if checks_replication(axes) else "varying")

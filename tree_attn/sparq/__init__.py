@@ -32,6 +32,7 @@ from tree_attn.arguments import (
     shape_and_dtype,
     takes_options,
 )
+from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import Shard
@@ -60,6 +61,7 @@ def sparq_decode(
     key_by_component: Float[AnyArray, "B K H S"] | None = None,
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
+    batch_axis_name: AxisName | None = None,
     block_size: int | None = None,
     selection: str = "global",
     score_temperature: str = "coverage",
@@ -99,8 +101,8 @@ def sparq_decode(
       implementation: as there. With None and "mosaic_gpu" both gathers are kernels on a Hopper GPU, where all are
         bfloat16 or float16, G up to 8, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4.
         They have no gradient. The logger `tree_attn` has at DEBUG why they are not used.
-      axis_name, mesh, block_size, reduction, return_lse: as in `tree_attn.tree_decode`; axis_name None: all on one
-        device.
+      axis_name, mesh, batch_axis_name, block_size, reduction, return_lse: as in `tree_attn.tree_decode`. Without
+        `axis_name` all is on one device.
       selection: "global" or "per_shard".
       score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
         "num_components", sqrt(r). Without groups and reallocation nothing depends on it.
@@ -123,7 +125,7 @@ def sparq_decode(
     check_arrays(query, key, value)
     sparq.check_head_dim(key.shape[-1])
     if not axes:
-        check_one_device(mesh=mesh, block_size=block_size, reduction=reduction)
+        check_one_device(mesh=mesh, batch_axis_name=batch_axis_name, block_size=block_size, reduction=reduction)
     _check_value_mean(value_mean, value)
     _check_key_by_component(key_by_component, key, axes, mesh)
     if sparq.reallocate is None:
@@ -133,10 +135,12 @@ def sparq_decode(
     check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _SparqDecode(options=sparq, axes=axes, mesh=mesh, block_size=block_size, reduction=reduction)
-    along_sequence = P(None, axes)
+    of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
     operands = query, key, value, attention, key_by_component, value_mean
-    specs = P(), along_sequence, along_sequence, P(), P(None, None, None, axes), P()
-    state = over_shards(body, operands, specs, axes=axes, mesh=mesh)
+    specs = of_query, of_keys, of_keys, option_specs(attention), P(BATCH, HEADS, None, axes), P(BATCH, HEADS)
+    state = over_shards(
+        body, operands, specs, axes=axes, mesh=mesh, batch_axis_name=batch_axis_name, out_specs=of_query
+    )
     return (state.out, state.lse) if return_lse else state.out
 
 
