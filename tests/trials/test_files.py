@@ -10,7 +10,7 @@ from tree_attn.models.llama.checkpoint import open as load
 from tree_attn.models.llama.checkpoint.reading import CheckpointError
 from tree_attn.models.llama.checkpoint.safetensors import Tensor
 
-from . import files
+from . import checkpoints, files
 
 pytest.importorskip("gguf", reason="needs gguf: pip install 'tree-attn[demo]'")
 pytest.importorskip("tokenizers", reason="needs tokenizers: pip install 'tree-attn[demo]'")
@@ -26,14 +26,14 @@ def limit():
 
 @pytest.mark.parametrize("kind", ["folder", "sharded", "gguf"])
 def test_the_valid_files_are_read_right(kind):
-    for file in files._files(kind):
+    for file in checkpoints.files(kind):
         assert files.check(files.Case(kind, file, ())) is None
 
 
 @pytest.mark.parametrize("element_type", [0, 1, 5, 6, 9])
 def test_an_array_longer_than_its_file_ends(element_type):
     """The package's reader follows it beyond the end of the file, and takes memory until the process is killed."""
-    content, numbers, _ = files._gguf()
+    content, numbers, _ = checkpoints.gguf()
     lengths = [at for at, code in numbers if code == "Q" and content[at : at + 8] == struct.pack("<Q", 288)]
     for at in lengths:
         edit = ("put", at - 4, struct.pack("<IQ", element_type, 10**18))

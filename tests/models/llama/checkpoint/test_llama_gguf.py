@@ -211,16 +211,23 @@ STRUCTURES = {
         for kind in (0, 1, 2, 5, 6, 7, 11)
     },
     "10^18 texts": (header(pair("x", 9, array(8, 10**18))) + bytes(64), "metadata x: text 8 of 10+ lies beyond"),
-    "10^18 empty arrays": (header(pair("x", 9, array(9, 10**18))) + bytes(4096), "a number of . bytes at byte"),
-    "deep arrays": (header(pair("x", 9, array(9, 1) * 5000)), "x has arrays nested more than 4 deep"),
+    "10^18 empty arrays": (
+        header(pair("x", 9, array(9, 10**18))) + bytes(4096),
+        "x is an array of type 9",
+    ),
+    "deep arrays": (header(pair("x", 9, array(9, 1) * 5000)), "x is an array of type 9"),
     "a long text": (
         header(pair("x", 8, struct.pack("<Q", 2**64 - 1))),
-        "text of 18446744073709551615 bytes",
+        "metadata x: text 0 of 1 ends at byte 1844674",
     ),
     "a long key": (header(struct.pack("<Q", 2**63)), "a key of 9223372036854775808 bytes"),
-    "2^64 pairs": (header(pair("x", 4, bytes(4)), num_pairs=2**64 - 1) + bytes(32), "metadata occurs twice"),
+    "2^64 pairs": (
+        header(pair("x", 4, bytes(4)), num_pairs=2**64 - 1) + bytes(32),
+        "and 18446744073709551615 metadata, at most",
+    ),
+    "10^5 pairs": (header(pair("x", 4, bytes(4)), num_pairs=10**5) + bytes(32), "metadata occurs twice"),
     "a key twice": (header(*[pair("x", 4, bytes(4))] * 2), "metadata x occurs twice"),
-    "an unknown type": (header(pair("x", 13, bytes(8))), "metadata x has type 13"),
+    "an unknown type": (header(pair("x", 13, bytes(8))), "metadata x has the unknown type 13"),
     "a key that is no text": (header(string("ab").replace(b"ab", b"\xff\xfe") + bytes(8)), "codec can't decode"),
     "a boolean of 2": (header(pair("x", 7, b"\2")), "metadata x must be 0 or 1"),
     "another version": (header().replace(b"\3", b"\7"), "it has version 7"),
@@ -311,12 +318,10 @@ def test_a_wrong_value_is_refused_by_the_files_own_key(tmp_path, tiny_model, sha
 
 def test_text_that_is_not_utf_8_is_refused_when_it_is_read(tmp_path):
     text = pair("general.architecture", 8, struct.pack("<Q", 2) + b"\xff\xfe")
-    (tmp_path / "wrong.gguf").write_bytes(header(text, pair("x", 9, array(9, 1, array(0, 1, b"1")))))
+    (tmp_path / "wrong.gguf").write_bytes(header(text))
     file = GGUFFile(tmp_path / "wrong.gguf")
     with pytest.raises(CheckpointError, match=r"wrong.gguf: metadata general.architecture holds text that is not"):
         read_config(file)
-    with pytest.raises(CheckpointError, match=r"wrong.gguf: metadata x is an array of arrays"):
-        file.get("x")
 
 
 @pytest.mark.parametrize("name", ["missing.gguf", "folder.gguf", "x" * 5000 + ".gguf"])
