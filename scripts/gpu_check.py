@@ -1,5 +1,7 @@
 """Checks every backend, reduction and ring against the float64 oracle on this machine's GPUs.
 
+Slots beyond the lengths hold NaN in every check.
+
     python3 scripts/gpu_check.py --devices 1,2,8 --out docs/results/gpu_check.jsonl                # one process
     python3 scripts/gpu_check.py --devices 1,2,8 --out ... --process-per-device                    # one per GPU
     python3 scripts/gpu_check.py --devices 1,2 --out ... --trials 300 --seed 1                     # random cases
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 import numpy as np
+from garbage_checks import gradient_checks, ragged_checks
 from oracle_case import (
     EXCHANGED_SHAPES,
     LEAN_SHAPES,
@@ -41,8 +44,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         "--how",
-        help="a local backend, e.g. mosaic_gpu; or prefix, sparq or activations; or a part of the name of a strategy, "
-        "e.g. fused (default: all checks)",
+        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, sparq or activations; or a part of the "
+        "name of a strategy, e.g. fused (default: all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
@@ -101,8 +104,9 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
     """Returns the rows of all checks, or of those that `only` names, each made on demand."""
     from tree_attn.local import IMPLEMENTATIONS
 
-    if only == "prefix":
-        return prefix_checks()
+    on_one = {"prefix": prefix_checks, "ragged": ragged_checks, "gradients": gradient_checks}
+    if only in on_one:
+        return on_one[only]()
     if only == "sparq":
         return sparq_checks(num_devices, done)
     if only == "activations":
@@ -111,7 +115,8 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
         return local_checks([only], done)
     if only is not None:
         return decode_checks(num_devices, only)
-    local = (local_checks(sorted(IMPLEMENTATIONS), done), prefix_checks()) if num_devices == 1 else ()
+    on_one_device = (local_checks(sorted(IMPLEMENTATIONS), done), *(checks() for checks in on_one.values()))
+    local = on_one_device if num_devices == 1 else ()
     return itertools.chain(
         *local,
         decode_checks(num_devices),
@@ -274,6 +279,9 @@ def sparq_checks(num_devices: int, done: Collection[str]) -> Iterator[dict]:
             sparq_decode, num_components=32, num_keys=size["k"], local_window=16, selection=selection,
             key_value_seq_lengths=lengths, is_causal=True, reallocate=size["reallocate"], return_lse=True, **where,
         )  # fmt: skip
+
+        is_garbage = (np.arange(size["num_keys"]) >= lengths[:, None])[:, :, None, None]
+        key, value = (np.where(is_garbage, x.dtype.type(np.nan), x) for x in (key, value))
 
         def run(implementation, call=call, arrays=(query, key, value)):
             by_component = np.ascontiguousarray(np.moveaxis(arrays[1], 1, 3))

@@ -114,7 +114,7 @@ class OracleCase:
         extra = {} if is_local else dict(block_size=self.block_size, return_lse=True)
         try:
             run = jax.jit(functools.partial(call, **extra, **self.options))
-            key, value = (x[:, order].astype(self.stored_dtype) for x in (self.key, self.value))
+            key, value = (x[:, order].astype(self.stored_dtype) for x in self.spoiled())
             (out, lse), again = (run(query, key, value) for _ in range(2))
         except NotImplementedError as error:
             return row | dict(passed=None, reason=str(error))
@@ -136,6 +136,14 @@ class OracleCase:
         passed = passed and row["same_bits_everywhere"]
         passed = passed and (row["same_bits_again"] or labels["implementation"] == "cudnn")
         return row | dict(passed=bool(passed))
+
+    def spoiled(self) -> tuple:
+        """Returns keys and values with NaN beyond the lengths, as a program may be given them."""
+        lengths = self.options.get("key_value_seq_lengths")
+        if lengths is None:
+            return self.key, self.value
+        is_garbage = (np.arange(self.key.shape[1]) >= lengths[:, None])[:, :, None, None]
+        return tuple(np.where(is_garbage, x.dtype.type(np.nan), x) for x in (self.key, self.value))
 
     def expected(self, prefill):
         """Returns the oracle's out and lse, and the out of a plain implementation in the same dtype."""

@@ -16,7 +16,7 @@ WHOLE = 128  # slots with which no output tile is cut in two, for a run has two 
 GROUPS = ((1, 4), (2, 1), (2, 3), (2, 8), (2, 16))  # KV heads and query heads of each
 MANY = {"queries": 40, "group": 4}  # rows of the tensor core, and in the fewer cases columns
 HEAD_DIMS = (64, 80, 96, 128, 256)
-GARBAGE = 300.0  # where no sequence has a key; it would spoil any result it got into
+GARBAGE = np.nan  # where no sequence has a key; it would spoil any result it got into, by a weight of zero too
 HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.array([5.1, 0.2], np.float32)}
 
 
@@ -48,18 +48,18 @@ class Call:
     def valid(self) -> tuple[int, ...]:
         return (self.slots,) * self.batch if self.lengths is None else self.lengths
 
-    def arrays(self):
-        """Query, key and value as the oracle takes them, `[B, slots, K, H]`, with garbage beyond the lengths."""
+    def arrays(self, garbage: float = 0.0):
+        """Query, key and value as the oracle takes them, `[B, slots, K, H]`, with `garbage` beyond the lengths."""
         rng = np.random.default_rng(0)
         shape = (len(self.valid), self.slots, self.kv_heads, self.head_dim)
         query = self.logit_size * rng.normal(size=(shape[0], self.queries, self.kv_heads * self.group, self.head_dim))
         is_valid = np.arange(self.slots)[None, :, None, None] < np.array(self.valid)[:, None, None, None]
-        stored = (np.where(is_valid, rng.normal(size=shape), GARBAGE) for _ in range(2))
+        stored = (np.where(is_valid, rng.normal(size=shape), garbage) for _ in range(2))
         return jnp.asarray(query, self.dtype), *(jnp.asarray(x, self.stored_dtype or self.dtype) for x in stored)
 
     def inputs(self):
         """The arrays that `run` takes: query, key, value, and what the layout needs."""
-        query, key, value = self.arrays()
+        query, key, value = self.arrays(GARBAGE)
         lengths = np.array(self.valid, np.int32)
         if self.layout == "packed":
             key, value = (_packed(np.asarray(x), lengths) for x in (key, value))

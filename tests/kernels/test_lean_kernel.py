@@ -16,6 +16,8 @@ from lean_interpreter import (  # noqa: F401
     time_limit,
 )
 
+from tree_attn.kernels import lean as lean_kernel
+
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
 CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (70, 0)}
@@ -44,6 +46,12 @@ CALLS = [
     ),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
     Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
+    # Queries before the first position see no key, whatever their window has at its right.
+    *(
+        Call(layout=layout, lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": window})
+        for layout, window in (("padded", (4, 1)), ("packed", (None, 1)))
+    ),
+    Call(lengths=(100,), options={"logits_soft_cap": 1e6}),
 ]
 MANY = [  # queries, which are then rows of the tensor core
     Call(queries=40, group=4, kv_heads=1),
@@ -51,6 +59,7 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=40, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
     *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
+    Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
     # Queries of several heads are read in place: an output tile has 128, 32 or 16 of each head of a group.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
@@ -91,15 +100,33 @@ def test_it_is_exact_and_has_no_race(call):
     check(call)
 
 
-def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot():
+def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot(monkeypatch):
     """The rest may be memory that was never written; up to 16 slots of the last visible one are read."""
+    monkeypatch.setattr(lean_kernel, "zero_garbage", lambda *args: None)
     call = Call(lengths=(3, 20, 0, 64), slots=72, head_dim=128)
-    query, key, value, lengths = call.inputs()
+    query, key, value = call.arrays()
+    lengths = np.array(call.lengths)
     is_far = (np.arange(72)[None, :] >= -(-np.maximum(call.lengths, 1)[:, None] // 16) * 16)[..., None, None]
     unreadable = (jnp.where(is_far, jnp.nan, x) for x in (key, value))
     with interpreter():
         state = jax.jit(call.run)(query, *unreadable, lengths)
     assert_attention(state, query, key, value, key_value_seq_lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    "call", [Call(layout="packed", lengths=(70, 2, 49), group=3), Call(layout="packed", lengths=(7, 90, 3), queries=40)]
+)
+def test_a_packed_sequence_is_not_reached_by_what_its_neighbours_hold(call):
+    """NaN in their keys and values shows in both of their own results."""
+    query, key, value, offsets = call.inputs()
+    is_other = (np.arange(key.shape[0]) < offsets[1]) | (np.arange(key.shape[0]) >= offsets[2])
+    key, value = (jnp.where(is_other[:, None, None], jnp.nan, x).astype(x.dtype) for x in (key, value))
+    with interpreter():
+        out, lse = jax.jit(call.run)(query, key, value, offsets)
+    of_sequence = lambda *arrays: [x[1:2] for x in arrays]
+    lengths = {"key_value_seq_lengths": np.array(call.lengths[1:2])}
+    assert_attention(of_sequence(out, lse), *of_sequence(*call.arrays()), **lengths)
+    assert all(np.isnan(x[0]).all() and np.isnan(x[2]).all() for x in (out, lse))
 
 
 @pytest.mark.parametrize("call", WHOLE, ids=str)

@@ -71,6 +71,7 @@ def test_garbage_in_narrow_dtypes(case, way):
     assert_same_bits(call(*spoiled(arrays, np.nan)), call(*spoiled(arrays, 0.0)))
 
 
+@pytest.mark.parametrize("way", ["looked_at"], indirect=True)
 def test_derivatives_of_any_order_and_under_vmap(way):
     call = partial(attention_moments, order=2, key_value_seq_lengths=LENGTHS)
     clean, dirty = (spoiled(Case(queries=2, heads=2, value_dim=3).arrays(), x) for x in (0.0, np.nan))
@@ -97,6 +98,7 @@ def test_sparq_is_not_reached_either(by_component, reallocate, is_causal):
         assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("way", ["tiled"], indirect=True)
 @pytest.mark.parametrize("place", ["query", "key", "key_scale"])
 def test_logits_that_are_not_numbers_do_not_count_as_no_keys(place, way):
     query, key, value = Case(queries=2).arrays()
@@ -107,9 +109,3 @@ def test_logits_that_are_not_numbers_do_not_count_as_no_keys(place, way):
     out, lse = attend(query, key, value, implementation="xla", key_value_seq_lengths=np.array([19, 19]), **options)
     assert np.isnan(lse[0, 0, :2]).all() and np.isnan(out[0, 0, :2]).all()
     assert np.isfinite(lse[1, 0, 2:]).all()
-
-
-def test_logits_that_overflow_do_not_count_as_no_keys(way):
-    query, key, value = Case(queries=2).arrays()
-    out, lse = attend(query * 1e30, key * 1e30, value, implementation="xla")
-    assert np.isnan(lse).all() and np.isnan(out).all()

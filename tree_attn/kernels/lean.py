@@ -34,7 +34,16 @@ from tree_attn.kernels.lean_layout import (
     scratch_bytes,
 )
 from tree_attn.kernels.lean_merge import finish, merge_partials
-from tree_attn.kernels.lean_walk import Barriers, move_tiles, run_of_cta, trims_tiles, visible_slots, walk
+from tree_attn.kernels.lean_walk import (
+    Barriers,
+    move_tiles,
+    run_of_cta,
+    span_of_keys,
+    trims_tiles,
+    visible_slots,
+    walk,
+    zero_garbage,
+)
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOWEST, full, launch, load, scaled_logits, spread, store_transposed, tiling
 
@@ -186,6 +195,7 @@ def _attend_runs_scoped(
             query_place = segment.query_place(query_smem.shape[0])
             plgpu.barrier_wait(query_full.at[query_place])
             first, end = visible_slots(tables, shape, output_tile, (block_kv, cols), per_column)
+            span = span_of_keys(tables, output_tile)
             head_scales = (
                 [tables["scales"][i, output_tile.head] for i in range(2)] if "scales" in tables else (None, None)
             )
@@ -212,9 +222,10 @@ def _attend_runs_scoped(
                     plgpu.barrier_arrive(key_free.at[stage])
 
                 logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
+                first_slot = output_tile.first_slot + (segment.kv_tile + i) * block_kv
                 if shape.mask != "none":
                     slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
-                    slots = slots + (output_tile.first_slot + (segment.kv_tile + i) * block_kv)
+                    slots = slots + first_slot
                     logits = jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
                 new_top = jnp.maximum(top, logits.max(axis=0))  # [cols]
                 decay = jnp.exp2(top - new_top)
@@ -226,6 +237,7 @@ def _attend_runs_scoped(
 
                 plgpu.barrier_wait(value_full.at[stage])
                 values = _operand(value_smem.at[stage], wide_value)
+                zero_garbage(values, span, first_slot, shape, trims_tiles(tables, shape, config))
 
                 def weighted(acc_ref):
                     plgpu.wgmma(acc_ref, values.transpose((1, 0)), weights_smem.transpose((1, 0)))

@@ -158,7 +158,7 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
 def fold_state(state, out, lse, *, axis: int):
     """Folds `(out, lse)` into the state that `fold_partials` ends with."""
     partial = (out.astype(jnp.float32), jnp.maximum(lse * LOG2_E, LOWEST), 1.0)
-    return _fold(state, [partial], [jnp.where(lse > -jnp.inf, 1.0, 0.0)], axis)
+    return _fold(state, [partial], [jnp.where(lse == -jnp.inf, 0.0, 1.0)], axis)
 
 
 def _fold(state, partials, weights, axis: int):
@@ -175,11 +175,12 @@ def _fold(state, partials, weights, axis: int):
 
 def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
     """Writes `acc / total` and `ln(total 2^top)` to shared memory, with queries as rows; in `acc` they are `axis`."""
-    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
+    is_empty = total == 0  # not of NaN, which shows in both results
+    inverse = jnp.where(is_empty, 0.0, 1.0 / total)
     out = (acc * spread(inverse, acc.shape, axis)).astype(out_smem.dtype)
     if axis == 1:
         store_transposed(out_smem, out)
     else:
         out_smem[...] = out
-    lse_smem[...] = jnp.where(total > 0, (top + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    lse_smem[...] = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2_E))
     plgpu.commit_smem()

@@ -12,6 +12,9 @@ LOG2_E = math.log2(math.e)
 # A finite stand-in for -inf: exp2(LOWEST - LOWEST) is 1, where -inf - -inf would be NaN.
 LOWEST = float(np.finfo(np.float32).min)
 SMEM_BYTES_PER_SM = 227 * 1024
+# The largest soft cap whose logits err by less than the tolerance of lse, 1e-7 of the cap; and the largest `x` of which
+# three terms of `tanh(x)` do.
+MAX_PLAIN_CAP, SERIES_BELOW = 64.0, 0.125
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 
 
@@ -65,4 +68,12 @@ def scaled_logits(logits, scale: float, logits_soft_cap: float | None, key_scale
         return logits * (scale * LOG2_E)
     # tanh(x) = 1 - 2 / (exp(2 x) + 1); the hardware's own tanh has 11 bits.
     grown = jnp.exp2(logits * (scale * (2 * LOG2_E / logits_soft_cap)))
-    return (1.0 - 2.0 / (grown + 1.0)) * (logits_soft_cap * LOG2_E)
+    capped = (1.0 - 2.0 / (grown + 1.0)) * (logits_soft_cap * LOG2_E)
+    if logits_soft_cap <= MAX_PLAIN_CAP:
+        return capped
+    # The subtraction loses the digits of a logit that is small beside the cap; there the series is exact enough.
+    logits = logits * scale
+    square = logits * (1.0 / logits_soft_cap)
+    square = square * square
+    series = logits * LOG2_E * (1.0 + square * (square * (2 / 15) - 1 / 3))
+    return jnp.where(square < SERIES_BELOW**2, series, capped)

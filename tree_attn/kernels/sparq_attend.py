@@ -145,8 +145,10 @@ def _attend_scoped(
             full(0.0, (TILE, COLS), layout),
         )
         acc, top, total = lax.fori_loop(0, tiles, tile_step, empty)
+        total = total.sum(axis=0)
+        acc = jnp.where(spread(total, padded) == 0, 0.0, acc)  # with none kept slot 0 was copied, whatever it holds
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last choice's result has left
-        finish(acc, top, total.sum(axis=0), out_smem, lse_smem)
+        finish(acc, top, total, out_smem, lse_smem)
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[choice, columns, pl.ds(cta * 0, padded)])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[choice])
 

@@ -42,7 +42,7 @@ def log2_of_sum(x, y):
 
 def lse_of(top, weight):
     """Returns `ln(weight 2^top)`."""
-    return jnp.where(weight > 0, (top + jnp.log2(weight)) * (1 / LOG2_E), -jnp.inf)
+    return jnp.where(weight == 0, -jnp.inf, (top + jnp.log2(weight)) * (1 / LOG2_E))
 
 
 def scalar_of(x, operation: str, layout, smem):

@@ -33,7 +33,15 @@ from tree_attn.kernels.lean_layout import (
     scratch_bytes,
 )
 from tree_attn.kernels.lean_merge import finish
-from tree_attn.kernels.lean_walk import Barriers, move_tiles, run_of_cta, visible_slots, walk
+from tree_attn.kernels.lean_walk import (
+    Barriers,
+    move_tiles,
+    run_of_cta,
+    span_of_keys,
+    visible_slots,
+    walk,
+    zero_garbage,
+)
 from tree_attn.kernels.query_layout import query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_partials
@@ -150,6 +158,7 @@ def _attend_runs_scoped(
             # The second warpgroup is half a KV tile behind until the segment ends: the next query waits for both.
             pl.when(warpgroup == 1)(take_turn)
             first, end = visible_slots(tables, shape, output_tile)
+            span = span_of_keys(tables, output_tile)
             head_scales = (
                 [tables["scales"][i, output_tile.head] for i in range(2)] if "scales" in tables else (None, None)
             )
@@ -176,8 +185,9 @@ def _attend_runs_scoped(
 
                 if not is_plain:
                     logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
+                first_slot = output_tile.first_slot + (segment.kv_tile + i) * block_kv
                 if shape.mask != "none":
-                    logits = _masked(logits, output_tile.first_slot + (segment.kv_tile + i) * block_kv, first, end)
+                    logits = _masked(logits, first_slot, first, end)
                 new_top = jnp.maximum(top, logits.max(axis=1) * factor)  # [rows]
                 decay = jnp.exp2(top - new_top)
                 weights = jnp.exp2(logits * factor - spread(new_top, logits.shape, axis=0))
@@ -187,6 +197,11 @@ def _attend_runs_scoped(
                 plgpu.barrier_arrive(turn)
                 plgpu.barrier_wait(value_full.at[stage])
                 plgpu.barrier_wait(turn)
+
+                @pl.when(warpgroup == 0)
+                def _():  # its product is the first with them: the other warpgroup's turn comes after
+                    zero_garbage(value_smem.at[stage], span, first_slot, shape, is_trimmed=False)
+
                 acc = _add_product(acc, weights, value_smem.at[stage], weights_smem, warpgroup)
 
                 @pl.when(is_refilled)
