@@ -53,7 +53,12 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
     # Neighbours in the device order share the fastest link, so the first axis varies fastest: it comes last in the
     # grid. (A transposed grid would do as well, but XLA's GPU compiler wants programs that list devices in order.)
     names, sizes = tuple(reversed(axis_shapes)), tuple(reversed(axis_shapes.values()))
-    return Mesh(np.array(devices[:needed]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    return with_auto_axes(Mesh(np.array(devices[:needed]).reshape(sizes), names))
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """Returns a mesh of the same devices and names whose axes are all of type Auto."""
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def node_axes(devices: Sequence[jax.Device] | int) -> dict[str, int] | None:

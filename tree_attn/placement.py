@@ -134,10 +134,10 @@ class PromptLayout:
       ValueError: a count that is no positive integer.
 
     Example:
-      >>> layout = PromptLayout(num_tokens=1000, num_shards=8, block_size=1)
-      >>> stored = layout.store(query)                          # [B, 1000, N, H] to [B, 1000, N, H]
-      >>> out = layout.restore(ring_attention(stored, ...))     # and back
-      >>> x[sequences, layout.last(lengths)]                    # of stored x, each prompt's last token
+      >>> layout = PromptLayout(num_tokens=250, num_shards=8, block_size=1)
+      >>> stored = layout.store(x)                                 # [B, 250, ...] to [B, 256, ...]
+      >>> x = layout.restore(stored)                               # and back
+      >>> last = stored[jnp.arange(2), layout.last(lengths)]       # each prompt's last token
     """
 
     num_tokens: int

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tree_attn.mesh import with_auto_axes
 from tree_attn.models.llama.config import LlamaConfig
 
 MeshAxes = str | tuple[str, ...] | None
@@ -28,13 +29,17 @@ class LlamaSharding:
     it by head dimension instead, for more devices than KV heads. `heads` and `head_dim` shard the output projection,
     and query activations unless they use the sequence's mesh axes.
 
+    Explicit axes of `mesh`, as `jax.make_mesh` makes them, become Auto ones: the model leaves to XLA how intermediate
+    arrays are sharded. So no other mesh may be set by `jax.set_mesh` where the model runs.
+
     Raises:
+      TypeError: `mesh` is no mesh.
       ValueError: an axis that the mesh lacks, or one axis named twice in a tuple.
 
     Example:
       >>> sharding = LlamaSharding(mesh=jax.make_mesh((8,), ("seq",)), sequence="seq", mlp="seq")
-      >>> sharding.spec("mlp", "embed")
-      PartitionSpec('seq', None)
+      >>> tuple(sharding.spec("mlp", "embed"))
+      ('seq', None)
     """
 
     mesh: Mesh
@@ -50,6 +55,9 @@ class LlamaSharding:
     layers: MeshAxes = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(self.mesh).__name__}")
+        object.__setattr__(self, "mesh", with_auto_axes(self.mesh))
         if not self.sequence:
             raise ValueError(
                 f"sequence must name one or more of the mesh axes {self.mesh.axis_names}, got {self.sequence!r}"

@@ -54,6 +54,16 @@ def test_wrong_axes_are_refused(mesh, axes, message):
         LlamaSharding(mesh=mesh, **axes)
 
 
+def test_an_explicit_mesh_serves_as_the_auto_one(tiny_config):
+    """`jax.make_mesh` makes Explicit axes; a model is made over them and runs."""
+    mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+    sharding = spread_over(tiny_config, mesh)
+    assert sharding.mesh == make_mesh({"seq": 2})
+    Llama(tiny_config, sharding, parameters.random(sharding, jnp.float32))
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got dict"):
+        LlamaSharding(mesh={"seq": 2})
+
+
 def test_a_parameter_that_does_not_divide_is_named(tiny_config, mesh):
     sharding = LlamaSharding(mesh=mesh, sequence="device", kv_heads=("device", "node"))
     with pytest.raises(ValueError, match=r"layers.attention.query_key_value has 2 along it, which must be a multiple"):
