@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+_LOW_MEMORY = 0.1  # what is left a second before the kernel kills
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -30,12 +32,14 @@ class Report:
     stage: the number of stages that it has come through
     steps: the steps of work that it has ended, or None where it is not in a loop of them
     silent, never_heard: see `Probes`
+    free_share: the part of its memory that is left, see `memory.free_share`
     """
 
     stage: int = 0
     steps: int | None = None
     silent: Sequence[int] = ()
     never_heard: Sequence[int] = ()
+    free_share: float | None = None
 
 
 class Progress:
@@ -58,6 +62,13 @@ class Progress:
     def forget(self, rank: int) -> None:
         """Drops a rank that has ended."""
         self._reports.pop(rank, None)
+
+    def low_memory(self, rank: int) -> str:
+        """Returns a remark on a rank that has ended without a word, "" where it had memory left."""
+        free_share = self._reports[rank].free_share
+        if free_share is None or free_share > _LOW_MEMORY:
+            return ""
+        return f" when {free_share:.0%} of its memory was left: the kernel has likely killed it for want of memory"
 
     def faults(self, now_s: float, name_of: Callable[[int], str]) -> list[tuple[int, str]]:
         """Returns a rank and a reason for each that cannot go on, [] where all is well."""

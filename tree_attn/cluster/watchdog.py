@@ -3,7 +3,7 @@
 The connections of the roll call stay open. Over them every rank sends rank 0 a sign of life every second or so, and
 rank 0 sends one to every rank. A thread does it, so it goes on while the program waits in a collective. Frames:
 
-    both ways:  {"frame": "alive", "stage": 2, "steps": 17, "silent": [3], "never_heard": []}, see `Report`
+    both ways:  {"frame": "alive", "stage": 2, "steps": 17, "silent": [3], ...}, see `Report`
                 {"frame": "bye"}: this rank comes to its end, and in good order
     to rank 0:  {"frame": "failed", "message": "ValueError: ...", "is_consequence": false}
                 {"frame": "facts", "number": 1, "facts": {"num_layers": "30"}}
@@ -30,6 +30,7 @@ from tree_attn.cluster.clock import AwakeClock
 from tree_attn.cluster.ending import LOST_STATUS, exit_now
 from tree_attn.cluster.faults import CONSEQUENCE_SETTLES_S, Fault, Faults
 from tree_attn.cluster.launch import Launch
+from tree_attn.cluster.memory import free_share
 from tree_attn.cluster.probes import Probes
 from tree_attn.cluster.progress import Limits, Progress, Report
 from tree_attn.cluster.rollcall import Members
@@ -177,8 +178,8 @@ class Watchdog:
 
     def _drop(self, peer: _Peer) -> None:
         del self._peers[peer.rank]
+        reason = peer.channel.lost + self._progress.low_memory(peer.rank)
         self._progress.forget(peer.rank)
-        reason = peer.channel.lost
         peer.channel.close()
         if not peer.is_leaving:
             self._faults.add(Fault(peer.rank, f"{peer.name}: {reason}", 0))
@@ -188,7 +189,7 @@ class Watchdog:
         self._probes.exchange(now)
         limit_s = self.limits.silence_s
         silent, never_heard = self._probes.silent(now, limit_s), self._probes.never_heard(now, limit_s)
-        report = Report(self._stage, self._steps, silent, never_heard)
+        report = Report(self._stage, self._steps, silent, never_heard, free_share())
         if self._is_first:
             self._progress.note(0, report, now)
         for peer in self._peers.values():
