@@ -2,9 +2,11 @@
 
 import sys
 import textwrap
+import threading
 
 from ranks import STARTS_S, endings, running
 
+from tree_attn.cluster import agreement as agreement_module
 from tree_attn.cluster.agreement import Agreement, disagreement
 from tree_attn.cluster.launch import Launch
 
@@ -38,6 +40,19 @@ def test_the_last_rank_does_not_wait_for_ever():
     number = agreement.propose({})
     agreement.close()
     assert "all other ranks ended" in str(agreement.wait(number))
+
+
+def test_rank_0_says_whom_it_waits_for(monkeypatch, caplog):
+    monkeypatch.setattr(agreement_module, "_PATIENCE_S", 0.05)
+    agreement = Agreement(Launch(source="torchrun", num_processes=3, hosts=("n1", "n1", "n2")))
+    number = agreement.propose({})
+    agreement.pass_on({}, staying=[1, 2])
+    agreement.take(1, number, {})
+    later = threading.Timer(0.2, lambda: (agreement.take(2, number, {}), agreement.pass_on({}, staying=[1, 2])))
+    later.start()
+    assert agreement.wait(number) is None
+    later.join()
+    assert caplog.messages[0] == "rank 0 waits for rank 2 on n2 to say what to run"
 
 
 def of_ranks(count: int, code: str):

@@ -76,6 +76,7 @@ def test_ranks_that_have_left_are_not_cut_off():
     for rank in range(3):
         progress.note(rank, Report(3, silent=[2] if rank == 1 else []), 0.0)
     progress.forget(2)
+    progress.note(2, Report(3), 1.0)  # its last sign of life
     assert progress.faults(40.0, name_of) == progress.faults(50.0, name_of) == []
 
 

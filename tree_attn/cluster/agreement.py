@@ -1,5 +1,6 @@
 """The facts that must be alike on all ranks, when they join (`misfit`) and before they begin (`Agreement`)."""
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from tree_attn.cluster.channel import Channel
 from tree_attn.cluster.launch import Launch
 
+_log = logging.getLogger("tree_attn")
+_PATIENCE_S = 60.0  # before rank 0 says whom it waits for
 _NAMED = 4  # ranks of a group that an error names
 
 
@@ -86,8 +89,16 @@ class Agreement:
     def wait(self, number: int) -> str | None:
         """Returns the result of a round: an error, or None."""
         with self._condition:
-            self._condition.wait_for(lambda: self._is_over or number in self._results)
+            while not self._condition.wait_for(lambda: self._is_over or number in self._results, _PATIENCE_S):
+                self._say_who_is_waited_for(number)
             return self._results.get(number, "all other ranks ended before all had agreed on what to run")
+
+    def _say_who_is_waited_for(self, number: int) -> None:
+        """Names the ranks without their facts; a rank may take long to fetch a model, so this is no error."""
+        if self._launch.process_id == 0:
+            there = self._facts.get(number, {})
+            missing = [rank for rank in range(self._launch.num_processes) if rank not in there]
+            _log.warning("rank 0 waits for %s to say what to run", _some(missing, self._launch.name_of))
 
     def close(self) -> None:
         """Ends all waits: no other rank is left."""

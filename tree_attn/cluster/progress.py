@@ -55,17 +55,19 @@ class Progress:
 
     def note(self, rank: int, report: Report, now_s: float) -> None:
         """Takes the latest report of a rank."""
+        if rank not in self._reports:
+            return
         if report.steps != self._reports[rank].steps:
             self._stepped_s[rank] = now_s
         self._reports[rank] = report
 
     def forget(self, rank: int) -> None:
-        """Drops a rank that has ended."""
+        """Drops a rank that has ended, or comes to its end in good order: it may be busy taking itself down."""
         self._reports.pop(rank, None)
 
     def low_memory(self, rank: int) -> str:
         """Returns a remark on a rank that has ended without a word, "" where it had memory left."""
-        free_share = self._reports[rank].free_share
+        free_share = self._reports.get(rank, Report()).free_share
         if free_share is None or free_share > _LOW_MEMORY:
             return ""
         return f" when {free_share:.0%} of its memory was left: the kernel has likely killed it for want of memory"

@@ -166,9 +166,9 @@ class Watchdog:
             self._progress.note(peer.rank, Report(**frame), peer.heard_s)
         elif kind == "bye":
             peer.is_leaving = True
+            self._progress.forget(peer.rank)
         elif kind == "failed":
-            order = 2 if frame["is_consequence"] else 1
-            self._faults.add(Fault(peer.rank, f"{peer.name} failed: {frame['message']}", order))
+            self._faults.add(Fault(peer.rank, f"{peer.name} failed: {frame['message']}", 1 + frame["is_consequence"]))
         elif kind == "facts":
             self.agreement.take(peer.rank, frame["number"], frame["facts"])
         elif kind == "agreed":
