@@ -17,7 +17,7 @@ STRATEGIES = [("tree", "gather"), ("ring_overlapped", None), ("ring_public", Non
 UNDISTURBED = [(*strategy, 16, 2, None) for strategy in STRATEGIES]
 ENDS_S = 60  # the most that a job may live on after a fault; nothing here is set to more than 25 s
 FINISHES_S = 90
-CUT = "do not hear each other for 10 s, and rank 0 hears both"
+CUT = f"do not hear each other for {SETTINGS['TREE_ATTN_HEARTBEAT_S']} s, and rank 0 hears both"
 
 
 def start(out, keys: str = "16", iters: int = 5, **options) -> Job:
@@ -111,13 +111,17 @@ def test_a_suspended_job_goes_on(cluster, tmp_path):
 
 
 def test_a_job_that_lost_a_rank_queues_itself_again(cluster, tmp_path):
-    job = start(tmp_path / "out", iters=LONG // 3, TREE_ATTN_REQUEUE="yes")
-    job.wait_for_rows(1, FINISHES_S)
-    os.kill(job.process(1), signal.SIGKILL)
+    """Its rank finishes a row and is killed; in the second run it ends well."""
+    rank, out = tmp_path / "rank", tmp_path / "out"
+    rank.write_text(
+        f"#!/bin/sh\n[ -e {out}/results.jsonl ] && exit 0\nsleep 1\necho '{{}}' >{out}/results.jsonl\nkill -9 $$"
+    )
+    rank.chmod(0o755)
+    where = ("--nodes=1", "--ntasks=1", "--nodelist=n2")
+    job = submit("compare", out, sbatch=where, TREE_ATTN_COMMAND=str(rank), TREE_ATTN_REQUEUE="yes")
     assert job.wait(FINISHES_S) == "COMPLETED", job.story()
-    assert job.facts["Restarts"] == "1" and "the job lost a rank: it is requeued" in job.output
+    assert job.facts["Restarts"] == "1" and "the job lost a rank: it is requeued" in job.output, job.story()
     assert "a rank was killed from outside, as the kernel does where a node has no memory left" in job.output
-    assert cases(job.rows()) == UNDISTURBED
 
 
 def test_a_coordinator_port_that_is_taken(cluster, tmp_path):

@@ -26,6 +26,11 @@ def exit_now(status: int, line: str | None = None) -> NoReturn:
     flushing.start()
     flushing.join(1.0)
     if line is not None:
-        with contextlib.suppress(OSError):
-            os.write(2, (line + "\n").encode(errors="replace"))
+        say(line)
     os._exit(status)
+
+
+def say(line: str) -> None:
+    """Writes a line to stderr, past Python's own stream, whose lock a stuck thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, (line + "\n").encode(errors="replace"))

@@ -20,14 +20,12 @@ import contextlib
 import dataclasses
 import socket
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 from tree_attn.cluster.agreement import Agreement
 from tree_attn.cluster.channel import Channel, readable
 from tree_attn.cluster.clock import AwakeClock
-from tree_attn.cluster.ending import LOST_STATUS, exit_now
+from tree_attn.cluster.ending import LOST_STATUS, exit_now, say
 from tree_attn.cluster.faults import CONSEQUENCE_SETTLES_S, Fault, Faults
 from tree_attn.cluster.launch import Launch
 from tree_attn.cluster.memory import free_share
@@ -35,8 +33,7 @@ from tree_attn.cluster.probes import Probes
 from tree_attn.cluster.progress import Limits, Progress, Report
 from tree_attn.cluster.rollcall import Members
 from tree_attn.cluster.strangers import Strangers
-
-_PART_S = 2.0  # rank 0 stays so long until all have the verdict, for JAX's service dies with it
+from tree_attn.cluster.verdict import PART_S, deliver
 
 
 @dataclasses.dataclass
@@ -118,7 +115,7 @@ class Watchdog:
         # A rank that was stopped or cut off breaks collectives only when it has been silent for long.
         if self._thread.is_alive():
             silence_s = self.limits.silence_s if is_consequence else 0
-            self._own_verdict.wait(CONSEQUENCE_SETTLES_S + _PART_S + 1 + silence_s)
+            self._own_verdict.wait(CONSEQUENCE_SETTLES_S + PART_S + 1 + silence_s)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -145,7 +142,8 @@ class Watchdog:
                 self._check(now)
             self.agreement.close()
         except Exception as error:  # a fault of this module must not leave the program unwatched
-            self._end([f"the watchdog of {self._name} failed: {type(error).__name__}: {error}"])
+            self._say([f"the watchdog of {self._name} failed: {type(error).__name__}: {error}"])
+            exit_now(LOST_STATUS)
 
     def _take(self, source) -> None:
         if source is self._bell:
@@ -224,29 +222,19 @@ class Watchdog:
         for rank, text in self._progress.faults(now, self.launch.name_of):
             self._faults.add(Fault(rank, text, 0))
         if now >= self._faults.due_s(len(self._peers)):
-            self._send_verdict()
-
-    def _send_verdict(self) -> None:
-        """Sends rank 0's verdict to those that remain, waits until they have left, and carries it out here."""
-        faults = self._faults.gravest()
-        for peer in self._peers.values():
-            peer.channel.send("verdict", faults=[(fault.rank, fault.text) for fault in faults])
-        deadline = time.monotonic() + _PART_S
-        lost = {fault.rank for fault in faults if fault.order == 0}
-        waited_for = [peer.channel for peer in self._peers.values() if peer.rank not in lost]
-        while waited_for and (remaining := deadline - time.monotonic()) > 0:
-            for channel in readable(waited_for, remaining):
-                channel.receive()
-            waited_for = [channel for channel in waited_for if channel.lost is None]
-        self._carry_out(faults)
+            self._carry_out(self._faults.gravest())
 
     def _carry_out(self, faults: list[Fault]) -> None:
         """Ends this process; where the verdict is its own failure, leaves the end to the program."""
-        if self._own_fault and self.launch.process_id in [fault.rank for fault in faults]:
-            self._peers, self._faults = {}, Faults(self.limits.silence_s, self._clock)
-            self._own_verdict.set()
-            return
-        self._end([fault.text for fault in faults])
+        is_own = bool(self._own_fault) and self.launch.process_id in [fault.rank for fault in faults]
+        if not is_own:
+            self._say([fault.text for fault in faults])  # at once: a launcher may end all ranks when one has ended
+        if self._is_first:
+            deliver(faults, {rank: peer.channel for rank, peer in self._peers.items()})
+        if not is_own:
+            exit_now(LOST_STATUS)
+        self._peers, self._faults = {}, Faults(self.limits.silence_s, self._clock)
+        self._own_verdict.set()
 
-    def _end(self, texts: list[str]) -> NoReturn:
-        exit_now(LOST_STATUS, f"tree-attn: {'; '.join(texts)}. {self._name} ends, with status {LOST_STATUS}")
+    def _say(self, texts: list[str]) -> None:
+        say(f"tree-attn: {'; '.join(texts)}. {self._name} ends, with status {LOST_STATUS}")
