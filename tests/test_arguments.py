@@ -81,6 +81,13 @@ def test_a_function_can_take_a_few_options():
     assert function(1, axis_name="seq", scale=2.0, is_causal=True) == (1, "seq", {"scale": 2.0, "is_causal": True})
 
 
+def test_options_compare_as_static_fields_must():
+    """JAX looks programs up by them: a comparison of an integer of NumPy with a tuple would be an array."""
+    one, other = (AttentionOptions(local_window_size=window) for window in (np.int64(3), (1, 2)))
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    assert one == AttentionOptions(local_window_size=3)
+
+
 def test_a_jitted_function_takes_options_too():
     query = np.ones((1, 1, 2, 4), np.float32)
     out = jax.jit(lambda query, scale: tree_attn.attend(query, query, query, key_scale=scale).out)(

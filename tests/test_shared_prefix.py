@@ -337,3 +337,27 @@ def test_a_context_that_does_not_fit_is_named(arguments, message):
     context = {"prefix_key": LEVEL.key[0], "prefix_value": LEVEL.value[0]}
     with pytest.raises((ValueError, TypeError), match=message):
         bifurcated_decode(query, key=suffix, value=suffix, **context | arguments)
+
+
+@pytest.mark.parametrize("sequences", [((0, 1), (2,)), ((0, 1, 2), ())], ids=["filled_up", "unserved"])
+def test_nan_beyond_the_lengths_is_in_no_result_and_no_gradient(sequences):
+    """In nodes and suffixes; a node that serves fewer sequences than another is filled up, and the rest dropped."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    query, key, node_key = draw(3, 1, 4, 16), draw(3, 4, 2, 16), draw(2, 5, 2, 16)
+    lengths, node_lengths = np.array([2, 4, 0]), np.array([3, 0])
+    spoiled = lambda x, lengths: np.where(
+        np.arange(x.shape[1])[:, None, None] < lengths[:, None, None, None], x, np.nan
+    )
+
+    def loss(query, key, node_key):
+        level = PrefixLevel(key=node_key, value=2 * node_key, sequences=sequences, lengths=node_lengths)
+        options = {"key_value_seq_lengths": lengths, "return_lse": True}
+        out, lse = hydragen_decode(query, [level], key, 2 * key, **options)
+        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0)), (out, lse)
+
+    call = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+    clean = call(query, key, node_key)
+    got = call(query, spoiled(key, lengths), spoiled(node_key, node_lengths))
+    for x, expected in zip(jax.tree.leaves(got), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(x, expected)

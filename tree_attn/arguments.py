@@ -88,6 +88,11 @@ class AttentionOptions(_Fields):
       >>> options = AttentionOptions(is_causal=True, scale=0.1)
     """
 
+    def __post_init__(self) -> None:
+        # NumPy compares an integer with a tuple element by element, and JAX's caches compare the static fields.
+        if isinstance(self.local_window_size, np.integer):
+            object.__setattr__(self, "local_window_size", int(self.local_window_size))
+
     def check(self, query, key, value, *, num_keys: int) -> None:
         """Raises ValueError or TypeError, naming the argument, unless options and arrays fit each other.
 

@@ -79,6 +79,13 @@ def test_a_query_without_what_its_group_has_most_of_is_finite():
     assert np.isfinite(state.out).all() and np.isfinite(state.lse).all()
 
 
+def test_the_gradient_of_a_query_of_zeros_is_finite():
+    query, key, value = (x[:, :, :1] for x in arrays(kv_heads=1, group=1))
+    loss = lambda *inputs: decode(*inputs, **CHOICE).out.sum()
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(jnp.zeros_like(query), key, value)
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
 def test_groups_leave_the_mean_out_by_default():
     for group, reallocate in ((1, True), (2, False)):
         inputs = arrays(group=group)

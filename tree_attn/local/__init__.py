@@ -63,9 +63,10 @@ def attend(
       key_value_seq_lengths: int32 `[B]`, valid keys per sequence, counted over all shards; default: all.
       is_causal: query t sees the keys at positions up to its own.
       query_positions: int32 `[B, T]` or `[T]`; default: the last T positions of each sequence.
-      local_window_size: an integer or (left, right), inclusive, around the query's position; None is unlimited.
-      logits_soft_cap: logits become `cap * tanh(logits / cap)`.
-      sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`).
+      local_window_size: an integer or (left, right), inclusive, around the query's position; None is unlimited, and so
+        is a side of 2**31 or more.
+      logits_soft_cap: logits become `cap * tanh(logits / cap)`; from 1e30 on no logit is bent.
+      sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`); infinity takes all weight.
       scale: multiplies the logits, default `H ** -0.5`.
       key_scale, value_scale: float32 `[K]`, factors of the stored keys and values of each head; default 1.
       shard: the shard of the sequence that `key` is; default: the whole sequence.
