@@ -1,10 +1,11 @@
 """Placement: the shard and slot of each key, contiguous and block-cyclic."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tree_attn import Shard, storage_order
+from tree_attn import PromptLayout, Shard, storage_order
 from tree_attn.placement import locate
 
 PLACEMENTS = [(1, None, 6), (3, None, 4), (1, 2, 6), (2, 1, 5), (3, 2, 4), (8, 5, 10)]  # shards, block, slots per shard
@@ -66,3 +67,25 @@ def test_locate_is_the_inverse_of_positions(num_shards, block_size, num_slots):
 @pytest.mark.parametrize("block_size", [None, 2])
 def test_no_tokens_have_an_empty_order(block_size):
     assert storage_order(0, num_shards=2, block_size=block_size).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_shards, block_size", [(7, 3, 1), (7, 3, 2), (12, 2, 3), (5, 4, None), (1, 8, 1)]
+)
+def test_a_prompt_is_padded_stored_and_restored(num_tokens, num_shards, block_size):
+    layout = PromptLayout(num_tokens=num_tokens, num_shards=num_shards, block_size=block_size)
+    padded, unit = layout.padded_tokens, num_shards * (block_size or 1)
+    assert padded % unit == 0 and num_tokens <= padded < num_tokens + unit
+    x = np.arange(1, 2 * num_tokens + 1, dtype=np.float32).reshape(2, num_tokens)
+    by_hand = np.pad(x, [(0, 0), (0, padded - num_tokens)])[:, storage_order(padded, num_shards, block_size)]
+    np.testing.assert_array_equal(layout.positions, storage_order(padded, num_shards, block_size))
+    for numbers, axis in ((x, 1), (x, -1), (jnp.asarray(x), 1)):
+        stored = layout.store(numbers, axis)
+        assert isinstance(stored, type(numbers))
+        np.testing.assert_array_equal(stored, by_hand)
+        np.testing.assert_array_equal(layout.restore(stored, axis), x)
+    np.testing.assert_array_equal(layout.store(x.T, axis=0), by_hand.T)
+    lengths = np.arange(1, num_tokens + 1, dtype=np.int32)
+    np.testing.assert_array_equal(by_hand[0, layout.last(lengths)], x[0])
+    # An empty prompt has no last token, and one that is too long ends at the end: whatever the index, it exists.
+    np.testing.assert_array_equal(layout.last(jnp.array([0, 99])), layout.last(np.array([1, num_tokens])))

@@ -19,9 +19,9 @@ COMPARE_WITH_DENSE = """
 import numpy as np
 from dense import dense_attention
 
-query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(draw(0, 1024), *(draw(i, 1) for i in (1, 2, 3))))
+query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(draw(0, 1000), *(draw(i, 1) for i in (1, 2, 3))))
 expected, _ = dense_attention(query, key, value, is_causal=True)
-np.testing.assert_allclose(prompt_out[:, np.argsort(order)], expected[:, :1024], atol=1e-5)
+np.testing.assert_allclose(prompt_out, expected[:, :1000], atol=1e-5)
 np.testing.assert_allclose(out, expected[:, -1:], atol=1e-5)
 """
 
@@ -38,7 +38,7 @@ def run(source: str) -> str:
 
 def test_the_decode_loop_equals_dense_attention():
     # The import of tree_attn comes first in it, so this also shows that the import touches no device.
-    assert run(DECODING + COMPARE_WITH_DENSE) == "(1, 1, 8, 64) [1027]"
+    assert run(DECODING + COMPARE_WITH_DENSE) == "(1, 1, 8, 64) [1003]"
 
 
 def test_the_checkpoint_answers():

@@ -81,7 +81,9 @@ def check_shard(shard: Shard) -> None:
         raise TypeError(f"shard.index must be an integer, got {index!r}")
 
 
-def locate(positions: Int[Array, "*n"], num_shards: int, block_size: int) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+def locate(
+    positions: Int[AnyArray, "*n"], num_shards: int, block_size: int
+) -> tuple[Int[AnyArray, "*n"], Int[AnyArray, "*n"]]:
     """Returns the shard that holds each position and its slot there, block-cyclic; the inverse of `Shard.positions`.
 
     Example:

@@ -10,6 +10,7 @@ import numpy as np
 from tree_attn import (
     KVCache,
     PrefixLevel,
+    PromptLayout,
     Shard,
     SoftmaxState,
     SparqOptions,
@@ -28,7 +29,7 @@ from tree_attn import (
     storage_order,
     tree_decode,
 )
-from tree_attn.ring_baseline import ring_attention, ring_decode
+from tree_attn.ring_baseline import ring_attention, ring_decode, ring_prefill
 
 mesh: jax.sharding.Mesh = make_mesh({"seq": 8})
 query = jnp.ones((1, 1, 8, 64))
@@ -63,5 +64,9 @@ cache = KVCache.create(
     batch=1, capacity=2048, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16, mesh=mesh, axis_name="seq", block_size=1
 )
 cache = cache.append(key, value).with_lengths([1024])
+cache, prompt_out = ring_prefill(cache, query, key, value, lengths=np.array([1000]), local_window_size=128)
+cache.attend(query, attention=ring_decode, num_new=1, is_causal=True)
+hydragen_decode(query, [level], **cache.operands())
+stored = PromptLayout(num_tokens=1000, num_shards=8, block_size=1).store(query)
 order: np.ndarray = storage_order(1024, num_shards=8, block_size=1)
 initialize(num_processes="2")  # type: ignore[arg-type]
