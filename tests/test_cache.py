@@ -10,7 +10,7 @@ from assertions import assert_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import make_mesh, storage_order, tree_decode
+from tree_attn import make_mesh, sparq_decode, storage_order, tree_decode
 from tree_attn.cache import KVCache
 from tree_attn.cache_checks import CacheFullError
 
@@ -370,6 +370,73 @@ def test_an_int8_cache_is_the_nearest_multiple_of_each_heads_scale_and_decodes_a
 def test_scales_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         empty_cache(**options)
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_a_prefix_is_written_from_its_start_in_every_array(num_layers):
+    """Piece by piece, at Python integers and traced ones; the second piece of the second layer."""
+    cache = empty_cache(capacity=12, num_layers=num_layers, keeps_key_by_component=True)
+    layer, order = None if num_layers is None else 1, storage_order(6, 3, 1)
+    pieces = [[x[:, order] for x in tokens(6, seed=seed)] for seed in (0, 1)]
+    write = jax.jit(lambda cache, start, key, value: cache.write_prefix(key, value, layer, start))
+    cache = write(cache.write_prefix(*pieces[0], layer, start=0), 6, *pieces[1])
+    for found, first, second in zip(natural(cache), tokens(6), tokens(6, seed=1), strict=True):
+        np.testing.assert_array_equal(found if layer is None else found[1], np.concatenate([first, second], axis=1))
+        assert layer is None or not found[0].any()
+    by_component = in_order(cache) if layer is None else in_order(cache)[1]
+    np.testing.assert_array_equal(by_component, natural(cache)[0].reshape(-1, B, 12, K, H)[-1].transpose(0, 2, 3, 1))
+    assert not np.asarray(cache.overflowed).any()
+
+
+@pytest.mark.parametrize("start", [9, -3, 4])
+def test_inside_jit_a_prefix_that_does_not_fit_is_refused_and_marked(start):
+    cache = empty_cache(capacity=12, keeps_key_by_component=True).append(*tokens(12))
+    new = [x + 5 for x in tokens(6, seed=1)]
+    refused = jax.jit(lambda cache, start: cache.write_prefix(*new, start=start))(cache, start)
+    np.testing.assert_array_equal(refused.overflowed, [True, True])
+    for name in ("key", "value", "key_by_component", "lengths"):
+        np.testing.assert_array_equal(getattr(refused, name), getattr(cache, name))
+    with pytest.raises(CacheFullError, match="refused already"):
+        refused.check_room(0)
+
+
+def test_inside_jit_lengths_are_clipped_to_the_capacity():
+    cache = empty_cache(capacity=12, keeps_value_sum=True).append(*tokens(12))
+    clipped = jax.jit(KVCache.with_lengths)(cache, np.array([99, -4], np.int32))
+    np.testing.assert_array_equal(clipped.lengths, [12, 0])
+    np.testing.assert_allclose(
+        clipped.value_mean(clipped.lengths)[0], np.asarray(cache.value)[0].mean(axis=0), rtol=1e-6
+    )
+    assert not np.asarray(clipped.value_sum)[1].any()
+
+
+def test_a_nan_that_was_dropped_or_replaced_reaches_no_sum_and_no_result():
+    """A sequence that overflowed to NaN gives its place to another; a NaN token is dropped, and the next is good."""
+    query = jnp.asarray(np.random.default_rng(2).normal(size=(B, 1, 4, H)), jnp.float32)
+    options = dict(keeps_value_sum=True, keeps_key_by_component=True)
+    nan, good = [x * jnp.nan for x in tokens(3)], tokens(3, seed=1)
+    cache = empty_cache(**options).append(*good).append(*nan)
+    other = empty_cache(batch=1, capacity=6, **options).append(*(x[:1] for x in good))
+    for replaced in (cache.with_sequence(0, other), jax.jit(KVCache.with_sequence)(cache, 0, other)):
+        np.testing.assert_array_equal(replaced.lengths, [3, 6])
+        dropped = replaced.with_lengths([3, 3])
+        np.testing.assert_allclose(dropped.value_mean(dropped.lengths), good[1].mean(axis=1), rtol=1e-6)
+        np.testing.assert_allclose(replaced.value_mean(replaced.lengths)[0], good[1][0].mean(axis=0), rtol=1e-6)
+    for attention in (tree_decode, partial(sparq_decode, num_components=H, num_keys=64)):
+        attend = jax.jit(lambda cache, attention=attention: cache.attend(query, attention=attention, return_lse=True))
+        assert_attention(attend(dropped), query, *good)
+    again = dropped.append(*tokens(2, seed=3))
+    whole = [jnp.concatenate([old, new], axis=1) for old, new in zip(good, tokens(2, seed=3), strict=True)]
+    np.testing.assert_allclose(again.value_mean(again.lengths), whole[1].mean(axis=1), rtol=1e-6)
+    assert_attention(jax.jit(lambda cache: cache.attend(query, return_lse=True))(again), query, *whole)
+
+
+def test_a_sequence_with_other_scales_is_refused():
+    scales = lambda size: {name: jnp.full(K, size, jnp.float32) for name in ("key_scale", "value_scale")}
+    cache, other = empty_cache(dtype=jnp.int8, **scales(0.5)), empty_cache(dtype=jnp.int8, batch=1, **scales(0.05))
+    with pytest.raises(ValueError, match=r"other must have this cache's key_scale, \[0.5, 0.5\], got \[0.05"):
+        cache.with_sequence(0, other)
+    cache.with_sequence(0, empty_cache(dtype=jnp.int8, batch=1, **scales(0.5)))
 
 
 def in_order(cache):

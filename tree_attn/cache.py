@@ -103,7 +103,7 @@ class KVCache(CacheReads):
 
         Args:
           capacity: tokens per sequence; rounded up to a multiple of shards x block_size.
-          mesh: None: the mesh of `jax.set_mesh`.
+          mesh: None: the mesh of `jax.set_mesh`, outside jit.
           batch_axis_name: mesh axes that shard the batch; None: each of their devices has all sequences.
           block_size: consecutive tokens per shard; 1 is the order `ring_attention` prefills in.
           dtype: of keys and values as they are stored. The narrow ones take what is written in any dtype of attention,

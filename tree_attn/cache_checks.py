@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool
 
 from tree_attn.arguments import (
@@ -132,15 +132,15 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 
 
-def context_mesh() -> Mesh | AbstractMesh:
-    """Returns the mesh of `jax.set_mesh`; raises ValueError where none is set."""
+def context_mesh() -> Mesh:
+    """Returns the mesh of `jax.set_mesh`; raises ValueError where none is set, and inside jit."""
     context = jax.sharding.get_abstract_mesh()
     if context.empty:
         raise ValueError("mesh must be given where jax.set_mesh has set none, got None")
     try:
         return jax.sharding.get_mesh()
-    except ValueError:  # inside jit, where devices are not known
-        return context
+    except ValueError:
+        raise ValueError("mesh must be given inside jit, where devices are not known, got None") from None
 
 
 def _kept_arrays(cache: LayerCache | LayerTuple) -> list[bool]:

@@ -8,7 +8,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -105,7 +104,7 @@ class CacheReads:
             "key_value_seq_lengths": self._with_new(num_new)[0],
             **arrays.scales(layer),
             "axis_name": arrays.axis_name,
-            "mesh": None if is_in_shard_map or isinstance(arrays.mesh, AbstractMesh) else arrays.mesh,
+            "mesh": None if is_in_shard_map else arrays.mesh,
             "batch_axis_name": arrays.batch_axis_name,
             "block_size": arrays.block_size,
         }
