@@ -75,7 +75,7 @@ def test_sparq_gets_the_mean_and_the_components_that_a_cache_keeps():
 @pytest.mark.parametrize("stacks_layers", [True, False])
 @pytest.mark.parametrize("num_new", [1, 3])
 def test_a_step_of_layers_attends_between_write_and_advance(stacks_layers, num_new):
-    """As a model decodes: each layer writes its tokens and attends to them too, then all are counted."""
+    """One step of a model: each layer writes its tokens and attends to them too, then all are counted."""
     old = [(draw(7, seed=layer), draw(7, seed=10 + layer)) for layer in range(2)]
     new = [(draw(num_new, seed=20 + layer), draw(num_new, seed=30 + layer)) for layer in range(2)]
     query = draw(num_new, heads=N, seed=40)
@@ -141,7 +141,7 @@ def test_operands_serve_functions_that_attend_does_not_call():
     prefix = [draw(3, seed=seed)[:1] for seed in (3, 4)]
     level = PrefixLevel(key=prefix[0], value=prefix[1], sequences=((0, 1),))
     got = jax.jit(lambda cache: hydragen_decode(query, [level], **cache.operands(1), return_lse=True))(cache)
-    whole = [jnp.concatenate([jnp.repeat(x, B, axis=0), own], axis=1) for x, own in zip(prefix, (key, value))]
+    whole = [jnp.concatenate([jnp.repeat(x, B, axis=0), suffix], axis=1) for x, suffix in zip(prefix, (key, value))]
     assert_attention(got, query, *whole)
 
 

@@ -30,8 +30,8 @@ def mesh_of(kind):
 
 def create(mesh, batch_axis_name="data", **options):
     sizes = dict(batch=B, capacity=12, num_kv_heads=K, head_dim=H, dtype=jnp.float32)
-    kept = dict(keeps_value_sum=True, keeps_key_by_component=True)
-    return KVCache.create(mesh=mesh, axis_name="seq", batch_axis_name=batch_axis_name, **sizes | kept | options)
+    arrays = dict(keeps_value_sum=True, keeps_key_by_component=True)
+    return KVCache.create(mesh=mesh, axis_name="seq", batch_axis_name=batch_axis_name, **sizes | arrays | options)
 
 
 def use(cache, other, query, key, value, prompt_key, prompt_value):
