@@ -25,7 +25,9 @@ from tree_attn import KVCache, PrefixLevel, attend, make_mesh, ring_baseline, to
 from tree_attn.cost import machine
 from tree_attn.models import llama
 from tree_attn.models.llama import parameters
-from tree_attn.models.llama.generation import prefix_tree
+from tree_attn.models.llama.checkpoint import hub
+from tree_attn.models.llama.checkpoint.open import open_checkpoint
+from tree_attn.models.llama.generation import memory, prefix_tree
 
 PACKAGES = tree_attn, ring_baseline, llama
 B, T, N, K, H, S = 2, 2, 4, 2, 64, 256
@@ -74,9 +76,6 @@ def tiny_model():
 
 
 def checkpoint():
-    from tree_attn.models.llama.checkpoint import hub
-    from tree_attn.models.llama.checkpoint.open import open_checkpoint
-
     return open_checkpoint(hub.resolve("smollm2"))
 
 
@@ -112,15 +111,15 @@ GIVEN = {
     "my_text": lambda: list(range(64)),
     "samples": lambda: llama.generate(given("generator"), [[1, 2, 3]], max_new_tokens=3, num_samples=4),
     "checkpoint": checkpoint,
-    "tokenizer": lambda: given("checkpoint").load_tokenizer(),
+    "tokenizer": lambda: given("checkpoint").tokenizer,
     "tokens": lambda: range(3),
     "f": lambda: sum_over_devices,
     "x": lambda: jnp.ones(8),
     "by_rows_over_eight_devices": lambda: NamedSharding(given("mesh"), P("seq")),
 }  # fmt: skip
 MODULES_IN_EXAMPLES = {
-    "P": P, "Unpack": Unpack, "functools": functools, "jax": jax, "jnp": jnp, "machine": machine, "np": np,
-    "parameters": parameters, "pathlib": pathlib, "topology": topology,
+    "P": P, "Unpack": Unpack, "functools": functools, "hub": hub, "jax": jax, "jnp": jnp, "machine": machine,
+    "memory": memory, "np": np, "parameters": parameters, "pathlib": pathlib, "topology": topology,
 }  # fmt: skip
 # What one docstring needs otherwise: names, and their values.
 OF_ONE = {
@@ -128,6 +127,9 @@ OF_ONE = {
     "tree_attn.cache.KVCache.with_sequence": {"cache": lambda: cache(4), "cache_of_the_prompt": lambda: cache(1)},
     "tree_attn.cache_reads.CacheReads.attend": {"cache": cache, "key": token, "value": token},
     "tree_attn.cache_reads.CacheReads.operands": {"cache": cache, "layer": lambda: None},
+    "tree_attn.models.llama.generation.generator.Generator": {
+        "tokenizer": lambda: types.SimpleNamespace(encode=lambda text: [1, 2, 3])  # within the tiny model's vocabulary
+    },
     "tree_attn.models.llama.generation.prefix_tree.PrefixTree.descendants": {
         "tree": lambda: prefix_tree.share([[1, 2, 3], [1, 2, 4]], min_shared=1)
     },
@@ -196,8 +198,8 @@ def test_example(name, module, text, tmp_path, monkeypatch):
     found = doctest.DocTestParser().get_examples(text)
     names = set().union(*(names_in(compile(example.source, name, "exec")) for example in found))
     public = {public: getattr(package, public) for package in PACKAGES for public in package.__all__}
-    values = {given_name: given(given_name) for given_name in GIVEN if given_name in names}
-    values |= {given_name: make() for given_name, make in OF_ONE.get(name, {}).items()}
+    values = {given_name: make() for given_name, make in OF_ONE.get(name, {}).items()}
+    values |= {given_name: given(given_name) for given_name in GIVEN if given_name in names - set(values)}
     globs = public | vars(importlib.import_module(module)) | MODULES_IN_EXAMPLES | values
     test = doctest.DocTest(found, globs, name, None, None, None)
     runner = doctest.DocTestRunner(OnlyWhatIsShown(), verbose=False, optionflags=doctest.ELLIPSIS)
