@@ -168,7 +168,7 @@ def fail(message: str, status: int = 1, details: str = "") -> None:
 
     Args:
       message: one line; the others print it too, with this rank's name.
-      status: of this process; the others end with `tree_attn.cluster.watchdog.LOST_STATUS`.
+      status: of this process; the others end with `tree_attn.cluster.ending.LOST_STATUS`.
       details: printed here below the message.
     """
     if _state.watchdog is not None:

@@ -1,8 +1,8 @@
 """The layout of a GGUF file: metadata and tensors by name, with every length held to the file's size before it is used.
 
 The reader of the `gguf` package makes several arrays for each element of the metadata, and reads on beyond the end of
-the file. So the package gives the types and their sizes, and dequantizes; the bytes are walked here. See docs/log/llama.md: "A
-walk over a GGUF file opens it in a tenth of the time of its package's reader".
+the file. So the package gives the types and their sizes, and dequantizes; the bytes are walked here. See
+docs/log/llama.md: "A walk over a GGUF file opens it in a tenth of the time of its package's reader".
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
