@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assertions import assert_attention
+from assertions import assert_attention, assert_gradients
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, attend, make_mesh, tree_decode
@@ -55,6 +55,17 @@ def test_within_a_callers_shard_map_it_is_this_devices_heads():
     )
     expected = attend(*arrays, sinks=SINKS).out
     np.testing.assert_allclose(jax.jit(mapped)(*arrays), expected, atol=2e-6)
+
+
+def test_its_gradients_are_those_of_the_whole():
+    arrays, mesh = inputs(), make_mesh({"seq": 4})
+    loss = lambda attention: lambda *arrays: jnp.sum(jnp.sin(attention(*arrays)))
+    decode = functools.partial(tree_decode, axis_name="seq", mesh=mesh, shard_heads=True)
+    gradients = [
+        jax.jit(jax.grad(loss(attention), argnums=(0, 1, 2)))(*arrays)
+        for attention in (decode, lambda *arrays: attend(*arrays).out)
+    ]
+    assert_gradients(*gradients)
 
 
 def test_it_sends_a_pth_of_what_a_gather_does():

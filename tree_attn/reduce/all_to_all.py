@@ -27,6 +27,8 @@ def all_to_all(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     packed = jnp.concatenate([state.out.astype(state.lse.dtype), state.lse[..., None]], axis=-1)
     *batch, heads, width = packed.shape
     parts = packed.reshape(*batch, devices, heads // devices, width)
-    received = jax.lax.all_to_all(parts, axes, split_axis=len(batch), concat_axis=0)  # [p, B, T, N / p, H + 1]
+    # One axis is split and joined: JAX's transposition of two different ones mixes up their sizes.
+    parts = jnp.moveaxis(parts, len(batch), 0)
+    received = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)  # [p, B, T, N / p, H + 1]
     merged = merge_states(SoftmaxState(received[..., :-1], received[..., -1]), axis=0)
     return SoftmaxState(merged.out.astype(state.out.dtype), merged.lse)
