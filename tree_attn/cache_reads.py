@@ -96,12 +96,13 @@ class CacheReads:
           >>> out = hydragen_decode(query, levels, **cache.operands(layer))
         """
         check_layer(self.arrays, layer)
+        check_integer("num_new", num_new, minimum=0)
         arrays = self.arrays
         is_in_shard_map = is_local(arrays.axes) or bool(jax.sharding.get_abstract_mesh().manual_axes)
         return {
             "key": _of_layer(arrays.key, layer),
             "value": _of_layer(arrays.value, layer),
-            "key_value_seq_lengths": self._with_new(num_new)[0],
+            "key_value_seq_lengths": self._with_new(num_new)[0] if num_new else self.lengths,
             **arrays.scales(layer),
             "axis_name": arrays.axis_name,
             "mesh": None if is_in_shard_map else arrays.mesh,
@@ -158,7 +159,6 @@ class CacheReads:
 
     def _with_new(self, num_new: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         """Returns the lengths with `num_new` tokens more, where there is room for them, and where there is."""
-        check_integer("num_new", num_new, minimum=0)
         longer = self.lengths + min(num_new, self.capacity + 1)  # within int32, whatever the number
         has_room = longer <= self.arrays.capacity
         return jnp.where(has_room, longer, self.lengths) if num_new else self.lengths, has_room
