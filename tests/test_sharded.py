@@ -7,7 +7,8 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assertions import assert_attention
+from assertions import assert_attention, assert_same_bits
+from jax.sharding import AxisType
 
 from tree_attn import (
     KVCache,
@@ -119,3 +120,16 @@ def test_calls_that_differ_in_one_static_argument_are_not_confused():
         assert_attention(got, QUERY, KEY[:, natural], VALUE[:, natural], key_value_seq_lengths=LENGTHS)
     got = tree_decode(QUERY, KEY, VALUE, **on | {"block_size": None, "scale": 0.1})
     assert_attention(got, QUERY, KEY, VALUE, key_value_seq_lengths=LENGTHS, scale=0.1)
+
+
+# Without the gradient: for any gradient on such axes JAX asks for `jax.set_mesh`.
+@pytest.mark.parametrize("name", [name for name in EAGER if name != "tree_decode_in_grad"])
+def test_plain_arrays_are_taken_on_explicit_axes(name):
+    """`jax.make_mesh` makes axes of type Explicit, over which JAX wants arrays sharded before `shard_map`."""
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    got, expected = EAGER[name](**sequence_on(2) | {"mesh": mesh}), EAGER[name](**sequence_on(2))
+    assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(expected))
+    if name == "tree_decode":
+        with jax.set_mesh(mesh):
+            assert_same_bits(EAGER[name](axis_name="seq", block_size=1), expected)
+            assert_same_bits(jax.jit(lambda: EAGER[name](axis_name="seq", block_size=1))(), expected)
