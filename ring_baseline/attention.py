@@ -13,6 +13,7 @@ from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import UNNAMED, Placement
 from tree_attn.ring_baseline.rotate import source, to_next
 from tree_attn.sharded import check_call, check_shards_are_full, local_shard, over_shards
 from tree_attn.state import SoftmaxState, merge_state
@@ -27,7 +28,7 @@ def ring_attention(
     axis_name: AxisName,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = 1,
+    block_size: Placement = UNNAMED,
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]:
@@ -43,7 +44,8 @@ def ring_attention(
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`
         (`tree_attn.placement.storage_order`); S a multiple of devices x block_size. The query stored at index i is at
         position `storage_order(...)[i]`. key and value may both be float8_e4m3fn or int8.
-      block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work.
+      block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work. It
+        must be named where the result depends on it: if causal, with lengths or a window.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
         `key_value_seq_lengths` is the length of each prompt; queries past it are padding, whose result is defined (they
         see the valid keys) and meaningless.
@@ -54,14 +56,15 @@ def ring_attention(
       ValueError, TypeError, NotImplementedError: as `tree_attn.tree_decode`.
 
     Example:
-      >>> order = storage_order(S, num_shards=8, block_size=1)
-      >>> out = ring_attention(query[:, order], key[:, order], value[:, order], axis_name="seq", mesh=mesh)
+      >>> layout = PromptLayout(num_tokens=S, num_shards=8, block_size=1)
+      >>> stored = map(layout.store, (query, key, value))
+      >>> out = layout.restore(ring_attention(*stored, axis_name="seq", mesh=mesh, block_size=1))
 
     Source: Ring Attention (Liu et al. 2023) with the striping of Brandon et al. 2023; Tree Attention, section 5.3.
     """
     axes = axis_tuple(axis_name)
     attention = AttentionOptions(**options)
-    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, is_prompt=True)
     _check_self_attention(query, key)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
     body = _RingAttention(axes=axes, block_size=block_size)

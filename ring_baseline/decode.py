@@ -14,6 +14,7 @@ from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
+from tree_attn.placement import UNNAMED, Placement
 from tree_attn.ring_baseline.rotate import place, source, to_next, typed_as_replicated
 from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, merge_states
@@ -30,7 +31,7 @@ def ring_decode(
     axis_name: AxisName,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
     variant: str = "overlapped",
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
@@ -61,7 +62,7 @@ def ring_decode(
     axes = axis_tuple(axis_name)
     one_of("variant", variant, VARIANTS)
     attention = AttentionOptions(**options)
-    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _RingDecode(axes=axes, block_size=block_size, variant=variant)
     of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)

@@ -254,7 +254,7 @@ def sparq_checks(num_devices: int, done: Collection[str]) -> Iterator[dict]:
     from tree_attn import make_mesh, sparq_decode
     from tree_attn.tolerances import max_abs_error
 
-    where = {} if num_devices == 1 else dict(mesh=make_mesh({"seq": num_devices}), axis_name="seq")
+    where = {} if num_devices == 1 else dict(mesh=make_mesh({"seq": num_devices}), axis_name="seq", block_size=None)
     sizes = [
         dict(num_keys=4096, head_dim=128, lengths=(4096, 1000, 50, 0), k=128),
         dict(num_keys=8192, head_dim=64, lengths=(8000, 8192), k=200),

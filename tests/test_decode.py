@@ -27,7 +27,8 @@ LEVELS = [
 
 def decode_on(axis_sizes, **options):
     """tree_decode over a mesh of these axes, all of which shard the sequence."""
-    return partial(tree_decode, axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), return_lse=True, **options)
+    options = {"block_size": None, "return_lse": True} | options
+    return partial(tree_decode, axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), **options)
 
 
 def check_with_lengths(decode, arrays, lengths_list, *, order=None, **options):
@@ -115,7 +116,8 @@ def test_the_first_axis_of_a_tuple_varies_slowest():
     query, key, value = Case(keys=36).arrays()
     options = OPTIONS["window"] | {"key_value_seq_lengths": np.array([36, 10], np.int32)}
     placed = jax.device_put((key, value), NamedSharding(mesh, P(None, axes)))
-    got = jax.jit(partial(tree_decode, axis_name=axes, mesh=mesh, return_lse=True, **options))(query, *placed)
+    decode = partial(tree_decode, axis_name=axes, mesh=mesh, block_size=None, return_lse=True, **options)
+    got = jax.jit(decode)(query, *placed)
     assert_attention(got, query, key, value, **options)
 
 
@@ -126,7 +128,9 @@ def test_inside_a_shard_map_every_device_holds_the_same_bits(reduction):
     options = dict(key_value_seq_lengths=np.array([40, 7], np.int32), is_causal=True)
 
     def on_device(query, key, value):
-        state = tree_decode(query, key, value, axis_name="seq", reduction=reduction, return_lse=True, **options)
+        state = tree_decode(
+            query, key, value, axis_name="seq", block_size=None, reduction=reduction, return_lse=True, **options
+        )
         return jax.tree.map(lambda x: x[None], state)
 
     everywhere = jax.jit(
@@ -173,7 +177,7 @@ def test_sharding_over_other_axes_is_kept(query_spec, key_spec):
     options = HEAD_SCALES | {"key_value_seq_lengths": np.array([40, 11], np.int32)}
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
     placed = [place(x, spec) for x, spec in zip(arrays, (query_spec, key_spec, key_spec), strict=True)]
-    decode = jax.jit(partial(tree_decode, axis_name="seq", mesh=mesh, return_lse=True, **options))
+    decode = jax.jit(partial(tree_decode, axis_name="seq", mesh=mesh, block_size=None, return_lse=True, **options))
     got = decode(*placed)
     for x in got:
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, query_spec), x.ndim)
@@ -220,3 +224,10 @@ def test_what_none_picked_is_logged(caplog):
     jax.eval_shape(decode_on({"seq": 2}), *Case().arrays())
     assert "reduction=None picked 'gather'" in caplog.text
     assert "implementation=None picked" in caplog.text
+
+
+@pytest.mark.parametrize("shard_heads", [False, True])
+def test_sinks_join_once_and_with_the_heads_of_their_device(shard_heads):
+    arrays, options = Case().arrays(), OPTIONS["sinks"]
+    got = jax.jit(decode_on({"seq": 2}, shard_heads=shard_heads, **options))(*arrays)
+    assert_attention(got, *arrays, **options)

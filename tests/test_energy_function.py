@@ -48,7 +48,7 @@ def test_gradient_is_attention_and_higher_derivatives_are_cumulants(num_devices)
     lengths = np.array([S - 1, 7], np.int32)
     options = dict(key_value_seq_lengths=lengths, is_causal=True)
     if num_devices:
-        options |= dict(axis_name="seq", mesh=make_mesh({"seq": num_devices}))
+        options |= dict(axis_name="seq", mesh=make_mesh({"seq": num_devices}), block_size=None)
     gradient = jax.jit(jax.grad(lambda zeta: energy(query, key, value, zeta, **options).sum()))(jnp.zeros_like(query))
     out, _ = reference.attention(query, key, value, key_value_seq_lengths=lengths, is_causal=True)
     np.testing.assert_allclose(gradient, out, rtol=1e-5, atol=1e-6)
@@ -64,7 +64,7 @@ def test_safe_softmax_huge_logits_and_queries_that_see_nothing(num_devices):
     sinks = jnp.linspace(-1.0, 1.0, N)
     options = dict(key_value_seq_lengths=np.array([S, 0], np.int32))
     if num_devices:
-        options |= dict(axis_name="seq", mesh=make_mesh({"seq": num_devices}))
+        options |= dict(axis_name="seq", mesh=make_mesh({"seq": num_devices}), block_size=None)
     at_zero = jax.jit(lambda z, sinks: energy(query, key, value, z, sinks=sinks, **options))
     value_of_f = at_zero(jnp.zeros_like(query), None)
     assert np.all(np.isneginf(value_of_f[1])) and np.all(np.isfinite(value_of_f[0]))

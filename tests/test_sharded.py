@@ -1,6 +1,8 @@
-"""over_shards: a call without `jit` is traced and compiled once, and never answered by what another call decided."""
+"""All functions over shards: programs without `jit`, axes of every type, named placements."""
 
 import contextlib
+import dataclasses
+import functools
 
 import jax
 import jax.monitoring
@@ -12,9 +14,11 @@ from jax.sharding import AxisType
 
 from tree_attn import (
     KVCache,
+    PrefixLevel,
     attention_moments,
     bifurcated_decode,
     energy,
+    hydragen_decode,
     make_mesh,
     sparq_decode,
     storage_order,
@@ -133,3 +137,77 @@ def test_plain_arrays_are_taken_on_explicit_axes(name):
         with jax.set_mesh(mesh):
             assert_same_bits(EAGER[name](axis_name="seq", block_size=1), expected)
             assert_same_bits(jax.jit(lambda: EAGER[name](axis_name="seq", block_size=1))(), expected)
+
+
+LEVEL = PrefixLevel(key=KEY[:1], value=VALUE[:1], sequences=((0, 1),))
+MATTERS = {
+    "tree_decode": lambda **on: tree_decode(QUERY, KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
+    "tree_decode_in_a_window": lambda **on: tree_decode(QUERY, KEY, VALUE, local_window_size=4, **on),
+    "tree_decode_of_two": lambda **on: tree_decode(PROMPT[:, :2], KEY, VALUE, is_causal=True, **on),
+    "tree_decode_at_positions": lambda **on: tree_decode(
+        QUERY, KEY, VALUE, is_causal=True, query_positions=np.array([3], np.int32), **on
+    ),
+    "ring_decode": lambda **on: ring_decode(QUERY, KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
+    "ring_attention": lambda **on: ring_attention(PROMPT, KEY, VALUE, **on),
+    "energy": lambda **on: energy(QUERY, KEY, VALUE, QUERY, key_value_seq_lengths=LENGTHS, **on),
+    "attention_moments": lambda **on: attention_moments(QUERY, KEY, VALUE, 1, key_value_seq_lengths=LENGTHS, **on),
+    "hydragen_decode": lambda **on: hydragen_decode(QUERY, [], KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
+    "sparq_decode_with_recent_keys": lambda **on: sparq_decode(
+        QUERY, KEY, VALUE, num_components=2, num_keys=4, local_window=1, **on
+    ),
+}
+# Every query sees every key, whatever their order.
+NEED_NOT = {
+    "tree_decode": lambda **on: tree_decode(QUERY, KEY, VALUE, is_causal=True, local_window_size=(None, 2), **on),
+    "ring_decode": lambda **on: ring_decode(QUERY, KEY, VALUE, **on),
+    "ring_attention": lambda **on: ring_attention(PROMPT, KEY, VALUE, is_causal=False, **on),
+    "energy": lambda **on: energy(QUERY, KEY, VALUE, QUERY, **on),
+    "hydragen_decode": lambda **on: hydragen_decode(QUERY, [LEVEL], KEY, VALUE, **on),
+    "hydragen_decode_of_whole_suffixes": lambda **on: hydragen_decode(
+        QUERY, [LEVEL], KEY, VALUE, shard_suffix="batch", key_value_seq_lengths=LENGTHS, **on
+    ),
+    "bifurcated_decode": lambda **on: bifurcated_decode(QUERY, KEY[0], VALUE[0], KEY, VALUE, **on),
+    "sparq_decode": lambda **on: sparq_decode(QUERY, KEY, VALUE, num_components=2, num_keys=4, **on),
+}
+MUST_BE_NAMED = r"block_size must be named where .*: None for contiguous .* b for block-cyclic .*cache.attend\(query\)"
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("name", MATTERS)
+def test_a_placement_that_matters_must_be_named(name, num_devices):
+    on = sequence_on(num_devices)
+    del on["block_size"]
+    with pytest.raises(ValueError, match=MUST_BE_NAMED):
+        MATTERS[name](**on)
+    jax.eval_shape(lambda: MATTERS[name](**on, block_size=None))
+
+
+@pytest.mark.parametrize("name", NEED_NOT)
+def test_a_placement_that_does_not_matter_need_not_be_named(name):
+    on = sequence_on(2)
+    del on["block_size"]
+    jax.eval_shape(lambda: NEED_NOT[name](**on))
+
+
+def test_the_placement_of_nodes_and_of_a_context_with_lengths_must_be_named():
+    on = sequence_on(2)
+    level = dataclasses.replace(LEVEL, lengths=np.array([3], np.int32))
+    with pytest.raises(ValueError, match=rf"levels\[0\]: {MUST_BE_NAMED}"):
+        hydragen_decode(QUERY, [level], KEY, VALUE, **on)
+    with pytest.raises(ValueError, match=f"prefix_{MUST_BE_NAMED}"):
+        bifurcated_decode(QUERY, KEY[0], VALUE[0], KEY, VALUE, prefix_length=3, **on)
+
+
+def test_a_context_has_a_placement_of_its_own():
+    on, order = sequence_on(2), storage_order(16, 2, 2)
+    decode = functools.partial(bifurcated_decode, prefix_block_size=2, prefix_length=3, return_lse=True, **on)
+    context = KEY[0], VALUE[0]
+    got = decode(QUERY, *(x[order] for x in context), KEY[:, :0], VALUE[:, :0])
+    assert_attention(got, QUERY, *(jnp.stack([x[:3]] * 2) for x in context))
+
+
+@pytest.mark.parametrize("function", [energy, attention_moments])
+def test_a_mesh_without_an_axis_is_refused(function):
+    last = QUERY if function is energy else 1
+    with pytest.raises(ValueError, match="mesh must be None where axis_name is, got Mesh"):
+        function(QUERY, KEY, VALUE, last, mesh=make_mesh({"seq": 2}))

@@ -38,7 +38,9 @@ class Tree:
                     paths[sequence].append([np.asarray(x[node, :length]) for x in keys])
             lengths = jnp.asarray([length for length, _ in nodes], jnp.int32)
             served = tuple(tuple(sequences) for _, sequences in nodes)
-            self.levels.append(PrefixLevel(key=keys[0], value=keys[1], lengths=lengths, sequences=served))
+            self.levels.append(
+                PrefixLevel(key=keys[0], value=keys[1], lengths=lengths, sequences=served, block_size=None)
+            )
         self.key, self.value = self._keys(suffix_lengths, kv_heads, slots)
         self.lengths = np.array(suffix_lengths, np.int32)
         for i, path in enumerate(paths):
@@ -118,7 +120,7 @@ def test_random_trees(data):
 @pytest.mark.parametrize("axis_sizes", [{"seq": 2}, {"seq": 3}, {"device": 3, "node": 2}], ids=str)
 def test_sharded_it_is_the_same(axis_sizes, shard_suffix):
     options = {"sinks": np.array([1.0, -2.0, 0.0, 3.0], np.float32)}
-    sharding = dict(axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), shard_suffix=shard_suffix)
+    sharding = dict(axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), block_size=None, shard_suffix=shard_suffix)
     three_levels(queries=2).check(options, **sharding)
 
 
@@ -146,7 +148,7 @@ def test_a_level_may_have_scales_of_its_own():
 
 
 def test_on_eight_devices_more_than_a_node_has_keys():
-    three_levels().check(axis_name="seq", mesh=make_mesh({"seq": 8}))
+    three_levels().check(axis_name="seq", mesh=make_mesh({"seq": 8}), block_size=None)
 
 
 def test_block_cyclic_suffixes():
@@ -166,12 +168,12 @@ def test_block_cyclic_nodes():
         order = storage_order(level.key.shape[1] + padding[1][1], 3, block_size)
         stored = {name: jnp.pad(getattr(level, name), padding)[:, order] for name in ("key", "value")}
         tree.levels[i] = dataclasses.replace(level, **stored, block_size=block_size)
-    tree.check(axis_name="seq", mesh=mesh)
+    tree.check(axis_name="seq", mesh=mesh, block_size=None)
 
 
 def test_all_levels_together_take_one_collective():
     tree, mesh = three_levels(), make_mesh({"seq": 2})
-    decode = functools.partial(hydragen_decode, axis_name="seq", mesh=mesh, reduction="gather")
+    decode = functools.partial(hydragen_decode, axis_name="seq", mesh=mesh, block_size=None, reduction="gather")
     text = jax.jit(decode).lower(tree.query, tree.levels, tree.key, tree.value).compile().as_text()
     assert hlo.counts(hlo.collectives(text, num_devices=2)) == {"all-gather": 1}
 
@@ -182,14 +184,21 @@ def test_within_a_callers_shard_map(shard_suffix):
     levels = [
         PrefixLevel(key=jnp.pad(x.key, [(0, 0), (0, x.key.shape[1] % 2), (0, 0), (0, 0)]),
                     value=jnp.pad(x.value, [(0, 0), (0, x.key.shape[1] % 2), (0, 0), (0, 0)]),
-                    lengths=x.lengths, sequences=x.sequences)
+                    lengths=x.lengths, sequences=x.sequences, block_size=None)
         for x in tree.levels
     ]  # fmt: skip
     along = P(None, "seq")
-    of_levels = [PrefixLevel(key=along, value=along, lengths=P(), sequences=x.sequences) for x in levels]
+    of_levels = [
+        PrefixLevel(key=along, value=along, lengths=P(), sequences=x.sequences, block_size=None) for x in levels
+    ]
     of_key = P("seq") if shard_suffix == "batch" else along
     decode = functools.partial(
-        hydragen_decode, key_value_seq_lengths=tree.lengths, axis_name="seq", shard_suffix=shard_suffix, return_lse=True
+        hydragen_decode,
+        key_value_seq_lengths=tree.lengths,
+        axis_name="seq",
+        block_size=None,
+        shard_suffix=shard_suffix,
+        return_lse=True,
     )
     mapped = jax.shard_map(decode, mesh=mesh, in_specs=(P(), of_levels, of_key, of_key), out_specs=P(), check_vma=False)
     state = SoftmaxState(*jax.jit(mapped)(tree.query, levels, tree.key, tree.value))
@@ -282,6 +291,18 @@ def test_what_does_not_fit_is_named(changed, options, said):
     suffix = jnp.zeros((3, 4, 2, H))
     with pytest.raises(ValueError, match=said):
         hydragen_decode(jnp.zeros((3, 1, 4, H)), [level(**changed)], suffix, suffix, **options, **sharding)
+
+
+def test_inside_a_shard_map_too_the_devices_divide_the_batch():
+    """Two suffixes on each of two devices, for five queries."""
+    query, suffixes, along = jnp.zeros((5, 1, 4, H)), jnp.zeros((4, 4, 2, H)), P("seq")
+    decode = functools.partial(hydragen_decode, axis_name="seq", shard_suffix="batch")
+    mapped = jax.shard_map(
+        lambda query, key: decode(query, [], key, key), mesh=make_mesh({"seq": 2}), in_specs=(P(), along),
+        out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"shard_suffix='batch' needs .* a multiple of 2 devices, got 5"):
+        jax.eval_shape(mapped, query, suffixes)
 
 
 def test_a_context_needs_no_batch_axis():

@@ -269,7 +269,7 @@ SHARDED = {
         r"axis_name must be .*, got None",
     ),
     "no_mesh_and_no_axis_bound": (lambda _: tree(), ValueError, r"mesh must be given .* binds axis_name .*, got None"),
-    "no_mesh_for_prefill": (lambda _: prefill(PROMPT), ValueError, r"mesh must be given .*, got None"),
+    "no_mesh_for_prefill": (lambda _: prefill(PROMPT, block_size=1), ValueError, r"mesh must be given .*, got None"),
     "mesh_is_a_name": (lambda _: tree(mesh="seq"), TypeError, r"mesh must be a jax.sharding.Mesh, got str"),
     "mesh_inside_a_shard_map": (
         lambda devices: in_shard_map(lambda: tree(mesh=devices.mesh)),

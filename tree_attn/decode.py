@@ -13,7 +13,7 @@ from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import shard_attention
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard
+from tree_attn.placement import UNNAMED, Placement, Shard
 from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.reduce.all_to_all import all_to_all
 from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
@@ -29,7 +29,7 @@ def tree_decode(
     axis_name: AxisName,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
     reduction: str | tuple[str, ...] | None = None,
     shard_heads: bool = False,
     return_lse: bool = False,
@@ -51,7 +51,9 @@ def tree_decode(
       mesh: the mesh, unless the axes are bound or a context mesh is set. Its axes are Explicit or Auto.
       batch_axis_name: mesh axes that shard the batch besides, over which nothing is sent. Explicit ones are found from
         key's type, and so are those of heads; name Auto ones here.
-      block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn.
+      block_size: placement. None: contiguous, shard i holds the i-th run. b: block-cyclic, b keys to each in turn. It
+        must be named where the result depends on it: with lengths or a window, or if T > 1 queries are causal. Of a
+        `KVCache` it is the cache's, see `KVCache.attend`.
       reduction: across devices: "allreduce" (the paper's three), "gather" (one packed collective) or "fused" (one
         kernel, for the GPUs of one host). A tuple names one of these for each axis; "hierarchical" is "gather" for
         each. None: the cheapest that can run, by the cost model, see `tree_attn.reduce.reduce_state`.
@@ -79,7 +81,7 @@ def tree_decode(
     if shard_heads and reduction is not None:
         raise ValueError(f"reduction must be None with shard_heads=True, which has one of its own, got {reduction!r}")
     attention = AttentionOptions(**options)
-    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _TreeDecode(axes=axes, mesh=mesh, block_size=block_size, reduction=reduction, shard_heads=shard_heads)
     of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)

@@ -32,7 +32,8 @@ from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
+from tree_attn.placement import UNNAMED, Placement
+from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_denominator
 
 MAX_ORDER = 4
@@ -48,7 +49,7 @@ def energy(
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N"]:
     """The energy of each query under its own source: `F(zeta) = log sum_a exp(scale q . k_a + zeta . v_a)`.
@@ -77,7 +78,9 @@ def energy(
     # XLA's attention can be differentiated any number of times, the fused kernels cannot.
     attention = AttentionOptions(**options, implementation="xla")
     axes = () if axis_name is None else axis_tuple(axis_name)
-    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    if not axes:
+        check_one_device(mesh=mesh, batch_axis_name=batch_axis_name, block_size=block_size)
+    block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size)
     if attention.scale == 0:
         raise ValueError("scale must not be 0 in energy, got 0")
     _check_source(query, value, source)
@@ -101,7 +104,7 @@ def attention_moments(
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
     **options: Unpack[OptionArguments],
 ) -> tuple[Array, ...]:
     """Computes cumulants of the values under the attention distribution: derivatives of `energy` at zeta = 0.

@@ -127,13 +127,10 @@ def visibility(
     if query_shard is not None:
         options = dataclasses.replace(options, query_positions=query_shard.positions(num_queries))
     num_keys = num_slots * shard.num_shards
-    lengths, is_causal = options.key_value_seq_lengths, options.is_causal
+    lengths = options.key_value_seq_lengths
     if lengths is not None:
         lengths = clip_to_int32(lengths, 0, num_keys)
-    window = normalise_window(options.local_window_size)
-    if options.query_positions is None and num_queries == 1:
-        is_causal = False
-        window = None if window is None or window[0] is None else (window[0], None)
+    is_causal, window = _rules(options, num_queries)
     positions = None
     if is_causal or window is not None:
         positions = _positions(batch, num_queries, num_keys, lengths, options.query_positions)
@@ -152,6 +149,12 @@ def visibility(
         is_diagonal=is_diagonal,
         is_strict=jnp.asarray(query_shard.index < shard.index) if is_diagonal and shard.num_shards > 1 else None,
     )
+
+
+def depends_on_positions(options: AttentionOptions, num_queries: int) -> bool:
+    """Returns whether keys are seen by their positions (static): else every query sees every key."""
+    is_causal, window = _rules(options, num_queries)
+    return is_causal or window is not None or options.key_value_seq_lengths is not None
 
 
 def normalise_window(local_window_size: WindowSide | Window | None) -> Window | None:
@@ -184,6 +187,14 @@ def add_sinks(state: SoftmaxState, sinks: Float[AnyArray, " N"] | None) -> Softm
     merged = merge_state(state, sink_state(jnp.minimum(sinks, jnp.finfo(sinks.dtype).max), state))
     is_infinite = (sinks == jnp.inf)[None, None, :]
     return SoftmaxState(merged.out, jnp.where(is_infinite, jnp.inf, merged.lse))
+
+
+def _rules(options: AttentionOptions, num_queries: int) -> tuple[bool, Window | None]:
+    """Returns `is_causal` and the window, without what limits nothing: no valid key is after a single last query."""
+    window = normalise_window(options.local_window_size)
+    if options.query_positions is not None or num_queries > 1:
+        return bool(options.is_causal), window
+    return False, None if window is None or window[0] is None else (window[0], None)
 
 
 def _positions(batch, num_queries, num_keys, lengths, query_positions) -> Int[Array, "B T"]:

@@ -204,7 +204,31 @@ class PromptLayout:
         return blocks.swapaxes(axis, axis + 1).reshape(x.shape)
 
 
-def check_block_size(block_size: int | None) -> None:
+def named_block_size(
+    block_size: Placement, *, axes: tuple[str, ...], depends_on_positions: bool, name: str = "block_size"
+) -> int | None:
+    """Returns the placement that a call names. Without `axes` no keys are sharded, and none need be named.
+
+    Args:
+      depends_on_positions: whether the result depends on the keys' positions. Where it does not, `UNNAMED` is
+        contiguous: all placements give the same.
+      name: of the argument, for messages.
+    Raises:
+      ValueError: `block_size` is no placement, or `UNNAMED` although the result depends on it.
+    """
+    if block_size is not UNNAMED:
+        check_block_size(block_size, name)
+        return block_size
+    if axes and depends_on_positions:
+        raise ValueError(
+            f"{name} must be named where lengths, a causal rule or a window make the result depend on the order of "
+            "the keys: None for contiguous (shard i holds the i-th run of keys), b for block-cyclic (b keys to each "
+            f"shard in turn); got {block_size!r}. A KVCache is attended to by cache.attend(query)"
+        )
+    return None
+
+
+def check_block_size(block_size: int | None, name: str = "block_size") -> None:
     """Raises ValueError unless `block_size` is None (contiguous) or an integer of at least 1 (block-cyclic)."""
     if block_size is not None and not (is_integer(block_size) and block_size >= 1):
-        raise ValueError(f"block_size must be None (contiguous) or an integer of at least 1, got {block_size!r}")
+        raise ValueError(f"{name} must be None (contiguous) or an integer of at least 1, got {block_size!r}")

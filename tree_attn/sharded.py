@@ -26,8 +26,9 @@ from tree_attn.arguments import AttentionOptions, check_arrays, clip_to_int32
 from tree_attn.array_axes import ArrayAxes, array_axes, reshard
 from tree_attn.devices import default_platform
 from tree_attn.local import check_implementation
+from tree_attn.masking import depends_on_positions
 from tree_attn.mesh import AxisName, bound_axis_sizes, check_axes, checks_replication
-from tree_attn.placement import Shard, check_block_size
+from tree_attn.placement import UNNAMED, Placement, Shard, named_block_size
 
 EVERYWHERE = P()  # the same on every device
 Result = TypeVar("Result")
@@ -137,20 +138,34 @@ def is_nested_in_checked() -> bool:
 
 
 def check_call(
-    query, key, value, options: AttentionOptions, *, axes: tuple[str, ...], block_size: int | None, batch_parts: int = 1
-) -> None:
-    """Raises ValueError or TypeError, naming the argument, unless arrays, options and placement fit each other.
+    query,
+    key,
+    value,
+    options: AttentionOptions,
+    *,
+    axes: tuple[str, ...],
+    block_size: Placement,
+    batch_parts: int = 1,
+    is_prompt: bool = False,
+    needs_positions: bool = False,
+) -> int | None:
+    """Returns the placement of a call whose arrays and options fit each other.
 
     Args:
       axes: mesh axes; where they are bound, `key` and `value` are one of their shards.
       batch_parts: the number of parts of the batch, of which `key` and `value` hold one with whole sequences.
+      is_prompt: the queries are at the positions of the keys, and sharded as they are.
+      needs_positions: the result depends on the positions of the keys, whatever the options.
+    Raises:
+      ValueError, TypeError: an argument does not fit, or the placement must be named; the message names it.
     """
-    check_block_size(block_size)
     check_implementation(options.implementation)
     sequences = query if batch_parts == 1 else jax.eval_shape(lambda x: x[: x.shape[0] // batch_parts], query)
     check_arrays(sequences, key, value)
     num_shards = num_held_shards(axes) if batch_parts == 1 else 1
     options.check(query, key, value, num_keys=key.shape[1] * num_shards)
+    needs_positions |= depends_on_positions(options, query.shape[1] * (num_shards if is_prompt else 1))
+    return named_block_size(block_size, axes=axes, depends_on_positions=needs_positions)
 
 
 def pad_keys(
@@ -186,7 +201,7 @@ def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, bloc
 def check_one_device(**sharding) -> None:
     """Raises ValueError if an option of sharding is given without `axis_name`."""
     for name, value in sharding.items():
-        if value is not None:
+        if value is not None and value is not UNNAMED:
             raise ValueError(f"{name} must be None where axis_name is, got {value!r}")
 
 

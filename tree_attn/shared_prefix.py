@@ -40,7 +40,7 @@ from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard, check_block_size
+from tree_attn.placement import UNNAMED, Placement, Shard, named_block_size
 from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.sharded import (
     call_axes,
@@ -69,7 +69,7 @@ class PrefixLevel:
     lengths:    int32 `[nodes]`, valid keys of each node; None: all
     sequences:  for each node the indices of the sequences that it serves (static); a sequence has one node of a level
                 or none
-    block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; None: contiguous
+    block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; it must be named with lengths
     key_scale, value_scale: float32 `[K]`, of this level's keys and values; None: those of the call
 
     Example:
@@ -80,27 +80,31 @@ class PrefixLevel:
     value: Num[AnyArray, "nodes S K Hv"]
     sequences: tuple[tuple[int, ...], ...]
     lengths: Integer[AnyArray, " nodes"] | None = None
-    block_size: int | None = None
+    block_size: Placement = UNNAMED
     key_scale: Float[AnyArray, " K"] | None = None
     value_scale: Float[AnyArray, " K"] | None = None
 
-    def check(self, name: str, query, num_shards: int = 1) -> None:
-        """Raises ValueError or TypeError, naming the argument, unless the level fits `query [B, T, N, H]`.
+    def checked(self, name: str, query, axes: tuple[str, ...]) -> "PrefixLevel":
+        """Returns the level, which fits `query [B, T, N, H]`, with its placement named.
 
         Args:
           name: of the level, for messages.
-          num_shards: the number of shards of which `key` is one.
+          axes: mesh axes; where they are bound, `key` is one of their shards.
+        Raises:
+          ValueError, TypeError: it does not fit, or its placement must be named; the message names the argument.
         """
         batch = query.shape[0]
         _check_sequences(f"{name}.sequences", self.sequences, batch)
         nodes = len(self.sequences)
         with _named(name):
-            check_block_size(self.block_size)
             check_arrays(jax.ShapeDtypeStruct((nodes, *query.shape[1:]), query.dtype), self.key, self.value)
             if self.lengths is not None:
-                check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_shards)
+                check_lengths("lengths", self.lengths, nodes, self.key.shape[1] * num_held_shards(axes))
             for scale in ("key_scale", "value_scale"):
                 check_head_scale(scale, getattr(self, scale), num_kv_heads=self.key.shape[2])
+            has_lengths = self.lengths is not None
+            block_size = named_block_size(self.block_size, axes=axes, depends_on_positions=has_lengths)
+        return dataclasses.replace(self, block_size=block_size)
 
     def specs(self, axes: tuple[str, ...]) -> "PrefixLevel":
         """Returns the spec of each array, in its place, for keys sharded over `axes`."""
@@ -121,7 +125,7 @@ def hydragen_decode(
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
     shard_suffix: str = "sequence",
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
@@ -159,7 +163,6 @@ def hydragen_decode(
     attention = AttentionOptions(**options)
     one_of("shard_suffix", shard_suffix, ("sequence", "batch"))
     _check_levels(levels)
-    levels = tuple(levels)
     if axis_name is None:
         check_one_device(mesh=mesh, batch_axis_name=batch_axis_name, block_size=block_size, reduction=reduction)
         if shard_suffix != "sequence":
@@ -167,13 +170,13 @@ def hydragen_decode(
     axes = () if axis_name is None else axis_tuple(axis_name)
     reduction = check_reduction(reduction, axes) if axes else None
     by_batch = shard_suffix == "batch" and bool(axes)
-    num_held = num_held_shards(axes)
-    check_call(query, key, value, attention, axes=axes, block_size=block_size, batch_parts=num_held if by_batch else 1)
-    for i, level in enumerate(levels):
-        level.check(f"levels[{i}]", query, num_held)
     if by_batch:
-        _check_batch(key.shape[0], axes, mesh)
-    else:
+        _check_batch(query, axes, mesh)
+        block_size = None if block_size is UNNAMED else block_size  # whole suffixes have no placement
+    parts = num_held_shards(axes) if by_batch else 1
+    block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, batch_parts=parts)
+    levels = tuple(level.checked(f"levels[{i}]", query, axes) for i, level in enumerate(levels))
+    if not by_batch:
         key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     levels = tuple(_padded(f"levels[{i}]", level, axes, mesh) for i, level in enumerate(levels))
     batch_axes: tuple[str, ...] = ()
@@ -204,7 +207,8 @@ def bifurcated_decode(
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
+    prefix_block_size: Placement = UNNAMED,
     shard_suffix: str = "sequence",
     reduction: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
@@ -221,6 +225,8 @@ def bifurcated_decode(
       prefix_key: `[S, K, H]`; prefix_value: `[S, K, Hv]`: the context, held once.
       key: `[B, D, K, H]`; value: `[B, D, K, Hv]`: each sample's continuation.
       prefix_length: valid keys of the context; default: all.
+      prefix_block_size: placement of the context, as `block_size` is that of the continuations; it must be named where
+        the context is sharded and has a `prefix_length`.
       axis_name, mesh, batch_axis_name, block_size, shard_suffix, reduction, return_lse, options: as in
         `hydragen_decode`.
     Returns:
@@ -238,16 +244,21 @@ def bifurcated_decode(
         if not hasattr(x, "shape") or not hasattr(x, "dtype") or len(x.shape) != rank:
             raise ValueError(f"{name} must be {layout}, got shape {shape_and_dtype(x)[0]}")
     axes = () if axis_name is None else axis_tuple(axis_name)
-    num_held = num_held_shards(axes)
     whole = (tuple(range(query.shape[0])),)
     shapes = {
         name: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for name, x in (("key", prefix_key), ("value", prefix_value))
     }
-    PrefixLevel(sequences=whole, **shapes).check("prefix_key, prefix_value", query, num_held)
+    PrefixLevel(sequences=whole, **shapes).checked("prefix_key, prefix_value", query, axes)
+    prefix_block_size = named_block_size(
+        prefix_block_size, axes=axes, depends_on_positions=prefix_length is not None, name="prefix_block_size"
+    )
     if prefix_length is not None:
-        check_lengths("prefix_length", prefix_length, None, prefix_key.shape[0] * num_held)
+        check_lengths("prefix_length", prefix_length, None, prefix_key.shape[0] * num_held_shards(axes))
         prefix_length = clip_to_int32(prefix_length)[None]
-    level = PrefixLevel(key=prefix_key[None], value=prefix_value[None], lengths=prefix_length, sequences=whole)
+    level = PrefixLevel(
+        key=prefix_key[None], value=prefix_value[None], lengths=prefix_length, sequences=whole,
+        block_size=prefix_block_size,
+    )  # fmt: skip
     return hydragen_decode(
         query, [level], key, value, axis_name=axis_name, mesh=mesh, batch_axis_name=batch_axis_name,
         block_size=block_size, shard_suffix=shard_suffix, reduction=reduction, return_lse=return_lse, **options,
@@ -296,11 +307,12 @@ def _check_sequences(name: str, sequences, batch: int) -> None:
         raise ValueError(f"{name} must name sequences of the batch of {batch}, none twice, got {sequences}")
 
 
-def _check_batch(num_sequences: int, axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    if not is_local(axes) and num_sequences % num_mesh_shards(axes, mesh):
+def _check_batch(query, axes: tuple[str, ...], mesh: Mesh | None) -> None:
+    num_sequences = (*np.shape(query), 0)[0]
+    num_devices = num_held_shards(axes) if is_local(axes) else num_mesh_shards(axes, mesh)
+    if num_sequences % num_devices:
         raise ValueError(
-            f"shard_suffix='batch' needs as many sequences as a multiple of {num_mesh_shards(axes, mesh)} devices, "
-            f"got {num_sequences}"
+            f"shard_suffix='batch' needs as many sequences as a multiple of {num_devices} devices, got {num_sequences}"
         )
 
 

@@ -78,7 +78,7 @@ def step_of_attention(
     arrays = {name: x for name, x in options.items() if isinstance(x, jax.ShapeDtypeStruct)}
     static = {name: x for name, x in options.items() if name not in arrays}
     mosaic_gpu.unavailable = lambda: None
-    static |= dict(axis_name="seq", mesh=mesh, reduction="fused", implementation="mosaic_gpu")
+    static |= dict(axis_name="seq", mesh=mesh, block_size=None, reduction="fused", implementation="mosaic_gpu")
     step = functools.partial(tree_decode, **static)
     operands = shape(P(), jnp.bfloat16, 1, num_queries, num_kv_heads * group, head_dim), stored, stored
     return jax.jit(step).trace(*operands, **arrays).lower().compile().as_text()

@@ -96,7 +96,7 @@ def test_it_lowers_to_three_kernels_or_as_many_as_a_choice_takes(call):
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("selection, group, kernels", [("global", 1, 3), ("per_shard", 1, 3), ("global", 4, 4)])
 def test_it_lowers_within_a_sharded_program(selection, group, kernels):
-    where = dict(axis_name="seq", mesh=make_mesh({"seq": 2}), selection=selection)
+    where = dict(axis_name="seq", mesh=make_mesh({"seq": 2}), block_size=None, selection=selection)
     call = Call(lengths=(900,), slots=1024, group=group, reallocate=group == 1)
     assert len(re.findall("custom_call @mosaic_gpu", lowered(call, **where))) == kernels
 

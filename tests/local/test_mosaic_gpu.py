@@ -76,7 +76,9 @@ def test_in_a_checked_shard_map_its_result_varies_as_the_keys_do():
 def test_it_lowers_within_a_sharded_program():
     """Shapes carry the mesh there, and jax.numpy's use of it did once not lower."""
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    decode = partial(tree_decode, mesh=make_mesh({"seq": 2}), axis_name="seq", implementation="mosaic_gpu")
+    decode = partial(
+        tree_decode, mesh=make_mesh({"seq": 2}), axis_name="seq", block_size=None, implementation="mosaic_gpu"
+    )
     text = lowered(
         lambda query, key, value, lengths: decode(query, key, value, key_value_seq_lengths=lengths),
         shape(2, 1, 4, 128), shape(2, 512, 2, 128), shape(2, 512, 2, 128), jax.ShapeDtypeStruct((2,), jnp.int32),

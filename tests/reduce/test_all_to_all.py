@@ -24,7 +24,9 @@ def inputs(dtype=np.float32):
 
 def decoded(axis_sizes, arrays, **options):
     mesh, axes = make_mesh(axis_sizes), tuple(axis_sizes)
-    decode = functools.partial(tree_decode, axis_name=axes, mesh=mesh, shard_heads=True, return_lse=True, **options)
+    decode = functools.partial(
+        tree_decode, axis_name=axes, mesh=mesh, block_size=None, shard_heads=True, return_lse=True, **options
+    )
     return SoftmaxState(*jax.jit(decode)(*arrays))
 
 
@@ -48,7 +50,7 @@ def test_narrow_out_is_merged_in_float32_and_rounded_once():
 
 def test_within_a_callers_shard_map_it_is_this_devices_heads():
     arrays, mesh = inputs(), make_mesh({"seq": 4})
-    decode = functools.partial(tree_decode, axis_name="seq", shard_heads=True, sinks=SINKS)
+    decode = functools.partial(tree_decode, axis_name="seq", block_size=None, shard_heads=True, sinks=SINKS)
     along_keys = P(None, "seq")
     mapped = jax.shard_map(
         decode, mesh=mesh, in_specs=(P(), along_keys, along_keys), out_specs=P(None, None, "seq"), check_vma=False

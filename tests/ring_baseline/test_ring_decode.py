@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_state
-from attention_cases import HEAD_SCALES, KEYS, NARROW, OPTIONS, Case
+from attention_cases import HEAD_SCALES, KEYS, NARROW, OPTIONS, SINKS, Case
 from dense import dense_attention
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +19,8 @@ VARIANTS = ["overlapped", "public"]
 
 
 def ring_on(num_devices, **options):
-    return partial(ring_decode, axis_name="seq", mesh=make_mesh({"seq": num_devices}), return_lse=True, **options)
+    options = {"block_size": None, "return_lse": True} | options
+    return partial(ring_decode, axis_name="seq", mesh=make_mesh({"seq": num_devices}), **options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -69,7 +70,9 @@ def test_inside_a_shard_map_over_two_axes_every_device_holds_the_same_bits(varia
     axes, options = ("device", "node"), dict(key_value_seq_lengths=np.array([36, 10], np.int32), is_causal=True)
 
     def on_device(query, key, value):
-        state = ring_decode(query, key, value, axis_name=axes, variant=variant, return_lse=True, **options)
+        state = ring_decode(
+            query, key, value, axis_name=axes, block_size=None, variant=variant, return_lse=True, **options
+        )
         return jax.tree.map(lambda x: x[None], state)
 
     everywhere = jax.jit(
@@ -99,6 +102,15 @@ def test_tree_ring_and_one_device_agree():
     arrays = Case().arrays()
     options = OPTIONS["everything"] | {"key_value_seq_lengths": np.array([KEYS, 5], np.int32)}
     alone = jax.jit(partial(attend, **options))(*arrays)
-    tree = partial(tree_decode, axis_name="seq", mesh=make_mesh({"seq": 8}), return_lse=True)
+    tree = partial(tree_decode, axis_name="seq", mesh=make_mesh({"seq": 8}), block_size=None, return_lse=True)
     for sharded in (tree, *(ring_on(8, variant=variant) for variant in VARIANTS)):
         assert_state(jax.jit(partial(sharded, **options))(*arrays), alone)
+
+
+@pytest.mark.parametrize("variant", ["overlapped", "public"])
+def test_over_no_keys_it_is_empty_but_for_the_sinks(variant):
+    query, key, _ = Case().arrays()
+    decode = jax.jit(ring_on(2, variant=variant, sinks=SINKS))
+    out, lse = decode(query, key[:, :0], key[:, :0])
+    assert not np.asarray(out).any()
+    np.testing.assert_array_equal(lse, np.broadcast_to(SINKS, lse.shape))

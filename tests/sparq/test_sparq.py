@@ -64,7 +64,7 @@ def test_all_components_and_all_keys_are_dense_attention(dtype, reallocate):
 def test_sequences_without_keys_and_queries_of_zeros(selection):
     query, key, value = arrays()
     lengths = np.array([0, 13], np.int32)
-    where = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), selection=selection)
+    where = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=None, selection=selection)
     call = functools.partial(sparq_decode, return_lse=True, **CHOICE, **where)
     out, lse = jax.jit(lambda *x: call(*x[:3], key_value_seq_lengths=x[3]))(jnp.zeros_like(query), key, value, lengths)
     assert np.isneginf(lse[0]).all() and not np.asarray(out[0]).any()
@@ -122,7 +122,7 @@ def test_the_choice_per_shard_is_that_of_each_shard_merged(reallocate):
     query, key, value = arrays(group=2)
     mean = np.stack([np.asarray(value)[b, :length].mean(axis=0) for b, length in enumerate(LENGTHS)])
     options = dict(num_components=5, reallocate=reallocate, value_mean=jnp.asarray(mean))
-    where = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), selection="per_shard")
+    where = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=None, selection="per_shard")
     got = decode(query, key, value, num_keys=8, **where, **options)
     states = []
     for shard in range(3):
@@ -137,7 +137,7 @@ def test_the_choice_per_shard_is_that_of_each_shard_merged(reallocate):
 def test_inside_a_callers_shard_map_with_keys_by_component_and_the_mean_at_hand():
     query, key, value = arrays()
     mean = np.stack([np.asarray(value)[b, :length].mean(axis=0) for b, length in enumerate(LENGTHS)])
-    call = functools.partial(sparq_decode, axis_name="seq", return_lse=True, **CHOICE)
+    call = functools.partial(sparq_decode, axis_name="seq", block_size=None, return_lse=True, **CHOICE)
 
     def body(query, key, value, by_component, mean):
         return call(query, key, value, key_by_component=by_component, value_mean=mean, key_value_seq_lengths=LENGTHS)
@@ -152,7 +152,7 @@ def test_inside_a_callers_shard_map_with_keys_by_component_and_the_mean_at_hand(
     )
     got = jax.jit(mapped)(query, key, value, key.transpose(0, 2, 3, 1), jnp.asarray(mean))
     assert_state(got, decode(query, key, value, **CHOICE))
-    sharded = decode(query, key, value, key_by_component=key.transpose(0, 2, 3, 1), axis_name="seq",
+    sharded = decode(query, key, value, key_by_component=key.transpose(0, 2, 3, 1), axis_name="seq", block_size=None,
                      mesh=make_mesh({"seq": 3}), value_mean=jnp.asarray(mean), **CHOICE)  # fmt: skip
     assert_state(sharded, got)
 
@@ -170,7 +170,7 @@ def test_collectives_are_those_documented(selection, reductions):
     query, key, value = arrays()
     mesh = make_mesh({"seq": 3})
     call = functools.partial(
-        sparq_decode, axis_name="seq", mesh=mesh, selection=selection, value_mean=jnp.zeros((B, 2, H)),
+        sparq_decode, axis_name="seq", mesh=mesh, block_size=None, selection=selection, value_mean=jnp.zeros((B, 2, H)),
         reduction="allreduce", **CHOICE,
     )  # fmt: skip
     lowered = jax.jit(call).lower(query, key, value).as_text(dialect="hlo")

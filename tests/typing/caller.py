@@ -36,9 +36,11 @@ query = jnp.ones((1, 1, 8, 64))
 key = value = jnp.ones((1, 1024, 2, 64))
 lengths = jnp.array([700])
 
-tree_decode(query, key, value, axis_name="seq", mesh=mesh, key_value_seq_lengths=lengths, is_causal=True)
+tree_decode(query, key, value, axis_name="seq", mesh=mesh, block_size=None, is_causal=True)
 tree_decode(query, key, value, axis_name=("device", "node"), reduction=("fused", "gather"), return_lse=True)
-tree_decode(query, key, value, axis_name="seq", key_value_seq_lengths=np.array([700]), local_window_size=(128, None))
+tree_decode(query, key, value, axis_name="seq", block_size=1, key_value_seq_lengths=np.array([700]))
+tree_decode(query, key, value, axis_name="seq", block_size=1, local_window_size=(128, None))
+tree_decode(query, key, value, axis_name="seq", block_size="1")  # type: ignore[arg-type]
 tree_decode(query, key, value, axis_name="seq", is_casual=True)  # type: ignore[call-arg]
 tree_decode(query, key, value)  # type: ignore[call-arg]
 tree_decode(query, key, value, axis_name="seq", logits_soft_cap="30")  # type: ignore[arg-type]
@@ -48,7 +50,7 @@ merged: SoftmaxState = merge_state(state, state)
 merge_states(merged, axis=0)
 attend(query, key, value, return_lse=True)  # type: ignore[call-arg]
 
-ring_decode(query, key, value, axis_name="seq", mesh=mesh, key_value_seq_lengths=lengths)
+ring_decode(query, key, value, axis_name="seq", mesh=mesh, block_size=1, key_value_seq_lengths=lengths)
 ring_attention(query, key, value, axis_name="seq", mesh=mesh, block_size=1, return_lse=True)
 lean_decode(query, key[0], value[0], jnp.array([0, 1024]), return_lse=True, scale=0.1)
 paged_decode(query, key, value, jnp.zeros((1, 16), jnp.int32), lengths, logits_soft_cap=30.0)

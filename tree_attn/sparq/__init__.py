@@ -35,7 +35,7 @@ from tree_attn.arguments import (
 from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import Shard
+from tree_attn.placement import UNNAMED, Placement, Shard
 from tree_attn.reduce import Reduction, check_reduction, reduce_state
 from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
 from tree_attn.sparq import hopper, xla
@@ -62,7 +62,7 @@ def sparq_decode(
     axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
-    block_size: int | None = None,
+    block_size: Placement = UNNAMED,
     selection: str = "global",
     score_temperature: str = "coverage",
     reduction: str | tuple[str, ...] | None = None,
@@ -102,7 +102,7 @@ def sparq_decode(
         bfloat16 or float16, G up to 8, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4.
         They have no gradient. The logger `tree_attn` has at DEBUG why they are not used.
       axis_name, mesh, batch_axis_name, block_size, reduction, return_lse: as in `tree_attn.tree_decode`. Without
-        `axis_name` all is on one device.
+        `axis_name` all is on one device. A local window too makes the result depend on `block_size`.
       selection: "global" or "per_shard".
       score_temperature: tau: "coverage", as above, or for ablations (Figure 7b) "head_dim", sqrt(H), or
         "num_components", sqrt(r). Without groups and reallocation nothing depends on it.
@@ -132,7 +132,9 @@ def sparq_decode(
         sparq = dataclasses.replace(sparq, reallocate=query.shape[2] == key.shape[2])
     reduction = check_reduction(reduction, axes) if axes else None
     attention = AttentionOptions(**options)
-    check_call(query, key, value, attention, axes=axes, block_size=block_size)
+    block_size = check_call(
+        query, key, value, attention, axes=axes, block_size=block_size, needs_positions=local_window > 0
+    )
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _SparqDecode(options=sparq, axes=axes, mesh=mesh, block_size=block_size, reduction=reduction)
     of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
