@@ -63,12 +63,17 @@ def test_signatures_show_the_options(function):
 
 @pytest.mark.parametrize("function", WITHOUT, ids=lambda function: function.__name__)
 def test_an_unknown_option_is_named(function):
-    """The message lists the options that there are; an option of other functions is as unknown as a typing error."""
+    """The message lists what there is; an option of other functions is as unknown as a typing error."""
     for name in ("is_casual", *WITHOUT[function]):
         with pytest.raises(
             TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument '{name}'; .*sinks"
         ):
             function(**{name: None})
+
+
+def test_the_message_lists_the_keyword_arguments_of_the_function_too():
+    with pytest.raises(TypeError, match=r"'blocksize'; its keyword arguments are axis_name, mesh, block_size, .*sinks"):
+        tree_attn.tree_decode(None, None, None, blocksize=1)
 
 
 def test_a_function_can_take_a_few_options():

@@ -148,7 +148,7 @@ def takes_options(
       defaults: the defaults that differ from those of `AttentionOptions`.
     Returns:
       A decorator. The decorated function raises TypeError for a keyword argument that it does not take, with its name
-      and the options that there are.
+      and the keyword arguments that there are.
 
     Example:
       >>> @takes_options(without=("sinks",), is_causal=True)
@@ -171,8 +171,9 @@ def takes_options(
             if field.name in typing.get_type_hints(declared) and field.name not in without
             if only is None or field.name in only
         ]
-        names = [option.name for option in options]
-        known = {*names, *(parameter.name for parameter in parameters)}
+        keyword_only = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        keyword_only += [option.name for option in options]
+        known = {*keyword_only, *(parameter.name for parameter in parameters)}
         flags = [parameter.name for parameter in parameters if isinstance(parameter.default, bool)]
 
         @functools.wraps(function)
@@ -181,7 +182,7 @@ def takes_options(
                 if name not in known:
                     raise TypeError(
                         f"{function.__name__}() got an unexpected keyword argument {name!r}; "
-                        f"its attention options are {', '.join(names)}"
+                        f"its keyword arguments are {', '.join(keyword_only)}"
                     )
             for name in flags:
                 check_flag(name, keyword_arguments.get(name, False))
