@@ -218,7 +218,7 @@ def named_block_size(
     """
     if block_size is not UNNAMED:
         check_block_size(block_size, name)
-        return block_size
+        return None if block_size is None else int(block_size)
     if axes and depends_on_positions:
         raise ValueError(
             f"{name} must be named where lengths, a causal rule or a window make the result depend on the order of "

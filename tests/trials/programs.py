@@ -115,6 +115,8 @@ def _call(case, mesh, operands: dict):
         named |= {f"prefix_{name}": operands[f"level0_{name}"] for name in ("key", "value")}
         if "level0_lengths" in operands:
             named["prefix_length"] = operands["level0_lengths"][0]
+        if case.mesh:
+            named["prefix_block_size"] = case.levels[0].block_size
     return function(**named, return_lse=True)
 
 
