@@ -327,7 +327,7 @@ SHARDED = {
         r"variant must be one of .*'fast'",
     ),
     "fewer_queries_than_keys_in_prefill": (
-        lambda devices: prefill(mesh=devices.mesh),
+        lambda devices: prefill(mesh=devices.mesh, block_size=1),
         ValueError,
         r"query must have one position per key, S = 12, got T = 3",
     ),
