@@ -72,7 +72,9 @@ def test_an_unknown_option_is_named(function):
 
 
 def test_the_message_lists_the_keyword_arguments_of_the_function_too():
-    with pytest.raises(TypeError, match=r"'blocksize'; its keyword arguments are axis_name, mesh, block_size, .*sinks"):
+    with pytest.raises(
+        TypeError, match=r"'blocksize'; its keyword arguments are axis_name, mesh, .*block_size, .*sinks"
+    ):
         tree_attn.tree_decode(None, None, None, blocksize=1)
 
 

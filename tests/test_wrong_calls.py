@@ -238,7 +238,7 @@ SHARDED = {
         r"batch_axis_name \('data',\) must name axes of the mesh \('seq',\) beside axis_name .*, got \['data'\]",
     ),
     "prefill_batch_axis_of_the_sequence": (
-        lambda devices: prefill(query=PROMPT, mesh=devices.mesh, batch_axis_name="seq"),
+        lambda devices: prefill(query=PROMPT, mesh=devices.mesh, batch_axis_name="seq", block_size=1),
         ValueError,
         r"batch_axis_name \('seq',\) must name axes .*, got \['seq'\]",
     ),
