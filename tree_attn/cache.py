@@ -156,7 +156,9 @@ class KVCache(CacheReads):
     def write(self, key, value, layer: int | Array | None = None) -> "KVCache":
         """Writes T new tokens `[B, T, K, H]` at positions `lengths .. lengths + T`, without counting them.
 
-        A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache.
+        A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache. `attend` with
+        `num_new=T` sees the tokens before they are counted. To write others in their place, call `with_lengths` first
+        where the sum of the values is kept: it counts whatever was written.
         """
         check_new(key, value, self.arrays, layer)
         return dataclasses.replace(self, arrays=self.arrays.write(key, value, self.lengths, layer))
