@@ -1,0 +1,44 @@
+"""A few hundred draws of the trials, with a fixed seed: each function and each mode is met.
+
+`python3 -m tests.trials` runs more of them.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from . import attention, caches, minimal
+
+# Every function in the first mode, then each mode with as many functions as it takes to meet each function three times.
+MODES = ("jit", "shard_map", "remat", "vmap", "shard_map_unchecked", "x64", "eager")
+PROGRAMS = [(function, "jit", None) for function in attention.FUNCTIONS]
+PROGRAMS += [
+    (function, mode, "inside" if mode.startswith("shard_map") and i % 2 else None)
+    for i, (mode, function) in enumerate(zip(itertools.cycle(MODES[1:]), 2 * attention.FUNCTIONS))
+]
+NUM_CACHES = 6
+
+
+def assert_nothing_wrong(subject, case):
+    fault = subject.check(case)
+    if fault is not None:
+        pytest.fail("{1}\n{0!r}".format(*minimal(subject, case, fault, seconds=60)))
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_attention(number):
+    function, mode, gradient = PROGRAMS[number]
+    rng = np.random.default_rng([21, number])
+    assert_nothing_wrong(attention, attention.draw(rng, function=function, mode=mode, gradient=gradient, num_fills=8))
+
+
+@pytest.mark.parametrize("number", range(NUM_CACHES))
+def test_caches(number):
+    assert_nothing_wrong(caches, caches.draw(np.random.default_rng([21, number])))
+
+
+def test_a_reproducer_is_the_case():
+    for subject in (attention, caches):
+        case = subject.draw(np.random.default_rng(1))
+        assert eval(repr(case), dict(vars(subject))) == case
