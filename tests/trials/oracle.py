@@ -11,6 +11,8 @@ import dataclasses
 
 import numpy as np
 
+SLOPE_ROUNDING = 0.03  # in units of the tolerance, which is some hundred times float32's
+
 
 def visible(num_keys, lengths, positions, *, is_causal=False, window=None) -> np.ndarray:
     """Returns which of the keys at positions 0, 1, ... each query sees, bool `[B, T, S]`.
@@ -52,6 +54,7 @@ class Attention:
     weights: np.ndarray  # [B, T, N, S]
     sink_weight: np.ndarray  # [B, T, N]
     largest_logit: float
+    is_capped: bool
     out: np.ndarray
     lse: np.ndarray
 
@@ -68,7 +71,9 @@ class Attention:
         by_weight = np.einsum("btnv,bsnv->btns", of_out, value)
         along_out = (of_out * out).sum(-1)
         of_logits = self.weights * (by_weight + minus * along_out[..., None] + of_lse[..., None])
-        of_products = size(self.scale) * self.slope * of_logits
+        # Float32 has the slope to within its rounding of 1, also where the cap is all but flat.
+        slope = self.slope + (SLOPE_ROUNDING if absolute and self.is_capped else 0.0)
+        of_products = size(self.scale) * slope * of_logits
         gradient = {
             "query": np.einsum("btns,bsnh->btnh", of_products, key),
             "key": np.einsum("btns,btnh->bsnh", of_products, query),
@@ -117,7 +122,7 @@ def attention(query, key, value, sees, *, scale: float, cap=None, sinks=None, so
     finite = logits[np.isfinite(logits)]
     return Attention(
         query, key, value, source, scale, slope, weights, sink_term / safe,
-        float(np.abs(finite).max(initial=0.0)), np.where(is_nan[..., None], np.nan, out), lse,
+        float(np.abs(finite).max(initial=0.0)), cap is not None, np.where(is_nan[..., None], np.nan, out), lse,
     )  # fmt: skip
 
 

@@ -28,7 +28,10 @@ def run(case, operands: dict, cotangents=None) -> tuple:
     mesh, program = program_of(case, cotangents is not None)
     with _mode(case, mesh):
         arrays = {name: _placed(case, mesh, name, x) for name, x in operands.items()}
-        more = () if cotangents is None else (jax.tree.map(jnp.asarray, cotangents),)
+        more = ()
+        if cotangents is not None:
+            named = zip(("out", "lse"), cotangents)
+            more = (tuple(None if x is None else _placed(case, mesh, name, x) for name, x in named),)
         return program(arrays, *more)
 
 
@@ -87,7 +90,8 @@ def _mode(case, mesh):
 
 
 def _placed(case, mesh, name: str, x):
-    if not case.placed or mesh is None:
+    needs_place = case.placed or (case.explicit and case.mode.startswith("shard_map"))
+    if not needs_place or mesh is None:
         return x if case.mode == "eager" and name in INTEGERS else jnp.asarray(x)
     return jax.device_put(x, NamedSharding(mesh, specs(case).get(name, P())))
 
