@@ -97,8 +97,8 @@ def tests_of(path: str) -> tuple[str, ...]:
     folder = str(pathlib.Path(path).parent)
     names = TESTS.get(path) or TESTS.get(folder)
     if names is None:
-        beside = pathlib.Path(folder).relative_to("tree_attn") / f"test_{pathlib.Path(path).stem}.py"
-        names = (str(beside),)
+        own_tests = pathlib.Path(folder).relative_to("tree_attn") / f"test_{pathlib.Path(path).stem}.py"
+        names = (str(own_tests),)
     return tuple(f"tests/{name}" for name in names if (ROOT / "tests" / name).exists())
 
 
