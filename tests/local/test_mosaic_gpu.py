@@ -55,21 +55,23 @@ def test_int8_is_refused_by_name_and_passed_over():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_in_a_checked_shard_map_its_result_varies_as_the_keys_do():
-    """A result typed as the same everywhere would get the sum of all devices' cotangents."""
-    along, mesh, varying = P(None, "seq"), make_mesh({"seq": 2}), []
+def test_a_checked_shard_map_is_refused_by_name_and_passed_over():
+    """Its types enter the kernel with the operands, and the kernel's loops do not type-check."""
+    along, shape = P(None, "seq"), lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    shapes = shape(1, 1, 4, 64), *2 * (shape(1, 512, 2, 64),), jax.ShapeDtypeStruct((1,), jnp.int32)
 
-    def loss(query, key):
-        state = attend(query, key, key, implementation="mosaic_gpu")
-        varying.append([jax.typeof(x).mat.varying for x in state])
-        return jax.lax.psum(state.out.sum(), "seq")
+    def decode(implementation, check_vma=True):
+        step = lambda query, key, value, lengths: tree_decode(
+            query, key, value, axis_name="seq", block_size=None, key_value_seq_lengths=lengths, reduction="gather",
+            implementation=implementation,
+        )  # fmt: skip
+        mesh, specs = make_mesh({"seq": 2}), (P(), along, along, P())
+        return jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
 
-    gradient = jax.shard_map(
-        jax.value_and_grad(loss, (0, 1)), mesh=mesh, in_specs=(P(), along), out_specs=(P(), (P(), along))
-    )
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    assert "@mosaic_gpu" in lowered(gradient, shape(1, 1, 4, 64), shape(1, 512, 2, 64))
-    assert varying and all(axes == {"seq"} for pair in varying for axes in pair)
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu does not run .* inside a shard_map with check_vma=True"):
+        jax.eval_shape(decode("mosaic_gpu"), *shapes)
+    assert "@mosaic_gpu" not in lowered(decode(None), *shapes)
+    assert "@mosaic_gpu" in lowered(decode("mosaic_gpu", check_vma=False), *shapes)
 
 
 @pytest.mark.usefixtures("anywhere")

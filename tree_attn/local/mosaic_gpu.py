@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from tree_attn.devices import default_platform
 from tree_attn.local import xla
 from tree_attn.masking import Visibility
-from tree_attn.mesh import vary_as
+from tree_attn.mesh import varying_axes
 from tree_attn.state import SoftmaxState, merge_state
 
 OLDEST_JAX = (0, 11)
+# The types of a checked `shard_map` enter a kernel with its operands, and its loops do not type-check.
+CHECKED = "mosaic_gpu does not run on sharded arrays inside a shard_map with check_vma=True"
 
 
 def unavailable() -> str | None:
@@ -34,6 +36,8 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
     """Returns which option the kernel cannot do, or None."""
     from tree_attn.kernels import lean_layout as limits
 
+    if varying_axes((query, key, value)):
+        return CHECKED
     num_queries, num_heads, head_dim = query.shape[1:]
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"mosaic_gpu supports dtype bfloat16 and float16, not {query.dtype}"
@@ -128,10 +132,9 @@ def _lean_padded(
     """Runs the kernel over `[B, S, K, H]` with any mask that `visible` holds."""
     spans = None if visible.is_total else visible.slot_ranges()
     options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales)
-    state = lean_state(
+    return lean_state(
         query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, **options
     )
-    return state if exchange is not None else vary_as(state, query)  # a kernel's results lack the type
 
 
 def lean_state(

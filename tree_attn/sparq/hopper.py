@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from tree_attn.local import mosaic_gpu
 from tree_attn.masking import Visibility
+from tree_attn.mesh import varying_axes
 from tree_attn.sparq.options import SparqCall
 from tree_attn.sparq.xla import Choice, choose_candidates, lse_over_shards
 from tree_attn.state import SoftmaxState
@@ -28,6 +29,8 @@ def why_not(query, key, value, key_by_component, call: SparqCall) -> str | None:
             f"a local_window of at most the {call.max_keys_per_shard} keys that a shard keeps, not "
             f"{call.options.local_window}"
         )
+    if varying_axes((query, key, value)):
+        return mosaic_gpu.CHECKED
     reason = mosaic_gpu.unavailable()
     if reason is not None:
         return reason
