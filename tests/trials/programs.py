@@ -117,6 +117,7 @@ def _call(case, mesh, operands: dict):
         named["levels"] = [_level(case, i, operands) for i in range(len(case.levels))]
     if case.function == "bifurcated_decode":
         named |= {f"prefix_{name}": operands[f"level0_{name}"] for name in ("key", "value")}
+        named |= {"prefix_block_size": case.levels[0].block_size} if case.axis else {}
         if "level0_lengths" in operands:
             named["prefix_length"] = operands["level0_lengths"][0]
         if case.mesh:
@@ -153,9 +154,13 @@ def differentiated(case, operands: dict) -> list[str]:
 def _with_gradient(case, call, operands: dict, cotangents):
     chosen = {name: operands[name] for name in differentiated(case, operands)}
     result, pull = jax.vjp(lambda chosen: call(operands | chosen), chosen)
-    out, lse = result
-    of_out, of_lse = cotangents
-    return result, pull((None if out is None else of_out.astype(out.dtype), of_lse.astype(lse.dtype)))[0]
+    like = lambda x, of_x: None if x is None else _sharded_as(case, x, of_x.astype(x.dtype))
+    return result, pull(tuple(map(like, result, cotangents)))[0]
+
+
+def _sharded_as(case, x, of_x):
+    """Returns a cotangent with the type of its result, which on Explicit meshes names the sharding."""
+    return jax.sharding.reshard(of_x, jax.typeof(x).sharding) if case.explicit and case.mode != "eager" else of_x
 
 
 def _over_batch(case, mesh):
