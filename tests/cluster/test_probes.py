@@ -53,3 +53,12 @@ def test_in_a_large_run_one_rank_of_each_node_watches_the_others():
     assert partners(0, hosts) == set(range(8, 256, 8)) and partners(8, hosts) == set(range(0, 256, 8)) - {8}
     assert partners(9, hosts) == set()
     assert partners(1, hosts[:16]) == set(range(16)) - {1}
+
+
+def test_in_the_largest_runs_a_rank_hears_no_more_than_its_socket_holds():
+    hosts = [f"n{rank // 2}" for rank in range(1200)]
+    of_rank = {rank: partners(rank, hosts) for rank in range(1200)}
+    assert of_rank[0] == set(range(2, 1200, 2))
+    assert max(len(of_rank[rank]) for rank in range(1, 1200)) == 129
+    assert all(rank in of_rank[other] for rank, others in of_rank.items() for other in others - {0})
+    assert all(0 in of_rank[rank] for rank in range(2, 1200, 2))

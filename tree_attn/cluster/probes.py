@@ -7,20 +7,28 @@ from collections.abc import Sequence
 
 from tree_attn.cluster.rollcall import Members
 
-_MOST_PARTNERS = 128  # a socket's buffer holds some 500 datagrams, and is read once in a beat
+_MOST_PARTNERS = 128  # a socket's buffer holds some 250 datagrams, and is read once in a beat
 
 
 def partners(rank: int, hosts: Sequence[str]) -> set[int]:
     """Returns the ranks that `rank` exchanges datagrams with: all others, or in large runs one rank of each other node.
 
+    On more than 128 nodes those are the 128 nearest ones and rank 0's, by which a rank knows that datagrams pass.
+
     Example:
       >>> partners(1, ["n1", "n2", "n3"])
       {0, 2}
     """
-    ranks = range(len(hosts))
+    ranks = list(range(len(hosts)))
     if len(hosts) > _MOST_PARTNERS:
-        ranks = {host: rank for rank, host in reversed(list(enumerate(hosts)))}.values()
-    return set(ranks) - {rank} if rank in ranks else set()
+        ranks = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
+    if rank not in ranks:
+        return set()
+    if rank and len(ranks) > _MOST_PARTNERS:
+        place = ranks.index(rank)
+        near = range(place - _MOST_PARTNERS // 2, place + _MOST_PARTNERS // 2 + 1)
+        ranks = [0, *(ranks[number % len(ranks)] for number in near)]
+    return set(ranks) - {rank}
 
 
 class Probes:
