@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from tree_attn.cluster.agreement import Agreement
@@ -34,6 +35,8 @@ from tree_attn.cluster.progress import Limits, Progress, Report
 from tree_attn.cluster.rollcall import Members
 from tree_attn.cluster.strangers import Strangers
 from tree_attn.cluster.verdict import PART_S, deliver
+
+_REST_S = 1e-4  # for each peer: of hundreds, the reports of several are read at once, not each by a look at all
 
 
 @dataclasses.dataclass
@@ -128,7 +131,9 @@ class Watchdog:
                 # The bell wakes it for a report of this process.
                 sources = [self._bell, *(peer.channel for peer in self._peers.values()), *self._strangers.sources()]
                 due_s = min(next_beat_s, self._faults.due_s(len(self._peers)))
-                for source in readable(sources, due_s - self._clock.now()):
+                arrived = readable(sources, due_s - self._clock.now())
+                time.sleep(_REST_S * len(self._peers))
+                for source in arrived:
                     self._take(source)
                 is_new = sent != (sent := (self._stage, self._is_leaving, self._own_fault))
                 now = self._clock.now()
