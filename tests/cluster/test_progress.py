@@ -53,6 +53,16 @@ def test_a_rank_that_goes_on_is_not_stuck():
         assert progress.faults(290.0 * number, name_of) == []
 
 
+def test_a_later_step_may_take_as_long_as_the_first_with_its_compilation():
+    """A prompt that takes a free place in the batch is compiled for and read between two steps."""
+    progress = Progress(range(2), STAGES, LIMITS, now_s=0.0)
+    for now, number in ((0.0, 0), (400.0, 1), (401.0, 2)):
+        for rank in range(2):
+            progress.note(rank, Report(3, number), now)
+    assert progress.faults(401.0 + 1200.0, name_of) == []
+    assert progress.faults(401.0 + 1201.0, name_of) == [(0, "no rank has ended a step for 1200 s: all are at step 2")]
+
+
 CUT = "do not hear each other for 30 s, and rank 0 hears both"
 
 
@@ -61,6 +71,18 @@ def test_a_pair_that_is_cut_is_named_once_the_word_of_both_is_there():
     assert after(40.0, *one_sided) == [(2, f"rank 2 on n2 and rank 3 on n3 {CUT}")]
     several = (Report(3), Report(3, silent=[2, 3]), Report(3, silent=[1]), Report(3, silent=[1]))
     assert after(40.0, *several) == [(1, f"rank 1 on n1 and rank 2 on n2, rank 3 on n3 {CUT}")]
+
+
+def test_ranks_that_go_on_ending_steps_have_lost_their_datagrams_alone():
+    """A firewall may begin to drop datagrams; what the ranks compute with passes."""
+    progress = Progress(range(3), STAGES, LIMITS, now_s=0.0)
+    for number in range(1, 100):
+        for rank in range(3):
+            progress.note(rank, Report(3, number, silent=[2] if rank == 1 else []), float(number))
+        assert progress.faults(float(number), name_of) == []
+    silent_s = LIMITS.silence_s / 2 + 1
+    assert progress.faults(99.0 + silent_s, name_of) == []
+    assert progress.faults(99.0 + silent_s + 2 * BEAT_S, name_of) == [(1, f"rank 1 on n1 and rank 2 on n2 {CUT}")]
 
 
 def test_a_word_that_is_taken_back_is_no_cut():

@@ -129,6 +129,8 @@ def steps() -> Iterator[Callable[[], None]]:
     """Watches a loop of steps: yields a function to call after each step, on all ranks.
 
     Where no step ends for `TREE_ATTN_STEP_S` seconds (300) after one has ended, all ranks end and name those behind.
+    The limit is three times the longest step so far where that is more. The first one lasts from here, compilation
+    included.
 
     Example:
       >>> with steps() as step:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 _LOW_MEMORY = 0.1  # what is left a second before the kernel kills
+_TIMES_LONGEST = 3  # a later step may read a longer prompt, and wait for its compilation, as the first one did
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Limits:
 
     stage_s: any rank for a stage of starting up, once all others have come through it
     silence_s: between two signs of life, before a rank counts as lost
-    step_s: for a step of work, once one has ended
+    step_s: for a step of work, once one has ended; more where the longest so far, the first included, took long
     """
 
     stage_s: float
@@ -50,6 +51,7 @@ class Progress:
         self._stages, self._limits = stages, limits
         self._reports = dict.fromkeys(ranks, Report())
         self._stepped_s = dict.fromkeys(ranks, now_s)
+        self._longest_step_s = 0.0
         self._all_reached, self._stage_began_s = 0, now_s
         self._cut_since_s: dict[tuple[int, int], float] = {}
 
@@ -57,7 +59,10 @@ class Progress:
         """Takes the latest report of a rank."""
         if rank not in self._reports:
             return
-        if report.steps != self._reports[rank].steps:
+        last = self._reports[rank].steps
+        if report.steps != last:
+            if report.steps and last is not None:
+                self._longest_step_s = max(self._longest_step_s, now_s - self._stepped_s[rank])
             self._stepped_s[rank] = now_s
         self._reports[rank] = report
 
@@ -89,7 +94,7 @@ class Progress:
     def _stuck(self, now_s: float, name_of: Callable[[int], str]) -> list[tuple[int, str]]:
         """Returns the ranks that are behind in a loop of steps; rank 0 where none is before the others."""
         steps = {rank: report.steps for rank, report in self._reports.items() if report.steps}
-        limit_s = self._limits.step_s
+        limit_s = max(self._limits.step_s, _TIMES_LONGEST * self._longest_step_s)
         if not any(now_s - self._stepped_s[rank] > limit_s for rank in steps):
             return []
         fewest, furthest = min(steps.values()), max(steps.values())
@@ -104,7 +109,7 @@ class Progress:
             (min(rank, other), max(rank, other))
             for rank, report in self._reports.items()
             for other in (*report.silent, *report.never_heard)
-            if rank and other and other in self._reports and self._is_cut(rank, other)
+            if rank and other and other in self._reports and self._is_cut(rank, other, now_s)
         }
         self._cut_since_s = {pair: self._cut_since_s.get(pair, now_s) for pair in pairs}
         # The word of the other rank of a pair, and of other pairs, is on its way.
@@ -116,15 +121,17 @@ class Progress:
         reason = f"do not hear each other for {self._limits.silence_s:g} s, and rank 0 hears both"
         return [(one, f"{name_of(one)} and {', '.join(others)} {reason}") for one, others in by_first.items()]
 
-    def _is_cut(self, rank: int, other: int) -> bool:
+    def _is_cut(self, rank: int, other: int, now_s: float) -> bool:
         """Returns whether two ranks are cut off from each other.
 
-        Ranks that never heard each other are so only while they start: a site may let no datagrams pass, and later they
-        have met in a collective. Both must have heard rank 0, which shows that datagrams do pass.
+        Where both go on ending steps, only their datagrams are lost, as by a firewall. Ranks that never heard each
+        other are cut off only while they start: a site may let no datagrams pass, and later they have met in a
+        collective. Both must have heard rank 0, which shows that datagrams do pass.
         """
         one, two = self._reports[rank], self._reports[other]
         if other in one.silent:
-            return True
+            stepped_s = min(self._stepped_s[rank], self._stepped_s[other])
+            return not (one.steps and two.steps) or now_s - stepped_s > self._limits.silence_s / 2
         met = self._all_reached >= len(self._stages)
         both = other in one.never_heard and rank in two.never_heard
         return both and not met and 0 not in (*one.never_heard, *two.never_heard)
