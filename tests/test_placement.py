@@ -89,3 +89,4 @@ def test_a_prompt_is_padded_stored_and_restored(num_tokens, num_shards, block_si
     np.testing.assert_array_equal(by_hand[0, layout.last(lengths)], x[0])
     # An empty prompt has no last token, and one that is too long ends at the end: whatever the index, it exists.
     np.testing.assert_array_equal(layout.last(jnp.array([0, 99])), layout.last(np.array([1, num_tokens])))
+    np.testing.assert_array_equal(layout.last(np.array([0, 99], np.uint32)), layout.last(np.array([1, num_tokens])))

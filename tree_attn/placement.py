@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Integer
 
 from tree_attn.arguments import AnyArray, check_integer, concrete, is_integer
 
@@ -82,8 +82,8 @@ def check_shard(shard: Shard) -> None:
 
 
 def locate(
-    positions: Int[AnyArray, "*n"], num_shards: int, block_size: int
-) -> tuple[Int[AnyArray, "*n"], Int[AnyArray, "*n"]]:
+    positions: Integer[AnyArray, "*n"], num_shards: int, block_size: int
+) -> tuple[Integer[AnyArray, "*n"], Integer[AnyArray, "*n"]]:
     """Returns the shard that holds each position and its slot there, block-cyclic; the inverse of `Shard.positions`.
 
     Example:
@@ -185,9 +185,9 @@ class PromptLayout:
         natural = self._exchanged(x, axis, is_stored=True)
         return natural[(slice(None),) * (axis % x.ndim) + (slice(self.num_tokens),)]
 
-    def last(self, lengths: Int[AnyArray, "*shape"]) -> Int[AnyArray, "*shape"]:
+    def last(self, lengths: Integer[AnyArray, "*shape"]) -> Integer[AnyArray, "*shape"]:
         """Returns the stored index of the last token of prompts of these lengths; of empty ones that of the first."""
-        position = (lengths - 1).clip(0, self.num_tokens - 1)
+        position = lengths.clip(1, self.num_tokens) - 1  # in this order unsigned lengths do not wrap
         if self.block_size is None:
             return position
         shard, slot = locate(position, self.num_shards, self.block_size)
