@@ -154,6 +154,27 @@ def test_an_infinite_sink_leaves_no_weight_to_keys():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+def test_lists_of_numbers_are_arrays():
+    """Over shards too, where the spec of an array is not that of each number."""
+    rng, mesh = np.random.default_rng(0), tree_attn.make_mesh({"seq": 2})
+    query, key, value = (
+        rng.normal(size=size).astype(np.float32) for size in ((2, 1, 2, 8), (2, 4, 1, 8), (2, 4, 1, 8))
+    )
+    options = dict(key_value_seq_lengths=[3, 1], query_positions=[2], sinks=[0.5, 1.5], is_causal=True)
+    arrays = {name: np.asarray(x) for name, x in options.items()} | dict(is_causal=True)
+    over_shards = dict(axis_name="seq", mesh=mesh, block_size=1, return_lse=True)
+    stored = [x[:, tree_attn.storage_order(4, 2, 1)] for x in (key, value)]
+    assert_attention(tree_attn.tree_decode(query, *stored, **options, **over_shards), query, key, value, **arrays)
+    level = tree_attn.PrefixLevel(
+        key=stored[0][:1], value=stored[1][:1], sequences=((0, 1),), lengths=[3], block_size=1
+    )
+    got = tree_attn.hydragen_decode(query, [level], key[:, :0], value[:, :0], **over_shards)
+    shared = [np.stack([x[0, :3]] * 2) for x in (key, value)]
+    assert_attention(got, query, *shared)
+    with pytest.raises(TypeError, match=r"query_positions must be an array of integers, got \[\[1\], \[2, 3\]\]"):
+        tree_attn.attend(query, key, value, query_positions=[[1], [2, 3]])
+
+
 @pytest.mark.parametrize("length", [0, 3])
 def test_the_ends_of_the_range_of_lengths_are_lengths(length):
     check_lengths("lengths", np.array([length]), 1, 3)

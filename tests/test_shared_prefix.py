@@ -305,6 +305,15 @@ def test_inside_a_shard_map_too_the_devices_divide_the_batch():
         jax.eval_shape(mapped, query, suffixes)
 
 
+def test_the_devices_of_the_batchs_axis_divide_the_batch_too():
+    """Four devices of the sequence divide four queries; the eight that share the suffixes do not."""
+    query, suffixes, mesh = jnp.zeros((4, 1, 4, H)), jnp.zeros((4, 4, 2, H)), make_mesh({"seq": 4, "data": 2})
+    with pytest.raises(ValueError, match=r"shard_suffix='batch' needs .* a multiple of 8 devices, got 4"):
+        hydragen_decode(
+            query, [], suffixes, suffixes, axis_name="seq", mesh=mesh, batch_axis_name="data", shard_suffix="batch"
+        )
+
+
 def test_a_context_needs_no_batch_axis():
     with pytest.raises(ValueError, match=r"prefix_key must be \[S, K, H\], got shape \(1, 4, 2, 16\)"):
         x = jnp.zeros((1, 4, 2, H))

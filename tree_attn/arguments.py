@@ -64,6 +64,9 @@ def _is_array(annotation) -> bool:
     return any(isinstance(x, type) and issubclass(x, AbstractArray) for x in typing.get_args(annotation))
 
 
+_ARRAYS = tuple(name for name, annotation in _OPTIONS.items() if _is_array(annotation))
+
+
 _Fields: Any = dataclasses.make_dataclass(
     "_Fields",
     [(name, annotation, _DEFAULTS.get(name)) for name, annotation in _OPTIONS.items()],
@@ -74,8 +77,8 @@ _Fields: Any = dataclasses.make_dataclass(
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=[name for name, annotation in _OPTIONS.items() if _is_array(annotation)],
-    meta_fields=[name for name, annotation in _OPTIONS.items() if not _is_array(annotation)],
+    data_fields=_ARRAYS,
+    meta_fields=[name for name in _OPTIONS if name not in _ARRAYS],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions(_Fields):
@@ -89,6 +92,8 @@ class AttentionOptions(_Fields):
     """
 
     def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            object.__setattr__(self, name, as_leaf(getattr(self, name)))
         # NumPy compares an integer with a tuple element by element, and JAX's caches compare the static fields.
         if isinstance(self.local_window_size, np.integer):
             object.__setattr__(self, "local_window_size", int(self.local_window_size))
@@ -325,6 +330,17 @@ def shape_and_dtype(x) -> tuple[tuple[int, ...], np.dtype]:
     except ValueError:  # lists of unequal lengths
         x = np.empty((), object)
     return tuple(x.shape), x.dtype
+
+
+def as_leaf(x):
+    """Returns a list or tuple of numbers as one array, where a pytree would have a leaf for each; else `x` itself."""
+    if type(x) not in (list, tuple):
+        return x
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError):  # lists of unequal lengths, or of what a program under way will make
+        return x
+    return array if array.dtype.kind in "biuf" else x
 
 
 def clip_to_int32(x: AnyArray, low: int = INT32.min, high: int = INT32.max) -> Int[Array, "*shape"]:

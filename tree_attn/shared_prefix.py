@@ -13,6 +13,7 @@ Sources: Bifurcated Attention, section 4 (one node); Hydragen, sections 3.1 to 3
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -27,6 +28,7 @@ from tree_attn.arguments import (
     AnyArray,
     AttentionOptions,
     OptionArguments,
+    as_leaf,
     check_arrays,
     check_head_scale,
     check_lengths,
@@ -46,10 +48,8 @@ from tree_attn.sharded import (
     call_axes,
     check_call,
     check_one_device,
-    is_local,
     local_shard,
     num_held_shards,
-    num_mesh_shards,
     over_shards,
     pad_keys,
 )
@@ -104,7 +104,7 @@ class PrefixLevel:
                 check_head_scale(scale, getattr(self, scale), num_kv_heads=self.key.shape[2])
             has_lengths = self.lengths is not None
             block_size = named_block_size(self.block_size, axes=axes, depends_on_positions=has_lengths)
-        return dataclasses.replace(self, block_size=block_size)
+        return dataclasses.replace(self, lengths=as_leaf(self.lengths), block_size=block_size)
 
     def specs(self, axes: tuple[str, ...]) -> "PrefixLevel":
         """Returns the spec of each array, in its place, for keys sharded over `axes`."""
@@ -171,7 +171,6 @@ def hydragen_decode(
     reduction = check_reduction(reduction, axes) if axes else None
     by_batch = shard_suffix == "batch" and bool(axes)
     if by_batch:
-        _check_batch(query, axes, mesh)
         block_size = None if block_size is UNNAMED else block_size  # whole suffixes have no placement
     parts = num_held_shards(axes) if by_batch else 1
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, batch_parts=parts)
@@ -181,7 +180,10 @@ def hydragen_decode(
     levels = tuple(_padded(f"levels[{i}]", level, axes, mesh) for i, level in enumerate(levels))
     batch_axes: tuple[str, ...] = ()
     if axes:
-        batch_axes = call_axes(key, axes=axes, mesh=mesh, batch_axis_name=batch_axis_name)[1].batch
+        chosen, found = call_axes(key, axes=axes, mesh=mesh, batch_axis_name=batch_axis_name)
+        batch_axes = found.batch
+        if by_batch:
+            _check_batch(query, math.prod(chosen.shape[axis] for axis in (*axes, *batch_axes)))
     body = _DecodeWithPrefixes(
         axes=axes, batch_axes=batch_axes, mesh=mesh, block_size=block_size, by_batch=by_batch, reduction=reduction
     )
@@ -307,12 +309,10 @@ def _check_sequences(name: str, sequences, batch: int) -> None:
         raise ValueError(f"{name} must name sequences of the batch of {batch}, none twice, got {sequences}")
 
 
-def _check_batch(query, axes: tuple[str, ...], mesh: Mesh | None) -> None:
-    num_sequences = (*np.shape(query), 0)[0]
-    num_devices = num_held_shards(axes) if is_local(axes) else num_mesh_shards(axes, mesh)
-    if num_sequences % num_devices:
+def _check_batch(query, num_devices: int) -> None:
+    if query.shape[0] % num_devices:
         raise ValueError(
-            f"shard_suffix='batch' needs as many sequences as a multiple of {num_devices} devices, got {num_sequences}"
+            f"shard_suffix='batch' needs as many sequences as a multiple of {num_devices} devices, got {query.shape[0]}"
         )
 
 

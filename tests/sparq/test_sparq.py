@@ -248,3 +248,12 @@ def test_what_does_not_fit_is_named(changed, said):
     changed |= {} if devices is None else {"mesh": make_mesh({"seq": devices}, jax.devices()[:devices])}
     with pytest.raises(ValueError, match=said):
         sparq_decode(*arrays(), **CHOICE | changed)
+
+
+def test_a_context_mesh_must_divide_the_keys_by_component_too():
+    components = np.zeros((B, 2, H, S), np.float32)
+    with (
+        jax.set_mesh(make_mesh({"seq": 5})),
+        pytest.raises(ValueError, match="key_by_component must hold keys that 5 devices divide, got 24"),
+    ):
+        sparq_decode(*arrays(), **CHOICE, axis_name="seq", key_by_component=components)

@@ -14,7 +14,6 @@ Source: SparQ Attention, Algorithm 1, section 4 and appendix B.
 
 import dataclasses
 import logging
-import math
 from typing import Unpack
 
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from tree_attn.arguments import (
     AnyArray,
     AttentionOptions,
     OptionArguments,
+    as_leaf,
     check_array,
     check_arrays,
     default_scale,
@@ -37,7 +37,15 @@ from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement, Shard
 from tree_attn.reduce import Reduction, check_reduction, reduce_state
-from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
+from tree_attn.sharded import (
+    check_call,
+    check_one_device,
+    is_local,
+    local_shard,
+    num_mesh_shards,
+    over_shards,
+    pad_keys,
+)
 from tree_attn.sparq import hopper, xla
 from tree_attn.sparq.options import SCORE_TEMPERATURES, SELECTIONS, SparqCall, SparqOptions
 from tree_attn.state import SoftmaxState, empty_like, merge_state
@@ -138,7 +146,7 @@ def sparq_decode(
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
     body = _SparqDecode(options=sparq, axes=axes, mesh=mesh, block_size=block_size, reduction=reduction)
     of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
-    operands = query, key, value, attention, key_by_component, value_mean
+    operands = query, key, value, attention, key_by_component, as_leaf(value_mean)
     specs = of_query, of_keys, of_keys, option_specs(attention), P(BATCH, HEADS, None, axes), P(BATCH, HEADS)
     state = over_shards(
         body, operands, specs, axes=axes, mesh=mesh, batch_axis_name=batch_axis_name, out_specs=of_query
@@ -227,6 +235,6 @@ def _check_key_by_component(key_by_component, key, axes: tuple[str, ...], mesh: 
         raise ValueError(
             f"key_by_component must hold key as [B, K, H, S] = {expected} in {key.dtype}, got {shape} in {dtype}"
         )
-    shards = 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
+    shards = 1 if is_local(axes) else num_mesh_shards(axes, mesh)
     if num_keys % shards:
         raise ValueError(f"key_by_component must hold keys that {shards} devices divide, got {num_keys}")
