@@ -6,7 +6,7 @@ from typing import Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AnyArray, OptionArguments, check_lengths, takes_options
+from tree_attn.arguments import AnyArray, OptionArguments, check_lengths, clip_to_int32, takes_options
 from tree_attn.cache import KVCache
 from tree_attn.cache_checks import CacheFullError, check_new
 from tree_attn.placement import PromptLayout
@@ -68,7 +68,7 @@ def ring_prefill(
     if lengths is None:
         lengths = jnp.full(batch, num_tokens, jnp.int32)
     check_lengths("lengths", lengths, batch, num_tokens)
-    lengths = jnp.clip(jnp.asarray(lengths), 0, num_tokens).astype(jnp.int32)
+    lengths = clip_to_int32(lengths, 0, num_tokens)
     query, key, value = map(layout.store, (query, key, value))
     operands = {name: x for name, x in cache.operands(layer).items() if name in PLACEMENT}
     out = ring_attention(query, key, value, key_value_seq_lengths=lengths, **operands, **options)
