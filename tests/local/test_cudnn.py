@@ -50,7 +50,7 @@ def stand_in_attention(
     The result is undefined for a query that sees nothing. The residual is float32 `[B, N, T]` and passes no gradient.
     """
     assert return_residual
-    visible = jnp.ones((1, 1, 1, key.shape[1]), bool) if mask is None else mask
+    visible = jnp.ones((1, 1, 1, key.shape[1]), bool)
     if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
         assert q_seqlen.dtype == kv_seqlen.dtype == jnp.int32
         visible = visible & (jnp.arange(key.shape[1])[None] < kv_seqlen[:, None])[:, None, None]
@@ -58,6 +58,8 @@ def stand_in_attention(
         visible = visible & jnp.tri(query.shape[1], key.shape[1], dtype=bool)[None, None]
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     logits = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32) * scale
+    if mask is not None:
+        logits += jnp.where(mask, 0.0, -1e30)  # a bias, which leaves NaN
     logits = jnp.where(visible, logits, -1e30)
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits).astype(value.dtype), value)
     return out, jax.lax.stop_gradient(jax.nn.logsumexp(logits, axis=-1))

@@ -85,6 +85,8 @@ def _attend(query, key, value, visible: Visibility, scale: float) -> SoftmaxStat
             "q_seqlen": jnp.full(lengths.shape, query.shape[1], jnp.int32),
             "kv_seqlen": jnp.maximum(lengths, 1),
         }
+    if "mask" in options:
+        key = zeroed(key, visible.is_valid())  # a bias is added to the logits: NaN stays NaN, where a mask replaces it
     if query.shape[1] > 1 or not visible.by_length_only:
         value = zeroed(value, visible.is_valid())  # of one query cuDNN reads the valid values only
     # cuDNN's mask shows query t the slots up to t. Query t + 1 in t's place then sees one slot less.
