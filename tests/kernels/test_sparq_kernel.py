@@ -65,7 +65,9 @@ def test_shards_choose_together(group, reallocate):
     query, *cache, lengths = call.arrays()
     expected = jax.jit(functools.partial(call.run, implementation="xla"))(query, *cache, lengths)
     sharded = [jnp.stack(jnp.split(x, 2, axis=axis)) for x, axis in zip(cache, (1, 1, 3))]
-    on_shards = jax.vmap(lambda *cache: call.run(query, *cache, lengths, axis_name="seq"), axis_name="seq")
+    on_shards = jax.vmap(
+        lambda *cache: call.run(query, *cache, lengths, axis_name="seq", block_size=None), axis_name="seq"
+    )
     with interpreter() as found:
         out, lse = jax.block_until_ready(jax.jit(on_shards)(*sharded))
     assert [races.races_found for races in found] == [False] * (3 if group == 1 else 4)
