@@ -10,7 +10,7 @@ import pytest
 from assertions import assert_attention, assert_state
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, make_mesh, merge_states, reference, sparq_decode, storage_order
+from tree_attn import SoftmaxState, attend, make_mesh, merge_states, reference, sparq_decode, storage_order
 from tree_attn.measure import hlo
 from tree_attn.sparq import xla
 from tree_attn.sparq.transfers import sparq_transfer_elements
@@ -84,6 +84,17 @@ def test_the_gradient_of_a_query_of_zeros_is_finite():
     loss = lambda *inputs: decode(*inputs, **CHOICE).out.sum()
     gradients = jax.grad(loss, argnums=(0, 1, 2))(jnp.zeros_like(query), key, value)
     assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_where_all_keys_are_kept_the_gradient_is_that_of_dense_attention():
+    """Of the second sequence all 13 are; then the rest has no weight, whose logarithm has no derivative."""
+    inputs = arrays()
+    loss = lambda *inputs: decode(*inputs, num_components=5, num_keys=13, reallocate=True).out.sum()
+    dense = lambda *inputs: attend(*inputs, key_value_seq_lengths=LENGTHS, implementation="xla").out.sum()
+    found, expected = (jax.grad(function, argnums=(0, 1, 2))(*inputs) for function in (loss, dense))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
 
 
 def test_groups_leave_the_mean_out_by_default():

@@ -107,8 +107,11 @@ def rest_state(state: SoftmaxState, choice: Choice, value_mean: Float[Array, "#B
     `alpha = exp(kept_lse - total_lse)`. Where all keys are kept it is 1 within rounding, and the rest weighs nothing.
     """
     excess = jnp.maximum(choice.total_lse - choice.kept_lse, 0.0)
-    odds = (excess + jnp.log(-jnp.expm1(-excess))).reshape(state.lse.shape)  # log(exp(excess) - 1) without overflow
-    sees_any = state.lse != -jnp.inf  # true of a NaN, which stays one
+    has_rest = excess != 0  # true of a NaN, which stays one
+    excess = jnp.where(has_rest, excess, 1.0)  # the derivative of log never sees 0
+    odds = excess + jnp.log(-jnp.expm1(-excess))  # log(exp(excess) - 1) without overflow
+    odds = jnp.where(has_rest, odds, -jnp.inf).reshape(state.lse.shape)
+    sees_any = state.lse != -jnp.inf
     lse = jnp.where(sees_any, state.lse + jnp.where(sees_any, odds, 0.0), -jnp.inf)
     group = state.lse.shape[2] // value_mean.shape[2]
     mean = jnp.repeat(value_mean, group, axis=2).astype(state.out.dtype)  # [B, T or 1, N, Hv]
