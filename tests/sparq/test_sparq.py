@@ -85,9 +85,8 @@ def test_the_gradient_of_a_query_of_zeros_is_finite():
     gradients = jax.grad(loss, argnums=(0, 1, 2))(jnp.zeros_like(query), key, value)
     assert all(np.isfinite(x).all() for x in gradients)
 
-
+def test_where_all_keys_are_kept_the_gradient_is_that_of_dense_attention():
     """The second sequence has 13. The rest then has no weight, and the logarithm of none has no derivative."""
-    """Of the second sequence all 13 are; then the rest has no weight, whose logarithm has no derivative."""
     inputs = arrays()
     loss = lambda *inputs: decode(*inputs, num_components=5, num_keys=13, reallocate=True).out.sum()
     dense = lambda *inputs: attend(*inputs, key_value_seq_lengths=LENGTHS, implementation="xla").out.sum()
