@@ -15,7 +15,7 @@ def test_long_values_are_a_beginning_and_a_digest():
 
 def test_settings_are_those_that_change_programs_or_what_they_send():
     environ = {
-        "XLA_FLAGS": "--xla_b=1 --xla_dump_to=/tmp/3 --xla_a=2",
+        "XLA_FLAGS": "--xla_b=1 --xla_dump_to=/tmp/3 --xla_a=2 --xla_gpu_cuda_data_dir=/opt/cuda",
         "NCCL_ALGO": "Ring",
         "NCCL_SOCKET_IFNAME": "ib0",
     }

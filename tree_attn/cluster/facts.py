@@ -19,7 +19,8 @@ _OF_MODELS = ("*.safetensors", "config.json", "generation_config.json", "tokeniz
 # Settings that change programs or what they send; but for those of one node: its paths, network interfaces, logs.
 _PREFIXES = ("NCCL_", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _OF_A_NODE = ("DIR", "FILE", "PATH", "IFNAME", "HCA", "DEBUG", "TOPO", "VERSION", "HOSTID")
-_OF_A_RANK = ("--xla_dump", "--xla_force_host_platform_device_count")  # the roll call compares devices
+# Paths of a node; and the number of devices, which the roll call compares.
+_OF_A_RANK = ("--xla_dump", "--xla_gpu_cuda_data_dir", "--xla_force_host_platform_device_count")
 _JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _JAX_OPTIONS += ("jax_default_dtype_bits", "jax_numpy_dtype_promotion")
 
