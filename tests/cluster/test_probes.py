@@ -2,6 +2,9 @@
 
 import time
 
+import pytest
+
+from tree_attn.cluster import join
 from tree_attn.cluster.probes import Probes, partners
 from tree_attn.cluster.rollcall import Members
 
@@ -40,6 +43,16 @@ def test_a_rank_that_was_never_heard_is_another_matter():
     probes[0].exchange(1.0)
     assert probes[0].silent(50.0, 10.0) == []
     assert (probes[0].never_heard(9.0, 10.0), probes[0].never_heard(11.0, 10.0)) == ([], [1])
+
+
+def test_a_join_that_fails_leaves_no_socket(monkeypatch):
+    probes = Probes()
+    monkeypatch.setattr(join, "Probes", lambda: probes)
+    monkeypatch.setattr(join.rollcall, "report_problem", lambda *_: None)  # which waits for ranks that there are not
+    with pytest.raises(ValueError, match="n_devices must be a multiple of num_processes=2, got 3"):
+        join.initialize("localhost:1", 2, 1, n_devices=3, timeout_s=0.1)
+    with pytest.raises(OSError):
+        probes.exchange(1.0)
 
 
 def test_datagrams_of_another_run_are_not_heard():

@@ -211,7 +211,26 @@ def _alone(launch: Launch) -> Launch:
 
 
 def _join(launch: Launch, limits: Limits, arguments: Mapping[str, str], problem: str | None) -> Launch:
-    gpus, probes = visible_gpus(), Probes()
+    probes = Probes()
+    try:
+        launch, members = _answer_roll_call(launch, limits, arguments, probes, problem)
+    except BaseException:
+        probes.close()
+        raise
+    hosts = tuple(members.hellos[rank]["node"] for rank in range(launch.num_processes))
+    launch = dataclasses.replace(launch, hosts=hosts, num_nodes=len(set(hosts)), address=members.address)
+    _state.watchdog = Watchdog(launch, members, STAGES, limits, probes)
+    sys.excepthook = functools.partial(_on_exception, sys.excepthook)
+    atexit.register(_state.watchdog.leave)
+    connect_jax(launch, members, limits, _state.watchdog)
+    return launch
+
+
+def _answer_roll_call(
+    launch: Launch, limits: Limits, arguments: Mapping[str, str], probes: Probes, problem: str | None
+) -> tuple[Launch, rollcall.Members]:
+    """Returns this process's place with its own devices, and all ranks."""
+    gpus = visible_gpus()
     hello = functools.partial(_hello, launch, gpus, arguments, probes)
     try:
         if problem:
@@ -224,14 +243,7 @@ def _join(launch: Launch, limits: Limits, arguments: Mapping[str, str], problem:
             rollcall.report_problem(launch, hello(None, str(error)))
         raise
     launch = dataclasses.replace(launch, local_device_ids=ids)
-    members = rollcall.hold(launch, hello(ids), limits.stage_s)
-    hosts = tuple(members.hellos[rank]["node"] for rank in range(launch.num_processes))
-    launch = dataclasses.replace(launch, hosts=hosts, num_nodes=len(set(hosts)), address=members.address)
-    _state.watchdog = Watchdog(launch, members, STAGES, limits, probes)
-    sys.excepthook = functools.partial(_on_exception, sys.excepthook)
-    atexit.register(_state.watchdog.leave)
-    connect_jax(launch, members, limits, _state.watchdog)
-    return launch
+    return launch, rollcall.hold(launch, hello(ids), limits.stage_s)
 
 
 def _hello(

@@ -72,6 +72,10 @@ class Probes:
             with contextlib.suppress(OSError):  # an address of another family: it is never heard
                 self._addresses[other] = self._reachable(host, port)
 
+    def close(self) -> None:
+        """Closes the socket: no run has begun."""
+        self._socket.close()
+
     def exchange(self, now_s: float) -> None:
         """Sends every partner a datagram, and reads those that have come."""
         for address in self._addresses.values():
