@@ -25,12 +25,13 @@ def empty_cache(
 
     Args:
       config: gives layers, KV heads and head dim.
-      sharding: gives the mesh and the axes of the sequence.
+      sharding: gives the mesh and the axes of the sequence, and of the batch where they divide it.
       batch: sequences.
       capacity: slots of each sequence, over all shards.
       dtype: of keys and values.
       options: other options of `KVCache.create`: scales, and `Attention.cache_options`.
     """
+    divides = batch % sharding.num_shards("batch") == 0
     return KVCache.create(
         batch=batch,
         capacity=capacity,
@@ -39,6 +40,7 @@ def empty_cache(
         dtype=dtype,
         mesh=sharding.mesh,
         axis_name=sharding.sequence,
+        batch_axis_name=sharding.batch if divides else None,
         block_size=BLOCK_SIZE,
         num_layers=config.num_layers,
         **options,

@@ -157,6 +157,24 @@ def test_any_cut_of_heads_gives_the_logits_of_one_device(wide_config, on_one_dev
     np.testing.assert_allclose(steps_of(wide_config, sharding)[2], on_one_device, atol=1e-5)
 
 
+def test_a_batch_over_devices_keeps_its_cache_there(wide_config):
+    """A decoding step sends what the reduction over the sequence does, and nothing over the batch's devices."""
+    by_data = make_mesh({"data": 2, "seq": 2}, jax.devices()[:4])
+    whole = make_mesh({"seq": 2}, jax.devices()[:2])
+    logits = []
+    for sharding in (LlamaSharding(mesh=by_data, batch="data"), LlamaSharding(mesh=whole)):
+        model = Llama(wide_config, sharding, parameters.random(sharding, jnp.float32))
+        generator, prompts = Generator(model, by_name("tree", sharding, reduction="gather")), [[5, 40, 3], [7]]
+        logits.append(np.stack([np.asarray(step.logits) for step in generator.stream(prompts, 3)]))
+        sent = hlo.collectives(generator.compile(prompts, 3).decode.as_text())
+        share = len(prompts) // sharding.num_shards("batch")
+        states = 2 * 4 * share * wide_config.num_heads * (wide_config.head_dim + 1)
+        assert [(one.opcode, one.bytes_payload) for one in sent] == [("all-gather", states)]
+        level = generator.inputs.levels(generator.prefix_tree(prompts), 3)[-1]
+        assert level.cache.key.addressable_shards[0].data.shape[1] == share
+    np.testing.assert_allclose(*logits, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_one_key_head_of_all_query_heads(wide_config):
     """Every device makes all queries; those are not gathered, and each multiplies the heads that it has of `output`."""
