@@ -15,6 +15,7 @@ import pytest
 # The annotations of these modules are checked in every call of every test: dtypes, and shapes that belong together.
 CHECKED = (
     "decode",
+    "prefix_level",
     "shared_prefix",
     "ragged",
     "energy_function",

@@ -147,7 +147,7 @@ OF_ONE = {
     },
     "tree_attn.ring_baseline.attention.ring_attention": {"S": lambda: S, "query": lambda: draw(B, S, N, H)},
     "tree_attn.ring_baseline.prefill.ring_prefill": {"cache": cache, "query": lambda: draw(B, S, N, H)},
-    "tree_attn.shared_prefix.PrefixLevel": {"key": lambda: draw(2, S, K, H), "value": lambda: draw(2, S, K, H)},
+    "tree_attn.prefix_level.PrefixLevel": {"key": lambda: draw(2, S, K, H), "value": lambda: draw(2, S, K, H)},
 }  # fmt: skip
 
 

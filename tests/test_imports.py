@@ -14,7 +14,7 @@ ORDER = (
     ("local",),
     ("cost",),
     ("reduce",),
-    ("array_axes", "sharded"),
+    ("array_axes", "sharded", "prefix_level"),
     (
         "decode",
         "shared_prefix",

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from tree_attn.placement import PromptLayout as PromptLayout
     from tree_attn.placement import Shard as Shard
     from tree_attn.placement import storage_order as storage_order
+    from tree_attn.prefix_level import PrefixLevel as PrefixLevel
     from tree_attn.ragged import lean_decode as lean_decode
     from tree_attn.ragged import paged_decode as paged_decode
-    from tree_attn.shared_prefix import PrefixLevel as PrefixLevel
     from tree_attn.shared_prefix import bifurcated_decode as bifurcated_decode
     from tree_attn.shared_prefix import hydragen_decode as hydragen_decode
     from tree_attn.sparq import SparqOptions as SparqOptions
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "CacheFullError": "cache_checks",
     "KVCache": "cache",
-    "PrefixLevel": "shared_prefix",
+    "PrefixLevel": "prefix_level",
     "PromptLayout": "placement",
     "Shard": "placement",
     "SoftmaxState": "state",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tree_attn.cache import KVCache
-from tree_attn.shared_prefix import PrefixLevel
+from tree_attn.prefix_level import PrefixLevel
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["cache"], meta_fields=["sequences"])

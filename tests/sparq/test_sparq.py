@@ -85,6 +85,7 @@ def test_the_gradient_of_a_query_of_zeros_is_finite():
     gradients = jax.grad(loss, argnums=(0, 1, 2))(jnp.zeros_like(query), key, value)
     assert all(np.isfinite(x).all() for x in gradients)
 
+
 def test_where_all_keys_are_kept_the_gradient_is_that_of_dense_attention():
     """The second sequence has 13. The rest then has no weight, and the logarithm of none has no derivative."""
     inputs = arrays()
