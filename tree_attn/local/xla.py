@@ -135,13 +135,15 @@ def _attend_chunk(query, key, value, mask, is_valid, *, scale, soft_cap) -> Soft
     if mask is not None:
         logits = jnp.where(mask[:, :, None, None, :], logits, -jnp.inf)
     top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    sees_any = top != -jnp.inf  # true of a NaN: what is undefined does not count as an empty set of keys
-    weights = jnp.exp(logits - jnp.where(sees_any, top, 0.0))
+    shift = jnp.where(top > -jnp.inf, top, 0.0)
+    weights = jnp.exp(logits - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    # The sum tells an empty set of keys from undefined logits: XLA's maximum on CPUs may lose a NaN, its sum does not.
+    sees_any = total != 0
     safe_total = jnp.where(sees_any, total, 1.0)
     # The weights meet V in V's dtype, as in every flash kernel; their sum was taken before that rounding.
     out = sum_of(weights.astype(value.dtype)) / safe_total
-    lse = jnp.where(sees_any, top + jnp.log(safe_total), -jnp.inf)
+    lse = jnp.where(sees_any, shift + jnp.log(safe_total), -jnp.inf)
     shape = (batch, num_queries, num_heads)
     return SoftmaxState(out.reshape(*shape, value.shape[-1]), lse.reshape(shape))
 
