@@ -1,10 +1,12 @@
 """`tree-attn bench llama`: its rows, which a rerun goes on from, its table, and its errors. Times are not tested."""
 
+import contextlib
 import json
 
 import pytest
 
 from tree_attn import cli
+from tree_attn.commands.bench import timing
 from tree_attn.models.llama import LlamaConfig, presets
 from tree_attn.models.llama.generation.programs import Programs
 
@@ -66,11 +68,13 @@ def test_two_prefix_levels_of_sharing_beside_one(capsys):
 
 
 def test_what_warms_up_is_the_program_that_is_timed(monkeypatch, capsys):
-    """A few new tokens need smaller caches than 60, and so would be another program."""
-    compiled, compile_it = [], Programs._compile
+    """A few new tokens need smaller caches than 60, and so would be another program. Other ranks see every step end."""
+    ended, compiled, compile_it = [], [], Programs._compile
+    monkeypatch.setattr(timing, "steps", lambda: contextlib.nullcontext(lambda: ended.append(True)))
     monkeypatch.setattr(Programs, "_compile", lambda *args: compiled.append(args) or compile_it(*args))
     assert cli.main([*bench("--attention", "single", "--json"), "--new-tokens", "60"]) == 0
     assert len(compiled) == 1
+    assert len(ended) == 3 + 60
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`tree-attn sample`: the best of many samples, the bytes that a shared prompt takes, and what is refused."""
 
+import contextlib
 import json
 import types
 
@@ -7,6 +8,7 @@ import pytest
 
 from tree_attn.cli import main
 from tree_attn.commands import session
+from tree_attn.commands.sample import samples
 from tree_attn.models.llama import LlamaConfig, parameters
 from tree_attn.models.llama.checkpoint.open import Checkpoint
 
@@ -45,6 +47,13 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
     status = main(["sample", *arguments])
     captured = capsys.readouterr()
     return status, captured.out.splitlines(), captured.err
+
+
+def test_other_ranks_see_every_step_end(monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(samples, "steps", lambda: contextlib.nullcontext(lambda: ended.append(True)))
+    status, _, _ = run(capsys, *SAMPLE, "--attention", "single")
+    assert (status, len(ended)) == (0, 6 * 4)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from tree_attn.cluster.join import steps
 from tree_attn.commands import session
 from tree_attn.cost import limits
 from tree_attn.measure.memory import bytes_per_device, compiled_memory, runtime_peak_memory_bytes
@@ -75,10 +76,14 @@ def time_case(
     programs, devices = generator.compile(prompts, args.new_tokens), list(place.devices)
     predicted = memory.predict(generator, prompts, args.new_tokens)
     earlier_peak = runtime_peak_memory_bytes(devices)
-    if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others
-        for _ in itertools.islice(generator.stream(prompts, args.new_tokens), 2 + generator.tokens_per_dispatch):
-            pass
-    seconds = [step.seconds for step in generator.stream(prompts, args.new_tokens)]
+    with steps() as end_step:
+        if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others
+            for _ in itertools.islice(generator.stream(prompts, args.new_tokens), 2 + generator.tokens_per_dispatch):
+                end_step()
+        seconds = []
+        for step in generator.stream(prompts, args.new_tokens):
+            seconds.append(step.seconds)
+            end_step()
     weights, cache = _bytes_per_token(model, generator, prompts)
     compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = runtime_peak_memory_bytes(devices)

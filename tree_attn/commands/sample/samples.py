@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tree_attn.cluster.join import steps
 from tree_attn.commands import session
 from tree_attn.commands.request import Request, load_generator, open_request
 from tree_attn.models.llama import Generation, Generator, generate, rank_samples
@@ -21,7 +22,7 @@ def draw(args: argparse.Namespace) -> None:
     prompts = [request.prompt_ids] * args.num_samples
     with session.phase("compiling ..."):
         generator.compile(prompts, args.max_new_tokens, share_prefixes=args.share_prefix)
-    with session.phase(f"drawing {args.num_samples} samples ..."):
+    with session.phase(f"drawing {args.num_samples} samples ..."), steps() as step:
         samples = generate(
             generator,
             [request.prompt_ids],
@@ -29,6 +30,7 @@ def draw(args: argparse.Namespace) -> None:
             num_samples=args.num_samples,
             stop_ids=request.checkpoint.tokenizer.stop_ids,
             share_prefixes=args.share_prefix,
+            on_token=lambda *_: step(),
         )
     if is_first_process():
         _print(args, request, rank_samples(samples), _prefix(args, request, generator))
