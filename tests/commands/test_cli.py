@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from tree_attn import cli
+from tree_attn.cluster import join
+from tree_attn.cluster.launch import Launch
 
 
 def test_no_command_prints_help(capsys):
@@ -42,7 +44,10 @@ def test_an_interrupted_command_says_in_a_line_where_its_work_is(capsys, monkeyp
     assert capsys.readouterr().err == f"tree-attn compare: {expected}\n"
 
 
-def test_an_error_before_ranks_have_joined_names_the_rank(capsys, monkeypatch):
+@pytest.mark.parametrize("earlier", [None, Launch(source="single", hosts=("n1",))], ids=["first", "after one alone"])
+def test_an_error_before_ranks_have_joined_names_the_rank(capsys, monkeypatch, earlier):
+    """Also where this process has run a command alone: the next one joins anew."""
+    monkeypatch.setattr(join, "current", lambda: earlier)
     place = {
         "RANK": 1,
         "WORLD_SIZE": 2,

@@ -55,10 +55,12 @@ def rank_name(args: argparse.Namespace) -> str | None:
     from tree_attn.cluster.launch import detect
 
     join = sys.modules.get("tree_attn.cluster.join")  # its import takes seconds, and a wrong call has not needed it
-    launch = join and join.current()
+    joined = join and join.current()
+    if joined and joined.num_processes > 1:
+        return joined.name_of(joined.process_id)
     names = ("coordinator_address", "num_processes", "process_id")
-    try:
-        launch = launch or detect(*(getattr(args, name, None) for name in names))
+    try:  # also after an earlier command of this process alone: `initialize` would detect the processes again
+        launch = detect(*(getattr(args, name, None) for name in names))
     except ValueError:
         return None
     return f"rank {launch.process_id} on {launch.node}" if launch.num_processes > 1 else None
