@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_same_bits
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tree_attn import (
     KVCache,
@@ -211,3 +212,19 @@ def test_a_mesh_without_an_axis_is_refused(function):
     last = QUERY if function is energy else 1
     with pytest.raises(ValueError, match="mesh must be None where axis_name is, got Mesh"):
         function(QUERY, KEY, VALUE, last, mesh=make_mesh({"seq": 2}))
+
+
+def test_a_mesh_that_is_not_the_contexts_is_refused():
+    meshes = make_mesh({"seq": 2}), make_mesh({"seq": 4})
+    with (
+        jax.set_mesh(meshes[0]),
+        pytest.raises(ValueError, match=r"mesh must be that of the context, \{'seq': 2\}, or"),
+    ):
+        tree_decode(QUERY, KEY, VALUE, axis_name="seq", mesh=meshes[1])
+
+
+def test_keys_on_explicit_axes_of_another_mesh_are_refused():
+    other = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    key = jax.device_put(KEY, NamedSharding(other, P(None, "x")))
+    with pytest.raises(ValueError, match=r"key must be sharded over axes of the mesh \('seq',\), got \['x'\]"):
+        tree_decode(QUERY, key, VALUE, axis_name="seq", mesh=make_mesh({"seq": 2}))

@@ -74,11 +74,14 @@ def array_axes(
       mesh: with these axes; those that a surrounding `shard_map` binds are of type Manual in it.
       batch_axis_name: of the batch; None: the Explicit axes that the type of `key` names there.
     Raises:
-      ValueError: as `check_batch_axes`.
+      ValueError: as `check_batch_axes`; the type of `key` names an axis that the mesh lacks.
     """
     free = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind != AxisType.Manual]
     explicit = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit]
     spec = jax.typeof(key).sharding.spec
+    unknown = sorted({axis for entry in spec for axis in _names(entry)} - set(mesh.axis_names))
+    if unknown:
+        raise ValueError(f"key must be sharded over axes of the mesh {mesh.axis_names}, got {unknown}")
     by_type = [_names(entry) for entry in (*spec, None, None, None)]
     batch, heads = (tuple(axis for axis in by_type[i] if axis in explicit and axis not in axes) for i in (0, 2))
     if batch_axis_name is not None:

@@ -249,4 +249,6 @@ def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None) -> Mesh | AbstractMesh:
         raise ValueError(f"mesh must be given where no surrounding shard_map binds axis_name {axes}, got None")
     chosen = context if mesh is None else mesh
     check_axes(axes, chosen)
+    if not context.empty and dict(chosen.shape) != dict(context.shape):
+        raise ValueError(f"mesh must be that of the context, {dict(context.shape)}, or None, got {dict(chosen.shape)}")
     return chosen
