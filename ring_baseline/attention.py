@@ -69,7 +69,7 @@ def ring_attention(
     axes = axis_tuple(axis_name)
     attention = AttentionOptions(**options)
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, is_prompt=True)
-    _check_self_attention(query, key)
+    check_self_attention(query, key)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
     body = _RingAttention(axes=axes, block_size=block_size)
     along = P(BATCH, axes, HEADS)
@@ -103,6 +103,7 @@ class _RingAttention:
         return add_sinks(SoftmaxState(state.out.astype(query.dtype), state.lse), options.sinks)
 
 
-def _check_self_attention(query, key) -> None:
+def check_self_attention(query, key) -> None:
+    """Raises ValueError unless there is a query for each key."""
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"query must have one position per key, S = {key.shape[1]}, got T = {query.shape[1]}")

@@ -6,11 +6,11 @@ from typing import Unpack
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tree_attn.arguments import AnyArray, OptionArguments, check_lengths, clip_to_int32, takes_options
+from tree_attn.arguments import AnyArray, OptionArguments, check_arrays, check_lengths, clip_to_int32, takes_options
 from tree_attn.cache import KVCache
 from tree_attn.cache_checks import CacheFullError, check_new
 from tree_attn.placement import PromptLayout
-from tree_attn.ring_baseline.attention import ring_attention
+from tree_attn.ring_baseline.attention import check_self_attention, ring_attention
 from tree_attn.sharded import is_local
 
 PLACEMENT = ("axis_name", "mesh", "batch_axis_name", "block_size")  # the operands that are no arrays
@@ -52,11 +52,15 @@ def ring_prefill(
 
     Source: as `ring_attention`.
     """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}")
     if is_local(cache.arrays.axes):
         raise ValueError(
             f"ring_prefill takes whole arrays, and a shard_map binds axis_name {cache.arrays.axes} here: use "
             "ring_attention and KVCache.write_prefix"
         )
+    check_arrays(query, key, value)
+    check_self_attention(query, key)
     check_new(key, value, cache.arrays, layer)
     batch, num_tokens = key.shape[:2]
     if num_tokens > cache.capacity:

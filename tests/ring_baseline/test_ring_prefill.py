@@ -80,6 +80,11 @@ def test_a_prompt_takes_the_place_of_what_was_refused():
     cache.check_room(2)
 
 
+def test_a_query_for_each_key_is_asked_for_by_name():
+    with pytest.raises(ValueError, match="query must have one position per key, S = 4, got T = 3"):
+        ring_prefill(create(), draw(3)[0], *draw(4)[1:])
+
+
 def test_inside_a_shard_map_whole_arrays_are_refused():
     cache = create()
     call = lambda cache, *prompt: ring_prefill(cache, *prompt)[1]
