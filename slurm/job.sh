@@ -99,9 +99,12 @@ end_if_stuck() {
 both_run() { kill -0 "$1" 2>/dev/null && kill -0 "$$" 2>/dev/null; }
 
 # A rank or a link that was lost is no fault of the command: the job goes on elsewhere, or when the link is back. Status
-# 75 says so; above 128, a signal ended a rank.
+# 75 says so; above 128, a signal ended a rank. A rank that failed by itself would fail again, whatever ended the others.
 requeue_if_lost() {
   if [ -n "$must_end" ] || [ "${TREE_ATTN_REQUEUE:-yes}" != yes ] || { [ "$1" != 75 ] && [ "$1" -le 128 ]; }; then
+    return 0
+  elif grep -qE 'Exited with exit code [12]$' "$scratch/srun"; then
+    say "a rank failed by itself: the job is not requeued"
     return 0
   elif ! has_progressed; then
     say "the job lost a rank before it had finished anything: it is not requeued"

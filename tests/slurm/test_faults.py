@@ -124,6 +124,20 @@ def test_a_job_that_lost_a_rank_queues_itself_again(cluster, tmp_path):
     assert "a rank was killed from outside, as the kernel does where a node has no memory left" in job.output
 
 
+def test_a_job_whose_rank_failed_by_itself_is_not_queued_again(cluster, tmp_path):
+    """The other rank ends with the higher status of one that has lost another."""
+    rank, out = tmp_path / "rank", tmp_path / "out"
+    rank.write_text(
+        f"#!/bin/sh\n[ $SLURM_PROCID = 0 ] || exec sleep 60\nsleep 1\necho '{{}}' >{out}/results.jsonl\nexit 2"
+    )
+    rank.chmod(0o755)
+    where = ("--nodes=1", "--ntasks=2", "--nodelist=n2")
+    job = submit("compare", out, sbatch=where, TREE_ATTN_COMMAND=str(rank), TREE_ATTN_REQUEUE="yes")
+    assert job.wait(FINISHES_S) == "FAILED", job.story()
+    assert "tree-attn ended with status 143" in job.output, job.story()
+    assert "a rank failed by itself: the job is not requeued" in job.output, job.story()
+
+
 def test_a_coordinator_port_that_is_taken(cluster, tmp_path):
     listen = "import socket, time; s = socket.create_server(('', 45678)); print('listens', flush=True); time.sleep(600)"
     command = [MINICLUSTER, "exec", "n1", sys.executable, "-c", listen]
