@@ -391,3 +391,19 @@ def test_nan_beyond_the_lengths_is_in_no_result_and_no_gradient(sequences):
     got = call(query, spoiled(key, lengths), spoiled(node_key, node_lengths))
     for x, expected in zip(jax.tree.leaves(got), jax.tree.leaves(clean), strict=True):
         np.testing.assert_array_equal(x, expected)
+
+
+def test_nan_in_a_nodes_keys_reaches_its_own_sequences_only():
+    """The second node serves fewer sequences than the first, and is filled up."""
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    query, key, node_key = draw(0, 3, 1, 4, 16), draw(1, 3, 4, 2, 16), draw(2, 2, 5, 2, 16)
+
+    def loss(query, node_key):
+        level = PrefixLevel(key=node_key, value=2 * node_key, sequences=((0, 1), (2,)))
+        out = hydragen_decode(query, [level], key, 2 * key)
+        return jnp.sum(out**2), out
+
+    call = jax.jit(jax.grad(loss, has_aux=True))
+    for got, clean in zip(call(query, node_key.at[1, 3].set(jnp.nan)), call(query, node_key)):
+        np.testing.assert_array_equal(got[:2], clean[:2])
+        assert np.isnan(got[2]).any()

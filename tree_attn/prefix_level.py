@@ -95,15 +95,15 @@ class PrefixLevel:
         """Returns for each part of `batch` sequences those that each node serves, and the places of the sequences.
 
         They are int32 `[parts, nodes, share]` and `[parts, batch]`. Both count sequences from the part's first. A node
-        with fewer sequences than another is filled up with sequence 0, whose result there is dropped. A sequence
-        without a node has a place beyond all.
+        with fewer sequences than another is filled up with `batch`, which is no sequence. A sequence without a node
+        has a place beyond all.
         """
         by_part = [
             [[b - first for b in served if first <= b < first + batch] for served in self.sequences]
             for first in range(0, parts * batch, batch)
         ]
         share = max((len(served) for nodes in by_part for served in nodes), default=0)
-        sequences = np.zeros((parts, len(self.sequences), share), np.int32)
+        sequences = np.full((parts, len(self.sequences), share), batch, np.int32)
         places = np.full((parts, batch), len(self.sequences) * share, np.int32)
         for part, nodes in enumerate(by_part):
             for node, served in enumerate(nodes):

@@ -249,11 +249,11 @@ def _merge_level(
     _, num_nodes, share = sequences.shape
     if share == 0:
         return state
-    # `sequences` cannot answer this: where it fills a node up, it names sequence 0 again.
     is_in_order = num_nodes * share == batch and bool((places == np.arange(batch)).all())
     of_part = lambda table: jnp.asarray(table)[jax.lax.axis_index(batch_axes)] if batch_axes else table[0]
     sequences, places = of_part(sequences), of_part(places)
-    node_query = query if is_in_order else query[sequences.ravel()]
+    # Zeros fill nodes up. With a sequence of the batch there, what is wrong in a node's keys would reach its gradient.
+    node_query = query if is_in_order else jnp.take(query, sequences.ravel(), axis=0, mode="fill", fill_value=0)
     options = dataclasses.replace(
         options,
         key_value_seq_lengths=level.lengths,
