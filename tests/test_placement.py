@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tree_attn import PromptLayout, Shard, storage_order
 from tree_attn.placement import locate
@@ -90,3 +92,14 @@ def test_a_prompt_is_padded_stored_and_restored(num_tokens, num_shards, block_si
     # An empty prompt has no last token, and one that is too long ends at the end: whatever the index, it exists.
     np.testing.assert_array_equal(layout.last(jnp.array([0, 99])), layout.last(np.array([1, num_tokens])))
     np.testing.assert_array_equal(layout.last(np.array([0, 99], np.uint32)), layout.last(np.array([1, num_tokens])))
+
+
+@pytest.mark.parametrize("block_size", [None, 2])
+def test_a_prompt_over_explicit_axes_is_stored_and_restored(block_size):
+    mesh = jax.make_mesh((2, 3), ("data", "seq"), (AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+    shard = lambda x: jax.device_put(x, NamedSharding(mesh, P("data", "seq")))
+    x = np.arange(18.0, dtype=np.float32).reshape(2, 9)
+    layout = PromptLayout(num_tokens=9, num_shards=3, block_size=block_size)
+    np.testing.assert_array_equal(layout.store(shard(x)), layout.store(x))
+    layout = PromptLayout(num_tokens=8, num_shards=3, block_size=block_size)
+    np.testing.assert_array_equal(layout.restore(shard(layout.store(x[:, :8]))), x[:, :8])

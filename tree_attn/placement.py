@@ -13,6 +13,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int, Integer
 
 from tree_attn.arguments import AnyArray, check_integer, concrete, is_integer
@@ -172,7 +174,7 @@ class PromptLayout:
             raise ValueError(f"x must have num_tokens={self.num_tokens} along axis {axis}, got shape {x.shape}")
         numpy = np if isinstance(x, np.ndarray) else jnp
         widths = [(0, self.padded_tokens - self.num_tokens if i == axis % x.ndim else 0) for i in range(x.ndim)]
-        return self._exchanged(numpy.pad(x, widths), axis, is_stored=False)
+        return self._exchanged(numpy.pad(_whole(x, axis), widths), axis, is_stored=False)
 
     def restore(self, x, axis: int = 1):
         """Returns `x`, in storage order along `axis`, in natural order and without the padding.
@@ -182,7 +184,7 @@ class PromptLayout:
         """
         if x.shape[axis] != self.padded_tokens:
             raise ValueError(f"x must have padded_tokens={self.padded_tokens} along axis {axis}, got shape {x.shape}")
-        natural = self._exchanged(x, axis, is_stored=True)
+        natural = self._exchanged(_whole(x, axis), axis, is_stored=True)
         return natural[(slice(None),) * (axis % x.ndim) + (slice(self.num_tokens),)]
 
     def last(self, lengths: Integer[AnyArray, "*shape"]) -> Integer[AnyArray, "*shape"]:
@@ -202,6 +204,22 @@ class PromptLayout:
         sizes = (sizes[1], sizes[0], sizes[2]) if is_stored else sizes
         blocks = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
         return blocks.swapaxes(axis, axis + 1).reshape(x.shape)
+
+
+def _whole(x, axis: int):
+    """Returns `x` with all of `axis` on every device, where its type names Explicit mesh axes there.
+
+    Explicit types let no such dimension be padded, cut or exchanged unless each device keeps whole parts. Other axes
+    of a mesh are left to XLA.
+    """
+    if not isinstance(x, jax.Array):
+        return x
+    sharding = jax.typeof(x).sharding
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    if spec[axis] is None:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(*spec)))
 
 
 def named_block_size(

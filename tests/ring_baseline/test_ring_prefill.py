@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from assertions import assert_attention
 from dense import dense_attention
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import KVCache, make_mesh
@@ -24,7 +25,7 @@ def draw(num_tokens, seed=0):
 
 def create(num_devices=3, **options):
     sizes = dict(batch=B, capacity=24, num_kv_heads=K, head_dim=H, dtype=jnp.float32)
-    return KVCache.create(mesh=make_mesh({"seq": num_devices}), axis_name="seq", **sizes | options)
+    return KVCache.create(**sizes | {"mesh": make_mesh({"seq": num_devices}), "axis_name": "seq"} | options)
 
 
 @pytest.mark.parametrize("num_tokens, block_size, lengths", [(13, 1, [13, 5]), (7, 2, None), (24, 1, [0, 24])])
@@ -91,3 +92,14 @@ def test_inside_a_shard_map_whole_arrays_are_refused():
     specs = dict(in_specs=(cache.specs(), P(), P(), P()), out_specs=P())
     with pytest.raises(ValueError, match="ring_prefill takes whole arrays, and a shard_map binds axis_name"):
         jax.eval_shape(jax.shard_map(call, mesh=cache.mesh, **specs), cache, *draw(3))
+
+
+def test_explicit_axes_of_sequence_and_batch_take_prompts_of_any_length():
+    mesh = jax.make_mesh((2, 3), ("data", "seq"), (AxisType.Explicit,) * 2, devices=jax.devices()[:6])
+    cache = create(mesh=mesh, batch_axis_name="data", block_size=2)
+    prompt = draw(7)
+    cache, out = jax.jit(ring_prefill)(cache, *prompt)
+    assert jax.typeof(out).sharding.spec[:2] == ("data", None)
+    expected, _ = dense_attention(*prompt, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_array_equal(cache.lengths, [7] * B)
