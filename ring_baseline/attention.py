@@ -4,16 +4,17 @@ import dataclasses
 from typing import Unpack
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, takes_options
+from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, clip_to_int32, takes_options
 from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import UNNAMED, Placement
+from tree_attn.placement import UNNAMED, Placement, Shard
 from tree_attn.ring_baseline.rotate import source, to_next
 from tree_attn.sharded import check_call, check_shards_are_full, local_shard, over_shards
 from tree_attn.state import SoftmaxState, merge_state
@@ -51,8 +52,8 @@ def ring_attention(
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work. It
         must be named where the result depends on it: if causal, with lengths or a window.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
-        `key_value_seq_lengths` is the length of each prompt; queries past it are padding, whose result is defined (they
-        see the valid keys) and meaningless.
+        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: whatever they hold, they count
+        as 0, and their result means nothing.
       axis_name, mesh, batch_axis_name, return_lse: as in `tree_attn.tree_decode`.
     Returns:
       `out [B, S, N, Hv]`, sharded as the query is; with `return_lse`, `(out, lse)`.
@@ -89,6 +90,7 @@ class _RingAttention:
 
     def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         shard = local_shard(self.axes, self.block_size)
+        query = _without_padding(query, options.key_value_seq_lengths, shard)
         key_value, state = (key, value), None
         for hop in range(shard.num_shards):
             arriving = to_next(key_value, self.axes) if hop < shard.num_shards - 1 else None
@@ -107,3 +109,14 @@ def check_self_attention(query, key) -> None:
     """Raises ValueError unless there is a query for each key."""
     if query.shape[1] != key.shape[1]:
         raise ValueError(f"query must have one position per key, S = {key.shape[1]}, got T = {query.shape[1]}")
+
+
+def _without_padding(query, lengths, shard: Shard):
+    """Returns `query` with 0 in the place of each prompt's padding; all of it, where lengths are None.
+
+    What padding holds, such as NaN, would reach the gradient of keys and values: there a cotangent of 0 multiplies it.
+    """
+    if lengths is None:
+        return query
+    is_padding = shard.positions(query.shape[1])[None, :] >= clip_to_int32(lengths)[:, None]
+    return jnp.where(is_padding[:, :, None, None], 0, query)

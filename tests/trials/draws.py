@@ -238,8 +238,7 @@ def fill_of(rng, case: Case, has_lengths: bool, i: int) -> Fill:
         at = lambda: tuple(int(_position(rng, case)) for _ in range(case.queries))
         fields["positions"] = at() if case.positions == "shared" else tuple(at() for _ in range(case.batch))
     if case.function == "ring_attention":
-        # Only forward: the gradient of keys takes up NaN of queries that are padding, although their cotangent is 0.
-        fields["spoils_queries"] = often(rng, 0.3) and case.gradient is None
+        fields["spoils_queries"] = often(rng, 0.3)
     can_poison = case.gradient is None and case.function not in ("ring_attention", "sparq_decode")
     if can_poison and often(rng, 0.1):
         fields["poison"] = tuple(int(rng.integers(n)) for n in (case.batch, case.queries, case.heads))
