@@ -52,8 +52,8 @@ def ring_attention(
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work. It
         must be named where the result depends on it: if causal, with lengths or a window.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
-        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: whatever they hold, they count
-        as 0, and their result means nothing.
+        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: they count as 0, whatever
+        they hold, and their result means nothing.
       axis_name, mesh, batch_axis_name, return_lse: as in `tree_attn.tree_decode`.
     Returns:
       `out [B, S, N, Hv]`, sharded as the query is; with `return_lse`, `(out, lse)`.
