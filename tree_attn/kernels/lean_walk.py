@@ -17,7 +17,7 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     has_whole_output_tiles,
 )
-from tree_attn.kernels.registers import load, store_transposed
+from tree_attn.kernels.registers import load, store_transposed, transposable_layout
 from tree_attn.kernels.schedule import num_runs, run_start
 
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
@@ -240,7 +240,7 @@ def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -
         return
     block_kv, padded = values.shape
     start, end = span
-    layout = plgpu.Layout.WGMMA
+    layout = transposable_layout()  # as loaded, so that JAX 0.10 finds the layouts of all between
     width = min(padded, 128)  # of 256 at once, the many-query kernel spills
 
     def zero(grain, _):

@@ -44,10 +44,15 @@ def load(ref, layout):
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def transposable_layout():
+    """Returns the layout of what is stored transposed: of WGMMA's results, but JAX 0.10 has one for this alone."""
+    return plgpu.Layout.WGMMA if jax.__version_info__ >= (0, 11) else plgpu.Layout.WGMMA_TRANSPOSED
+
+
 def store_transposed(ref, x):
     """Stores `x^T` to `ref`, in shared memory."""
-    if jax.__version_info__ < (0, 11):  # has one layout only that can be stored transposed
-        x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    if jax.__version_info__ < (0, 11):
+        x = plgpu.layout_cast(x, transposable_layout())
     ref.transpose((1, 0))[...] = x
 
 
