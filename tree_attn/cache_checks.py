@@ -113,6 +113,8 @@ def check_layer(cache: LayerCache | LayerTuple, layer) -> None:
         raise ValueError(f"layer must be given for a layered cache, and only then: cache {cache.shape}, {layer=}")
     if isinstance(cache, LayerTuple) and not isinstance(layer, int | np.integer):
         raise ValueError(f"layer must be a Python integer for a cache that does not stack layers, got {layer!r}")
+    if layer is not None and not _is_index(layer):
+        raise ValueError(f"layer must be an integer, got {layer!r}")
     if isinstance(layer, int | np.integer) and not 0 <= layer < layers[0]:
         raise ValueError(f"layer must lie in [0, {layers[0]}), got {layer}")
 

@@ -71,15 +71,13 @@ class CacheReads:
             raise ValueError(f"query must be [B, T, N, H], got shape {tuple(query.shape)}")
         parameters = inspect.signature(attention).parameters
         self._check_attend(attention, parameters, options)
-        operands = self.operands(layer, num_new=num_new)
-        operands = {name: x for name, x in operands.items() if x is not None}
-        if "key_by_component" in parameters and self.arrays.key_by_component is not None:
-            operands["key_by_component"] = _of_layer(self.arrays.key_by_component, layer)
-        # Of causal queries each sees fewer values than the next: the mean is that of the last alone.
-        is_one_mean = query.shape[1] == 1 or not options.get("is_causal", False)
-        if "value_mean" in parameters and self.arrays.value_sum is not None and is_one_mean:
-            operands["value_mean"] = self.value_mean(operands["key_value_seq_lengths"], layer)
-        return attention(query, **operands, **options)
+        check_integer("num_new", num_new, minimum=0)
+        run = lambda: attention(query, **self._read(query, layer, num_new, parameters, options), **options)
+        # Outside jit, to take a layer, new lengths or a mean runs programs: `attention` checks its arguments before.
+        runs_programs = layer is not None or num_new or self.arrays.value_sum is not None
+        if runs_programs and not isinstance(self.lengths, jax.core.Tracer):
+            jax.eval_shape(lambda: (run(), None)[1])
+        return run()
 
     def operands(self, layer: int | Array | None = None, *, num_new: int = 0) -> dict[str, Any]:
         """Returns the keyword arguments that attention to one layer needs, for functions that `attend` does not call.
@@ -145,6 +143,18 @@ class CacheReads:
             raise ValueError("value_sum is not kept: create the cache with keeps_value_sum=True")
         total = _of_layer(self.arrays.value_sum, layer)
         return total / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None]
+
+    def _read(self, query, layer, num_new: int, parameters, options: dict[str, Any]) -> dict[str, Any]:
+        """Returns the keyword arguments that come from the cache, for a function of these parameters."""
+        operands = self.operands(layer, num_new=num_new)
+        operands = {name: x for name, x in operands.items() if x is not None}
+        if "key_by_component" in parameters and self.arrays.key_by_component is not None:
+            operands["key_by_component"] = _of_layer(self.arrays.key_by_component, layer)
+        # Of causal queries each sees fewer values than the next: the mean is that of the last alone.
+        is_one_mean = query.shape[1] == 1 or not options.get("is_causal", False)
+        if "value_mean" in parameters and self.arrays.value_sum is not None and is_one_mean:
+            operands["value_mean"] = self.value_mean(operands["key_value_seq_lengths"], layer)
+        return operands
 
     def _check_attend(self, attention: Callable[..., Any], parameters, options: dict[str, Any]) -> None:
         """Raises ValueError for options that come from the cache, and for a function that does not take those."""

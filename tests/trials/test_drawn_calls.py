@@ -24,6 +24,20 @@ def test_drawn_wrong_calls_raise_what_is_documented():
     assert not {repr(case): found for case in drawn if (found := wrong_calls.check(case))}
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("KVCache.attend to a layer", (("query", "floats(*(3, 1, 4, 8))"),)),
+        ("KVCache.attend to a layer", (("scale", "'1'"),)),
+        ("KVCache.attend to a layer", (("reduction", "'nonsense'"),)),
+        ("KVCache.attend to a layer", (("layer", "'0'"),)),
+        ("bifurcated_decode", (("prefix_length", "17"),)),
+    ],
+)
+def test_wrong_calls_that_once_compiled_or_named_another_argument(name, changes):
+    assert wrong_calls.check(wrong_calls.Case(function=name, changes=changes)) is None
+
+
 @pytest.mark.slow
 def test_every_wrong_call_raises_what_is_documented():
     cases = list(wrong_calls.cases())

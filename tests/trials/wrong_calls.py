@@ -222,10 +222,12 @@ CALLS = {
             (("axis_name", "None"), ("mesh", "None"), ("reduction", "'gather'")),
             (("axis_name", "None"), ("mesh", "None"), ("shard_suffix", "'batch'")),)),
     "bifurcated_decode": Call(
-        "tree_attn.bifurcated_decode", _SHARDED | _CONTEXT,
-        ATTENTION | {"prefix_key": array(16, 2, 8), "prefix_value": array(16, 2, 8), "shard_suffix": CHOICE,
+        "tree_attn.bifurcated_decode", _SHARDED | _CONTEXT | {"prefix_block_size": "None"},
+        ATTENTION | {"prefix_block_size": BLOCK,
+                     "prefix_key": array(16, 2, 8), "prefix_value": array(16, 2, 8), "shard_suffix": CHOICE,
                      "prefix_length": ("-1", "17", "3.7", "True", "'3'", "[3]", "{}", "2**40", "np.array([[3]])")}
-        | OF_PREFIXES | without(REDUCED, "axis_name")),
+        | OF_PREFIXES | without(REDUCED, "axis_name"), (
+            (("prefix_length", "3"), ("prefix_block_size", "tree_attn.placement.UNNAMED")),)),
     "sparq_decode": Call(
         "tree_attn.sparq_decode", _SHARDED | {"num_components": "4", "num_keys": "4"},
         ATTENTION | REDUCED | {"axis_name": AXES} | {
@@ -284,6 +286,12 @@ CALLS = {
         "query": QUERY, "layer": ("0", "'0'"), "num_new": ("-1", "2.5", "'1'", "None", "True"),
         "attention": ("None", "'tree'", "3"), "is_causal": FLAG, "scale": SCALE, "reduction": CHOICE}, (
             (("key_value_seq_lengths", "np.array([1, 1])"),), (("block_size", "2"),), (("mesh", "mesh()"),))),
+    "KVCache.attend to a layer": Call(
+        "cache(num_layers=2, keeps_value_sum=True).attend",
+        {"query": "floats(2, 1, 4, 8)", "layer": "0", "num_new": "1", "attention": "tree_attn.tree_decode"}, {
+            "query": QUERY, "layer": ("None", "2", "-1", "'0'", "2.5", "True"),
+            "num_new": ("-1", "2.5", "'1'", "None", "True"),
+            "is_causal": FLAG, "scale": SCALE, "reduction": CHOICE}),
     "Sampling": Call("Sampling", {}, {
         "temperature": (*NUMBER, "-1", "1e-40", "1e39", "None"), "top_k": OPTIONAL_COUNT,
         "top_p": (*NUMBER, "0", "1.5", "-0.1"), "seed": (*SIZE, "None", "2**32")}),
