@@ -52,8 +52,8 @@ def ring_attention(
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work. It
         must be named where the result depends on it: if causal, with lengths or a window.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
-        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: they count as 0, whatever
-        they hold, and their result means nothing.
+        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: they see the valid keys, and
+        their result means nothing. Of what they hold, 0 takes the place of NaN and infinities.
       axis_name, mesh, batch_axis_name, return_lse: as in `tree_attn.tree_decode`.
     Returns:
       `out [B, S, N, Hv]`, sharded as the query is; with `return_lse`, `(out, lse)`.
@@ -90,7 +90,7 @@ class _RingAttention:
 
     def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         shard = local_shard(self.axes, self.block_size)
-        query = _without_padding(query, options.key_value_seq_lengths, shard)
+        query = _finite_in_padding(query, options.key_value_seq_lengths, shard)
         key_value, state = (key, value), None
         for hop in range(shard.num_shards):
             arriving = to_next(key_value, self.axes) if hop < shard.num_shards - 1 else None
@@ -111,12 +111,12 @@ def check_self_attention(query, key) -> None:
         raise ValueError(f"query must have one position per key, S = {key.shape[1]}, got T = {query.shape[1]}")
 
 
-def _without_padding(query, lengths, shard: Shard):
-    """Returns `query` with 0 in the place of each prompt's padding; all of it, where lengths are None.
+def _finite_in_padding(query, lengths, shard: Shard):
+    """Returns `query` with 0 where a prompt's padding holds NaN or an infinity; all of it, where lengths are None.
 
-    What padding holds, such as NaN, would reach the gradient of keys and values: there a cotangent of 0 multiplies it.
+    They would reach the gradient of keys and values: there a cotangent of 0 multiplies them.
     """
     if lengths is None:
         return query
     is_padding = shard.positions(query.shape[1])[None, :] >= clip_to_int32(lengths)[:, None]
-    return jnp.where(is_padding[:, :, None, None], 0, query)
+    return jnp.where(is_padding[:, :, None, None] & ~jnp.isfinite(query), 0, query)

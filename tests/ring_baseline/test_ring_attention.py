@@ -33,11 +33,6 @@ def oracle_options(lengths, options):
     return {"is_causal": True} | options | {"key_value_seq_lengths": lengths, "query_positions": np.arange(TOKENS)}
 
 
-def without_padding(query, lengths):
-    """Returns the query with 0 beyond each prompt's length, as which ring_attention takes it."""
-    return jnp.where(np.arange(TOKENS)[None, :, None, None] < np.asarray(lengths)[:, None, None, None], query, 0)
-
-
 def ring_in_natural_order(axis_sizes, block_size, **options):
     """Calls ring_attention on arrays in natural order and returns natural order."""
     order = storage_order(TOKENS, int(np.prod(list(axis_sizes.values()))), block_size)
@@ -60,8 +55,7 @@ def test_every_option_and_placement_with_lengths(name, block_size):
     ring = ring_in_natural_order({"seq": 3}, block_size, **options)
     call = jax.jit(lambda lengths: ring(*arrays, key_value_seq_lengths=lengths))
     for lengths in np.array([[TOKENS, 13], [0, 5]], np.int32):
-        query, key, value = arrays
-        assert_attention(call(lengths), without_padding(query, lengths), key, value, **oracle_options(lengths, options))
+        assert_attention(call(lengths), *arrays, **oracle_options(lengths, options))
 
 
 @pytest.mark.parametrize(
@@ -98,13 +92,11 @@ def test_gradients_are_those_of_dense_attention():
     gradient = lambda attention, *arrays: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2)))(*arrays)
     ring = partial(ring_in_natural_order({"seq": 3}, 1), key_value_seq_lengths=lengths)
 
-    def dense(query, key, value):
-        return dense_attention(without_padding(query, lengths), key, value, **oracle_options(lengths, {}))
-
-    expected = gradient(dense, *arrays)
-    assert_gradients(gradient(ring, *arrays), expected)
-    # Whatever the padding of prompts holds, of queries too.
+    dense = partial(dense_attention, **oracle_options(lengths, {}))
+    assert_gradients(gradient(ring, *arrays), gradient(dense, *arrays))
+    # Whatever the padding of prompts holds, of queries too: 0 takes the place of NaN there.
     is_padding = np.arange(TOKENS)[None, :, None, None] >= lengths[:, None, None, None]
+    expected = gradient(lambda query, *rest: dense(jnp.where(is_padding, 0, query), *rest), *arrays)
     assert_gradients(gradient(ring, *(jnp.where(is_padding, jnp.nan, x) for x in arrays)), expected)
 
 
