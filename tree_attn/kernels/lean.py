@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
     LeanConfig,
     LeanShape,
@@ -42,7 +43,6 @@ from tree_attn.kernels.lean_walk import (
     trims_tiles,
     visible_slots,
     walk,
-    zero_garbage,
 )
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOWEST, full, launch, load, scaled_logits, spread, store_transposed, tiling
@@ -194,7 +194,8 @@ def _attend_runs_scoped(
         def attend_segment(output_tile, segment):
             query_place = segment.query_place(query_smem.shape[0])
             plgpu.barrier_wait(query_full.at[query_place])
-            first, end = visible_slots(tables, shape, output_tile, (block_kv, cols), per_column)
+            visible = functools.partial(visible_slots, tables, shape, output_tile, (block_kv, cols), per_column)
+            seen = visible()
             span = span_of_keys(tables, output_tile)
             head_scales = (
                 [tables["scales"][i, output_tile.head] for i in range(2)] if "scales" in tables else (None, None)
@@ -226,6 +227,8 @@ def _attend_runs_scoped(
                 if shape.mask != "none":
                     slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
                     slots = slots + first_slot
+                    # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
+                    first, end = seen if epilogue is None else visible()
                     logits = jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
                 new_top = jnp.maximum(top, logits.max(axis=0))  # [cols]
                 decay = jnp.exp2(top - new_top)
@@ -236,8 +239,8 @@ def _attend_runs_scoped(
                 plgpu.commit_smem()
 
                 plgpu.barrier_wait(value_full.at[stage])
+                zero_garbage(value_smem.at[stage], span, first_slot, shape, trims_tiles(tables, shape, config))
                 values = _operand(value_smem.at[stage], wide_value)
-                zero_garbage(values, span, first_slot, shape, trims_tiles(tables, shape, config))
 
                 def weighted(acc_ref):
                     plgpu.wgmma(acc_ref, values.transpose((1, 0)), weights_smem.transpose((1, 0)))

@@ -17,7 +17,7 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     has_whole_output_tiles,
 )
-from tree_attn.kernels.registers import load, store_transposed, transposable_layout
+from tree_attn.kernels.registers import load
 from tree_attn.kernels.schedule import num_runs, run_start
 
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
@@ -223,51 +223,6 @@ def move_tiles(
 
     if num_queries > 1:
         lax.fori_loop(jnp.maximum(num_output_tiles - num_queries, 0), num_output_tiles, await_last, None)
-
-
-def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -> None:
-    """Puts zeros in place of the values of a KV tile that are not the sequence's: beyond its end, if packed before it.
-
-    A weight of zero does not make zero of what may be NaN. Only tiles at an end are written, `GRAIN` slots at a time.
-
-    Args:
-      values: `[kv, Hp]`, in shared memory, as the tensor core takes them. All of a warpgroup's threads call this.
-      span: from `span_of_keys`. None: TMA fills what is beyond the last slot with zeros.
-      first_slot: slot of the first of the values.
-      is_trimmed: `trims_tiles`; then zeros follow the `GRAIN` that has the end.
-    """
-    if span is None:
-        return
-    block_kv, padded = values.shape
-    start, end = span
-    layout = transposable_layout()  # as loaded, so that JAX 0.10 finds the layouts of all between
-    width = min(padded, 128)  # of 256 at once, the many-query kernel spills
-
-    def zero(grain, _):
-        for column in range(0, padded, width):
-            part = values.at[pl.ds(pl.multiple_of(grain * GRAIN, GRAIN), GRAIN), pl.ds(column, width)]
-            slots = plgpu.broadcasted_iota(jnp.int32, (width, GRAIN), 1, layout=layout)
-            slots = slots + (first_slot + grain * GRAIN)
-            is_key = slots < end
-            if shape.is_packed:
-                is_key = is_key & (slots >= start)
-            found = load(part.transpose((1, 0)), layout)
-            nothing = plgpu.layout_cast(jnp.zeros(found.shape, found.dtype), layout)
-            store_transposed(part, jnp.where(is_key, found, nothing))
-
-    @pl.when(first_slot + block_kv > end)
-    def _():
-        num_seen = jnp.maximum(end - first_slot, 0)
-        last = jnp.maximum(pl.cdiv(num_seen, GRAIN), 1) if is_trimmed else block_kv // GRAIN
-        lax.fori_loop(lax.div(num_seen, GRAIN), last, zero, None)
-        plgpu.commit_smem()
-
-    if shape.is_packed:
-
-        @pl.when(first_slot < start)
-        def _():
-            zero(jnp.int32(0), None)
-            plgpu.commit_smem()
 
 
 def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:

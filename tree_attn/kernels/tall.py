@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
     MANY_QUERY_ROWS,
     ROWS,
@@ -40,7 +41,6 @@ from tree_attn.kernels.lean_walk import (
     span_of_keys,
     visible_slots,
     walk,
-    zero_garbage,
 )
 from tree_attn.kernels.query_layout import query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling

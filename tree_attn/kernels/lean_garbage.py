@@ -1,0 +1,77 @@
+"""Zeros in place of the values of a KV tile that are no sequence's keys, so that no NaN among them meets a weight."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels.lean_layout import LeanShape
+from tree_attn.kernels.lean_walk import GRAIN
+from tree_attn.kernels.registers import load, store_transposed, transposable_layout
+
+
+def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -> None:
+    """Puts zeros in place of the values of a KV tile that are not the sequence's: beyond its end, if packed before it.
+
+    A weight of zero does not make zero of what may be NaN. Only tiles at an end are written.
+
+    Args:
+      values: `[kv, Hp]`, in shared memory, as stored. All of a warpgroup's threads call this.
+      span: from `span_of_keys`. None: TMA fills what is beyond the last slot with zeros.
+      first_slot: slot of the first of the values.
+      is_trimmed: `trims_tiles`; then zeros follow the `GRAIN` that has the end.
+    """
+    if span is None:
+        return
+    start, end = span
+    is_beyond = first_slot + values.shape[0] > end
+
+    def is_key(shape_of_slots, axis, first, layout):
+        slots = plgpu.broadcasted_iota(jnp.int32, shape_of_slots, axis, layout=layout) + first
+        return (slots >= start) & (slots < end) if shape.is_packed else slots < end
+
+    if shape.is_widened:
+        _zero_narrow(values, is_beyond | (first_slot < start) if shape.is_packed else is_beyond, first_slot, is_key)
+    else:
+        _zero_ends(values, span, first_slot, is_beyond, is_key, shape.is_packed, is_trimmed)
+
+
+def _zero_narrow(values, has_garbage, first_slot, is_key) -> None:
+    """Zeros garbage of one byte a number, in the layout that it is widened in: the addresses are the same then."""
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+
+    @pl.when(has_garbage)
+    def _():
+        found = lax.bitcast_convert_type(load(values, layout), jnp.int8)
+        kept = jnp.where(is_key(values.shape, 0, first_slot, layout), -1, 0).astype(jnp.int8)  # all bits or none
+        values[...] = lax.bitcast_convert_type(found & kept, values.dtype)
+
+
+def _zero_ends(values, span, first_slot, is_beyond, is_key, is_packed: bool, is_trimmed: bool) -> None:
+    """Zeros garbage `GRAIN` slots at a time, from the one that has the end on."""
+    block_kv, padded = values.shape
+    start, end = span
+    layout = transposable_layout()  # as loaded, so that JAX 0.10 finds the layouts of all between
+    width = min(padded, 64)  # of more at once, some kernels need more registers than they have
+
+    def zero(grain, _):
+        for column in range(0, padded, width):
+            part = values.at[pl.ds(pl.multiple_of(grain * GRAIN, GRAIN), GRAIN), pl.ds(column, width)]
+            found = load(part.transpose((1, 0)), layout)
+            nothing = plgpu.layout_cast(jnp.zeros(found.shape, found.dtype), layout)
+            kept = is_key((width, GRAIN), 1, first_slot + grain * GRAIN, layout)
+            store_transposed(part, jnp.where(kept, found, nothing))
+
+    @pl.when(is_beyond)
+    def _():
+        num_seen = jnp.maximum(end - first_slot, 0)
+        last = jnp.maximum(pl.cdiv(num_seen, GRAIN), 1) if is_trimmed else block_kv // GRAIN
+        lax.fori_loop(lax.div(num_seen, GRAIN), last, zero, None)
+        plgpu.commit_smem()
+
+    if is_packed:
+
+        @pl.when(first_slot < start)
+        def _():
+            zero(jnp.int32(0), None)
+            plgpu.commit_smem()
