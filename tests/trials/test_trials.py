@@ -19,6 +19,8 @@ PROGRAMS += [
 ]
 NUM_CACHES = 6
 
+pytestmark = pytest.mark.slow
+
 
 def assert_nothing_wrong(subject, case):
     fault = subject.check(case)
@@ -30,7 +32,9 @@ def assert_nothing_wrong(subject, case):
 def test_attention(number):
     function, mode, gradient = PROGRAMS[number]
     rng = np.random.default_rng([21, number])
-    assert_nothing_wrong(attention, attention.draw(rng, function=function, mode=mode, gradient=gradient, num_fills=8))
+    num_fills = 2 if mode == "eager" else 8  # JAX 0.10 compiles an eager gradient at each call
+    case = attention.draw(rng, function=function, mode=mode, gradient=gradient, num_fills=num_fills)
+    assert_nothing_wrong(attention, case)
 
 
 @pytest.mark.parametrize("number", range(NUM_CACHES))
