@@ -1,7 +1,9 @@
 """Real processes of one program on this machine, found by torchrun's variables."""
 
 import contextlib
+import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,9 +33,11 @@ def free_port() -> int:
 def running(command: list[str], count: int, ranks=None, **extra: str) -> Iterator[list[subprocess.Popen]]:
     """Starts ranks of a command, and ends all of them afterwards."""
     port = free_port()
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell lets what it runs in the background ignore Ctrl-C, and children inherit that.
+    options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     processes = [
-        subprocess.Popen(command, env=environment(rank, count, port) | extra, **pipes)
+        subprocess.Popen(command, env=environment(rank, count, port) | extra, **options)
         for rank in (range(count) if ranks is None else ranks)
     ]
     try:
