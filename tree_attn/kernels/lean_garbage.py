@@ -43,8 +43,8 @@ def _zero_narrow(values, has_garbage, first_slot, is_key) -> None:
     @pl.when(has_garbage)
     def _():
         found = lax.bitcast_convert_type(load(values, layout), jnp.int8)
-        kept = jnp.where(is_key(values.shape, 0, first_slot, layout), -1, 0).astype(jnp.int8)  # all bits or none
-        values[...] = lax.bitcast_convert_type(found & kept, values.dtype)
+        mask = jnp.where(is_key(values.shape, 0, first_slot, layout), -1, 0).astype(jnp.int8)  # all bits or none
+        values[...] = lax.bitcast_convert_type(found & mask, values.dtype)
 
 
 def _zero_ends(values, span, first_slot, is_beyond, is_key, is_packed: bool, is_trimmed: bool) -> None:
@@ -59,8 +59,8 @@ def _zero_ends(values, span, first_slot, is_beyond, is_key, is_packed: bool, is_
             part = values.at[pl.ds(pl.multiple_of(grain * GRAIN, GRAIN), GRAIN), pl.ds(column, width)]
             found = load(part.transpose((1, 0)), layout)
             nothing = plgpu.layout_cast(jnp.zeros(found.shape, found.dtype), layout)
-            kept = is_key((width, GRAIN), 1, first_slot + grain * GRAIN, layout)
-            store_transposed(part, jnp.where(kept, found, nothing))
+            is_inside = is_key((width, GRAIN), 1, first_slot + grain * GRAIN, layout)
+            store_transposed(part, jnp.where(is_inside, found, nothing))
 
     @pl.when(is_beyond)
     def _():
