@@ -31,7 +31,7 @@ ORDER = (
     ("cluster",),
     ("ring_baseline",),
     ("models",),
-    ("cli", "commands"),
+    ("cli", "commands", "__main__"),
 )
 PLACES = {name: place for place, names in enumerate(ORDER) for name in names}
 

@@ -37,10 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 0 done, 1 a check failed, 2 it was called wrongly, 130 interrupted.
 
     Errors a user can act on are one line on stderr; with TREE_ATTN_TRACEBACK=1 in the environment they are raised.
+    Without `argv` it is the program `tree-attn` itself, which Ctrl-C ends at once (`tree_attn.commands.interrupts`).
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    args = argparse.Namespace(command_name=None)
+    if argv is None:
+        from tree_attn.commands import interrupts
+
+        argv = sys.argv[1:]
+        interrupts.watch(lambda: _end_interrupted(args))
     parser = _parser(argv)
-    args = parser.parse_args(argv)
+    parser.parse_args(argv, args)
     if args.command_name is None:
         parser.print_help()
         return 2
@@ -48,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _module(args.command_name).run(args)
     except KeyboardInterrupt:
-        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}interrupted{_saved(args)}"
-        _end_all(line, "", INTERRUPTED_STATUS)
-        print(line, file=sys.stderr)
+        _end_interrupted(args)
         return INTERRUPTED_STATUS
     except Exception as error:
         is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
@@ -61,6 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(line, file=sys.stderr)
         return 2
+
+
+def _end_interrupted(args: argparse.Namespace) -> None:
+    """Saves, and says in a line what is saved; ends all processes if this is one of several."""
+    from tree_attn.commands import interrupts
+
+    interrupts.save_all()
+    interrupts.restore_terminal()
+    line = "tree-attn: interrupted"
+    if args.command_name is not None:
+        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}interrupted; {interrupts.resumption(args)}"
+        _end_all(line, "", INTERRUPTED_STATUS)
+    print(line, file=sys.stderr)
 
 
 def _end_all(line: str, details: str, status: int = 2) -> None:
@@ -76,12 +93,6 @@ def _rank_of_several(args: argparse.Namespace) -> str:
 
     name = rank_name(args)
     return f"{name}: " if name else ""
-
-
-def _saved(args: argparse.Namespace) -> str:
-    """Returns where finished work is, for a command that saves it."""
-    out = getattr(args, "out", None)
-    return "" if out is None else f"; what is finished is in {out}, and the same command goes on from there"
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """The front door: help, version, unknown commands, and errors that are one line."""
 
+import argparse
 import importlib
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from tree_attn import cli
 from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
+from tree_attn.commands import interrupts
 
 
 def test_no_command_prints_help(capsys):
@@ -40,8 +42,27 @@ def test_an_interrupted_command_says_in_a_line_where_its_work_is(capsys, monkeyp
 
     monkeypatch.setattr(importlib.import_module("tree_attn.commands.compare"), "run", interrupt)
     assert cli.main(["compare", "--keys", "8", "--out", "results"]) == cli.INTERRUPTED_STATUS
-    expected = "interrupted; what is finished is in results, and the same command goes on from there"
+    expected = "interrupted; nothing is in results yet; run it again"
     assert capsys.readouterr().err == f"tree-attn compare: {expected}\n"
+
+
+def test_the_line_of_an_interrupted_command_counts_what_is_saved(tmp_path):
+    def line(**options):
+        return interrupts.resumption(argparse.Namespace(**options))
+
+    (tmp_path / "results.jsonl").write_text("{}\n{}\n{")  # a torn last line is no row
+    path = tmp_path / "results.jsonl"
+    assert line(out=tmp_path) == f"2 rows are saved in {path}; the same command goes on from there"
+    assert line(out=None) == "nothing is saved without --out DIR"
+    assert line() == "nothing is saved; run it again"
+
+
+def test_a_saver_runs_while_its_block_runs():
+    calls = []
+    with interrupts.saved_by(lambda: calls.append(1)):
+        interrupts.save_all()
+    interrupts.save_all()
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("earlier", [None, Launch(source="single", hosts=("n1",))], ids=["first", "after one alone"])

@@ -69,3 +69,20 @@ def test_a_line_that_does_not_follow_is_refused_by_its_number(tmp_path, rows, li
 def test_more_tokens_than_the_limit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="line 2: ids must end at token 5, the limit of this generation, got 6"):
         opened(tmp_path, ROWS, max_new_tokens=5)
+
+
+def test_an_interrupt_saves_the_tokens_of_an_unfinished_batch(tmp_path):
+    tokens = opened(tmp_path, ROWS[:1])
+    for token in (8, 9):
+        tokens.add(token)
+    tokens.save()
+    tokens.save()
+    assert opened_again(tmp_path).ids == [5, 6, 7, 8, 9]
+    tokens.add(10)
+    tokens.save()
+    assert opened_again(tmp_path).ids == [5, 6, 7, 8, 9, 10]
+
+
+def opened_again(folder):
+    rows = [json.loads(line) for line in (folder / "tokens.jsonl").read_text().splitlines()]
+    return opened(folder, rows).load()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tree_attn.commands import interrupts
 from tree_attn.commands.processes import broadcast
 from tree_attn.measure.rows import RowWriter
 from tree_attn.topology import is_first_process
@@ -70,8 +71,14 @@ class SavedTokens:
 
     def add(self, token: int) -> None:
         """Takes one more token; writes a batch when it is full."""
-        self._pending.append(token)
-        if len(self._pending) == self._every:
+        with interrupts.lock:
+            self._pending.append(token)
+            if len(self._pending) == self._every:
+                self._write(is_last=False)
+
+    def save(self) -> None:
+        """Writes the tokens that have come since the last batch; an interrupted command calls it."""
+        if self._pending:
             self._write(is_last=False)
 
     def close(self) -> None:
@@ -79,10 +86,11 @@ class SavedTokens:
         self._write(is_last=True)
 
     def _write(self, *, is_last: bool) -> None:
-        if self._writer is not None:
-            self._writer.append({"first": self._count, "ids": self._pending, "is_last": is_last})
-        self._count += len(self._pending)
-        self._pending = []
+        with interrupts.lock:
+            if self._writer is not None:
+                self._writer.append({"first": self._count, "ids": self._pending, "is_last": is_last})
+            self._count += len(self._pending)
+            self._pending = []
 
 
 def _problem(row: Mapping[str, Any], count: int, max_new_tokens: int, vocab_size: int, *, is_end: bool) -> str | None:

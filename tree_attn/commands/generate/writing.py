@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tree_attn.cluster.join import steps
-from tree_attn.commands import session
+from tree_attn.commands import interrupts, session
 from tree_attn.commands.generate.saved_tokens import SavedTokens
 from tree_attn.commands.request import Request, load_generator, open_request
 from tree_attn.models.llama import Generation, generate
@@ -39,7 +39,7 @@ def _generate_one(args: argparse.Namespace, request: Request, tokens: SavedToken
 
     document = {"new_ids": saved.ids, "text": None, "prefill_s": None, "per_token_s": None}
     if not saved.is_complete:
-        with steps() as step:
+        with steps() as step, interrupts.saved_by(tokens.save):
 
             def on_token(_, token: int) -> None:
                 tokens.add(token)

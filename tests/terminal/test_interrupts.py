@@ -1,0 +1,54 @@
+"""Ctrl-C ends a command within a second, with one line and status 130, whatever it is doing."""
+
+import pytest
+
+from . import screens
+
+BLOCKED = """
+import sys, time
+import jax, jax.numpy as jnp
+from tree_attn import cli
+from tree_attn.commands import doctor
+
+def in_a_program(args):
+    print("waiting", flush=True)
+    spin = lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, x)
+    jax.block_until_ready(jax.jit(spin)(jnp.int32(0)))
+
+def in_a_bare_except(args):
+    while True:
+        try:
+            print("waiting", flush=True)
+            time.sleep(600)
+        except BaseException:
+            continue
+
+doctor.run = {where}
+sys.argv = ["tree-attn", "doctor"]
+sys.exit(cli.main())
+"""
+
+
+def check_end(run: screens.Run, command: str) -> str:
+    """Asserts what holds for every interrupted command; returns the line."""
+    assert run.status == 130, run
+    assert run.ended_s < 1, run
+    assert "Traceback" not in run.out + run.err, run
+    lines = [line for line in (*run.lines, *run.err.splitlines()) if line.startswith(f"tree-attn {command}: ")]
+    assert len(lines) == 1 and "interrupted; " in lines[0], run
+    return lines[0]
+
+
+@pytest.mark.parametrize("where", ["in_a_program", "in_a_bare_except"])
+def test_a_command_ends_where_python_would_not_be_interrupted(where):
+    """Until a compiled program has run, Python raises no KeyboardInterrupt; a bare except would swallow it."""
+    program = ("-c", BLOCKED.replace("{where}", where))
+    run = screens.run([], program=program, interrupt_at=lambda text: "waiting" in text, limit_s=60)
+    assert check_end(run, "doctor") == "tree-attn doctor: interrupted; nothing is saved; run it again"
+
+
+def test_ctrl_c_in_a_terminal_leaves_its_cursor_visible():
+    program = ("-c", BLOCKED.replace("{where}", "in_a_bare_except"))
+    run = screens.run([], program=program, is_terminal=True, interrupt_at=lambda text: "waiting" in text)
+    check_end(run, "doctor")
+    assert run.out.rfind("\x1b[?25h") > run.out.rfind("\x1b[?25l")

@@ -1,0 +1,89 @@
+"""Ctrl-C: a command ends within a second, also inside a call of C++, after it has saved what it holds.
+
+Python raises KeyboardInterrupt between bytecodes only, and so after a compilation or a collective. Here a thread of
+its own is woken by the signal, saves, and ends the process: no code of the command is cut in its middle.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from tree_attn.cluster.ending import INTERRUPTED_STATUS, exit_now
+
+SAVING_S = 0.6  # for the savers, and to tell other ranks; the rest of the second is for this process's end
+
+# Held by a command while it changes what a saver writes.
+lock = threading.RLock()
+_savers: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def saved_by(saver: Callable[[], None]):
+    """Calls `saver` if the block is interrupted; it may run in another thread, with `lock` held.
+
+    Example:
+      >>> with saved_by(tokens.save):
+      ...     generate(...)
+    """
+    _savers.append(saver)
+    try:
+        yield
+    finally:
+        _savers.remove(saver)
+
+
+def save_all() -> None:
+    """Calls the savers of all blocks that run."""
+    if lock.acquire(timeout=SAVING_S):
+        for saver in _savers:
+            saver()
+
+
+def watch(end: Callable[[], None]) -> None:
+    """Lets Ctrl-C call `end` and end this process with status 130, whatever its main thread does.
+
+    Args:
+      end: saves and prints the line, in a thread of its own; it may end the process by itself.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return  # a shell lets what it runs in the background ignore Ctrl-C
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def wait() -> None:
+        while signal.SIGINT not in receiver.recv(16):
+            pass
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(SAVING_S)
+        exit_now(INTERRUPTED_STATUS, "tree-attn: interrupted" if ending.is_alive() else None)
+
+    threading.Thread(target=wait, daemon=True, name="interrupts").start()
+    signal.signal(signal.SIGINT, lambda *_: None)  # the signal reaches the socket all the same
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+
+
+def restore_terminal() -> None:
+    """Shows the cursor again, and begins a new line after "^C" or a bar."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")
+        sys.stderr.flush()
+
+
+def resumption(args: argparse.Namespace) -> str:
+    """Returns what is saved, and how to go on: the end of the line of an interrupted command."""
+    out = getattr(args, "out", None)
+    if out is None:
+        return "nothing is saved without --out DIR" if hasattr(args, "out") else "nothing is saved; run it again"
+    for name, what in (("results.jsonl", "row"), ("tokens.jsonl", "batch")):
+        path = pathlib.Path(out) / name
+        with contextlib.suppress(OSError):
+            count = path.read_bytes().count(b"\n")
+            words = f"1 {what} is" if count == 1 else f"{count} {what}{'es' if what == 'batch' else 's'} are"
+            return f"{words} saved in {path}; the same command goes on from there"
+    return f"nothing is in {out} yet; run it again"
