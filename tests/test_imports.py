@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 # From the bottom to the top. A module imports modules of its own place and of places before it, no others.
 ORDER = (
-    ("state", "devices", "topology", "arguments", "reference", "tolerances"),
+    ("state", "devices", "extras", "topology", "arguments", "reference", "tolerances"),
     ("placement", "masking", "mesh"),
     ("kernels",),
     ("local",),

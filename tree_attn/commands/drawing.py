@@ -2,11 +2,13 @@
 
 import importlib.util
 
+from tree_attn.extras import how_to_install
+
 
 def require_matplotlib() -> None:
     """Raises ImportError, with the command that installs it, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("plots need matplotlib: pip install 'tree-attn[plot]' (or pass --no-plots)")
+        raise ImportError(f"plots need matplotlib: {how_to_install('plot')} (or pass --no-plots)")
 
 
 def new_figure(width: float, height: float):

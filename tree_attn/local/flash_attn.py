@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.devices import default_platform
+from tree_attn.extras import how_to_install
 from tree_attn.masking import Visibility
 from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
 
-INSTALL = "python3 -m pip install 'tree-attn[flash]' && python3 -m pip install --no-deps flash-attn-jax==0.6.2"
+INSTALL = f"{how_to_install('flash')} && python3 -m pip install --no-deps flash-attn-jax==0.6.2"
 
 
 def unavailable() -> str | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint.reading import blaming
 
 
@@ -57,7 +58,7 @@ def _environment():
         import jinja2.ext
         import jinja2.sandbox
     except ImportError:
-        raise ImportError("a chat template needs jinja2: pip install 'tree-attn[demo]'") from None
+        raise ImportError(f"a chat template needs jinja2: {how_to_install('demo')}") from None
 
     class Generation(jinja2.ext.Extension):
         """The block `{% generation %}`, which marks the assistant's text for training."""

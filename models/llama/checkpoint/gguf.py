@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint.gguf_layout import GGUFTensor, Layout
 from tree_attn.models.llama.checkpoint.huggingface import check_shape
 from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming
@@ -72,7 +73,7 @@ class GGUFFile:
         try:
             import gguf
         except ImportError:
-            raise ImportError(f"reading {path.name} needs the gguf package: pip install 'tree-attn[demo]'") from None
+            raise ImportError(f"reading {path.name} needs the gguf package: {how_to_install('demo')}") from None
         with blaming(path.name, "damaged, truncated or not GGUF: "):
             num_bytes = path.stat().st_size
             data = np.memmap(path, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)

@@ -10,6 +10,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from tree_attn.extras import how_to_install
+
 SMOLLM2 = "smollm2"
 
 _PASS_INSTEAD = (
@@ -124,7 +126,7 @@ def _fetch_huggingface(model: str) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        raise ImportError(f"{model=}: a Hugging Face id needs huggingface_hub: pip install 'tree-attn[hub]'") from None
+        raise ImportError(f"{model=}: a Hugging Face id needs huggingface_hub: {how_to_install('hub')}") from None
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja"]
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))

@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  gives numpy the dtype bfloat16, by which the package reads BF16
 import numpy as np
 
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming, shortened, unique
 
 # The dtypes of weights; the format has integers and narrower floats too.
@@ -61,7 +62,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors import safe_open
     except ImportError:
-        raise ImportError(f"reading {path.name} needs the safetensors package: pip install 'tree-attn[demo]'") from None
+        raise ImportError(f"reading {path.name} needs the safetensors package: {how_to_install('demo')}") from None
     with blaming(path.name, "damaged, truncated or not safetensors: "):
         if not path.is_file():
             raise CheckpointError(f"{shortened(path.name)}: must be a file")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint import chat_template
 from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming, read_json, read_text
 
@@ -18,7 +19,7 @@ def tokenizers_package() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError("reading a tokenizer needs the tokenizers package: pip install 'tree-attn[demo]'") from None
+        raise ImportError(f"reading a tokenizer needs the tokenizers package: {how_to_install('demo')}") from None
     return tokenizers
 
 

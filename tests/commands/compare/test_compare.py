@@ -14,6 +14,7 @@ from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
 from tree_attn.commands.compare import data, sweep
 from tree_attn.commands.compare.trial import Laboratory
+from tree_attn.extras import how_to_install
 from tree_attn.measure import latency
 from tree_attn.measure.rows import RowWriter
 
@@ -264,7 +265,7 @@ def test_keys_that_are_no_numbers(tmp_path, capsys):
 def test_missing_matplotlib_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert compare(tmp_path, "--devices", "2", "--keys", "8") == 2
-    assert "pip install 'tree-attn[plot]'" in capsys.readouterr().err
+    assert how_to_install("plot") in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tree_attn import cli
 from tree_attn.commands.figures import paper, plots, rows
 from tree_attn.commands.figures.paper import GPUS, LENGTHS
 from tree_attn.cost import machine, predict
+from tree_attn.extras import how_to_install
 
 RESULTS = pathlib.Path(__file__).parents[3] / "docs" / "results" / "compare_4xh200_4processes"
 H200 = machine.load("NVIDIA H200")
@@ -141,7 +142,7 @@ def test_what_is_predicted_is_drawn_hollow_and_dashed(measured, tmp_path, monkey
 def test_without_matplotlib_it_says_how_to_install_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", str(tmp_path)]) == 2
-    assert "pip install 'tree-attn[plot]'" in capsys.readouterr().err
+    assert how_to_install("plot") in capsys.readouterr().err
 
 
 def test_rows_of_two_shapes_are_refused(tmp_path, measured, capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint.hub import ModelNotFoundError, PackagedFile
 
@@ -99,7 +101,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 def test_an_id_needs_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"pip install 'tree-attn\[hub\]'"):
+    with pytest.raises(ImportError, match=re.escape(how_to_install("hub"))):
         hub.resolve("meta-llama/Llama-3.2-1B")
 
 

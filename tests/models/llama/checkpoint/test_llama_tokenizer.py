@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
 
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint import gguf_tokenizer
 from tree_attn.models.llama.checkpoint import tokenizer as llama_tokenizer
 from tree_attn.models.llama.checkpoint.reading import CheckpointError
@@ -347,7 +349,7 @@ def test_another_tokenizer_in_gguf_is_refused(tmp_path, changes, message):
 
 def test_without_the_tokenizers_package_it_says_how_to_install_it(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r"pip install 'tree-attn\[demo\]'"):
+    with pytest.raises(ImportError, match=re.escape(how_to_install("demo"))):
         llama_tokenizer.from_folder(folder, [])
-    with pytest.raises(ImportError, match=r"pip install 'tree-attn\[demo\]'"):
+    with pytest.raises(ImportError, match=re.escape(how_to_install("demo"))):
         gguf_tokenizer.from_gguf(FakeGGUF.__new__(FakeGGUF))
