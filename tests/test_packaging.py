@@ -1,13 +1,20 @@
 """The files that an installation writes: one top-level package, beside which a user's own `models` works on."""
 
+import email
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 
 import pytest
+import yaml
+
+import tree_attn
 
 ROOT = pathlib.Path(__file__).parent.parent
 USER_MODEL = "WHOSE = 'the user'\n"
@@ -17,15 +24,16 @@ USER_MODEL = "WHOSE = 'the user'\n"
 def checkout(tmp_path_factory) -> pathlib.Path:
     """A copy of what is built, so that building leaves nothing in the repository."""
     copy = tmp_path_factory.mktemp("checkout")
-    for folder in ("tree_attn", "models", "ring_baseline"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for folder in ("tree_attn", "models", "ring_baseline", "slurm", "docs"):
+        unwanted = shutil.ignore_patterns("__pycache__", "results", "*.png")  # measured rows and pictures: 5 MB
+        shutil.copytree(ROOT / folder, copy / folder, ignore=unwanted)
+    for file in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / file, copy / file)
     return copy
 
 
 def build(checkout: pathlib.Path, hook: str, folder: pathlib.Path) -> pathlib.Path:
-    """Builds by setuptools' hook `build_wheel` or `build_editable` (PEP 517, PEP 660), as pip does."""
+    """Builds by setuptools' hook `build_wheel`, `build_editable` or `build_sdist` (PEP 517, PEP 660), as pip does."""
     code = f"import setuptools.build_meta as build; print(build.{hook}({str(folder)!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -91,6 +99,51 @@ def test_one_top_level_package_and_all_of_it(installed):
         expected |= {f"tree_attn/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
     expected |= {"tree_attn/py.typed", "tree_attn/kernels/tuning.json", "tree_attn/cost/machines/nvidia_h200.json"}
     assert expected <= set(names), expected - set(names)
+
+
+def test_the_metadata_say_what_it_is(installed):
+    _, wheel = installed
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        fields = email.message_from_bytes(archive.read(name))
+    assert fields["Version"] == tree_attn.__version__
+    assert fields["Author"] == "tree-attn developers"
+    assert "Typing :: Typed" in fields.get_all("Classifier")
+    assert {"rich", "numpy", "jaxtyping"} <= set(fields.get_all("Requires-Dist"))
+    assert fields.get_all("Project-URL")
+
+
+def test_the_sdist_carries_documents_and_slurm(checkout, tmp_path):
+    with tarfile.open(build(checkout, "build_sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {"CHANGELOG.md", "docs/conventions.md", "slurm/job.sh", "slurm/minicluster/minicluster"}
+    expected |= {"models/llama/model.py", "ring_baseline/decode.py", "tree_attn/py.typed", "tree_attn/state.py"}
+    assert expected <= names, expected - names
+
+
+def test_one_version_in_every_file():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    heading = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert (citation["version"], str(citation["date-released"])) == heading.groups()
+    assert citation["version"] == tree_attn.__version__
+
+
+def test_an_error_names_what_can_be_installed(installed, project, checkout):
+    """From a checkout by its path, which need not be installed; otherwise by the name of what is installed."""
+    python, wheel = installed
+    code = "from tree_attn.extras import how_to_install; print(how_to_install('demo'))"
+    by_path, by_name = f"python3 -m pip install -e '{checkout}[demo]'", "python3 -m pip install 'tree-attn[demo]'"
+    assert run(python, code, cwd=project) == (by_path if "editable" in wheel.name else by_name)
+    assert run(python, code, cwd=project, PYTHONPATH=str(checkout)) == by_path
+
+
+def test_errors_name_extras_that_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path.read_text() for folder in ("tree_attn", "models") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"how_to_install\(['\"](\w+)", source)}
+    assert {"demo", "flash", "hub", "plot"} <= named <= set(extras)
+    literal = [source for source in sources if re.search(r"pip install [^{\n]*\[\w+\]", source)]
+    assert literal == [], "commands that name an extra come from how_to_install"
 
 
 def test_in_a_folder_with_models_of_its_own(installed, project):

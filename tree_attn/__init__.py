@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tree_attn.state import merge_state as merge_state
     from tree_attn.state import merge_states as merge_states
 
+__version__ = "0.2.0"  # pyproject.toml reads it from here, so that a checkout that is not installed has it too
+
 _MODULE_OF = {
     "CacheFullError": "cache_checks",
     "KVCache": "cache",

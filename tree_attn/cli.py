@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+import tree_attn
+
 # One line each, here and not in the commands' modules, so that `tree-attn --help` need not import them.
 COMMANDS = {
     "demo": "a small Llama answers over 8 devices by tree, ring and single-device attention, with the same tokens",
@@ -105,9 +107,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", title="commands")
     if "--version" in argv[:1]:
-        from importlib import metadata
-
-        print(f"tree-attn {metadata.version('tree-attn')}")
+        print(f"tree-attn {tree_attn.__version__}")
         raise SystemExit(0)
     named = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():

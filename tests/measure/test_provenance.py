@@ -2,6 +2,7 @@
 
 import jax
 
+import tree_attn
 from tree_attn.measure import provenance
 
 
@@ -17,4 +18,5 @@ def test_git_commit_is_a_hash_or_none():
 def test_versions_say_what_is_missing():
     found = provenance.versions()
     assert found["jax"] == jax.__version__
+    assert found["tree-attn"] == tree_attn.__version__  # in a checkout that is not installed too
     assert set(found) >= {"python", "jaxlib", "flash-attn-jax"}

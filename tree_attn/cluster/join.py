@@ -15,6 +15,7 @@ from importlib import metadata
 
 import jax
 
+import tree_attn
 from tree_attn import topology
 from tree_attn.cluster import facts, rollcall
 from tree_attn.cluster.connect import STAGES, connect_jax
@@ -255,8 +256,7 @@ def _hello(
     problem: str | None = None,
 ) -> dict:
     versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
-    with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
-        versions["tree-attn"] = metadata.version("tree-attn")
+    versions["tree-attn"] = tree_attn.__version__
     versions["tree-attn's source files"] = facts.source_digest()
     local_gpus = [gpus[number] for number in (range(len(gpus)) if ids is None else ids)] if gpus else []
     return rollcall.describe(

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+import tree_attn
+
 
 def of_script(devices: Sequence[jax.Device]) -> dict[str, Any]:
     """Returns the fields of a row that say where and by what it was measured, for a script.
@@ -56,9 +58,9 @@ def versions() -> dict[str, str | None]:
     """Returns the versions of Python and of the packages that matter to a measurement; None if not installed."""
     from importlib import metadata
 
-    packages = ("tree-attn", "jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    packages = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
     packages += ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "flash-attn-jax")
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "tree-attn": tree_attn.__version__}
     for package in packages:
         try:
             found[package] = metadata.version(package)
