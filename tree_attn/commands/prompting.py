@@ -1,21 +1,30 @@
-"""Options of the commands that give a Llama a prompt; `request` reads them."""
+"""Options of the commands that give a Llama prompts, and the prompts themselves; `request` reads the rest."""
 
 import argparse
+import json
+import pathlib
+import sys
 
 from tree_attn.commands import processes
+from tree_attn.commands.options import check_at_least
+
+STANDARD_INPUT = "-"
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, *, temperature: float, top_p: float | None, several_prompts: bool = False
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float | None) -> None:
     """Adds the options that `request.open_request` reads; `temperature` and `top_p` are the command's defaults."""
     parser.add_argument(
         "--model",
         default="smollm2",
         help="smollm2 (default; 135M parameters, downloaded once), a Hugging Face folder or id, or a .gguf file",
     )
-    _add_prompt(parser, several_prompts)
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="stop after N tokens; default 128")
+    _add_prompts(parser)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="stop after N tokens; default 128, or what the model's positions leave",
+    )
     parser.add_argument(
         "--temperature", type=float, default=temperature, metavar="T", help=f"0 is greedy; default {temperature:g}"
     )
@@ -76,14 +85,72 @@ def add_sparq_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_prompt(parser: argparse.ArgumentParser, several_prompts: bool) -> None:
-    text = "question to the model, or the text that it continues"
-    if several_prompts:
-        parser.add_argument("--prompt", required=True, action="append", help=f"{text}; may be given several times")
-    else:
-        parser.add_argument("--prompt", required=True, help=text)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--chat", action="store_true", help="wrap the prompt in the model's chat template (default if it has one)"
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="question to the model, or the text that it continues; may be given several times",
     )
-    form.add_argument("--raw", action="store_true", help="send the prompt as it is")
+    parser.add_argument(
+        "--prompt-file",
+        action="append",
+        metavar="FILE",
+        help="a prompt in UTF-8, or a .jsonl file of prompts, a JSON text a line; - is standard input",
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system prompt: goes before the prompt in the model's chat template"
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="send the prompt as it is, without the model's chat template"
+    )
+
+
+def read_prompts(args: argparse.Namespace) -> None:
+    """Puts the texts of all prompts into `args.prompt`: those of `--prompt`, then those of the files.
+
+    Raises:
+      ValueError: there is no prompt, bytes are not UTF-8, a line of a .jsonl file is no JSON text, or a limit or
+        `--system` is wrong; before JAX is imported or a model is read.
+    """
+    check_at_least(args, max_new_tokens=1)
+    if args.system is not None and args.raw:
+        raise ValueError("--system needs the model's chat template: it must be left out with --raw")
+    texts = list(args.prompt or ())
+    for option, values in (("--prompt", texts), ("--system", [args.system or ""])):
+        for text in values:
+            _check_utf8(option, text.encode("utf-8", "surrogateescape"))
+    for name in args.prompt_file or ():
+        texts += _read(name)
+    if not texts:
+        raise ValueError("a prompt must be given: --prompt TEXT, --prompt-file FILE, or --prompt-file - for a pipe")
+    args.prompt = texts
+
+
+def _read(name: str) -> list[str]:
+    """Returns the prompts of a file."""
+    is_input = name == STANDARD_INPUT
+    content = sys.stdin.buffer.read() if is_input else pathlib.Path(name).expanduser().read_bytes()
+    where = "standard input" if is_input else name
+    text = _check_utf8(where, content)
+    if not name.endswith(".jsonl"):
+        # An editor's last line end is no part of the prompt.
+        return [text.removesuffix("\n").removesuffix("\r")]
+    return [_json_text(f"{where}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _json_text(where: str, line: str) -> str:
+    try:
+        text = json.loads(line)
+    except ValueError:
+        text = None
+    if not isinstance(text, str):
+        raise ValueError(f'{where} must be a JSON text such as "Hello", got {line[:80]!r}')
+    return text
+
+
+def _check_utf8(where: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} must be UTF-8, got byte 0x{content[error.start]:02x} at {error.start}") from None

@@ -10,8 +10,11 @@ from tree_attn.commands import processes, session
 from tree_attn.models.llama import Generator, Sampling, by_name
 from tree_attn.models.llama.attention_choice import check_cache_dtype, check_choice, check_prefill_chunk
 from tree_attn.models.llama.checkpoint.open import Checkpoint
+from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.generation.request import check_request
 from tree_attn.sparq import SparqOptions
+
+DEFAULT_NEW_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +37,6 @@ class Request:
     facts: dict[str, Any]
     sparq: SparqOptions | None
 
-    @property
-    def prompt_ids(self) -> list[int]:
-        """Token ids of the one prompt."""
-        (prompt,) = self.prompts
-        return prompt
-
 
 def open_request(args: argparse.Namespace) -> Request:
     """Joins the other processes, if any, and opens the model.
@@ -60,8 +57,8 @@ def open_request(args: argparse.Namespace) -> Request:
     checkpoint = session.open_with_progress(args.model)
     if sparq is not None:
         sparq.check_head_dim(checkpoint.config.head_dim)
-    texts = [args.prompt] if isinstance(args.prompt, str) else args.prompt
-    prompts = [_encode(checkpoint.tokenizer, args, text) for text in texts]
+    prompts = [_encode(checkpoint.tokenizer, args, text) for text in args.prompt]
+    args.max_new_tokens = check_room(checkpoint.config, max(map(len, prompts)), args.max_new_tokens)
     check_request(checkpoint.config, prompts, args.max_new_tokens)
     facts = {"attention": args.attention, "reduction": reduction, "n_devices": len(devices)}
     facts |= {} if sparq is None else {"sparq": dataclasses.asdict(sparq)}
@@ -95,8 +92,35 @@ def sparq_options(args: argparse.Namespace, attentions: Sequence[str]) -> SparqO
     return SparqOptions(**{"local_window": values["num_keys"] // 4} | values)
 
 
+def check_room(config: LlamaConfig, num_tokens: int, max_new_tokens: int | None) -> int:
+    """Returns the limit of new tokens after a prompt: the one given, or 128 or fewer that the positions leave.
+
+    Raises:
+      ValueError: prompt and new tokens are more than the model has positions; says what to do.
+    """
+    room = config.max_position - num_tokens
+    if room < 1:
+        raise ValueError(
+            f"a prompt has {num_tokens} tokens, and the model {config.max_position} positions: shorten the prompt to "
+            f"{config.max_position - 1} tokens or fewer, or take a --model with more positions"
+        )
+    if max_new_tokens is None:
+        return min(DEFAULT_NEW_TOKENS, room)
+    if max_new_tokens > room:
+        raise ValueError(
+            f"--max-new-tokens must be at most {room} after a prompt of {num_tokens} tokens, got {max_new_tokens}: the "
+            f"model has {config.max_position} positions; lower it or shorten the prompt"
+        )
+    return max_new_tokens
+
+
+def messages(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+    """Returns the beginning of a conversation: the system prompt, if there is one, and the user's first turn."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
 def _encode(tokenizer, args: argparse.Namespace, text: str) -> list[int]:
-    is_chat = args.chat or (not args.raw and tokenizer.chat_template is not None)
-    if not is_chat:
+    if args.raw or (tokenizer.chat_template is None and args.system is None):
         return tokenizer.encode(text)
-    return tokenizer.encode_chat([{"role": "user", "content": text}])
+    return tokenizer.encode_chat(messages(args, text))

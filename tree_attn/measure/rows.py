@@ -33,7 +33,12 @@ class RowWriter:
     """
 
     def __init__(
-        self, path: str | os.PathLike, sweep: Mapping[str, Any] | None = None, *, is_writer: bool | None = None
+        self,
+        path: str | os.PathLike,
+        sweep: Mapping[str, Any] | None = None,
+        *,
+        is_writer: bool | None = None,
+        kind: str = "sweep",
     ):
         """Opens `path`, created with its folder if it does not exist, and reads its rows.
 
@@ -41,6 +46,7 @@ class RowWriter:
           path: the file of rows, by convention `*.jsonl`.
           sweep: what all rows of the file have in common; None writes and checks nothing.
           is_writer: whether this process writes; default: `tree_attn.topology.is_first_process()`.
+          kind: word for what `sweep` describes, in errors.
 
         Raises:
           ValueError: a line other than a torn last one is not a JSON object (names the file and the line); or the
@@ -54,7 +60,7 @@ class RowWriter:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if sweep is not None:
-            _check_sweep(self.path.with_suffix(".sweep.json"), json.loads(json.dumps(sweep)))
+            _check_sweep(self.path.with_suffix(".sweep.json"), json.loads(json.dumps(sweep)), kind)
         self._size = _drop_torn_line(self.path)
         self.rows = read(self.path) if self._size else []
 
@@ -164,7 +170,7 @@ def _drop_torn_line(path: pathlib.Path) -> int:
     return complete
 
 
-def _check_sweep(path: pathlib.Path, sweep: dict[str, Any]) -> None:
+def _check_sweep(path: pathlib.Path, sweep: dict[str, Any], kind: str) -> None:
     """Writes `sweep` to `path`, or raises ValueError if the file holds another one."""
     if not path.exists():
         write_atomically(path, json.dumps(sweep, indent=1).encode() + b"\n")
@@ -172,7 +178,7 @@ def _check_sweep(path: pathlib.Path, sweep: dict[str, Any]) -> None:
     try:
         there = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} should say which sweep lies here, and is not a JSON object: {error}") from error
+        raise ValueError(f"{path} should say which {kind} lies here, and is not a JSON object: {error}") from error
     differences = [
         f"{name} is {there.get(name)!r} there and {sweep.get(name)!r} here"
         for name in dict.fromkeys([*there, *sweep])
@@ -180,8 +186,8 @@ def _check_sweep(path: pathlib.Path, sweep: dict[str, Any]) -> None:
     ]
     if differences:
         raise ValueError(
-            f"{path.parent} holds the results of another sweep: {'; '.join(differences)}. Give the same options to "
-            "continue that sweep, or another folder to begin this one"
+            f"{path.parent} holds the results of another {kind}: {'; '.join(differences)}. Give the same options to "
+            f"continue that {kind}, or another folder to begin this one"
         )
 
 

@@ -1,12 +1,17 @@
 """`tree-attn generate`: what it prints under each attention, and what it refuses before it reads a model."""
 
+import dataclasses
 import functools
+import io
 import json
+import sys
 
 import pytest
 
 from tree_attn.cli import main
 from tree_attn.commands import session
+from tree_attn.commands.request import check_room
+from tree_attn.models.llama import preset
 
 pytestmark = pytest.mark.usefixtures("optimized")
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -36,17 +41,19 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
         (["--attention", "ring", "--devices", "3"], {"attention": "ring", "reduction": None, "n_devices": 3}),
     ],
 )
-def test_smollm2_answers_and_the_last_line_is_json(capsys, arguments, described):
+def test_smollm2_answers_and_stdout_is_json(capsys, arguments, described):
     status, lines, _ = run(capsys, "--prompt", PROMPT, "--max-new-tokens", "12", "--json", *arguments)
     assert status == 0
-    assert lines[0] == ANSWER
-    document = json.loads(lines[-1])
+    (line,) = lines
+    document = json.loads(line)
     assert list(document) == [
         "prompt_ids",
         "new_ids",
         "text",
+        "finish_reason",
         "prefill_s",
         "per_token_s",
+        "tokens_per_s",
         "attention",
         "reduction",
         "n_devices",
@@ -54,17 +61,18 @@ def test_smollm2_answers_and_the_last_line_is_json(capsys, arguments, described)
     assert document["text"] == ANSWER
     assert document["new_ids"] == [504, 3575, 282, 4649, 314, 7042, 30]
     assert document["prompt_ids"][:3] == [1, 9690, 198]
+    assert document["finish_reason"] == "stop"
     assert document["prefill_s"] > 0 < document["per_token_s"]
+    assert document["tokens_per_s"] == pytest.approx(1 / document["per_token_s"])
     assert {name: document[name] for name in described} == described
 
 
 def test_raw_prompts_are_continued_and_streamed(capsys):
-    arguments = ["--raw", "--prompt", "One, two, three,", "--max-new-tokens", "6", "--attention", "single", "--json"]
-    status, lines, _ = run(capsys, *arguments)
-    assert status == 0
-    document = json.loads(lines[-1])
-    assert "".join(lines[:-1]) == document["text"] == " four, five, six,"
-    assert len(document["prompt_ids"]) == 6
+    arguments = ["--raw", "--prompt", "One, two, three,", "--max-new-tokens", "6", "--attention", "single"]
+    status, lines, error = run(capsys, *arguments)
+    assert (status, lines) == (0, [" four, five, six,"])
+    assert error.splitlines()[0] == "6 new tokens up to the limit of --max-new-tokens"
+    assert "tokens a second on 1 device by single" in error.splitlines()[1]
 
 
 @pytest.mark.slow
@@ -73,10 +81,16 @@ def test_several_prompts_through_fewer_rows(capsys):
     questions = [PROMPT, "What is 2 + 2? Answer with a number.", PROMPT]
     arguments = [part for question in questions for part in ("--prompt", question)]
     arguments += ["--max-batch", "2", "--prefill-chunk", "24", "--cache-dtype", "int8", "--attention", "single"]
-    status, lines, _ = run(capsys, *arguments, "--max-new-tokens", "12", "--json")
+    status, lines, error = run(capsys, *arguments, "--max-new-tokens", "12")
     assert status == 0
-    assert lines[:2] == ["--- prompt 1 of 3", ANSWER] and lines[-3:-1] == ["--- prompt 3 of 3", ANSWER]
-    document = json.loads(lines[-1])
+    ending = "7 new tokens up to a stop token"
+    assert lines[:2] == [f"--- prompt 1 of 3, {ending}", ANSWER] and lines[-2:] == [
+        f"--- prompt 3 of 3, {ending}",
+        ANSWER,
+    ]
+    assert error.startswith("3 prompts, ") and error.endswith(" tokens a second together on 1 device by single\n")
+    _, (line,), _ = run(capsys, *arguments, "--max-new-tokens", "12", "--json")
+    document = json.loads(line)
     assert [one["text"] for one in document["generations"]][::2] == [ANSWER] * 2
     assert document["generations"][0]["new_ids"] == [504, 3575, 282, 4649, 314, 7042, 30]
     assert (document["attention"], document["reduction"], document["n_devices"]) == ("single", None, 1)
@@ -84,30 +98,109 @@ def test_several_prompts_through_fewer_rows(capsys):
 
 @pytest.mark.slow
 def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys, tmp_path, monkeypatch):
-    arguments = ["--prompt", PROMPT, "--attention", "single", "--out", str(tmp_path), "--save-every", "3", "--json"]
+    arguments = ["--prompt", PROMPT, "--attention", "single", "--out", str(tmp_path), "--save-every", "3"]
     arguments += ["--temperature", "1.5", "--seed", "4", "--max-new-tokens"]
-    _, whole, _ = run(capsys, *arguments, "10")
+    _, (whole,), _ = run(capsys, *arguments, "10", "--json")
     path = tmp_path / "tokens.jsonl"
     content = path.read_text()
     rows = [json.loads(line) for line in content.splitlines()]
-    new_ids = json.loads(whole[-1])["new_ids"]
-    assert [row["first"] for row in rows] == list(range(0, len(new_ids) + 1, 3))
+    new_ids = json.loads(whole)["new_ids"]
+    assert [row["first"] for row in rows] == list(range(0, len(new_ids), 3))
     assert [token for row in rows for token in row["ids"]] == new_ids
-    assert [row["is_last"] for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert not any(row["is_last"] for row in rows), "it ended at its limit"
 
     path.write_text(content[: content.index("\n") + 20])  # killed while it wrote the second batch
-    _, again, _ = run(capsys, *arguments, "10")
-    assert again[:-1] == whole[:-1]
-    assert json.loads(again[-1])["new_ids"] == new_ids
+    _, (again,), error = run(capsys, *arguments, "10", "--json")
+    assert (json.loads(again)["new_ids"], error) == (new_ids, "")
     assert path.read_text() == content
 
-    status, _, error = run(capsys, *arguments, "11")
+    status, _, error = run(capsys, *arguments, "10", "--top-k", "5")
     assert status == 2
-    assert f"{tmp_path} holds the results of another sweep: max_new_tokens is 10 there and 11 here" in error
+    assert f"{tmp_path} holds the results of another generation: top_k is None there and 5 here" in error
     monkeypatch.setattr("tree_attn.commands.session.load_with_progress", None)  # would fail if it were called
-    _, complete, _ = run(capsys, *arguments, "10")
-    assert complete[:-1] == whole[:-1]
+    _, _, summary = run(capsys, *arguments, "10")
+    assert summary == "10 new tokens up to the limit of --max-new-tokens; 10 of them saved before\n"
     assert path.read_text() == content
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_a_higher_limit_goes_on_from_the_tokens_of_a_lower_one(capsys, tmp_path):
+    arguments = ["--prompt", "name a river", "--attention", "single", "--temperature", "1", "--json"]
+    parts = []
+    for folder, limit in (("whole", "9"), ("parts", "5"), ("parts", "9")):
+        _, (line,), _ = run(capsys, *arguments, "--out", str(tmp_path / folder), "--max-new-tokens", limit)
+        parts.append(json.loads(line))
+    assert [(len(part["new_ids"]), part["finish_reason"]) for part in parts[1:]] == [(5, "length"), (9, "length")]
+    assert parts[2]["new_ids"] == parts[0]["new_ids"] and parts[1]["new_ids"] == parts[0]["new_ids"][:5]
+
+
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_prompts_come_from_files_and_standard_input_after_a_system_prompt(
+    capsys, tmp_path, monkeypatch, tiny_checkpoint
+):
+    (tmp_path / "one.txt").write_text("from a file\n")
+    (tmp_path / "two.jsonl").write_text('"a line"\n\n"another"\n')
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"from a pipe\n")))
+    files = [part for name in ("one.txt", "two.jsonl") for part in ("--prompt-file", str(tmp_path / name))]
+    arguments = ["--system", "be brief", "--prompt", "an option", *files, "--prompt-file", "-"]
+    status, (line,), _ = run(capsys, *arguments, "--max-new-tokens", "2", "--attention", "single", "--json")
+    assert status == 0
+    prompts = [one["prompt_ids"] for one in json.loads(line)["generations"]]
+    texts = ["an option", "from a file", "a line", "another", "from a pipe"]
+    assert [tiny_checkpoint.tokenizer.decode(ids) for ids in prompts] == [f"<s>be brief<u>{x}<a>" for x in texts]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"caf\xe9", "{path} must be UTF-8, got byte 0xe9 at 3"),
+        (b'"a"\n{"prompt": 1}', "{path}, line 2 must be a JSON text such as"),
+        (b"", "a prompt must be given: --prompt TEXT, --prompt-file FILE"),
+        (None, "No such file or directory: '{path}'"),
+    ],
+)
+def test_files_without_prompts_are_refused_before_a_model_is_opened(capsys, tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(session, "open_with_progress", None)  # would fail if it were called
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    status, lines, error = run(capsys, "--prompt-file", str(path))
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert message.format(path=path) in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--prompt", "hi\udcff"], "--prompt must be UTF-8, got byte 0xff at 2"),
+        (["--system", "\udcff"], "--system must be UTF-8, got byte 0xff at 0"),
+        (["--system", "x", "--raw"], "--system needs the model's chat template: it must be left out with --raw"),
+    ],
+)
+def test_wrong_prompts_are_refused_before_a_model_is_opened(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(session, "open_with_progress", None)
+    status, lines, error = run(capsys, "--prompt", "x", *arguments)
+    assert (status, lines, error) == (2, [], f"tree-attn generate: error: {message}\n")
+
+
+@pytest.mark.usefixtures("tiny_checkpoint")
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (80, "a prompt has 86 tokens, and the model 64 positions: shorten the prompt to 63 tokens or fewer, or take"),
+        (50, "--max-new-tokens must be at most 8 after a prompt of 56 tokens, got 9: the model has 64 positions"),
+    ],
+)
+def test_a_prompt_too_long_says_what_there_is_room_for(capsys, length, message):
+    status, _, error = run(capsys, "--prompt", "x" * length, "--max-new-tokens", "9")
+    assert status == 2 and message in error
+
+
+def test_the_default_limit_is_what_the_positions_leave():
+    config = dataclasses.replace(preset("smollm2-135m"), max_position=1000)
+    assert [check_room(config, length, None) for length in (10, 872, 990)] == [128, 128, 10]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +216,7 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
         (["--reduction", "hierarchical", "--devices", "7"], "--devices must be a product of two numbers"),
         (["--save-every", "0"], "--save-every must be at least 1, got 0"),
         (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
-        (["--prompt", "y", "--out", "absent"], "--out saves the tokens of one --prompt, got 2"),
+        (["--prompt", "y", "--out", "absent"], "--out saves the tokens of one prompt, got 2"),
         (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk must be a multiple of 2 shards, got 9"),
         (["--prefill-chunk", "8", "--attention", "ring"], "prefill_chunk=8: attention='ring' reads prompts whole"),
         (["--cache-dtype", "int4"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'int4'"),
@@ -133,8 +226,7 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
         (["--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
         (["--seed", "-3"], "seed must be in"),
         (["--model", "absent.gguf"], "model must be 'smollm2', a folder"),
-        (["--max-new-tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
-        (["--max-new-tokens", "9000"], "max_new_tokens must be at most 8161 with a prompt of 31 tokens, got 9000"),
+        (["--max-new-tokens", "9000"], "--max-new-tokens must be at most 8161 after a prompt of 31 tokens, got 9000"),
         (["--raw", "--prompt", ""], "prompts must be one or more, of one or more tokens each, got [1, 0]"),
     ],
 )
@@ -146,7 +238,7 @@ def test_wrong_arguments_are_one_line_on_stderr(capsys, arguments, message):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["--prompt", "x", "--raw", "--chat"], ["--prompt", "x", "--top-k", "few"]])
+@pytest.mark.parametrize("arguments", [["--prompt"], ["--prompt", "x", "--top-k", "few"]])
 def test_arguments_that_do_not_parse_show_the_usage(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         run(capsys, *arguments)

@@ -16,6 +16,10 @@ ROWS = [
 
 def opened(folder, rows, max_new_tokens: int = 12) -> SavedTokens:
     (folder / "tokens.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return reopened(folder, max_new_tokens)
+
+
+def reopened(folder, max_new_tokens: int) -> SavedTokens:
     args = argparse.Namespace(out=folder, save_every=3, max_new_tokens=max_new_tokens)
     return SavedTokens(args, {"seed": 0}, vocab_size=256)
 
@@ -24,12 +28,26 @@ def opened(folder, rows, max_new_tokens: int = 12) -> SavedTokens:
 def test_lines_that_follow_each_other_are_the_tokens(tmp_path, count):
     saved = opened(tmp_path, ROWS[:count]).load()
     assert saved.ids == [5, 6, 7, 8, 9, 10, 11][: 3 * count]
-    assert saved.is_complete == (count == 3)
+    assert saved.stopped == (count == 3)
 
 
 def test_a_last_line_without_tokens_is_an_end_at_a_stop_token(tmp_path):
     saved = opened(tmp_path, [*ROWS[:2], {"first": 6, "ids": [], "is_last": True}]).load()
-    assert (saved.ids, saved.is_complete) == ([5, 6, 7, 8, 9, 10], True)
+    assert (saved.ids, saved.stopped) == ([5, 6, 7, 8, 9, 10], True)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_limit_is_no_end_of_the_file_and_a_stop_token_is(tmp_path, stopped):
+    tokens = reopened(tmp_path, max_new_tokens=4)
+    for token in (5, 6, 7, 8):
+        tokens.add(token)
+    tokens.close(stopped=stopped)
+    longer = reopened(tmp_path, max_new_tokens=6)
+    assert (longer.load().ids, longer.load().stopped) == ([5, 6, 7, 8], stopped)
+    if not stopped:
+        longer.add(9)
+        longer.close(stopped=True)
+        assert reopened(tmp_path, max_new_tokens=6).load().ids == [5, 6, 7, 8, 9]
 
 
 def changed(number: int, **fields) -> list[dict]:

@@ -9,7 +9,7 @@ import pytest
 from tree_attn.cli import main
 from tree_attn.commands import session
 from tree_attn.commands.sample import samples
-from tree_attn.models.llama import LlamaConfig, parameters
+from tree_attn.models.llama import Generation, LlamaConfig, parameters
 from tree_attn.models.llama.checkpoint.open import Checkpoint
 
 CONFIG = LlamaConfig(
@@ -23,7 +23,7 @@ CONFIG = LlamaConfig(
     max_position=64,
 )
 PROMPT = "abcdefghijk"
-SAMPLE = ["--prompt", PROMPT, "--num-samples", "6", "--max-new-tokens", "4", "--temperature", "2", "--json"]
+SAMPLE = ["--prompt", PROMPT, "--num-samples", "6", "--max-new-tokens", "4", "--temperature", "2"]
 # Keys and values of one layer, head dim 8, float32, for the ten tokens before the last.
 PREFIX_BYTES = 2 * 8 * 4 * 10
 
@@ -58,26 +58,26 @@ def test_other_ranks_see_every_step_end(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
-    status, lines, _ = run(capsys, *SAMPLE, "--top", "2", "--share-prefix", "--devices", "3")
-    _, alone, _ = run(capsys, *SAMPLE, "--attention", "single", "--no-share-prefix")
+    several = ["--share-prefix", "--devices", "3"]
+    status, lines, _ = run(capsys, *SAMPLE, "--top", "2", *several)
+    _, (line,), _ = run(capsys, *SAMPLE, *several, "--json")
+    _, (alone,), _ = run(capsys, *SAMPLE, "--attention", "single", "--no-share-prefix", "--json")
     everything = ["--num-components", "8", "--num-keys", "64"]
-    _, sparse, _ = run(capsys, *SAMPLE, "--attention", "sparq", *everything, "--devices", "3")
+    _, (sparse,), _ = run(capsys, *SAMPLE, "--attention", "sparq", *everything, "--devices", "3", "--json")
     assert status == 0
-    assert [one["new_ids"] for one in json.loads(sparse[-1])["samples"]] == [
-        one["new_ids"] for one in json.loads(lines[-1])["samples"]
-    ]
-    assert json.loads(sparse[-1])["sparq"]["local_window"] == 16
-    document, other = json.loads(lines[-1]), json.loads(alone[-1])
-    assert [sample["new_ids"] for sample in document["samples"]] == [sample["new_ids"] for sample in other["samples"]]
+    document, other, sparse = json.loads(line), json.loads(alone), json.loads(sparse)
+    assert sparse["sparq"]["local_window"] == 16
+    for one in (other, sparse):
+        assert [sample["new_ids"] for sample in document["samples"]] == [sample["new_ids"] for sample in one["samples"]]
     samples = document["samples"]
     means = [sample["mean_log_probability"] for sample in samples]
     assert means == sorted(means, reverse=True) and means[0] < 0
+    assert {sample["finish_reason"] for sample in samples} == {"length"}
     assert 2 < len(samples) == len({sample["text"] for sample in samples}) <= 6
     for i in range(2):
         header = f"--- {i + 1} of {len(samples)} different samples: mean log-probability {means[i]:.3f}"
         assert lines[2 * i : 2 * i + 2] == [header, samples[i]["text"]]
-    assert lines[4].endswith("for each of 6 samples; held once here") and len(lines) == 6
-    assert alone[-2].endswith("; held for each sample here")
+    assert lines[5].endswith("for each of 6 samples; held once here") and len(lines) == 6
     prefix = {name: document[name] for name in document if "prefix" in name}
     assert prefix == {
         "shares_prefix": True,
@@ -87,6 +87,51 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
     }
     assert other["shares_prefix"] is False
     assert document["prefill_s"] > 0 < document["per_token_s"]
+
+
+def test_each_prompt_has_its_own_samples(capsys, monkeypatch):
+    """The samples are those of the library's call, in its order; the model itself does not run."""
+    monkeypatch.setattr(samples, "load_generator", lambda args, request: FakeGenerator())
+    monkeypatch.setattr(samples.memory, "bytes_per_token", lambda generator: 64)
+    calls = []
+
+    def draw(generator, prompts, max_new_tokens, *, num_samples, **options):
+        calls.append((prompts, num_samples))
+        return [sampled(prompt, token) for prompt in prompts for token in range(1, num_samples + 1)]
+
+    monkeypatch.setattr(samples, "generate", draw)
+    arguments = ["--prompt", "ab", "--prompt", "cde", "--num-samples", "2", "--top", "1", "--attention", "single"]
+    status, lines, _ = run(capsys, *arguments)
+    assert (status, calls) == (0, [([[1, 2], [3, 4, 5]], 2)])
+    assert lines[:4] == [
+        "--- prompt 1 of 2, 1 of 2 different samples: mean log-probability -1.000",
+        "a",
+        "--- prompt 2 of 2, 1 of 2 different samples: mean log-probability -1.000",
+        "a",
+    ]
+    _, (line,), _ = run(capsys, *arguments, "--json")
+    document = json.loads(line)
+    assert [one["prompt_ids"] for one in document["prompts"]] == [[1, 2], [3, 4, 5]]
+    assert [[sample["text"] for sample in one["samples"]] for one in document["prompts"]] == [["a", "b"]] * 2
+    assert document["prefix_bytes_unshared"] == 2 * document["prefix_bytes_shared"] == 2 * 3 * 64
+
+
+def sampled(prompt: list[int], token: int) -> Generation:
+    """A sample of one token; the lower the token, the more likely."""
+    times = dict(prefill_s=1.0, per_token_s=None)
+    means = dict(log_probability=-token, mean_log_probability=-token)
+    return Generation(prompt_ids=prompt, new_ids=[token], stopped=True, **times, **means)
+
+
+class FakeGenerator:
+    """The parts of a generator that the command itself calls."""
+
+    def compile(self, prompts, max_new_tokens, **_):
+        """Compiles nothing."""
+
+    def prefix_tree(self, prompts, share_prefixes):
+        """Returns a tree that shares nothing."""
+        return types.SimpleNamespace(num_shared=0)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +151,7 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
             "num_components must be an integer of at least 1 and at most 8, got 9",
         ),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or a finite number above it, got -1.0"),
-        (["--max-new-tokens", "60"], "max_new_tokens must be at most 53 with a prompt of 11 tokens, got 60"),
+        (["--max-new-tokens", "60"], "--max-new-tokens must be at most 53 after a prompt of 11 tokens, got 60"),
     ],
 )
 def test_wrong_arguments_are_one_line_on_stderr(capsys, monkeypatch, arguments, message):

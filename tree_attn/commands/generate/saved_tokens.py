@@ -17,18 +17,18 @@ FILE = "tokens.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """New tokens of an earlier run; `is_complete` where no more are to come."""
+    """New tokens of earlier runs; `stopped` where a stop token came after them."""
 
     ids: list[int]
-    is_complete: bool
+    stopped: bool
 
 
 class SavedTokens:
     """The file `tokens.jsonl` of a folder: a line per batch of tokens, `{"first": 16, "ids": [...], "is_last": false}`.
 
-    `first` is the number of tokens before the line. The last line of a generation that ended has `is_last`; it may have
-    no tokens. Process 0 alone reads and writes the file. The others get its tokens from `load`, and call the same
-    methods.
+    `first` is the number of tokens before the line. The last line of a generation that met a stop token has `is_last`;
+    it may have no tokens. One that ended at its limit has no such line, and goes on under a higher limit. Process 0
+    alone reads and writes the file. The others get its tokens from `load`, and call the same methods.
     """
 
     def __init__(self, args: argparse.Namespace, generation: Mapping[str, Any], vocab_size: int):
@@ -45,7 +45,8 @@ class SavedTokens:
         """
         self._every, self._max_new_tokens, self._pending = args.save_every, args.max_new_tokens, []
         is_writer = is_first_process()
-        self._writer = None if args.out is None else RowWriter(args.out / FILE, generation, is_writer=is_writer)
+        options = dict(is_writer=is_writer, kind="generation")
+        self._writer = None if args.out is None else RowWriter(args.out / FILE, generation, **options)
         self._count = 0
         for number, row in enumerate([] if self._writer is None else self._writer.rows, start=1):
             is_end = number == len(self._writer.rows)
@@ -61,13 +62,11 @@ class SavedTokens:
         """Returns the tokens that an earlier run saved, the same in every process."""
         rows = [] if self._writer is None else self._writer.rows
         ids = [token for row in rows for token in row["ids"]]
-        # A stop token is not saved, so a full file without a last batch ended at the limit.
-        is_complete = len(ids) == self._max_new_tokens or (bool(rows) and rows[-1]["is_last"])
         # Other processes do not read the file: a network file system may still show them an older one.
         sent = np.zeros(self._max_new_tokens + 2, np.int32)
-        sent[: 2 + len(ids)] = [len(ids), is_complete, *ids]
-        count, is_complete, *padded = broadcast(sent).tolist()
-        return Saved(ids=padded[:count], is_complete=bool(is_complete))
+        sent[: 2 + len(ids)] = [len(ids), bool(rows) and rows[-1]["is_last"], *ids]
+        count, stopped, *padded = broadcast(sent).tolist()
+        return Saved(ids=padded[:count], stopped=bool(stopped))
 
     def add(self, token: int) -> None:
         """Takes one more token; writes a batch when it is full."""
@@ -81,9 +80,10 @@ class SavedTokens:
         if self._pending:
             self._write(is_last=False)
 
-    def close(self) -> None:
-        """Writes the last batch: the generation is complete."""
-        self._write(is_last=True)
+    def close(self, *, stopped: bool) -> None:
+        """Writes the last batch; `stopped` where a stop token came after it."""
+        if self._pending or stopped:
+            self._write(is_last=stopped)
 
     def _write(self, *, is_last: bool) -> None:
         with interrupts.lock:

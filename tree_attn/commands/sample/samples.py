@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tree_attn.cluster.join import steps
-from tree_attn.commands import session
+from tree_attn.commands import session, terminal
 from tree_attn.commands.request import Request, load_generator, open_request
 from tree_attn.models.llama import Generation, Generator, generate, rank_samples
 from tree_attn.models.llama.attention_choice import check_sharing
@@ -15,17 +15,17 @@ from tree_attn.topology import is_first_process
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Draws the samples and prints the best; with `--json` also a document of all."""
+    """Draws the samples and prints the best of each prompt, or with `--json` one document of all."""
     check_sharing(args.attention, args.share_prefix)
     request = open_request(args)
     generator = load_generator(args, request)
-    prompts = [request.prompt_ids] * args.num_samples
     with session.phase("compiling ..."):
-        generator.compile(prompts, args.max_new_tokens, share_prefixes=args.share_prefix)
-    with session.phase(f"drawing {args.num_samples} samples ..."), steps() as step:
+        generator.compile(_repeated(args, request.prompts), args.max_new_tokens, share_prefixes=args.share_prefix)
+    count = args.num_samples * len(request.prompts)
+    with session.phase(f"drawing {count} samples ..."), steps() as step:
         samples = generate(
             generator,
-            [request.prompt_ids],
+            request.prompts,
             args.max_new_tokens,
             num_samples=args.num_samples,
             stop_ids=request.checkpoint.tokenizer.stop_ids,
@@ -33,34 +33,56 @@ def draw(args: argparse.Namespace) -> None:
             on_token=lambda *_: step(),
         )
     if is_first_process():
-        _print(args, request, rank_samples(samples), _prefix(args, request, generator))
+        of_prompts = [samples[i : i + args.num_samples] for i in range(0, count, args.num_samples)]
+        ranked = [rank_samples(of_prompt) for of_prompt in of_prompts]
+        (_print_json if args.json else _print)(args, request, ranked, _prefix(args, request, generator))
 
 
-def _print(args: argparse.Namespace, request: Request, ranked: Sequence[Generation], prefix: dict[str, Any]) -> None:
-    decode = request.checkpoint.tokenizer.decode
-    for place, sample in enumerate(ranked[: args.top], start=1):
-        print(f"--- {place} of {len(ranked)} different samples: mean log-probability {sample.mean_log_probability:.3f}")
-        print(decode(sample.new_ids))
+def _print(
+    args: argparse.Namespace, request: Request, ranked: Sequence[Sequence[Generation]], prefix: dict[str, Any]
+) -> None:
+    for number, samples in enumerate(ranked, start=1):
+        of_prompt = f"prompt {number} of {len(ranked)}, " if len(ranked) > 1 else ""
+        for place, sample in enumerate(samples[: args.top], start=1):
+            mean = f"mean log-probability {sample.mean_log_probability:.3f}"
+            print(f"--- {of_prompt}{place} of {len(samples)} different samples: {mean}")
+            print(request.checkpoint.tokenizer.decode(sample.new_ids))
     print(f"--- {_sentence(prefix, args.num_samples)}")
-    if args.json:
-        samples = [
-            {
-                "new_ids": sample.new_ids,
-                "text": decode(sample.new_ids),
-                "log_probability": sample.log_probability,
-                "mean_log_probability": sample.mean_log_probability,
-            }
-            for sample in ranked
-        ]
-        times = {name: getattr(ranked[0], name) for name in ("prefill_s", "per_token_s")}
-        print(json.dumps({"prompt_ids": request.prompt_ids, "samples": samples} | times | prefix | request.facts))
+
+
+def _print_json(
+    args: argparse.Namespace, request: Request, ranked: Sequence[Sequence[Generation]], prefix: dict[str, Any]
+) -> None:
+    decode = request.checkpoint.tokenizer.decode
+    prompts = [
+        {
+            "prompt_ids": prompt_ids,
+            "samples": [
+                {
+                    "new_ids": sample.new_ids,
+                    "text": decode(sample.new_ids),
+                    "finish_reason": "stop" if sample.stopped else "length",
+                    "log_probability": sample.log_probability,
+                    "mean_log_probability": sample.mean_log_probability,
+                }
+                for sample in samples
+            ],
+        }
+        for prompt_ids, samples in zip(request.prompts, ranked, strict=True)
+    ]
+    times = {name: getattr(ranked[0][0], name) for name in ("prefill_s", "per_token_s")}
+    print(json.dumps((prompts[0] if len(prompts) == 1 else {"prompts": prompts}) | times | prefix | request.facts))
+
+
+def _repeated(args: argparse.Namespace, prompts: Sequence[list[int]]) -> list[list[int]]:
+    return [prompt for prompt in prompts for _ in range(args.num_samples)]
 
 
 def _prefix(args: argparse.Namespace, request: Request, generator: Generator) -> dict[str, Any]:
-    """Returns the bytes of the tokens that samples share: all of the prompt but its last, which each sample keeps."""
-    num_tokens = len(request.prompt_ids) - 1
+    """Returns the bytes of the tokens that samples share: all of a prompt but its last, which each sample keeps."""
+    num_tokens = sum(len(prompt) - 1 for prompt in request.prompts)
     once = num_tokens * memory.bytes_per_token(generator)
-    prompts = [request.prompt_ids] * args.num_samples
+    prompts = _repeated(args, request.prompts)
     return {
         "shares_prefix": generator.prefix_tree(prompts, args.share_prefix).num_shared > 0,
         "prefix_tokens": num_tokens,
@@ -70,9 +92,9 @@ def _prefix(args: argparse.Namespace, request: Request, generator: Generator) ->
 
 
 def _sentence(prefix: dict[str, Any], num_samples: int) -> str:
-    shared, unshared = (f"{prefix[f'prefix_bytes_{name}'] / 1e6:,.1f} MB" for name in ("shared", "unshared"))
+    shared, unshared = (terminal.size(prefix[f"prefix_bytes_{name}"]) for name in ("shared", "unshared"))
     place = "once" if prefix["shares_prefix"] else "for each sample"
     return (
-        f"keys and values of the prompt's {prefix['prefix_tokens']:,} common tokens: {shared} held once, {unshared} "
-        f"held for each of {num_samples} samples; held {place} here"
+        f"keys and values of {prefix['prefix_tokens']:,} common prompt tokens: {shared} held once,\n"
+        f"    {unshared} held for each of {num_samples} samples; held {place} here"
     )
