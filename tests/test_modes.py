@@ -408,6 +408,16 @@ def test_eager_calls_place_plain_arrays_on_an_explicit_mesh(name):
     assert_gradients(out, answers(query, key, value, prompt, levels)[name])
 
 
+def test_eager_gradients_of_plain_keys_that_an_explicit_mesh_does_not_divide():
+    mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+    query, key, value, weights = draw()
+    operands = query, key[:, :-1], value[:, :-1]
+    out, pull = jax.vjp(functools.partial(tree_decode, axis_name="seq", mesh=mesh, block_size=None), *operands)
+    expected_out, gradients = expected((*operands, weights), {})
+    assert_gradients(out, expected_out)
+    assert_gradients(pull(weights), gradients)
+
+
 @pytest.mark.parametrize("bound", ["data", "seq"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])

@@ -187,8 +187,14 @@ def pad_keys(
     # A traced length may be too long; clipped later it would be clipped to the padded size.
     lengths = jnp.full(key.shape[:1], num_keys, jnp.int32) if lengths is None else clip_to_int32(lengths, 0, num_keys)
     options = dataclasses.replace(options, key_value_seq_lengths=lengths)
-    widths = [(0, 0), (0, padding), (0, 0), (0, 0)]
-    return jnp.pad(key, widths), jnp.pad(value, widths), options
+    chosen, widths = _mesh_with(axes, mesh), [(0, 0), (0, padding), (0, 0), (0, 0)]
+
+    def padded(x):
+        x = jnp.asarray(x)
+        # A gradient is cut as it was padded, which JAX does not do to a sharded one. It becomes what `x` was.
+        return jnp.pad(reshard(x, P(), chosen) if jax.typeof(x).sharding.mesh.empty else x, widths)
+
+    return padded(key), padded(value), options
 
 
 def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, block_size: int | None) -> None:

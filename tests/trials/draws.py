@@ -203,6 +203,7 @@ def options_of(rng, fields: dict) -> dict:
     if "positions" in names and often(rng, 0.25):
         options["positions"] = one(rng, ("each", "shared"))
     needs_placement = options.get("causal") or options.get("window") is not None or options.get("positions")
+    needs_placement = needs_placement or dict(fields.get("arguments", ())).get("local_window")
     levels_differ = any(level.lengths for level in fields.get("levels", ()))
     is_even = fields["keys"] % max(Case(**fields).num_shards, 1) == 0
     if fields.get("axis") and not needs_placement and not levels_differ and is_even and often(rng, 0.2):
