@@ -149,6 +149,16 @@ def test_the_diagonal_of_kernels_serves_a_striped_prompt_only(num_queries, num_s
     assert view.is_diagonal == is_diagonal
 
 
+@pytest.mark.parametrize("num_shards, of_query, of_key", [(1, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (3, 1, 2)])
+def test_the_diagonal_is_that_of_the_mask(num_shards, of_query, of_key):
+    shard, query_shard = (Shard(index=i, num_shards=num_shards, block_size=1) for i in (of_key, of_query))
+    sizes = {"batch": 1, "num_queries": SLOTS, "num_slots": SLOTS}
+    view = visibility(AttentionOptions(is_causal=True), **sizes, shard=shard, query_shard=query_shard)
+    is_strict = of_query < of_key
+    np.testing.assert_array_equal(view.mask()[0], np.tri(SLOTS, k=-int(is_strict), dtype=bool))
+    assert (view.is_strict is None) if num_shards == 1 else (view.is_strict == is_strict)
+
+
 @pytest.mark.parametrize(
     "options, by_length_only, is_total",
     [

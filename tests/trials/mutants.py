@@ -30,9 +30,9 @@ SWAPPED = {
 TESTS = {
     "tree_attn/arguments.py": ("test_arguments.py", "test_wrong_calls.py"),
     "tree_attn/cache_checks.py": ("test_cache.py", "test_wrong_calls.py"),
-    "tree_attn/cache_layer.py": ("test_cache.py",),
-    "tree_attn/cache_reads.py": ("test_cache.py",),
-    "tree_attn/cache_writes.py": ("test_cache.py",),
+    "tree_attn/cache_layer.py": ("test_cache.py", "test_cache_modes.py"),
+    "tree_attn/cache_reads.py": ("test_cache.py", "test_cache_modes.py"),
+    "tree_attn/cache_writes.py": ("test_cache.py", "test_cache_modes.py"),
     "tree_attn/masking.py": ("test_masking.py", "local/test_dispatch.py", "local/test_xla.py"),
     "tree_attn/placement.py": ("test_placement.py",),
     "tree_attn/ragged.py": ("test_ragged.py", "kernels/test_lean_kernel.py"),
