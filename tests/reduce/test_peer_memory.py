@@ -222,3 +222,56 @@ def test_a_table_lies_where_all_have_room(three_processes, monkeypatch):
     places = three_processes(lambda index: module._place(np.zeros(3, np.uint64), DEVICES))
     assert places == [module.TABLE_ADDRESSES[1]] * 3
     assert sorted(given_back) == [(0, taken), (2, taken)]
+
+
+class Library:
+    """A CUDA driver without a GPU: `called` records names and numbers, `statuses` has what fails."""
+
+    def __init__(self):
+        self.called, self.statuses = [], {}
+
+    def __getattr__(self, name):
+        def function(*args):
+            numbers = [x.value for x in args if hasattr(x, "value")]
+            self.called.append((name, *numbers))
+            if name in ("cuMemAlloc_v2", "cuDevicePrimaryCtxRetain", "cuDeviceGet"):
+                args[0]._obj.value = 0x40 + len(self.called)  # a number that no other call is given
+            if name == "cuGetErrorName":
+                args[1]._obj.value = b"CUDA_ERROR_OF_A_KIND"
+            return self.statuses.get(name, 0)
+
+        return function
+
+    def count(self, name):
+        return sum(call[0] == name for call in self.called)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = Library()
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: fake)
+    return fake
+
+
+def test_the_driver_zeros_memory_in_the_context_of_its_gpu(library):
+    driver = module._Driver()
+    first, second = driver.allocate(0, 256), driver.allocate(0, 512)
+    assert first != second
+    assert [call[1:] for call in library.called if call[0] == "cuMemsetD8_v2"] == [(first, 0, 256), (second, 0, 512)]
+    assert library.count("cuDevicePrimaryCtxRetain") == 1, "a GPU's context is retained once"
+    driver.allocate(1, 256)
+    assert library.count("cuDevicePrimaryCtxRetain") == 2
+    assert library.count("cuCtxPushCurrent_v2") == library.count("cuCtxPopCurrent_v2") == 3
+
+
+def test_a_call_of_the_driver_that_fails_is_named_and_its_context_left(library):
+    driver = module._Driver()
+    library.statuses["cuMemAlloc_v2"] = 2
+    with pytest.raises(PeerMemoryError, match=r"cuMemAlloc_v2 failed: CUDA_ERROR_OF_A_KIND \(2\)"):
+        driver.allocate(0, 256)
+    assert library.count("cuCtxPopCurrent_v2") == 1
+    library.statuses["cuCtxEnablePeerAccess"] = 704  # already enabled
+    driver.enable_peer(0, 1)
+    library.statuses["cuCtxEnablePeerAccess"] = 217
+    with pytest.raises(PeerMemoryError, match="cuCtxEnablePeerAccess failed"):
+        driver.enable_peer(0, 1)
