@@ -26,6 +26,7 @@ SWAPPED = {
     ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
+COMMUTATIVE = ("minimum", "maximum", "min", "max", "logaddexp")
 # Tests of modules whose own are not test_NAME.py beside them; names are of files in `tests/`.
 TESTS = {
     "tree_attn/arguments.py": ("test_arguments.py", "test_wrong_calls.py"),
@@ -34,7 +35,7 @@ TESTS = {
     "tree_attn/cache_reads.py": ("test_cache.py", "test_cache_modes.py"),
     "tree_attn/cache_writes.py": ("test_cache.py", "test_cache_modes.py"),
     "tree_attn/masking.py": ("test_masking.py", "local/test_dispatch.py", "local/test_xla.py"),
-    "tree_attn/placement.py": ("test_placement.py",),
+    "tree_attn/placement.py": ("test_placement.py", "test_arguments.py"),
     "tree_attn/ragged.py": ("test_ragged.py", "kernels/test_lean_kernel.py"),
     "tree_attn/sharded.py": ("test_sharded.py", "test_decode.py"),
     "tree_attn/sparq": ("sparq", "kernels/test_sparq_kernel.py"),
@@ -139,13 +140,19 @@ def _changed(node: ast.expr) -> Iterator[ast.expr]:
             other = other.operand
         case ast.Constant(value=bool()):
             other.value = not other.value
-        case ast.Constant(value=int() | float()):
+        case ast.Constant(value=int() | float()) if other.value + 1 != other.value:
             other.value += 1
-        case ast.Call(args=[ast.expr(), ast.expr(), *_]) if not any(isinstance(x, ast.Starred) for x in other.args[:2]):
-            other.args[:2] = reversed(other.args[:2])
+        case ast.Call(args=[ast.expr() as first, ast.expr() as second, *rest]) if _are_ordered(other):
+            other.args = [second, first, *rest]
         case _:
             return
     yield other
+
+
+def _are_ordered(call: ast.Call) -> bool:
+    """Returns whether the call's first two arguments may mean another thing in another order."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name not in COMMUTATIVE and not any(isinstance(x, ast.Starred) for x in call.args[:2])
 
 
 def _copied(folder: pathlib.Path) -> pathlib.Path:
