@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and SmolLM2 in Flax NNX, decoding over a KV cache that is sharded along the sequence.
+"""Llama, SmolLM2, Qwen and Mistral in Flax NNX, decoding over a KV cache that is sharded along the sequence.
 
 Each public name is imported on first use, as in `tree_attn`.
 """
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from tree_attn.models.llama.attention_choice import ATTENTIONS as ATTENTIONS
     from tree_attn.models.llama.config import Llama3RopeScaling as Llama3RopeScaling
     from tree_attn.models.llama.config import LlamaConfig as LlamaConfig
-    from tree_attn.models.llama.config import from_huggingface as from_huggingface
+    from tree_attn.models.llama.families import FAMILIES as FAMILIES
+    from tree_attn.models.llama.families import from_huggingface as from_huggingface
     from tree_attn.models.llama.generation.generate import Generation as Generation
     from tree_attn.models.llama.generation.generate import generate as generate
     from tree_attn.models.llama.generation.generate import rank_samples as rank_samples
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "ATTENTIONS": "attention_choice",
     "PRESETS": "presets",
+    "FAMILIES": "families",
     "Attention": "attention",
     "Generation": "generation.generate",
     "Generator": "generation.generator",
@@ -39,7 +41,7 @@ _MODULE_OF = {
     "Memory": "generation.memory",
     "Sampling": "generation.sampling",
     "by_name": "attention",
-    "from_huggingface": "config",
+    "from_huggingface": "families",
     "generate": "generation.generate",
     "preset": "presets",
     "rank_samples": "generation.generate",

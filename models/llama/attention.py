@@ -11,7 +11,14 @@ from tree_attn.arguments import AttentionOptions
 from tree_attn.cache import KVCache
 from tree_attn.decode import tree_decode
 from tree_attn.local import attend, attend_shard, check_implementation, slot_multiple
-from tree_attn.models.llama.attention_choice import CANNOT_SHARE, CHUNKING, NO_SCALES, SHARING, check_choice
+from tree_attn.models.llama.attention_choice import (
+    CANNOT_SHARE,
+    CHUNKING,
+    NO_SCALES,
+    NO_WINDOWED_PREFIXES,
+    SHARING,
+    check_choice,
+)
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.models.llama.storage import BLOCK_SIZE, prompt_layout
 from tree_attn.placement import PromptLayout, Shard
@@ -31,10 +38,11 @@ class Attention:
       reduction: reduction across devices, for the names in `REDUCING`: the chosen one; None for the others.
       num_shards: shards of the sequence.
       shares_prefixes: whether `prefixes` may be non-empty, as for the names in `SHARING`.
-      prefill: `(query, key, value, lengths, prefixes) -> out`, causal, all in storage order; `[B, S, N, H]` and
-        `[B, S, K, H]`. The levels of `prefixes` precede the sequences, and every query sees them whole.
-      decode: `(query, cache, layer, prefixes) -> out`; query `[B, T, N, H]` of the newest T tokens, which the layer of
-        the cache holds already and does not count yet.
+      prefill: `(query, key, value, lengths, prefixes, **options) -> out`, causal, all in storage order; `[B, S, N, H]`
+        and `[B, S, K, H]`. The levels of `prefixes` precede the sequences, and every query sees them whole.
+      decode: `(query, cache, layer, prefixes, **options) -> out`; query `[B, T, N, H]` of the newest T tokens,
+        which the layer of the cache holds already and does not count yet. The options of both are
+        `config.attention_options`.
       sparq: the choice of keys for `sparq`; None: decoding attends to all keys.
     """
 
@@ -125,11 +133,18 @@ def _sharded(
     # A prefill has as many states as tokens: a gather would hold all of them once for each device.
     merge = functools.partial(_merge_prefixes, prefix_decode, reduction="allreduce", **options)
 
-    def prefill(query, key, value, lengths, prefixes=()):
+    def prefill(query, key, value, lengths, prefixes=(), **model_options):
         out, lse = ring_attention(
-            query, key, value, key_value_seq_lengths=lengths, block_size=BLOCK_SIZE, return_lse=True, **options
+            query,
+            key,
+            value,
+            key_value_seq_lengths=lengths,
+            block_size=BLOCK_SIZE,
+            return_lse=True,
+            **options,
+            **model_options,
         )
-        return merge(SoftmaxState(out, lse), query, key, prefixes)
+        return merge(SoftmaxState(out, lse), query, key, prefixes, **model_options)
 
     decode_options = {"implementation": implementation} | ({} if name == "ring" else {"reduction": reduction})
     if sparq is not None:
@@ -141,11 +156,13 @@ def _sharded(
 def _single(implementation: str | None) -> tuple[Callable, Callable]:
     merge = functools.partial(_merge_prefixes, hydragen_decode, implementation=implementation)
 
-    def prefill(query, key, value, lengths, prefixes=()):
-        options = AttentionOptions(key_value_seq_lengths=lengths, is_causal=True, implementation=implementation)
+    def prefill(query, key, value, lengths, prefixes=(), **model_options):
+        options = AttentionOptions(
+            key_value_seq_lengths=lengths, is_causal=True, implementation=implementation, **model_options
+        )
         # Padding lies to the right, so position t is index t whatever the length.
         state = attend_shard(query, key, value, options, Shard(), query_shard=Shard())
-        return merge(state, query, key, prefixes)
+        return merge(state, query, key, prefixes, **model_options)
 
     # All keys are on one device, where storage order is the natural one.
     def attend_to_all(query, key, value, *, axis_name, mesh, block_size, batch_axis_name=None, **options):
@@ -173,6 +190,7 @@ def _decode(
     num_new = query.shape[1]
     options |= dict(is_causal=num_new > 1)
     if prefixes:
+        _check_no_window(options)
         return prefix_decode(query, prefixes, **cache.operands(layer, num_new=num_new), **options)
     return cache.attend(query, layer=layer, num_new=num_new, attention=decode, **options)
 
@@ -184,9 +202,15 @@ def _merge_prefixes(prefix_decode: Callable, state: SoftmaxState, query, key, pr
     """
     if not prefixes:
         return state.out
+    _check_no_window(options)
     no_keys = jnp.zeros((key.shape[0], 0, *key.shape[2:]), key.dtype)
     before = SoftmaxState(*prefix_decode(query, prefixes, no_keys, no_keys, return_lse=True, **options))
     return merge_state(state, before).out
+
+
+def _check_no_window(options) -> None:
+    if "local_window_size" in options:
+        raise NotImplementedError(f"prefixes: {NO_WINDOWED_PREFIXES}")
 
 
 def _ring_without_prefixes(*_, **__):

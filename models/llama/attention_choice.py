@@ -6,6 +6,7 @@ Commands call the checks, so that a wrong choice is refused before a model is re
 from collections.abc import Sequence
 
 from tree_attn.arguments import is_integer, one_of
+from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.storage import BLOCK_SIZE
 from tree_attn.reduce import check_reduction
 from tree_attn.sparq import SparqOptions
@@ -17,6 +18,7 @@ CHUNKING = ("tree", "single", "sparq")
 
 CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
 NO_SCALES = "attention='sparq' takes no scales; float8_e4m3fn needs none"
+NO_WINDOWED_PREFIXES = "tokens would see a prefix whole, where the model's layers have a window"
 
 
 def check_choice(
@@ -82,6 +84,16 @@ def check_cache_dtype(name: str, cache_dtype: str | None) -> None:
     """
     if name == "sparq" and cache_dtype == "int8":
         raise NotImplementedError(f"{cache_dtype=}: {NO_SCALES}")
+
+
+def check_model_options(name: str, config: LlamaConfig) -> None:
+    """Raises where attention `name` has not what layers of this model need.
+
+    Raises:
+      NotImplementedError: `sparq`, for a model with a window.
+    """
+    if name == "sparq" and config.window is not None:
+        raise NotImplementedError(f"attention='sparq' has no form for the model's window={config.window}")
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -94,6 +94,9 @@ class SelfAttention(nnx.Module):
                 )
             )
         )
+        self.bias = _query_key_value_bias(config, create) if config.query_key_value_bias else None
+        self.query_norm = _head_norm("query_norm", config, create) if config.query_key_norm else None
+        self.key_norm = _head_norm("key_norm", config, create) if config.query_key_norm else None
         self.output = nnx.Param(
             create(
                 Parameter(
@@ -110,13 +113,39 @@ class SelfAttention(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         """Maps `x`, `[B, T, D]`, to the same shape, and writes this layer's new keys and values to the cache."""
         with jax.named_scope("project"):
-            query, key, value = _query_key_value(x, self.query_key_value[...], context)
+            bias = None if self.bias is None else self.bias[...]
+            query, key, value = _query_key_value(x, self.query_key_value[...], bias, context)
+        if self.query_norm is not None and self.key_norm is not None:
+            with jax.named_scope("norm"):
+                query, key = self.query_norm(query), self.key_norm(key)
         with jax.named_scope("rope"):
             query, key = apply_rotation(query, context.cosine_sine), apply_rotation(key, context.cosine_sine)
         with jax.named_scope("attend"):
             out, cache = context.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):
             return _from_heads(out, self.output[...], context), cache
+
+
+def _query_key_value_bias(config: LlamaConfig, create: Create) -> nnx.Param:
+    group = config.group_size
+    return nnx.Param(
+        create(
+            Parameter(
+                name="layers.attention.bias",
+                shape=(config.num_layers, config.num_kv_heads, group + 2, config.head_dim),
+                axes=("layers", "kv_heads", None, "kv_head_dim"),
+                fan_in=config.hidden_size,
+                parts=(("query_bias", group), ("key_bias", 1), ("value_bias", 1)),
+            )
+        )
+    )
+
+
+def _head_norm(name: str, config: LlamaConfig, create: Create) -> RMSNorm:
+    """Returns a norm over the dimensions of each head; every device has its whole scale."""
+    shape = (config.num_layers, config.head_dim)
+    parameter = Parameter(name=f"layers.attention.{name}.scale", shape=shape, axes=("layers", None))
+    return RMSNorm(parameter, config.rms_norm_eps, create)
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -129,41 +158,50 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return out.reshape(*x.shape[:2], *kernel.shape[:-1])
 
 
+def _biased(heads: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return heads if bias is None else heads + bias[None, None]
+
+
 def _query_key_value(
-    x: jax.Array, kernel: jax.Array, context: ForwardContext
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`."""
+    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`, and adds biases."""
     joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if context.joins(axis)]
-    heads = _to_all_heads(x, kernel, *joined, context) if joined else _to_heads(x, kernel, context)
+    heads = _to_all_heads(x, kernel, bias, *joined, context) if joined else _to_heads(x, kernel, bias, context)
     query = heads[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
     if not context.clashes("heads"):
         query = context.sharding.constrain(query, "batch", context.token_axis, "heads", "head_dim")
     return query, heads[:, :, :, -2], heads[:, :, :, -1]
 
 
-def _to_heads(x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
-    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`.
+def _to_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext) -> jax.Array:
+    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`, and adds the bias.
 
     In decoding each device computes the heads whose weights it holds. In prefill it computes all heads of its tokens.
     """
     is_cut = context.token_axis is None or not context.clashes("kv_heads")
     heads = ("kv_heads", None, "head_dim") if is_cut else (None, None, None)
-    return context.sharding.constrain(_product(x, kernel), "batch", context.token_axis, *heads)
+    product = context.sharding.constrain(_product(x, kernel), "batch", context.token_axis, *heads)
+    return _biased(product, bias)
 
 
-def _to_all_heads(x: jax.Array, kernel: jax.Array, cut: int, context: ForwardContext) -> jax.Array:
+def _to_all_heads(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, cut: int, context: ForwardContext
+) -> jax.Array:
     """Computes all heads on every device, in decoding, from weights cut along dimension `cut` as the sequence is."""
     axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
 
-    def on_shard(x, kernel):
+    weights = (kernel,) if bias is None else (kernel, bias)
+
+    def on_shard(x, kernel, bias=None):
         # [devices, B, T, K, G + 2, H] with the size of a part along the cut dimension
-        gathered = gather_activations(_product(x, kernel), axes, mesh)
+        gathered = gather_activations(_biased(_product(x, kernel), bias), axes, mesh)
         whole = list(kernel.shape[:-1])
         whole[cut] = -1
         return jnp.moveaxis(gathered, 0, 2 + cut).reshape(*x.shape[:2], *whole)
 
-    specs = dict(in_specs=(P(), P(*[None] * cut, axes)), out_specs=P())
-    return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, kernel)
+    specs = dict(in_specs=(P(), *[P(*[None] * cut, axes)] * len(weights)), out_specs=P())
+    return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, *weights)
 
 
 def _from_heads(x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:

@@ -1,6 +1,7 @@
 """The Llama: embedding, a scan over its layers, and a head. Attention is an argument; the cache is carried along."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tree_attn.cache import KVCache
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.layer_kinds import in_layer
 from tree_attn.models.llama.layers import Attend, ForwardContext, LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
 from tree_attn.models.llama.prefix import Prefix, num_tokens_before
@@ -103,7 +105,8 @@ class Llama(nnx.Module):
 
         def attend(query, key, value, cache, layer):
             levels = [prefix.level(layer) for prefix in prefixes]
-            out = attention.prefill(query, key, value, lengths, levels)
+            read = functools.partial(attention.prefill, query, key, value, lengths, levels)
+            out = in_layer(self.config, layer, read)
             return _write_first(out, cache.write_prefix(key, value, layer=layer))
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
@@ -131,7 +134,8 @@ class Llama(nnx.Module):
             def attend(query, key, value, cache, layer):
                 earlier = Prefix(cache=dataclasses.replace(cache, lengths=earlier_lengths), sequences=each_by_itself)
                 levels = [prefix.level(layer) for prefix in (*prefixes, earlier)]
-                out = attention.prefill(query, key, value, chunk_lengths, levels)
+                read = functools.partial(attention.prefill, query, key, value, chunk_lengths, levels)
+                out = in_layer(self.config, layer, read)
                 return _write_first(out, cache.write_prefix(key, value, layer=layer, start=start))
 
             x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
@@ -164,7 +168,8 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            return attention.decode(query, cache, layer, levels), cache
+            read = functools.partial(attention.decode, query, cache, layer, levels)
+            return in_layer(self.config, layer, read), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)

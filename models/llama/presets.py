@@ -1,4 +1,4 @@
-"""The published Llama and SmolLM2 sizes by name."""
+"""The published sizes of Llama, SmolLM2, Qwen and Mistral by name."""
 
 import functools
 
@@ -48,6 +48,38 @@ _smollm2 = functools.partial(
     tie_embeddings=True,
 )
 
+_qwen2_5 = functools.partial(
+    LlamaConfig,
+    head_dim=128,
+    vocab_size=152064,
+    max_position=32768,
+    rope_theta=1000000.0,
+    rms_norm_eps=1e-6,
+    bos_token_id=151643,
+    eos_token_ids=(151643, 151645),
+    query_key_value_bias=True,
+)
+
+_qwen3 = functools.partial(
+    _qwen2_5,
+    num_kv_heads=8,
+    vocab_size=151936,
+    max_position=40960,
+    query_key_value_bias=False,
+    query_key_norm=True,
+)
+
+_mistral_7b = functools.partial(
+    LlamaConfig,
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=32768,
+)
+
 _8B = dict(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32)
 _70B = dict(num_layers=80, hidden_size=8192, intermediate_size=28672, num_heads=64)
 
@@ -67,6 +99,32 @@ PRESETS: dict[str, LlamaConfig] = {
     "smollm2-1.7b": _smollm2(
         num_layers=24, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=32, rope_theta=130000.0
     ),
+    "qwen2.5-0.5b": _qwen2_5(
+        num_layers=24,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=151936,
+        tie_embeddings=True,
+    ),
+    "qwen2.5-1.5b": _qwen2_5(
+        num_layers=28,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_heads=12,
+        num_kv_heads=2,
+        vocab_size=151936,
+        tie_embeddings=True,
+    ),
+    "qwen2.5-7b": _qwen2_5(num_layers=28, hidden_size=3584, intermediate_size=18944, num_heads=28, num_kv_heads=4),
+    "qwen2.5-72b": _qwen2_5(num_layers=80, hidden_size=8192, intermediate_size=29568, num_heads=64, num_kv_heads=8),
+    "qwen3-0.6b": _qwen3(num_layers=28, hidden_size=1024, intermediate_size=3072, num_heads=16, tie_embeddings=True),
+    "qwen3-8b": _qwen3(num_layers=36, hidden_size=4096, intermediate_size=12288, num_heads=32),
+    "qwen3-32b": _qwen3(num_layers=64, hidden_size=5120, intermediate_size=25600, num_heads=64),
+    "mistral-7b-v0.1": _mistral_7b(vocab_size=32000, window=4096),
+    "mistral-7b-v0.3": _mistral_7b(vocab_size=32768, rope_theta=1000000.0),
 }
 
 

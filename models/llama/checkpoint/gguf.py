@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from tree_attn.extras import how_to_install
 from tree_attn.models.llama.checkpoint.gguf_layout import GGUFTensor, Layout
-from tree_attn.models.llama.checkpoint.huggingface import check_shape
+from tree_attn.models.llama.checkpoint.huggingface import biases_of, check_biases, check_shape
 from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming
 from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig, from_values, require_positive_int
 from tree_attn.models.llama.parameters import (
@@ -33,6 +33,11 @@ TENSOR_NAMES = {
     "layers.attention.query": "blk.{layer}.attn_q.weight",
     "layers.attention.key": "blk.{layer}.attn_k.weight",
     "layers.attention.value": "blk.{layer}.attn_v.weight",
+    "layers.attention.query_bias": "blk.{layer}.attn_q.bias",
+    "layers.attention.key_bias": "blk.{layer}.attn_k.bias",
+    "layers.attention.value_bias": "blk.{layer}.attn_v.bias",
+    "layers.attention.query_norm.scale": "blk.{layer}.attn_q_norm.weight",
+    "layers.attention.key_norm.scale": "blk.{layer}.attn_k_norm.weight",
     "layers.attention.output": "blk.{layer}.attn_output.weight",
     "layers.mlp_norm.scale": "blk.{layer}.ffn_norm.weight",
     "layers.mlp.gate": "blk.{layer}.ffn_gate.weight",
@@ -40,22 +45,28 @@ TENSOR_NAMES = {
     "layers.mlp.down": "blk.{layer}.ffn_down.weight",
 }
 
-# Rows of these tensors are in the order of the original checkpoints, rotary pairs next to each other.
-_ROTATED = ("layers.attention.query", "layers.attention.key")
+# In files of these architectures, rows of these tensors have rotary pairs next to each other, as the original weights.
+_ROTATED, _ROTATES = ("layers.attention.query", "layers.attention.key"), ("llama",)
 
+# What each architecture adds to a Llama.
+_FAMILIES: dict[str, dict[str, bool]] = {
+    "llama": {},
+    "qwen2": {"query_key_value_bias": True},
+    "qwen3": {"query_key_norm": True},
+}
 
-# The metadata keys of the fields of a configuration.
+# The metadata keys of the fields of a configuration, for the architecture `{0}`.
 _KEYS = {
-    "num_layers": "llama.block_count",
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_heads": "llama.attention.head_count",
-    "num_kv_heads": "llama.attention.head_count_kv",
-    "head_dim": "llama.attention.key_length",
-    "vocab_size": "llama.vocab_size",
-    "max_position": "llama.context_length",
-    "rope_theta": "llama.rope.freq_base",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "num_layers": "{0}.block_count",
+    "hidden_size": "{0}.embedding_length",
+    "intermediate_size": "{0}.feed_forward_length",
+    "num_heads": "{0}.attention.head_count",
+    "num_kv_heads": "{0}.attention.head_count_kv",
+    "head_dim": "{0}.attention.key_length",
+    "vocab_size": "{0}.vocab_size",
+    "max_position": "{0}.context_length",
+    "rope_theta": "{0}.rope.freq_base",
+    "rms_norm_eps": "{0}.attention.layer_norm_rms_epsilon",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_ids": "tokenizer.ggml.eos_token_id",
 }
@@ -143,7 +154,7 @@ class GGUFFile:
         """Reads a slice of a parameter's tensor as float32; see `parameters.from_slices`."""
         self.check(parameter, layer)
         rows, *columns = checkpoint_places(parameter, index)
-        if parameter.name in _ROTATED:
+        if parameter.name in _ROTATED and self.get("general.architecture") in _ROTATES:
             sizes = checkpoint_shape(parameter)[0], parameter.shape[-2]
             rows = _halves(np.arange(sizes[0]).reshape(-1, sizes[1])).reshape(-1)[rows]
         data = self.rows(TENSOR_NAMES[parameter.name].format(layer=layer), rows)
@@ -156,8 +167,9 @@ def read_config(file: GGUFFile) -> LlamaConfig:
     """Reads the configuration in a GGUF file's metadata.
 
     Raises:
-      CheckpointError: another architecture than `llama`, experts, a partial rotary dimension, a missing key, or a value
-        of another type or out of range; the message names the file and the key.
+      CheckpointError: an architecture that is none of `llama`, `qwen2` and `qwen3`, experts, a window, a bias that the
+        model has not, a partial rotary dimension, a missing key, or a value of another type or out of range; the
+        message names the file and the key.
     """
     with blaming(file.path.name):
         return _read_config(file)
@@ -165,48 +177,48 @@ def read_config(file: GGUFFile) -> LlamaConfig:
 
 def _read_config(file: GGUFFile) -> LlamaConfig:
     architecture = file.require("general.architecture")
-    if architecture != "llama":
-        raise ValueError(f"general.architecture must be 'llama', got {architecture!r:.200}")
-    if file.get("llama.expert_count", 0) != 0:
-        raise ValueError("llama.expert_count: mixtures of experts are not supported")
-    num_heads, hidden_size = file.require(_KEYS["num_heads"]), file.require(_KEYS["hidden_size"])
-    require_positive_int(_KEYS["num_heads"], num_heads)
-    require_positive_int(_KEYS["hidden_size"], hidden_size)
-    eos = file.get(_KEYS["eos_token_ids"])
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        raise ValueError(f"general.architecture must be one of {list(_FAMILIES)}, got {architecture!r:.200}")
+    keys = {field: key.format(architecture) for field, key in _KEYS.items()}
+    if file.get(f"{architecture}.expert_count", 0) != 0:
+        raise ValueError(f"{architecture}.expert_count: mixtures of experts are not supported")
+    if file.get(f"{architecture}.attention.sliding_window", 0) != 0:
+        raise ValueError(f"{architecture}.attention.sliding_window: windows are read from safetensors only")
+    num_heads, hidden_size = file.require(keys["num_heads"]), file.require(keys["hidden_size"])
+    require_positive_int(keys["num_heads"], num_heads)
+    require_positive_int(keys["hidden_size"], hidden_size)
+    eos, vocab_size = file.get(keys["eos_token_ids"]), file.get(keys["vocab_size"])
     values = dict(
-        num_layers=file.require(_KEYS["num_layers"]),
+        num_layers=file.require(keys["num_layers"]),
         hidden_size=hidden_size,
-        intermediate_size=file.require(_KEYS["intermediate_size"]),
+        intermediate_size=file.require(keys["intermediate_size"]),
         num_heads=num_heads,
-        num_kv_heads=file.get(_KEYS["num_kv_heads"], num_heads),
-        head_dim=file.get(_KEYS["head_dim"], hidden_size // num_heads),
-        vocab_size=_vocab_size(file),
-        max_position=file.require(_KEYS["max_position"]),
-        rope_theta=file.get(_KEYS["rope_theta"], 10000.0),
-        rms_norm_eps=file.require(_KEYS["rms_norm_eps"]),
+        num_kv_heads=file.get(keys["num_kv_heads"], num_heads),
+        head_dim=file.get(keys["head_dim"], hidden_size // num_heads),
+        vocab_size=file.count("tokenizer.ggml.tokens") if vocab_size is None else vocab_size,
+        max_position=file.require(keys["max_position"]),
+        rope_theta=file.get(keys["rope_theta"], 10000.0),
+        rms_norm_eps=file.require(keys["rms_norm_eps"]),
         tie_embeddings="output.weight" not in file.tensors,
-        bos_token_id=file.get(_KEYS["bos_token_id"]),
+        bos_token_id=file.get(keys["bos_token_id"]),
         eos_token_ids=() if eos is None else (eos,),
+        **_FAMILIES[architecture],
     )
-    config = from_values(values, _KEYS)
-    rotary_dim = file.get("llama.rope.dimension_count", config.head_dim)
+    config = from_values(values, keys)
+    rotary_dim = file.get(f"{architecture}.rope.dimension_count", config.head_dim)
     if rotary_dim != config.head_dim:
-        raise ValueError(
-            f"llama.rope.dimension_count must be {config.head_dim}, the head's dimension, got {rotary_dim!r:.200}"
-        )
-    return dataclasses.replace(config, rope_scaling=_rope_scaling(file, config.rope_theta, config.head_dim))
+        key = f"{architecture}.rope.dimension_count"
+        raise ValueError(f"{key} must be {config.head_dim}, the head's dimension, got {rotary_dim!r:.200}")
+    check_biases(dict.fromkeys(file.tensors, file.path.name), config, biases_of(TENSOR_NAMES))
+    scaling = _rope_scaling(file, f"{architecture}.rope.scaling.type", config.rope_theta, config.head_dim)
+    return dataclasses.replace(config, rope_scaling=scaling)
 
 
-def _vocab_size(file: GGUFFile) -> Any:
-    size = file.get(_KEYS["vocab_size"])
-    return file.count("tokenizer.ggml.tokens") if size is None else size
-
-
-def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> Llama3RopeScaling | None:
+def _rope_scaling(file: GGUFFile, type_key: str, theta: float, head_dim: int) -> Llama3RopeScaling | None:
     """Finds the `llama3` scaling that made the table of divisors which GGUF stores; raises if there is none."""
-    scaling_type = file.get("llama.rope.scaling.type", "none")
+    scaling_type = file.get(type_key, "none")
     if scaling_type != "none":
-        raise ValueError(f"llama.rope.scaling.type must be 'none' or absent, got {scaling_type!r:.200}")
+        raise ValueError(f"{type_key} must be 'none' or absent, got {scaling_type!r:.200}")
     if "rope_freqs.weight" not in file.tensors:
         return None
     reason = "rope_freqs.weight is not the scaling that Llama 3.1 and 3.2 use"

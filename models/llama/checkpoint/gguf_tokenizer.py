@@ -15,6 +15,8 @@ _LLAMA_3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# That of Qwen2 and its successors takes each digit by itself.
+_QWEN_2_SPLIT = _LLAMA_3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def from_gguf(file: GGUFFile) -> Tokenizer:
@@ -71,6 +73,8 @@ def _gguf_core(tokenizers: Any, file: GGUFFile, vocabulary: dict[str, int], bos:
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
     core.pre_tokenizer = _pre_tokenizer(tokenizers, pre, file.path.name)
     core.decoder = tokenizers.decoders.ByteLevel()
+    if pre == "qwen2":
+        core.normalizer = tokenizers.normalizers.NFC()
     types = _array(file, "token_type", int)
     if len(types) != len(tokens):
         raise CheckpointError(
@@ -116,10 +120,11 @@ def _pre_tokenizer(tokenizers: Any, pre: str, file_name: str) -> Any:
         return pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    if pre == "llama-bpe":
-        split = pre_tokenizers.Split(tokenizers.Regex(_LLAMA_3_SPLIT), behavior="isolated")
+    if pre in ("llama-bpe", "qwen2"):
+        pattern = _LLAMA_3_SPLIT if pre == "llama-bpe" else _QWEN_2_SPLIT
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raise CheckpointError(
-        f"{file_name}: tokenizer.ggml.pre must be 'gpt-2', 'smollm' or 'llama-bpe', got {pre!r:.200}; "
+        f"{file_name}: tokenizer.ggml.pre must be 'gpt-2', 'smollm', 'llama-bpe' or 'qwen2', got {pre!r:.200}; "
         "pass a folder with a tokenizer.json instead"
     )

@@ -1,7 +1,7 @@
 """Weights from a Hugging Face folder: `config.json` and one or many `.safetensors`, read straight onto the devices."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 
 from tree_attn.models.llama.checkpoint.reading import CheckpointError, blaming, read_json, shortened
 from tree_attn.models.llama.checkpoint.safetensors import Tensor, read_header
-from tree_attn.models.llama.config import LlamaConfig, from_huggingface
+from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.families import from_huggingface
 from tree_attn.models.llama.parameters import (
     Create,
     Index,
@@ -31,6 +32,11 @@ TENSOR_NAMES = {
     "layers.attention.query": "model.layers.{layer}.self_attn.q_proj.weight",
     "layers.attention.key": "model.layers.{layer}.self_attn.k_proj.weight",
     "layers.attention.value": "model.layers.{layer}.self_attn.v_proj.weight",
+    "layers.attention.query_bias": "model.layers.{layer}.self_attn.q_proj.bias",
+    "layers.attention.key_bias": "model.layers.{layer}.self_attn.k_proj.bias",
+    "layers.attention.value_bias": "model.layers.{layer}.self_attn.v_proj.bias",
+    "layers.attention.query_norm.scale": "model.layers.{layer}.self_attn.q_norm.weight",
+    "layers.attention.key_norm.scale": "model.layers.{layer}.self_attn.k_norm.weight",
     "layers.attention.output": "model.layers.{layer}.self_attn.o_proj.weight",
     "layers.mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
     "layers.mlp.gate": "model.layers.{layer}.mlp.gate_proj.weight",
@@ -100,17 +106,18 @@ class SafetensorsFolder:
     """The weights of a Hugging Face folder: its tensors by name, checked and read as the model's parameters.
 
     Raises:
-      CheckpointError: as `find_tensors`, or there is a bias: its sum would be missing from the results.
+      CheckpointError: as `read_config` and `find_tensors`; or there is a bias that the model has not, whose sum would
+        be missing from the results.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.tensors = find_tensors(folder)
-        for name, tensor in self.tensors.items():
-            if name.endswith(".bias"):
-                raise CheckpointError(
-                    f"{tensor.path.name}: unexpected tensor {shortened(name)}; this Llama has no biases"
-                )
+        check_biases(
+            {name: tensor.path.name for name, tensor in self.tensors.items()},
+            read_config(folder),
+            biases_of(TENSOR_NAMES),
+        )
 
     def check(self, parameter: Parameter, layer: int | None) -> None:
         """Raises CheckpointError if a parameter's tensor is missing, or has another shape or no float dtype."""
@@ -134,6 +141,24 @@ class SafetensorsFolder:
             rows = [pieces[i : i + columns] for i in range(0, len(pieces), columns)]
             pieces = [np.concatenate([np.concatenate(row, -1) for row in rows])]
         return pieces[0].reshape(picked_shape(parameter, index))
+
+
+def biases_of(tensor_names: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what the names of biases end in, among a format's names of the model's parameters."""
+    return tuple(name.rpartition("{layer}")[2] for name in tensor_names.values() if name.endswith(".bias"))
+
+
+def check_biases(files: Mapping[str, str], config: LlamaConfig, biases: tuple[str, ...]) -> None:
+    """Raises CheckpointError for a bias that the model has not.
+
+    Args:
+      files: the file of each tensor.
+      config: of the model.
+      biases: ends of the names of the biases of query, key and value; see `biases_of`.
+    """
+    for name, file_name in files.items():
+        if name.endswith(".bias") and not (config.query_key_value_bias and name.endswith(biases)):
+            raise CheckpointError(f"{file_name}: unexpected tensor {shortened(name)}; this model has no such bias")
 
 
 def _runs(places: np.ndarray) -> list[slice]:

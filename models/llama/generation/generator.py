@@ -11,7 +11,12 @@ from jax.typing import DTypeLike
 
 from tree_attn.arguments import check_integer
 from tree_attn.models.llama.attention import Attention
-from tree_attn.models.llama.attention_choice import check_prefill_chunk, check_sharing
+from tree_attn.models.llama.attention_choice import (
+    NO_WINDOWED_PREFIXES,
+    check_model_options,
+    check_prefill_chunk,
+    check_sharing,
+)
 from tree_attn.models.llama.generation.inputs import Inputs, LevelInputs
 from tree_attn.models.llama.generation.layout import Layout
 from tree_attn.models.llama.generation.prefix_tree import PrefixTree, share, unshared
@@ -61,7 +66,8 @@ class Generator:
       ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards, or
         `cache_dtype` none of the three; `cache_scales` for another dtype than int8; or SparQ has more components than
         there are.
-      NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need earlier keys; int8 with `sparq`.
+      NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need earlier keys; int8 with `sparq`; a
+        model with a window, with `sparq` or `prefill_chunk`.
 
     Attributes:
       layout, inputs, programs: the parts of which `stream` is made; `stream_queue` and `memory` use them too.
@@ -88,6 +94,9 @@ class Generator:
             tokens_per_dispatch = TOKENS_PER_DISPATCH_ON_GPUS if model.sharding.is_on_gpus else 1
         check_integer("tokens_per_dispatch", tokens_per_dispatch, minimum=1)
         check_prefill_chunk(attention.name, prefill_chunk, attention.num_shards)
+        check_model_options(attention.name, model.config)
+        if prefill_chunk is not None and model.config.window is not None:
+            raise NotImplementedError(f"{prefill_chunk=}: {NO_WINDOWED_PREFIXES}")
         if attention.sparq is not None:
             attention.sparq.check_head_dim(model.config.head_dim)
         self.config, self.sharding, self.attention = model.config, model.sharding, attention
@@ -164,8 +173,11 @@ class Generator:
         is_cut = self.sharding.num_shards("batch") > 1
         if share_prefixes and is_cut:
             raise NotImplementedError(f"{share_prefixes=}: the batch is cut over {self.sharding.batch!r}")
+        if share_prefixes and self.config.window is not None:
+            raise NotImplementedError(f"{share_prefixes=}: {NO_WINDOWED_PREFIXES}")
         alone = unshared(prompts)
-        if share_prefixes is False or is_cut or not self.attention.shares_prefixes:
+        cannot_share = is_cut or self.config.window is not None or not self.attention.shares_prefixes
+        if share_prefixes is False or cannot_share:
             return alone
         if share_prefixes:
             return share(prompts, min_shared=1)

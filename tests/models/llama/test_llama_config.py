@@ -52,6 +52,15 @@ LLAMA_3_2_1B = {
         ("smollm2-135m", 0.135),
         ("smollm2-360m", 0.362),
         ("smollm2-1.7b", 1.711),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-1.5b", 1.544),
+        ("qwen2.5-7b", 7.616),
+        ("qwen2.5-72b", 72.706),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.191),
+        ("qwen3-32b", 32.762),
+        ("mistral-7b-v0.1", 7.242),
+        ("mistral-7b-v0.3", 7.248),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
@@ -59,7 +68,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
 
 
 def test_every_preset_is_counted_above():
-    assert len(PRESETS) == 13
+    assert len(PRESETS) == 22
 
 
 def test_config_json_as_transformers_4_writes_it():
@@ -90,10 +99,94 @@ def test_config_json_of_llama_2_leaves_things_out():
     assert from_huggingface(source) == preset("llama-2-7b")
 
 
+QWEN_2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "bos_token_id": 151643,
+    "eos_token_id": [151643, 151645],
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 26,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+
+
+def test_config_json_of_qwen():
+    """Its biases are no field of the file; its window counts if `use_sliding_window` says so, in the last layers."""
+    assert from_huggingface(QWEN_2_5_7B) == preset("qwen2.5-7b")
+    windowed = from_huggingface({**QWEN_2_5_7B, "use_sliding_window": True})
+    assert [windowed.window_of(layer) for layer in (0, 25, 26, 27)] == [None, None, 131072, 131072]
+    assert windowed.has_layer_kinds
+    by_type = from_huggingface(
+        {**QWEN_2_5_7B, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 14}
+    )
+    assert by_type.global_layers == tuple(range(1, 28, 2))
+    norms = {**QWEN_2_5_7B, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    config = from_huggingface(norms)
+    assert (config.query_key_norm, config.query_key_value_bias, config.head_dim) == (True, False, 128)
+
+
+def test_config_json_of_mistral_leaves_its_window_out():
+    source = {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32000,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    assert from_huggingface(source) == preset("mistral-7b-v0.1")
+    assert from_huggingface({**source, "sliding_window": None}).window is None
+    assert from_huggingface(source).attention_options(0) == {"local_window_size": (4095, None)}
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt2", ["llama"]])
+def test_another_family_is_refused_by_name(model_type):
+    with pytest.raises(
+        ValueError, match=r"model_type must be one of \['llama', .*'qwen3'.*\], .*, got .*" + model_type[0]
+    ):
+        from_huggingface({**QWEN_2_5_7B, "model_type": model_type})
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model_type", "mistral", r"model_type must be .*, got 'mistral'"),
+        ("attention_bias", True, r"attention_bias must be .*, got True"),
+        ("use_sliding_window", 1, "use_sliding_window must be one of"),
+        ("max_window_layers", "3", "max_window_layers must be an integer of 0 or more, got '3'"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers must be at most 10000 where layers differ, got 1000000000"),
+        ("sliding_window", 0, "sliding_window must be an integer of 1 or more, got 0"),
+        (
+            "layer_types",
+            ["full_attention"],
+            r"layer_types must be a list of 28 names, each one of \['full_attention', ",
+        ),
+        ("layer_types", ["chunked_attention"] * 28, r"layer_types must be a list of 28 names, each one of"),
+    ],
+)
+def test_config_json_of_another_qwen_is_refused_by_field(field, value, message):
+    source = {**QWEN_2_5_7B, "model_type": "qwen3", "architectures": None, "use_sliding_window": True}
+    with pytest.raises(ValueError, match=message):
+        from_huggingface({**source, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model_type", "mixtral", r"model_type must be .*, got 'mixtral'"),
         (
             "architectures",
             ["LlamaForSequenceClassification"],
@@ -159,6 +252,9 @@ def test_config_json_of_another_model_is_refused_by_field(field, value, message)
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a number above 0, got 0.0"),
         ({"tie_embeddings": "no"}, "tie_embeddings must be true or false, got 'no'"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling must be a Llama3RopeScaling or None"),
+        ({"query_key_norm": 1}, "query_key_norm must be true or false, got 1"),
+        ({"window": 0}, "window must be an integer of 1 or more, got 0"),
+        ({"global_layers": (2,)}, r"global_layers must be a tuple of layers below num_layers=2, got \(2,\)"),
         ({"eos_token_ids": [2]}, r"eos_token_ids must be a tuple of token ids, got \[2\]"),
         ({"eos_token_ids": (64,)}, r"eos_token_ids must be in \[0, vocab_size=64\), got 64"),
     ],
@@ -176,5 +272,5 @@ def test_rope_scaling_checks_itself():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"name must be one of 'llama-2-7b', .*'smollm2-1.7b', got 'llama-4'"):
+    with pytest.raises(ValueError, match=r"name must be one of 'llama-2-7b', .*'mistral-7b-v0.3', got 'llama-4'"):
         preset("llama-4")

@@ -134,6 +134,46 @@ def test_weights_by_heads_and_cache_by_sequence_give_the_logits_of_one_device(
     }
 
 
+@pytest.fixture(scope="module")
+def biased_config(wide_config):
+    """The same with the biases of Qwen2 and the norms of Qwen3."""
+    return dataclasses.replace(wide_config, query_key_value_bias=True, query_key_norm=True)
+
+
+@pytest.fixture(scope="module")
+def biased_on_one_device(biased_config):
+    return wide_steps(biased_config, 1, "single")[2]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"heads": "seq", "kv_heads": "seq"},
+        pytest.param({"heads": "model", "kv_heads": "model"}, marks=pytest.mark.slow),
+        pytest.param({"kv_heads": "model", "kv_head_dim": "seq"}, marks=pytest.mark.slow),
+        pytest.param({"kv_heads": "seq", "kv_head_dim": "model"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_biases_are_cut_as_their_weights_and_added_before_these_are_gathered(
+    biased_config, biased_on_one_device, wide_config, axes
+):
+    sharding = LlamaSharding(mesh=make_mesh({"seq": 2, "model": 2}, jax.devices()[:4]), **axes)
+    model, programs, logits = steps_of(biased_config, sharding)
+    np.testing.assert_allclose(logits, biased_on_one_device, atol=1e-5)
+    attention = model.layers.attention
+    kernel, bias = (
+        parameter[...].addressable_shards[0].data for parameter in (attention.query_key_value, attention.bias)
+    )
+    assert bias.shape == kernel.shape[:-1] and bias.size == attention.bias[...].size // 2 ** len({*axes} - {"heads"})
+    assert attention.query_norm.scale[...].addressable_shards[0].data.shape == (2, biased_config.head_dim)
+    if axes.get("kv_heads") == "seq" and "kv_head_dim" not in axes:
+        gathered = [
+            one.bytes_payload for one in hlo.collectives(programs.decode.as_text()) if one.opcode == "all-gather"
+        ]
+        assert max(gathered) == 4 * 3 * (24 + 8 + 8) * wide_config.head_dim, "no bias is sent"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tree_attn.extras import how_to_install
-from tree_attn.models.llama import Llama, Llama3RopeScaling
+from tree_attn.models.llama import Llama, Llama3RopeScaling, parameters
 from tree_attn.models.llama.checkpoint import gguf as llama_gguf
 from tree_attn.models.llama.checkpoint.gguf import GGUFFile, from_gguf, read_config
 from tree_attn.models.llama.checkpoint.reading import CheckpointError
@@ -47,8 +47,8 @@ def write_gguf(
         "llama.vocab_size": config.vocab_size,
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
-        **dict(metadata),
     }
+    values = {key.replace("llama.", f"{architecture}."): value for key, value in values.items()} | dict(metadata)
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
@@ -77,10 +77,12 @@ def checkpoint_tensors(model: Llama) -> dict[str, np.ndarray]:
         group = model.config.group_size
         of_kv_heads = np.asarray(attention.query_key_value[...][i])
         query = of_kv_heads[:, :group].reshape(-1, model.config.head_dim, hidden_size)
+        is_llama = attention.bias is None and attention.query_norm is None
+        rows = pairs_together if is_llama else lambda heads: heads.reshape(-1, heads.shape[-1])
         layer = {
             "attn_norm": model.layers.attention_norm.scale[...][i],
-            "attn_q": pairs_together(query),
-            "attn_k": pairs_together(of_kv_heads[:, group]),
+            "attn_q": rows(query),
+            "attn_k": rows(of_kv_heads[:, group]),
             "attn_v": of_kv_heads[:, group + 1].reshape(-1, hidden_size),
             "attn_output": attention.output[...][i].reshape(hidden_size, -1),
             "ffn_norm": model.layers.mlp_norm.scale[...][i],
@@ -88,7 +90,16 @@ def checkpoint_tensors(model: Llama) -> dict[str, np.ndarray]:
             "ffn_up": mlp.gate_up[...][i, 1],
             "ffn_down": mlp.down[...][i],
         }
+        if attention.query_norm is not None:
+            layer |= {
+                "attn_q_norm": attention.query_norm.scale[...][i],
+                "attn_k_norm": attention.key_norm.scale[...][i],
+            }
         tensors |= {f"blk.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+        if attention.bias is not None:
+            parts = {"q": slice(0, group), "k": group, "v": group + 1}
+            bias = np.asarray(attention.bias[...][i])
+            tensors |= {f"blk.{i}.attn_{name}.bias": bias[:, part].reshape(-1) for name, part in parts.items()}
     return {name: np.asarray(tensor) for name, tensor in tensors.items()}
 
 
@@ -110,6 +121,23 @@ def test_a_model_written_as_gguf_is_read_back(
         if is_quantized and expected.ndim == 2:
             expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q8_0), Q8_0)
         np.testing.assert_array_equal(checkpoint_tensors(read)[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "architecture, fields", [("qwen2", {"query_key_value_bias": True}), ("qwen3", {"query_key_norm": True})]
+)
+def test_a_qwen_written_as_gguf_is_read_back_on_any_devices(tmp_path, tiny_config, sharding_over, architecture, fields):
+    """Rows are in the model's order, and each device reads its part of the biases."""
+    config = dataclasses.replace(tiny_config, rms_norm_eps=2.0**-16, **fields)
+    written = Llama(config, sharding_over(config, 1), parameters.random(sharding_over(config, 1), jnp.float32))
+    write_gguf(tmp_path / "qwen.gguf", written, architecture=architecture)
+    file = GGUFFile(tmp_path / "qwen.gguf")
+    assert read_config(file) == config
+    for cut in ({}, {"kv_heads": None, "kv_head_dim": "seq"}):
+        sharding = dataclasses.replace(sharding_over(config, 2), **cut)
+        read = Llama(config, sharding, from_gguf(file, sharding, jnp.float32))
+        for name, expected in checkpoint_tensors(written).items():
+            np.testing.assert_array_equal(checkpoint_tensors(read)[name], expected, err_msg=name)
 
 
 def test_of_kernels_that_lie_together_each_device_reads_its_rows_of_each_tensor(
@@ -145,7 +173,15 @@ def test_the_scaling_of_llama_3_is_found_from_its_table(tmp_path, tiny_model, ti
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "qwen2"}, "general.architecture must be 'llama', got 'qwen2'"),
+        ({"architecture": "qwen2moe"}, "general.architecture must be one of .*'llama'.*, got 'qwen2moe'"),
+        (
+            {"metadata": {"llama.attention.sliding_window": 4096}},
+            "llama.attention.sliding_window: windows are read from",
+        ),
+        (
+            {"tensors": {"blk.0.attn_q.bias": np.zeros(32, np.float32)}},
+            "unexpected tensor blk.0.attn_q.bias; this model",
+        ),
         ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts are not supported"),
         (
             {"metadata": {"llama.rope.dimension_count": 4}},

@@ -322,11 +322,18 @@ def test_llama_3_metadata_gives_its_prefix_and_groups_digits_by_three(tmp_path):
     assert tokenizer.decode([257, both, 258]) == "12"
 
 
+def test_qwen_metadata_cut_each_digit_compose_characters_and_give_no_prefix(tmp_path):
+    tokenizer = tokenizer_of_gguf(tmp_path, pre="qwen2")
+    one, two = (tokenizer.core.token_to_id(token) for token in "12")
+    assert tokenizer.encode("12") == [one, two]
+    assert tokenizer.encode("e\N{COMBINING ACUTE ACCENT}") == tokenizer.encode("\N{LATIN SMALL LETTER E WITH ACUTE}")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": "llama"}, "tokenizer.ggml.model must be 'gpt2', got 'llama'"),
-        ({"pre": "qwen2"}, "tokenizer.ggml.pre must be 'gpt-2', 'smollm' or 'llama-bpe', got 'qwen2'"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre must be 'gpt-2', 'smollm', 'llama-bpe' or 'qwen2', got 'tekken'"),
         ({"tokens": 3}, "tokenizer.ggml.tokens must be an array of texts"),
         ({"tokens": ["a"] * 259}, "tokenizer.ggml.tokens names a token twice"),
         ({"token_type": [1.0] * 259}, "tokenizer.ggml.token_type must be an array of integers"),
