@@ -66,6 +66,7 @@ _KEYS = {
     "vocab_size": "{0}.vocab_size",
     "max_position": "{0}.context_length",
     "rope_theta": "{0}.rope.freq_base",
+    "window": "{0}.attention.sliding_window",
     "rms_norm_eps": "{0}.attention.layer_norm_rms_epsilon",
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_ids": "tokenizer.ggml.eos_token_id",
@@ -167,9 +168,9 @@ def read_config(file: GGUFFile) -> LlamaConfig:
     """Reads the configuration in a GGUF file's metadata.
 
     Raises:
-      CheckpointError: an architecture that is none of `llama`, `qwen2` and `qwen3`, experts, a window, a bias that the
-        model has not, a partial rotary dimension, a missing key, or a value of another type or out of range; the
-        message names the file and the key.
+      CheckpointError: an architecture that is none of `llama`, `qwen2` and `qwen3`, experts, a window in a Qwen, a bias
+        that the model has not, a partial rotary dimension, a missing key, or a value of another type or out of range;
+        the message names the file and the key.
     """
     with blaming(file.path.name):
         return _read_config(file)
@@ -182,8 +183,9 @@ def _read_config(file: GGUFFile) -> LlamaConfig:
     keys = {field: key.format(architecture) for field, key in _KEYS.items()}
     if file.get(f"{architecture}.expert_count", 0) != 0:
         raise ValueError(f"{architecture}.expert_count: mixtures of experts are not supported")
-    if file.get(f"{architecture}.attention.sliding_window", 0) != 0:
-        raise ValueError(f"{architecture}.attention.sliding_window: windows are read from safetensors only")
+    window = file.get(keys["window"], 0)
+    if window != 0 and architecture != "llama":  # the file does not say which layers have it
+        raise ValueError(f"{keys['window']} must be 0 or absent, got {window!r:.200}")
     num_heads, hidden_size = file.require(keys["num_heads"]), file.require(keys["hidden_size"])
     require_positive_int(keys["num_heads"], num_heads)
     require_positive_int(keys["hidden_size"], hidden_size)
@@ -198,6 +200,7 @@ def _read_config(file: GGUFFile) -> LlamaConfig:
         vocab_size=file.count("tokenizer.ggml.tokens") if vocab_size is None else vocab_size,
         max_position=file.require(keys["max_position"]),
         rope_theta=file.get(keys["rope_theta"], 10000.0),
+        window=None if window == 0 else window,
         rms_norm_eps=file.require(keys["rms_norm_eps"]),
         tie_embeddings="output.weight" not in file.tensors,
         bos_token_id=file.get(keys["bos_token_id"]),

@@ -1,14 +1,16 @@
-"""The tokenizer in a GGUF file's metadata: byte-level BPE, rebuilt with the tokenizers package."""
+"""The tokenizer in a GGUF file's metadata, rebuilt with the tokenizers package: byte-level BPE or SentencePiece."""
 
 from typing import Any
 
 from tree_attn.models.llama.checkpoint import chat_template
 from tree_attn.models.llama.checkpoint.gguf import GGUFFile
+from tree_attn.models.llama.checkpoint.gguf_sentencepiece import sentencepiece_core
 from tree_attn.models.llama.checkpoint.reading import CheckpointError
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer, making, tokenizers_package, tried
 
 # GGUF's token types: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "tokenizer.ggml.token_type".
 _CONTROL, _USER_DEFINED = 3, 4
+_KINDS = {str: "texts", int: "integers", float: "numbers"}
 
 # The cut of text before BPE in Llama 3, from the published tokenizer.json.
 _LLAMA_3_SPLIT = (
@@ -23,15 +25,15 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
     """Rebuilds the tokenizer in a GGUF file's metadata with the tokenizers package.
 
     Raises:
-      CheckpointError: another model than byte-level BPE (`gpt2`), an unknown cut of text before it, or metadata that
-        contradict one another.
+      CheckpointError: another model than byte-level BPE (`gpt2`) and SentencePiece's (`llama`), an unknown cut of text
+        before BPE, or metadata that contradict one another.
       ImportError: the tokenizers package is not installed.
     """
     tokenizers = tokenizers_package()
     model = file.require("tokenizer.ggml.model")
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"{file.path.name}: tokenizer.ggml.model must be 'gpt2', got {model!r:.200}; "
+            f"{file.path.name}: tokenizer.ggml.model must be 'gpt2' or 'llama', got {model!r:.200}; "
             "pass a folder with a tokenizer.json instead"
         )
     tokens = _array(file, "tokens", str)
@@ -60,7 +62,30 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
 
 def _gguf_core(tokenizers: Any, file: GGUFFile, vocabulary: dict[str, int], bos: int | None) -> Any:
     """Returns the `tokenizers.Tokenizer` of a GGUF file's vocabulary; `bos` is the token of the model's prefix."""
-    tokens = list(vocabulary)
+    tokens, types = list(vocabulary), _array(file, "token_type", int)
+    if len(types) != len(tokens):
+        raise CheckpointError(
+            f"{file.path.name}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    is_sentencepiece = file.require("tokenizer.ggml.model") == "llama"
+    if is_sentencepiece:
+        has_space_prefix = _flag(file, "add_space_prefix", True)
+        scores = _array(file, "scores", float)
+        core = sentencepiece_core(tokenizers, file.path.name, vocabulary, scores, types, has_space_prefix)
+    else:
+        core = _byte_level_core(tokenizers, file, vocabulary)
+    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
+        texts = [token for token, token_type in zip(tokens, types, strict=True) if token_type == wanted]
+        core.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in texts])
+    is_llama_3 = file.get("tokenizer.ggml.pre") == "llama-bpe"
+    if _flag(file, "add_bos_token", is_sentencepiece or is_llama_3) and bos is not None:
+        core.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
+    return core
+
+
+def _byte_level_core(tokenizers: Any, file: GGUFFile, vocabulary: dict[str, int]) -> Any:
     merges = [tuple(merge.partition(" ")[::2]) for merge in _array(file, "merges", str)]
     for left, right in merges:
         if not right or not {left, right, left + right} <= vocabulary.keys():
@@ -75,22 +100,14 @@ def _gguf_core(tokenizers: Any, file: GGUFFile, vocabulary: dict[str, int], bos:
     core.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":
         core.normalizer = tokenizers.normalizers.NFC()
-    types = _array(file, "token_type", int)
-    if len(types) != len(tokens):
-        raise CheckpointError(
-            f"{file.path.name}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
-        )
-    for special, wanted in ((True, _CONTROL), (False, _USER_DEFINED)):
-        texts = [token for token, token_type in zip(tokens, types, strict=True) if token_type == wanted]
-        core.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False) for text in texts])
-    has_prefix = file.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
-    if not isinstance(has_prefix, bool):
-        raise CheckpointError(f"{file.path.name}: tokenizer.ggml.add_bos_token must be true or false")
-    if has_prefix and bos is not None:
-        core.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-        )
     return core
+
+
+def _flag(file: GGUFFile, name: str, default: bool) -> bool:
+    value = file.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{file.path.name}: tokenizer.ggml.{name} must be true or false")
+    return value
 
 
 def _array(file: GGUFFile, name: str, kind: type) -> list:
@@ -98,7 +115,7 @@ def _array(file: GGUFFile, name: str, kind: type) -> list:
     key = f"tokenizer.ggml.{name}"
     values = file.require(key)
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
-        raise CheckpointError(f"{file.path.name}: {key} must be an array of {'texts' if kind is str else 'integers'}")
+        raise CheckpointError(f"{file.path.name}: {key} must be an array of {_KINDS[kind]}")
     return values
 
 

@@ -162,6 +162,12 @@ def test_quantized_tensors_are_dequantized_row_by_row(smollm2_path):
     np.testing.assert_array_equal(file.rows(name, slice(192, 384)), whole[192:384])
 
 
+def test_a_mistral_has_its_window_on_all_layers(tmp_path, tiny_model):
+    write_gguf(tmp_path / "mistral.gguf", tiny_model(1), metadata={"llama.attention.sliding_window": 16})
+    config = read_config(GGUFFile(tmp_path / "mistral.gguf"))
+    assert [config.window_of(layer) for layer in range(2)] == [16, 16]
+
+
 def test_the_scaling_of_llama_3_is_found_from_its_table(tmp_path, tiny_model, tiny_config):
     scaling = Llama3RopeScaling(factor=32.0)
     frequencies = 500000.0 ** (-np.arange(0, tiny_config.head_dim, 2) / tiny_config.head_dim)
@@ -175,8 +181,12 @@ def test_the_scaling_of_llama_3_is_found_from_its_table(tmp_path, tiny_model, ti
     [
         ({"architecture": "qwen2moe"}, "general.architecture must be one of .*'llama'.*, got 'qwen2moe'"),
         (
-            {"metadata": {"llama.attention.sliding_window": 4096}},
-            "llama.attention.sliding_window: windows are read from",
+            {"architecture": "qwen3", "metadata": {"qwen3.attention.sliding_window": 4096}},
+            "qwen3.attention.sliding_window must be 0 or absent, got 4096",
+        ),
+        (
+            {"metadata": {"llama.attention.sliding_window": "4"}},
+            "llama.attention.sliding_window must be an integer of 1 or more, got '4'",
         ),
         (
             {"tensors": {"blk.0.attn_q.bias": np.zeros(32, np.float32)}},

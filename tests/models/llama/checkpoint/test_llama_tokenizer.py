@@ -332,7 +332,7 @@ def test_qwen_metadata_cut_each_digit_compose_characters_and_give_no_prefix(tmp_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "tokenizer.ggml.model must be 'gpt2', got 'llama'"),
+        ({"model": "t5"}, "tokenizer.ggml.model must be 'gpt2' or 'llama', got 't5'"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre must be 'gpt-2', 'smollm', 'llama-bpe' or 'qwen2', got 'tekken'"),
         ({"tokens": 3}, "tokenizer.ggml.tokens must be an array of texts"),
         ({"tokens": ["a"] * 259}, "tokenizer.ggml.tokens names a token twice"),
