@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tree_attn
@@ -295,7 +295,8 @@ class _Trial:
         specs, of_new = self.cache.specs(), P(self.case.data, self.case.axis)
         body = functools.partial(_write_prefix, layer=layer, start=start)
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(specs, of_new, of_new), out_specs=specs)
-        self.cache = jax.jit(mapped)(self.cache, *map(jnp.asarray, new))
+        # Over Explicit axes JAX takes arrays whose types say how they are sharded.
+        self.cache = jax.jit(mapped)(self.cache, *jax.device_put(tuple(new), NamedSharding(self.mesh, of_new)))
 
     def do_prefill(self, shares: tuple[float, ...], seed: int) -> str | None:
         """Prefills prompts in natural order, and compares their attention."""
