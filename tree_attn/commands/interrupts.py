@@ -27,8 +27,11 @@ def saved_by(saver: Callable[[], None]):
     """Calls `saver` if the block is interrupted; it may run in another thread, with `lock` held.
 
     Example:
-      >>> with saved_by(tokens.save):
-      ...     generate(...)
+      >>> saved = []
+      >>> with saved_by(lambda: saved.append("row")):
+      ...     pass
+      >>> saved  # the block was not interrupted
+      []
     """
     _savers.append(saver)
     try:
