@@ -1,7 +1,7 @@
 """Ring Attention over a whole prompt: queries, keys and values are all sharded along the sequence."""
 
 import dataclasses
-from typing import Unpack
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,24 @@ from tree_attn.sharded import check_call, check_shards_are_full, local_shard, ov
 from tree_attn.state import SoftmaxState, merge_state
 
 
+@overload
+def ring_attention(
+    query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+) -> Float[Array, "B S N Hv"]: ...  # fmt: skip
+@overload
+def ring_attention(
+    query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    return_lse: Literal[True], **options: Unpack[OptionArguments],
+) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
+@overload
+def ring_attention(
+    query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    return_lse: bool, **options: Unpack[OptionArguments],
+) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
 @takes_options(without=("query_positions",), is_causal=True)
 def ring_attention(
     query: Float[AnyArray, "B S N H"],

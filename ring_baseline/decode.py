@@ -1,7 +1,7 @@
 """Ring Attention decoding: the query stays, every shard of K and V visits every device."""
 
 import dataclasses
-from typing import Unpack
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,24 @@ from tree_attn.state import SoftmaxState, merge_states
 VARIANTS = ("overlapped", "public")
 
 
+@overload
+def ring_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    variant: str = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"]: ...  # fmt: skip
+@overload
+def ring_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    variant: str = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
+@overload
+def ring_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    variant: str = ..., return_lse: bool, **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options()
 def ring_decode(
     query: Float[AnyArray, "B T N H"],

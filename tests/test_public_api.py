@@ -13,6 +13,7 @@ import types
 import pytest
 
 import tree_attn
+from tree_attn import ring_baseline
 
 ROOT = pathlib.Path(__file__).parent.parent
 # What attention on a CPU has no use for: kernels, what joins processes, and the command line's libraries.
@@ -109,6 +110,39 @@ def test_no_function_shadows_the_module_that_holds_it(package):
     for module in pkgutil.iter_modules(found.__path__[:1]):
         importlib.import_module(f"{package}.{module.name}")
         assert isinstance(getattr(found, module.name), types.ModuleType), f"{package}.{module.name}"
+
+
+def functions_with_lse():
+    """Yields the definitions in the source of each public function that has `return_lse`, its overloads first."""
+    for package in (tree_attn, ring_baseline):
+        for name in package.__all__:
+            function = getattr(package, name)
+            if inspect.isfunction(function) and "return_lse" in inspect.signature(function).parameters:
+                module = ast.parse(inspect.getsource(inspect.getmodule(function)))
+                yield pytest.param([node for node in module.body if getattr(node, "name", "") == name], id=name)
+
+
+@pytest.mark.parametrize("definitions", functions_with_lse())
+def test_overloads_are_the_function_itself_but_for_return_lse(definitions):
+    """A type checker reads the overloads alone: each has the parameters and annotations of the function."""
+
+    def described(node):
+        args, defaults = node.args, dict(zip(node.args.kwonlyargs, node.args.kw_defaults))
+        keywords = {arg.arg: (ast.unparse(arg), defaults[arg] is None) for arg in args.kwonlyargs}
+        flag = keywords.pop("return_lse")
+        positional = [ast.unparse(arg) for arg in args.args], len(args.defaults), ast.unparse(args.kwarg)
+        return (positional, list(keywords.values())), flag[0].removeprefix("return_lse: ")
+
+    *overloads, function = definitions
+    assert all([ast.unparse(decorator) for decorator in node.decorator_list] == ["overload"] for node in overloads)
+    expected, _ = described(function)
+    found = {}
+    for node in overloads:
+        parameters, flag = described(node)
+        assert parameters == expected
+        found[flag] = ast.unparse(node.returns)
+    array, pair = map(ast.unparse, (function.returns.left, function.returns.right))
+    assert found == {"Literal[False]": array, "Literal[True]": pair, "bool": ast.unparse(function.returns)}
 
 
 def test_public_functions_are_documented():

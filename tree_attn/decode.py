@@ -1,7 +1,7 @@
 """Tree Attention decoding: each device attends to its shard of the keys, then collectives merge the partial states."""
 
 import dataclasses
-from typing import Unpack
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.sharding import Mesh
@@ -20,6 +20,27 @@ from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState
 
 
+@overload
+def tree_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    reduction: str | tuple[str, ...] | None = ..., shard_heads: bool = ..., return_lse: Literal[False] = ...,
+    **options: Unpack[OptionArguments],
+) -> Float[Array, "B T heads Hv"]: ...  # fmt: skip
+@overload
+def tree_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    reduction: str | tuple[str, ...] | None = ..., shard_heads: bool = ..., return_lse: Literal[True],
+    **options: Unpack[OptionArguments],
+) -> tuple[Float[Array, "B T heads Hv"], Float[Array, "B T heads"]]: ...  # fmt: skip
+@overload
+def tree_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
+    axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
+    reduction: str | tuple[str, ...] | None = ..., shard_heads: bool = ..., return_lse: bool,
+    **options: Unpack[OptionArguments],
+) -> Float[Array, "B T heads Hv"] | tuple[Float[Array, "B T heads Hv"], Float[Array, "B T heads"]]: ...  # fmt: skip
 @takes_options()
 def tree_decode(
     query: Float[AnyArray, "B T N H"],

@@ -5,7 +5,7 @@ Both are LeanAttention on a Hopper GPU (`implementation="mosaic_gpu"`), and plai
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,22 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 _XLA_CHUNK = 1024  # packed keys whose states XLA holds at the same time
 
 
+@overload
+def lean_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "total K H"], value: Num[AnyArray, "total K H"],
+    cu_seqlens: Integer[AnyArray, " B+1"], *, return_lse: Literal[False] = ...,
+    **options: Unpack[RaggedOptionArguments],
+) -> Float[Array, "B T N H"]: ...  # fmt: skip
+@overload
+def lean_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "total K H"], value: Num[AnyArray, "total K H"],
+    cu_seqlens: Integer[AnyArray, " B+1"], *, return_lse: Literal[True], **options: Unpack[RaggedOptionArguments],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...  # fmt: skip
+@overload
+def lean_decode(
+    query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "total K H"], value: Num[AnyArray, "total K H"],
+    cu_seqlens: Integer[AnyArray, " B+1"], *, return_lse: bool, **options: Unpack[RaggedOptionArguments],
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options()
 def lean_decode(
     query: Float[AnyArray, "B T N H"],
@@ -95,6 +111,24 @@ def lean_decode(
     return (state.out, state.lse) if return_lse else state.out
 
 
+@overload
+def paged_decode(
+    query: Float[AnyArray, "B T N H"], key_pages: Num[AnyArray, "P page K H"], value_pages: Num[AnyArray, "P page K H"],
+    page_table: Integer[AnyArray, "B pages"], key_value_seq_lengths: Integer[AnyArray, " B"], *,
+    return_lse: Literal[False] = ..., **options: Unpack[RaggedOptionArguments],
+) -> Float[Array, "B T N H"]: ...  # fmt: skip
+@overload
+def paged_decode(
+    query: Float[AnyArray, "B T N H"], key_pages: Num[AnyArray, "P page K H"], value_pages: Num[AnyArray, "P page K H"],
+    page_table: Integer[AnyArray, "B pages"], key_value_seq_lengths: Integer[AnyArray, " B"], *,
+    return_lse: Literal[True], **options: Unpack[RaggedOptionArguments],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...  # fmt: skip
+@overload
+def paged_decode(
+    query: Float[AnyArray, "B T N H"], key_pages: Num[AnyArray, "P page K H"], value_pages: Num[AnyArray, "P page K H"],
+    page_table: Integer[AnyArray, "B pages"], key_value_seq_lengths: Integer[AnyArray, " B"], *, return_lse: bool,
+    **options: Unpack[RaggedOptionArguments],
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options()
 def paged_decode(
     query: Float[AnyArray, "B T N H"],

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,27 @@ from tree_attn.sharded import (
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 
+@overload
+def hydragen_decode(
+    query: Float[AnyArray, "B T N H"], levels: Sequence[PrefixLevel], key: Num[AnyArray, "suffixes S K H"],
+    value: Num[AnyArray, "suffixes S K Hv"], *, axis_name: AxisName | None = ..., mesh: Mesh | None = ...,
+    batch_axis_name: AxisName | None = ..., block_size: Placement = ..., shard_suffix: str = ...,
+    reduction: str | tuple[str, ...] | None = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"]: ...  # fmt: skip
+@overload
+def hydragen_decode(
+    query: Float[AnyArray, "B T N H"], levels: Sequence[PrefixLevel], key: Num[AnyArray, "suffixes S K H"],
+    value: Num[AnyArray, "suffixes S K Hv"], *, axis_name: AxisName | None = ..., mesh: Mesh | None = ...,
+    batch_axis_name: AxisName | None = ..., block_size: Placement = ..., shard_suffix: str = ...,
+    reduction: str | tuple[str, ...] | None = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
+@overload
+def hydragen_decode(
+    query: Float[AnyArray, "B T N H"], levels: Sequence[PrefixLevel], key: Num[AnyArray, "suffixes S K H"],
+    value: Num[AnyArray, "suffixes S K Hv"], *, axis_name: AxisName | None = ..., mesh: Mesh | None = ...,
+    batch_axis_name: AxisName | None = ..., block_size: Placement = ..., shard_suffix: str = ...,
+    reduction: str | tuple[str, ...] | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options(without=("query_positions", "local_window_size"))
 def hydragen_decode(
     query: Float[AnyArray, "B T N H"],
@@ -134,6 +155,33 @@ def hydragen_decode(
     return (state.out, state.lse) if return_lse else state.out
 
 
+@overload
+def bifurcated_decode(
+    query: Float[AnyArray, "B T N H"], prefix_key: Num[AnyArray, "S K H"], prefix_value: Num[AnyArray, "S K Hv"],
+    key: Num[AnyArray, "suffixes D K H"], value: Num[AnyArray, "suffixes D K Hv"], *,
+    prefix_length: Integer[AnyArray, ""] | int | None = ..., axis_name: AxisName | None = ..., mesh: Mesh | None = ...,
+    batch_axis_name: AxisName | None = ..., block_size: Placement = ..., prefix_block_size: Placement = ...,
+    shard_suffix: str = ..., reduction: str | tuple[str, ...] | None = ..., return_lse: Literal[False] = ...,
+    **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"]: ...  # fmt: skip
+@overload
+def bifurcated_decode(
+    query: Float[AnyArray, "B T N H"], prefix_key: Num[AnyArray, "S K H"], prefix_value: Num[AnyArray, "S K Hv"],
+    key: Num[AnyArray, "suffixes D K H"], value: Num[AnyArray, "suffixes D K Hv"], *,
+    prefix_length: Integer[AnyArray, ""] | int | None = ..., axis_name: AxisName | None = ..., mesh: Mesh | None = ...,
+    batch_axis_name: AxisName | None = ..., block_size: Placement = ..., prefix_block_size: Placement = ...,
+    shard_suffix: str = ..., reduction: str | tuple[str, ...] | None = ..., return_lse: Literal[True],
+    **options: Unpack[OptionArguments],
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
+@overload
+def bifurcated_decode(
+    query: Float[AnyArray, "B T N H"], prefix_key: Num[AnyArray, "S K H"], prefix_value: Num[AnyArray, "S K Hv"],
+    key: Num[AnyArray, "suffixes D K H"], value: Num[AnyArray, "suffixes D K Hv"], *,
+    prefix_length: Integer[AnyArray, ""] | int | None = ..., axis_name: AxisName | None = ..., mesh: Mesh | None = ...,
+    batch_axis_name: AxisName | None = ..., block_size: Placement = ..., prefix_block_size: Placement = ...,
+    shard_suffix: str = ..., reduction: str | tuple[str, ...] | None = ..., return_lse: bool,
+    **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options(without=("query_positions", "local_window_size"))
 def bifurcated_decode(
     query: Float[AnyArray, "B T N H"],

@@ -14,7 +14,7 @@ Source: SparQ Attention, Algorithm 1, section 4 and appendix B.
 
 import dataclasses
 import logging
-from typing import Unpack
+from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -55,6 +55,33 @@ __all__ = ["SCORE_TEMPERATURES", "SELECTIONS", "SparqOptions", "slot_multiple", 
 _log = logging.getLogger("tree_attn")
 
 
+@overload
+def sparq_decode(
+    query: Float[AnyArray, "B T N H"], key: Float[AnyArray, "B S K H"], value: Float[AnyArray, "B S K Hv"], *,
+    num_components: int, num_keys: int, local_window: int = ..., value_mean: Float[AnyArray, "B K Hv"] | None = ...,
+    reallocate: bool | None = ..., key_by_component: Float[AnyArray, "B K H S"] | None = ...,
+    axis_name: AxisName | None = ..., mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ...,
+    block_size: Placement = ..., selection: str = ..., score_temperature: str = ...,
+    reduction: str | tuple[str, ...] | None = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"]: ...  # fmt: skip
+@overload
+def sparq_decode(
+    query: Float[AnyArray, "B T N H"], key: Float[AnyArray, "B S K H"], value: Float[AnyArray, "B S K Hv"], *,
+    num_components: int, num_keys: int, local_window: int = ..., value_mean: Float[AnyArray, "B K Hv"] | None = ...,
+    reallocate: bool | None = ..., key_by_component: Float[AnyArray, "B K H S"] | None = ...,
+    axis_name: AxisName | None = ..., mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ...,
+    block_size: Placement = ..., selection: str = ..., score_temperature: str = ...,
+    reduction: str | tuple[str, ...] | None = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
+@overload
+def sparq_decode(
+    query: Float[AnyArray, "B T N H"], key: Float[AnyArray, "B S K H"], value: Float[AnyArray, "B S K Hv"], *,
+    num_components: int, num_keys: int, local_window: int = ..., value_mean: Float[AnyArray, "B K Hv"] | None = ...,
+    reallocate: bool | None = ..., key_by_component: Float[AnyArray, "B K H S"] | None = ...,
+    axis_name: AxisName | None = ..., mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ...,
+    block_size: Placement = ..., selection: str = ..., score_temperature: str = ...,
+    reduction: str | tuple[str, ...] | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options(only=("key_value_seq_lengths", "is_causal", "scale", "implementation"))
 def sparq_decode(
     query: Float[AnyArray, "B T N H"],
