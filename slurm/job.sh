@@ -17,7 +17,7 @@
 # A job that is requeued has the same job id, hence the same folder, and goes on from the files in it.
 
 TREE_ATTN_HOME=${TREE_ATTN_HOME:-$SLURM_SUBMIT_DIR}
-TREE_ATTN_OUT=${TREE_ATTN_OUT:-$SLURM_SUBMIT_DIR/results/$SLURM_JOB_ID}
+export TREE_ATTN_OUT=${TREE_ATTN_OUT:-$SLURM_SUBMIT_DIR/results/$SLURM_JOB_ID}
 TREE_ATTN_LOGS=${TREE_ATTN_LOGS:-$TREE_ATTN_OUT/logs}
 read -ra command_words <<<"${TREE_ATTN_COMMAND:-tree-attn}"
 read -ra srun_flags <<<"${TREE_ATTN_SRUN:-}"
@@ -38,7 +38,11 @@ scratch=$(mktemp -d)
 helper= # ends the step where srun cannot
 trap 'rm -rf "$scratch"; [ -z "$helper" ] || kill "$helper" 2>/dev/null || true' EXIT
 touch "$scratch/started"
-has_progressed() { find "$TREE_ATTN_OUT" -name '*.jsonl' -newer "$scratch/started" 2>/dev/null | grep -q .; }
+saved_files='*.jsonl' # what shows progress where it changes; logs never do
+has_progressed() {
+  find "$TREE_ATTN_OUT" -path "$TREE_ATTN_LOGS" -prune -o \
+    -type f -name "$saved_files" -newer "$scratch/started" -print 2>/dev/null | grep -q .
+}
 on_time_limit() {
   if ! has_progressed; then
     say "job $SLURM_JOB_ID is near its time limit and has finished nothing in it: it is not requeued; give it more time"
@@ -55,7 +59,7 @@ on_term() {
 trap on_time_limit USR1
 trap on_term TERM
 
-# Runs `tree-attn` with these arguments in every task, one log per rank, and returns the worst exit status. A rank that
+# Runs `tree-attn` (or what `command_words` holds) with these arguments in every task, one log per rank, and returns the worst exit status. A rank that
 # fails ends the others: the rest would wait for it in the next collective, for ever.
 run_ranks() {
   local step status=0
@@ -116,7 +120,7 @@ requeue_if_lost() {
 
 say_last_words() {
   local log
-  say "tree-attn ended with status $1. The last lines of every rank's log:"
+  say "the ranks ended with status $1. The last lines of every rank's log:"
   for log in "$TREE_ATTN_LOGS/$SLURM_JOB_ID"-*.log; do
     tail -n 3 "$log" | cut -c1-1000 | sed "s|^|${log##*/}: |"
   done

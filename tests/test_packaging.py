@@ -97,6 +97,7 @@ def test_one_top_level_package_and_all_of_it(installed):
     expected = {f"tree_attn/{path.relative_to(ROOT / 'tree_attn')}" for path in (ROOT / "tree_attn").rglob("*.py")}
     for folder in ("models", "ring_baseline"):
         expected |= {f"tree_attn/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")}
+    expected |= {f"tree_attn/{path.relative_to(ROOT)}" for path in (ROOT / "slurm").rglob("*") if path.is_file()}
     expected |= {"tree_attn/py.typed", "tree_attn/kernels/tuning.json", "tree_attn/cost/machines/nvidia_h200.json"}
     assert expected <= set(names), expected - set(names)
 
@@ -177,6 +178,13 @@ def test_the_command_runs_where_the_path_begins_with_such_a_folder(installed, pr
     code = "from tree_attn.cli import main; main(['generate', '--help'])"
     assert "tree-attn generate" in run(installed[0], code, cwd=project, PYTHONPATH=".")
     run(installed[0], "import tree_attn.commands.generate, tree_attn.commands.session", cwd=project, PYTHONPATH=".")
+
+
+def test_an_installed_package_brings_the_slurm_files(installed, project):
+    code = "from tree_attn.cli import main; main(['slurm', '--copy-to', '.'])"
+    assert "files are in slurm;" in run(installed[0], code, cwd=project)
+    assert (project / "slurm" / "run.sbatch").read_bytes() == (ROOT / "slurm" / "run.sbatch").read_bytes()
+    assert (project / "slurm" / "minicluster" / "minicluster").exists()
 
 
 def test_a_checkout_that_is_not_installed_is_whole(installed, checkout, project):

@@ -12,6 +12,7 @@ FOLDERS = ("tree_attn", "models", "ring_baseline", "scripts", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("tree_attn", "models", "ring_baseline")]
 PROSE = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE += [ROOT / "SECURITY.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
 PROSE += [ROOT / "slurm" / "README.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
 PROSE += sorted((ROOT / "docs" / "results").rglob("README.md"))
 

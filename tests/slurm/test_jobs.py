@@ -2,8 +2,9 @@
 
 import os
 import signal
+import sys
 
-from jobs import SETTINGS, cases, submit
+from jobs import ROOT, SETTINGS, cases, submit
 
 # The tokens of `tree-attn generate --attention single` in one process, as in tests/commands/generate/test_generate.py.
 PROMPT = "What is the capital of France? Answer in one sentence."
@@ -63,3 +64,17 @@ def test_settings_reach_the_tasks(cluster, tmp_path):
     assert job.wait(30) == "COMPLETED", job.story()
     assert [job.rank_log(rank) for rank in range(4)] == [f"{rank} 0 INFO 1\n" for rank in range(4)]
     assert SETTINGS["TREE_ATTN_HOME"] not in job.output
+
+
+def test_a_program_of_ones_own_runs_over_all_tasks(cluster, tmp_path):
+    program = (sys.executable, str(ROOT / "docs" / "how-to" / "slurm_program.py"))
+    job = submit("run", tmp_path / "out", *program, sbatch=TWO_BY_ONE)
+    assert job.wait(120) == "COMPLETED", job.story()
+    assert [(row["step"], row["devices"]) for row in job.rows("sums.jsonl")] == [(0, 2), (1, 2), (2, 2)], job.story()
+    assert f"done: {job.out}" in job.output
+
+
+def test_a_run_without_a_program_says_what_is_missing(cluster, tmp_path):
+    job = submit("run", tmp_path / "out", sbatch=("--nodes=1", "--ntasks=1", "--nodelist=n1"))
+    assert job.wait(30) == "FAILED" and job.facts["ExitCode"] == "2:0", job.story()
+    assert "error: run.sbatch needs a program behind it" in job.output
