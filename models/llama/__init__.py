@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tree_attn.models.llama.config import LlamaConfig as LlamaConfig
     from tree_attn.models.llama.families import FAMILIES as FAMILIES
     from tree_attn.models.llama.families import from_huggingface as from_huggingface
+    from tree_attn.models.llama.generation.conversation import Conversation as Conversation
     from tree_attn.models.llama.generation.generate import Generation as Generation
     from tree_attn.models.llama.generation.generate import generate as generate
     from tree_attn.models.llama.generation.generate import rank_samples as rank_samples
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "PRESETS": "presets",
     "FAMILIES": "families",
     "Attention": "attention",
+    "Conversation": "generation.conversation",
     "Generation": "generation.generate",
     "Generator": "generation.generator",
     "Llama": "model",

@@ -106,8 +106,12 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_prompts(args: argparse.Namespace) -> None:
+def read_prompts(args: argparse.Namespace, *, may_be_none: bool = False) -> None:
     """Puts the texts of all prompts into `args.prompt`: those of `--prompt`, then those of the files.
+
+    Args:
+      args: the options; its `prompt` is replaced.
+      may_be_none: whether there need not be a prompt.
 
     Raises:
       ValueError: there is no prompt, bytes are not UTF-8, a line of a .jsonl file is no JSON text, or a limit or
@@ -119,10 +123,10 @@ def read_prompts(args: argparse.Namespace) -> None:
     texts = list(args.prompt or ())
     for option, values in (("--prompt", texts), ("--system", [args.system or ""])):
         for text in values:
-            _check_utf8(option, text.encode("utf-8", "surrogateescape"))
+            from_utf8(option, text.encode("utf-8", "surrogateescape"))
     for name in args.prompt_file or ():
         texts += _read(name)
-    if not texts:
+    if not texts and not may_be_none:
         raise ValueError("a prompt must be given: --prompt TEXT, --prompt-file FILE, or --prompt-file - for a pipe")
     args.prompt = texts
 
@@ -132,7 +136,7 @@ def _read(name: str) -> list[str]:
     is_input = name == STANDARD_INPUT
     content = sys.stdin.buffer.read() if is_input else pathlib.Path(name).expanduser().read_bytes()
     where = "standard input" if is_input else name
-    text = _check_utf8(where, content)
+    text = from_utf8(where, content)
     if not name.endswith(".jsonl"):
         # An editor's last line end is no part of the prompt.
         return [text.removesuffix("\n").removesuffix("\r")]
@@ -149,7 +153,8 @@ def _json_text(where: str, line: str) -> str:
     return text
 
 
-def _check_utf8(where: str, content: bytes) -> str:
+def from_utf8(where: str, content: bytes) -> str:
+    """Returns the text of UTF-8 bytes; raises ValueError, with the place of the first byte that is none."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

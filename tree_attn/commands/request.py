@@ -25,7 +25,7 @@ class Request:
       place: the devices.
       sampling: the choice of tokens.
       checkpoint: the opened model.
-      prompts: token ids of each prompt, with the chat template's.
+      prompts: token ids of each prompt, with the chat template's; none for a conversation.
       facts: attention, the reduction that will run, the number of devices and SparQ's options, for `--json`.
       sparq: SparQ's options; None for another attention.
     """
@@ -57,9 +57,7 @@ def open_request(args: argparse.Namespace) -> Request:
     checkpoint = session.open_with_progress(args.model)
     if sparq is not None:
         sparq.check_head_dim(checkpoint.config.head_dim)
-    prompts = [_encode(checkpoint.tokenizer, args, text) for text in args.prompt]
-    args.max_new_tokens = check_room(checkpoint.config, max(map(len, prompts)), args.max_new_tokens)
-    check_request(checkpoint.config, prompts, args.max_new_tokens)
+    prompts = _prompts(args, checkpoint)
     facts = {"attention": args.attention, "reduction": reduction, "n_devices": len(devices)}
     facts |= {} if sparq is None else {"sparq": dataclasses.asdict(sparq)}
     return Request(place=place, sampling=sampling, checkpoint=checkpoint, prompts=prompts, facts=facts, sparq=sparq)
@@ -90,6 +88,17 @@ def sparq_options(args: argparse.Namespace, attentions: Sequence[str]) -> SparqO
     if not {"num_components", "num_keys"} <= values.keys():
         raise ValueError(f"--attention sparq needs --num-components and --num-keys, got {options or 'neither'}")
     return SparqOptions(**{"local_window": values["num_keys"] // 4} | values)
+
+
+def _prompts(args: argparse.Namespace, checkpoint: Checkpoint) -> list[list[int]]:
+    """Returns the token ids of the prompts, and resolves the default limit; turns of a conversation come later."""
+    if getattr(args, "chat", False):
+        checkpoint.tokenizer.render_chat(messages(args, "x"))  # refuses a model without a chat template
+        return []
+    prompts = [_encode(checkpoint.tokenizer, args, text) for text in args.prompt]
+    args.max_new_tokens = check_room(checkpoint.config, max(map(len, prompts)), args.max_new_tokens)
+    check_request(checkpoint.config, prompts, args.max_new_tokens)
+    return prompts
 
 
 def check_room(config: LlamaConfig, num_tokens: int, max_new_tokens: int | None) -> int:

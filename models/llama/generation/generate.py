@@ -91,10 +91,10 @@ def generate(
     num_replayed = len(done[0]) - first_step if done else 0
     steps = _stream(generator, texts, max_new_tokens - first_step, first_step, stop_ids, share_prefixes, max_batch)
     sequences = [
-        _Sequence(index, prompt, ids, num_replayed, stop_ids)
+        GeneratedSequence(index, prompt, ids, num_replayed, stop_ids)
         for index, (prompt, ids) in enumerate(zip(prompts, done, strict=True))
     ]
-    _take(steps, sequences, on_token)
+    take_steps(steps, sequences, on_token)
     return [sequence.result() for sequence in sequences]
 
 
@@ -118,7 +118,7 @@ def rank_samples(samples: Sequence[Generation], top: int | None = None) -> list[
     return sorted(different.values(), key=lambda sample: sample.mean_log_probability, reverse=True)[:top]
 
 
-class _Sequence:
+class GeneratedSequence:
     """A sequence while it is generated: its tokens, whether it has stopped, and its statistics."""
 
     def __init__(
@@ -182,7 +182,9 @@ def _stream(
     return stream_queue(generator, texts, max_new_tokens, max_batch=max_batch, stop_ids=stop_ids, first_step=first_step)
 
 
-def _take(steps: Iterator[Step], sequences: Sequence[_Sequence], on_token: Callable[[int, int], None] | None) -> None:
+def take_steps(
+    steps: Iterator[Step], sequences: Sequence[GeneratedSequence], on_token: Callable[[int, int], None] | None
+) -> None:
     """Gives each step's tokens to their sequences, until all have stopped."""
     for step in steps:
         for index, token, log_p in zip(step.sequences, step.tokens.tolist(), step.log_probabilities, strict=True):

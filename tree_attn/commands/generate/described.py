@@ -1,0 +1,61 @@
+"""A generation in words and for `--json`, and text printed as it comes by the first process."""
+
+import sys
+from typing import Any
+
+from tree_attn.commands.request import Request
+from tree_attn.models.llama import Generation
+from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
+from tree_attn.topology import is_first_process
+
+
+def described(tokenizer: Tokenizer, result: Generation) -> dict[str, Any]:
+    """Returns one generation as `--json` has it."""
+    return from_saved(tokenizer, result.prompt_ids, result.new_ids, stopped=result.stopped) | {
+        "prefill_s": result.prefill_s,
+        "per_token_s": result.per_token_s,
+        "tokens_per_s": 1 / result.per_token_s if result.per_token_s else None,
+    }
+
+
+def from_saved(tokenizer: Tokenizer, prompt_ids: list[int], new_ids: list[int], *, stopped: bool) -> dict[str, Any]:
+    """Returns a generation of an earlier run as `--json` has it: without times."""
+    return {
+        "prompt_ids": prompt_ids,
+        "new_ids": new_ids,
+        "text": tokenizer.decode(new_ids),
+        "finish_reason": "stop" if stopped else "length",
+        "prefill_s": None,
+        "per_token_s": None,
+        "tokens_per_s": None,
+    }
+
+
+def summary(document: dict[str, Any], request: Request, *, num_saved: int = 0) -> str:
+    """Returns the lines after a text: how many tokens, why it ended, and how fast they came."""
+    lines = [ending(document) + (f"; {num_saved} of them saved before" if num_saved else "")]
+    if document["tokens_per_s"] is not None:
+        lines.append(
+            f"{document['tokens_per_s']:.1f} tokens a second on {place(request)}, "
+            f"{document['prefill_s']:.2f} s before the first"
+        )
+    return "\n".join(lines)
+
+
+def show(text: str, is_shown: bool = True) -> None:
+    """Prints text without a line's end, in the first process."""
+    if is_shown and is_first_process():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def ending(document: dict[str, Any]) -> str:
+    """Returns how many tokens there are, and why there are no more."""
+    reason = "a stop token" if document["finish_reason"] == "stop" else "the limit of --max-new-tokens"
+    return f"{len(document['new_ids'])} new tokens up to {reason}"
+
+
+def place(request: Request) -> str:
+    """Returns the devices and the attention in words."""
+    count, attention, reduction = (request.facts[name] for name in ("n_devices", "attention", "reduction"))
+    return f"{count} device{'s' * (count > 1)} by {attention}" + ("" if reduction is None else f" ({reduction})")
