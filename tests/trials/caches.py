@@ -204,7 +204,7 @@ class _Trial:
             specs = self.cache.specs()
             in_specs = (specs, *[batch if jnp.ndim(x) else P() for x in arguments])
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=specs)
-            self.cache = jax.jit(mapped)(self.cache, *arguments)
+            self.cache = jax.jit(mapped)(self.cache, *map(self.sharded, arguments, in_specs[1:]))
         else:
             self.cache = _jitted(function, tuple(named.items()), mode == "donate")(self.cache, *arguments)
 
@@ -295,8 +295,11 @@ class _Trial:
         specs, of_new = self.cache.specs(), P(self.case.data, self.case.axis)
         body = functools.partial(_write_prefix, layer=layer, start=start)
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(specs, of_new, of_new), out_specs=specs)
-        # Over Explicit axes JAX takes arrays whose types say how they are sharded.
-        self.cache = jax.jit(mapped)(self.cache, *jax.device_put(tuple(new), NamedSharding(self.mesh, of_new)))
+        self.cache = jax.jit(mapped)(self.cache, *(self.sharded(x, of_new) for x in new))
+
+    def sharded(self, x, spec: P) -> jax.Array:
+        """Returns `x` over the mesh: over Explicit axes a `shard_map` takes arrays whose types say how they lie."""
+        return jax.device_put(x, NamedSharding(self.mesh, spec))
 
     def do_prefill(self, shares: tuple[float, ...], seed: int) -> str | None:
         """Prefills prompts in natural order, and compares their attention."""
@@ -414,7 +417,7 @@ class _Trial:
             in_specs = self.cache.specs(), P(case.data)
             body = functools.partial(_attended, **named)
             mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=P(case.data))
-            out = jax.jit(mapped)(self.cache, jnp.asarray(query))
+            out = jax.jit(mapped)(self.cache, self.sharded(query, P(case.data)))
         elif case.mode == "eager":
             out = _attended(self.cache, jnp.asarray(query), **named)
         else:

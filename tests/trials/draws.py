@@ -132,7 +132,9 @@ def _special(rng, fields: dict, shape: dict, p: int) -> dict:
         everyone = tuple(range(shape["batch"]))
         changes["levels"] = (_level(rng, fields, (everyone,), p, block=None),)
     if function == "hydragen_decode":
-        depth = one(rng, (0, 1, 1, 2))
+        # In one's own `shard_map` levels name sequences of each part of the batch; the oracle's are of the whole.
+        is_part = fields.get("data") and fields["mode"].startswith("shard_map")
+        depth = 0 if is_part else one(rng, (0, 1, 1, 2))
         changes["levels"] = tuple(_level(rng, fields, _nodes(rng, shape["batch"]), p) for _ in range(depth))
     is_prefix = function in ("hydragen_decode", "bifurcated_decode")
     if is_prefix and axes and fields.get("data") is None and often(rng, 0.3):
