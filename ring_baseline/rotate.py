@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tree_attn.mesh import bound_axis_sizes, checks_replication
+from tree_attn.reduce.collectives import psum
 
 KeyValue = tuple[Array, Array]
 
@@ -47,7 +48,7 @@ def typed_as_replicated(tree, axes: tuple[str, ...]):
     if not checks_replication(axes):
         return tree
     is_first = jax.lax.axis_index(axes) == 0
-    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes), tree)
+    return jax.tree.map(lambda x: psum(jnp.where(is_first, x, jnp.zeros_like(x)), axes), tree)
 
 
 def _in_mesh_order(axes: tuple[str, ...]) -> tuple[str, ...]:

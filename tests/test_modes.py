@@ -385,6 +385,41 @@ def test_an_auto_batch_that_nobody_names_is_not_gathered():
     assert_gradients(compiled(*arrays), expected_out)
 
 
+def test_a_sequence_on_one_device_beside_an_auto_batch():
+    """XLA refuses a bare sum over a mapped axis of one device there."""
+    mesh = jax.make_mesh((2, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    query, key, value, weights = draw()
+    prompt = draw(num_queries=KEYS)[0]
+    level = PrefixLevel(key=key[::-1], value=value, sequences=((0,), (1,)))
+    placed = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
+    functions = every_function([level], axis_name="seq", mesh=mesh)
+
+    def program(query, key, value, prompt):
+        loss = lambda *arrays: jnp.vdot(functions["allreduce"](*arrays, prompt), weights)
+        decoded = {name: function(query, key, value, prompt) for name, function in functions.items()}
+        return decoded, jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    found, gradients = jax.jit(program)(*map(placed, (query, key, value, prompt)))
+    for name, expected_out in answers(query, key, value, prompt, [level]).items():
+        assert_gradients(found[name], expected_out)
+    assert_gradients(gradients, expected((query, key, value, weights), OPTIONS)[1])
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", ["tree_allreduce", "ring"])
+def test_ones_own_shard_map_over_one_device_beside_an_auto_batch(name, check_vma):
+    function, _, options = CASES[name]
+    mesh = jax.make_mesh((2, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    query, key, value, _ = draw()
+    along = P(None, "seq")
+    mapped = jax.shard_map(
+        functools.partial(function, axis_name="seq"),
+        mesh=mesh, axis_names={"seq"}, in_specs=(P(), along, along), out_specs=P(), check_vma=check_vma,
+    )  # fmt: skip
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (query, key, value)]
+    assert_gradients(jax.jit(mapped)(*arrays), dense_attention(query, key, value, **options)[0])
+
+
 def test_gradients_on_an_explicit_mesh_are_sharded_as_the_arrays():
     mesh, spec = mesh_of("data_seq", AxisType.Explicit)
     arrays = draw()

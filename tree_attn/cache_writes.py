@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from tree_attn.mesh import bound_axis_sizes
 from tree_attn.placement import locate
+from tree_attn.reduce.collectives import psum
 from tree_attn.sharded import local_shard
 
 NAMES = ("key", "value", "key_by_component")  # the arrays that have slots
@@ -90,7 +91,7 @@ def sum_values(cache, lengths: Int[Array, " B"], layer):
     shard, scale = local_shard(cache.axes, cache.block_size), cache.scales(layer)["value_scale"]
     is_held = shard.positions(value.shape[-3])[None, :] < lengths[:, None]
     is_held = is_held[:, :, None, None] if value.ndim == 4 else is_held[None, :, :, None, None]
-    total = jax.lax.psum(jnp.where(is_held, widened(value, scale), 0.0).sum(axis=-3), cache.axes)
+    total = psum(jnp.where(is_held, widened(value, scale), 0.0).sum(axis=-3), cache.axes)
     if layer is not None:
         total = cache.value_sum.at[layer].set(total)
     return dataclasses.replace(cache, value_sum=total)

@@ -33,6 +33,7 @@ from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement
+from tree_attn.reduce.collectives import pmax, psum
 from tree_attn.sharded import check_call, check_one_device, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_denominator
 
@@ -171,9 +172,9 @@ class _Energy:
 
 def _reduce_energy(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
     """Reduces lse by one all-reduce of the maximum and one of the sum (Algorithm 1, lines 4 to 6); `out` becomes 0."""
-    max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
+    max_lse = finite_max(pmax(jax.lax.stop_gradient(state.lse), axes))
     _, denominator = numerator_and_denominator(state, max_lse)
-    denominator = jax.lax.psum(denominator, axes)
+    denominator = psum(denominator, axes)
     return from_sums(jnp.zeros_like(state.out), denominator, max_lse, state.out.dtype)
 
 

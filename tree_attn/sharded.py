@@ -120,6 +120,10 @@ def _run_over_shards(operands, *, body, specs, spec_tree, axes, mesh, nodes, is_
     operands = jax.tree.map(
         lambda spec, part: jax.tree.map(partial(reshard, spec=spec, mesh=mesh), part), in_specs, operands
     )
+    if math.prod(mesh.shape[axis] for axis in axes) == 1 < mesh.size:
+        # Else the gradient of an operand that every device has would be a sum over one device, which XLA refuses where
+        # it shards the other axes (`tree_attn.reduce.collectives`).
+        in_specs = jax.tree.map(lambda x: P(tuple(sorted(axes))) if jnp.ndim(x) else EVERYWHERE, operands)
     return jax.shard_map(
         # JAX does not lower what a gradient keeps of a checked `shard_map` in another: there nothing is kept.
         jax.checkpoint(body) if is_checked else body,

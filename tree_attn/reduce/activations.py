@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
+from tree_attn.reduce.collectives import psum
 from tree_attn.reduce.fused import fused_gather, fused_sum, why_not
 
 # Numbers that a device sends to all others together, 8 bytes each. On two H200s XLA is faster from a count between
@@ -29,7 +30,7 @@ def sum_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Arra
     Example:
       >>> total = sum_activations(jnp.einsum("btf,df->btd", local_hidden, local_kernel), ("seq",), mesh)
     """
-    return _cheapest(fused_sum, jax.lax.psum, x, axes, mesh)
+    return _cheapest(fused_sum, psum, x, axes, mesh)
 
 
 def gather_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from tree_attn.reduce.collectives import pmax, psum
 from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_denominator
 
 
@@ -17,11 +18,11 @@ def allreduce(state: SoftmaxState, axes: tuple[str, ...]) -> SoftmaxState:
 
     Source: Tree Attention, Algorithm 3 and appendix D.
     """
-    max_lse = finite_max(jax.lax.pmax(jax.lax.stop_gradient(state.lse), axes))
+    max_lse = finite_max(pmax(jax.lax.stop_gradient(state.lse), axes))
     numerator, denominator = numerator_and_denominator(state, max_lse)
-    numerator = jax.lax.psum(numerator, axes)
+    numerator = psum(numerator, axes)
     # The second sum is made to depend on the first, since XLA joins sums that do not. (A barrier would read better, but
     # the CPU compiler of JAX 0.10 drops barriers first.) It changes a denominator only where the result is NaN anyway.
     first = numerator[..., 0]
-    denominator = jax.lax.psum(jnp.where(jnp.isnan(first), first, denominator), axes)
+    denominator = psum(jnp.where(jnp.isnan(first), first, denominator), axes)
     return from_sums(numerator, denominator, max_lse, state.out.dtype)

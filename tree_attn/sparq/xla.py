@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from tree_attn.local import attend
 from tree_attn.local.garbage import zeroed
 from tree_attn.masking import Visibility
-from tree_attn.reduce.gather import all_gather
+from tree_attn.reduce.collectives import all_gather, psum
 from tree_attn.sparq.options import SparqCall, SparqOptions
 from tree_attn.state import SoftmaxState
 
@@ -127,7 +127,7 @@ def mean_of_values(value, visible: Visibility, axes: tuple[str, ...]) -> Float[A
     total = jnp.einsum("bts,bskv->btkv", mask, value, precision=jax.lax.Precision.HIGHEST)
     count = mask.sum(axis=-1)[:, :, None, None]
     if axes:
-        total, count = jax.lax.psum((total, count), axes)
+        total, count = psum((total, count), axes)
     return total / jnp.maximum(count, 1.0)
 
 
