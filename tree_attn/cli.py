@@ -86,8 +86,9 @@ def _end_interrupted(args: argparse.Namespace) -> None:
 def _end_all(line: str, details: str, status: int = 2) -> None:
     """Ends this process and the others, if this is one of several; otherwise each would wait for the rest in JAX."""
     join = sys.modules.get("tree_attn.cluster.join")
-    if join is not None:
-        join.fail(line, status, details)
+    fail = getattr(join, "fail", None)  # an interrupt may come while it is imported
+    if fail is not None:
+        fail(line, status, details)
 
 
 def _rank_of_several(args: argparse.Namespace) -> str:

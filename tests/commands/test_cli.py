@@ -5,6 +5,7 @@ import importlib
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -55,6 +56,13 @@ def test_the_line_of_an_interrupted_command_counts_what_is_saved(tmp_path):
     assert line(out=tmp_path) == f"2 rows are saved in {path}; the same command goes on from there"
     assert line(out=None) == "nothing is saved without --out DIR"
     assert line() == "nothing is saved; run it again"
+
+
+def test_an_interrupt_while_a_module_is_imported_is_a_line_too(capsys, monkeypatch):
+    """Ctrl-C is heeded in a thread of its own, which may find modules that another one has half imported."""
+    monkeypatch.setitem(sys.modules, "tree_attn.cluster.join", types.ModuleType("tree_attn.cluster.join"))
+    cli._end_interrupted(argparse.Namespace(command_name="doctor"))
+    assert capsys.readouterr().err == "tree-attn doctor: interrupted; nothing is saved; run it again\n"
 
 
 def test_a_saver_runs_while_its_block_runs():

@@ -52,3 +52,28 @@ def test_ctrl_c_in_a_terminal_leaves_its_cursor_visible():
     run = screens.run([], program=program, is_terminal=True, interrupt_at=lambda text: "waiting" in text)
     check_end(run, "doctor")
     assert run.out.rfind("\x1b[?25h") > run.out.rfind("\x1b[?25l")
+
+
+BROKEN = """
+import sys, time
+from tree_attn import cli
+from tree_attn.commands import doctor, interrupts
+
+def fail():
+    raise RuntimeError("a saver that fails")
+
+def run(args):
+    with interrupts.saved_by(fail):
+        print("waiting", flush=True)
+        time.sleep(600)
+
+doctor.run = run
+sys.argv = ["tree-attn", "doctor"]
+sys.exit(cli.main())
+"""
+
+
+def test_a_saver_that_fails_does_not_keep_the_command():
+    run = screens.run([], program=("-c", BROKEN), interrupt_at=lambda text: "waiting" in text, limit_s=60)
+    assert (run.status, run.err) == (130, "tree-attn: interrupted; what was saved is on disk\n")
+    assert run.ended_s < 1

@@ -61,10 +61,16 @@ def watch(end: Callable[[], None]) -> None:
     def wait() -> None:
         while signal.SIGINT not in receiver.recv(16):
             pass
-        ending = threading.Thread(target=end, daemon=True)
-        ending.start()
-        ending.join(SAVING_S)
-        exit_now(INTERRUPTED_STATUS, "tree-attn: interrupted" if ending.is_alive() else None)
+        said = threading.Event()
+
+        def say() -> None:
+            with contextlib.suppress(Exception):  # it may meet the command in any state: a line is worth more than why
+                end()
+                said.set()
+
+        threading.Thread(target=say, daemon=True).start()
+        said.wait(SAVING_S)
+        exit_now(INTERRUPTED_STATUS, None if said.is_set() else "tree-attn: interrupted; what was saved is on disk")
 
     threading.Thread(target=wait, daemon=True, name="interrupts").start()
     signal.signal(signal.SIGINT, lambda *_: None)  # the signal reaches the socket all the same

@@ -55,7 +55,8 @@ def rank_name(args: argparse.Namespace) -> str | None:
     from tree_attn.cluster.launch import detect
 
     join = sys.modules.get("tree_attn.cluster.join")  # its import takes seconds, and a wrong call has not needed it
-    joined = join and join.current()
+    current = getattr(join, "current", None)  # an interrupt may come while it is imported
+    joined = current and current()
     if joined and joined.num_processes > 1:
         return joined.name_of(joined.process_id)
     names = ("coordinator_address", "num_processes", "process_id")
