@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` it is the program `tree-attn` itself, which Ctrl-C ends at once (`tree_attn.commands.interrupts`).
     """
     args = argparse.Namespace(command_name=None)
-    if argv is None:
+    is_program = argv is None
+    if is_program:
         from tree_attn.commands import interrupts
 
         argv = sys.argv[1:]
@@ -53,9 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command_name is None:
         parser.print_help()
         return 2
+    if is_program and getattr(args, "json", False):
+        _keep_stdout_for_python()
     args.command_line = shlex.join(["tree-attn", *argv])
     try:
-        return _module(args.command_name).run(args)
+        return _run(args, is_program)
     except KeyboardInterrupt:
         _end_interrupted(args)
         return INTERRUPTED_STATUS
@@ -68,6 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(line, file=sys.stderr)
         return 2
+
+
+def _run(args: argparse.Namespace, is_program: bool) -> int:
+    """Runs the command that the arguments name, with its phases on stderr if it is the program; returns its status."""
+    from tree_attn.commands import common, phases, processes
+
+    common.show_choices(args.verbose)
+    is_quiet = args.quiet or not is_program or not processes.is_first(args)
+    with phases.command(is_quiet=is_quiet):
+        return _module(args.command_name).run(args)
+
+
+def _keep_stdout_for_python() -> None:
+    """Sends to stderr what libraries of C++ print on stdout, Gloo for one: a JSON document must be alone there."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
 
 
 def _end_interrupted(args: argparse.Namespace) -> None:
@@ -118,6 +138,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             module = _module(name)
             command.description = module.HELP
             module.add_arguments(command)
+            importlib.import_module("tree_attn.commands.common").add_arguments(command)
     return parser
 
 

@@ -143,7 +143,7 @@ def test_a_normal_end_is_no_fault():
 
 
 def test_a_rank_that_never_starts():
-    command = [sys.executable, "-m", "tree_attn.cli", "doctor", "--distributed"]
+    command = [sys.executable, "-m", "tree_attn.cli", "doctor", "--distributed", "--quiet"]
     with running(command, 3, ranks=(0, 2), TREE_ATTN_TIMEOUT_S="2") as processes:
         for rank, (status, errors) in zip((0, 2), endings(processes, STARTS_S)):
             assert status == 2

@@ -94,7 +94,7 @@ def test_an_error_before_ranks_have_joined_names_the_rank(capsys, monkeypatch, e
 
 def test_a_platform_that_cannot_start_is_named():
     """Without its plugin, JAX ends in an assertion without words."""
-    command = [sys.executable, "-m", "tree_attn.cli", "doctor"]
+    command = [sys.executable, "-m", "tree_attn.cli", "doctor", "-q"]
     environment = os.environ | {"JAX_PLATFORMS": "rocm"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 2

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 from tree_attn.cluster.ending import INTERRUPTED_STATUS, exit_now
+from tree_attn.commands import phases
 
 SAVING_S = 0.6  # for the savers, and to tell other ranks; the rest of the second is for this process's end
 
@@ -78,7 +79,8 @@ def watch(end: Callable[[], None]) -> None:
 
 
 def restore_terminal() -> None:
-    """Shows the cursor again, and begins a new line after "^C" or a bar."""
+    """Takes the bar away, shows the cursor again, and begins a new line after "^C"."""
+    phases.stop()
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\n")
         sys.stderr.flush()

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tree_attn.commands import common
 from tree_attn.commands.options import integers_like
 
 # Options that may differ between ranks. A model is compared by its files, and process 0 alone writes.
 _OF_A_RANK = ("coordinator_address", "process_id", "local_device_ids", "command_line", "model", "out", "json")
+_OF_A_RANK += common.NAMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +54,31 @@ def join(args: argparse.Namespace, n_devices: int | None):
 
 def rank_name(args: argparse.Namespace) -> str | None:
     """Returns "rank 3 on n2" in one of several processes, joined or not yet; None in a single one."""
-    from tree_attn.cluster.launch import detect
-
     join = sys.modules.get("tree_attn.cluster.join")  # its import takes seconds, and a wrong call has not needed it
     current = getattr(join, "current", None)  # an interrupt may come while it is imported
     joined = current and current()
     if joined and joined.num_processes > 1:
         return joined.name_of(joined.process_id)
+    launch = _detected(args)
+    return None if launch is None else f"rank {launch.process_id} on {launch.node}"
+
+
+def is_first(args: argparse.Namespace) -> bool:
+    """Returns False in one of several processes that is not the first; it need not have joined."""
+    launch = _detected(args)
+    return launch is None or launch.process_id == 0
+
+
+def _detected(args: argparse.Namespace):
+    """Returns the place of one of several processes; None in a single one, and where options contradict each other."""
+    from tree_attn.cluster.launch import detect
+
     names = ("coordinator_address", "num_processes", "process_id")
     try:  # also after an earlier command of this process alone: `initialize` would detect the processes again
         launch = detect(*(getattr(args, name, None) for name in names))
     except ValueError:
         return None
-    return f"rank {launch.process_id} on {launch.node}" if launch.num_processes > 1 else None
+    return launch if launch.num_processes > 1 else None
 
 
 def agree_on_model(path: pathlib.Path, config: Any) -> None:

@@ -1,18 +1,17 @@
 """The devices that a command runs on, their mesh, and a model read with a progress bar."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import logging
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from rich import progress
-from rich.console import Console
 
 from tree_attn import topology
 from tree_attn.commands import processes
+from tree_attn.commands.phases import phase
 from tree_attn.devices import ensure_devices, request_cpu_devices, started_devices
+from tree_attn.measure import provenance
 from tree_attn.mesh import make_mesh, node_axes
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint.open import Checkpoint, open_checkpoint
@@ -21,6 +20,8 @@ from tree_attn.models.llama.model import Llama
 from tree_attn.models.llama.sharding import LlamaSharding, spread_over
 
 DEFAULT_DEVICES = 8
+
+_log = logging.getLogger("tree_attn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,16 +76,11 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
         return tuple(topology.node_by_node(jax.devices()))
     if requested is not None:
         return tuple(ensure_devices(requested))
-    request_cpu_devices(DEFAULT_DEVICES)  # JAX must have started before it is known that they are needed
-    return tuple(started_devices()[:DEFAULT_DEVICES])
-
-
-@contextlib.contextmanager
-def phase(description: str) -> Iterator[None]:
-    """Shows a spinner on stderr while work without a known length runs."""
-    console = Console(stderr=True)
-    with console.status(description) if console.is_terminal else contextlib.nullcontext():
-        yield
+    with phase("starting devices"):
+        request_cpu_devices(DEFAULT_DEVICES)  # JAX must have started before it is known that they are needed
+        devices = tuple(started_devices()[:DEFAULT_DEVICES])
+    _log.info("devices=None picked %s", provenance.hardware(devices))
+    return devices
 
 
 def open_with_progress(model: str) -> Checkpoint:
@@ -99,13 +95,6 @@ def open_with_progress(model: str) -> Checkpoint:
 
 def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: DTypeLike) -> Llama:
     """Returns `checkpoint.load(...)`; a bar on stderr shows its bytes."""
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"reading weights onto {sharding.mesh.size} devices", total=checkpoint.num_bytes(dtype))
-        return checkpoint.load(sharding, dtype, lambda count: bar.advance(task, count))
+    title, total = f"reading weights onto {sharding.mesh.size} devices", checkpoint.num_bytes(dtype)
+    with phase(title, total, is_bytes=True) as reading:
+        return checkpoint.load(sharding, dtype, reading.advance)

@@ -132,9 +132,9 @@ def _timed(args: argparse.Namespace, plan: Plan, place: session.Place, rows: lis
         return
     longest = max(case.context for case in plan.cases) + args.problem_tokens
     model = timing.make_model(args, plan.config, place, longest)
-    for case in pending:
+    for number, case in enumerate(pending, start=1):
         samples = f" x {case.batch:,}" if case.batch > 1 else ""
-        with session.phase(f"{case.attention}, {case.context:,} tokens{samples} ..."):
+        with session.phase(f"case {number} of {len(pending)}: {case.attention}, {case.context:,} tokens{samples}"):
             prompts = timing.random_prompts(
                 model.config.vocab_size,
                 case.context,

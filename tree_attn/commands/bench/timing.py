@@ -34,7 +34,8 @@ def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Pla
     # A published limit is the training's; times do not depend on it.
     config = dataclasses.replace(config, max_position=max(config.max_position, longest + args.new_tokens))
     sharding = _sharding(args, config, place)
-    return Llama(config, sharding, parameters.random(sharding, place.dtype), unroll_layers=args.unroll_layers)
+    with session.phase(f"making random weights of {args.config}"):
+        return Llama(config, sharding, parameters.random(sharding, place.dtype), unroll_layers=args.unroll_layers)
 
 
 def random_prompts(
@@ -73,17 +74,23 @@ def time_case(
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk if attention.prefills_in_chunks else None,
     )
-    programs, devices = generator.compile(prompts, args.new_tokens), list(place.devices)
+    with session.phase(f"{name}, {len(prompts[0]):,} tokens: compiling"):
+        programs, devices = generator.compile(prompts, args.new_tokens), list(place.devices)
     predicted = memory.predict(generator, prompts, args.new_tokens)
     earlier_peak = runtime_peak_memory_bytes(devices)
     with steps() as end_step:
         if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others
-            for _ in itertools.islice(generator.stream(prompts, args.new_tokens), 2 + generator.tokens_per_dispatch):
-                end_step()
+            count = 2 + generator.tokens_per_dispatch
+            with session.phase(f"{name}, {len(prompts[0]):,} tokens: warming up, token", count) as warming:
+                for _ in itertools.islice(generator.stream(prompts, args.new_tokens), count):
+                    end_step()
+                    warming.advance()
         seconds = []
-        for step in generator.stream(prompts, args.new_tokens):
-            seconds.append(step.seconds)
-            end_step()
+        with session.phase(f"{name}, {len(prompts[0]):,} tokens: timing, token", args.new_tokens) as measuring:
+            for step in generator.stream(prompts, args.new_tokens):
+                seconds.append(step.seconds)
+                end_step()
+                measuring.advance()
     weights, cache = _bytes_per_token(model, generator, prompts)
     compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = runtime_peak_memory_bytes(devices)

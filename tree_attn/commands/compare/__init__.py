@@ -15,7 +15,7 @@ Compares one step of decoding by Tree Attention and by Ring Attention: latency, 
 
 A rerun with the same options and --out continues: it skips the rows in the file and tries those with an error again.
 Other options need another folder. A case that cannot run here is a row with its reason in "error", and the
-others go on. The last line on stdout is one JSON document: all rows, and the files written.
+others go on. With --json, stdout is one JSON document: all rows, and the files written.
 
 examples:
   tree-attn compare --devices 8 --keys 8192,65536 --out results/
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--seed", type=int, default=0, help="seed of the random data (default 0)")
     measured.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results and plots go")
     measured.add_argument("--no-plots", action="store_true", help="do not draw (drawing needs the extra 'plot')")
+    measured.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     processes.add_arguments(parser)
 
 

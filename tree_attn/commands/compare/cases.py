@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from tree_attn.mesh import NODE_AXES, make_mesh, node_axes
 from tree_attn.placement import Shard
 from tree_attn.reduce import REDUCTIONS
 from tree_attn.ring_baseline import ring_decode
+
+_log = logging.getLogger("tree_attn")
 
 # The fields of a row that name its case; the others are results.
 KEY_FIELDS = (
@@ -93,6 +96,9 @@ def plan(
       implementations: local kernels; None is the one that the library would choose.
       platform: of the devices, e.g. "gpu".
     """
+    for name in implementations if steps else ():
+        if name is None:
+            _log.info("implementation=None picked %r", _automatic_implementation(steps[0], platform))
     reductions = reductions or [name for name in REDUCTIONS if name != "fused" or platform == "gpu"]
     cases = []
     for step, named in itertools.product(steps, implementations):

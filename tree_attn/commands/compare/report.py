@@ -1,9 +1,8 @@
 """Tables of `tree-attn compare`: predictions and results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from tree_attn.commands import terminal
 from tree_attn.commands.compare.cases import Case
@@ -23,9 +22,9 @@ def print_predictions(
     """
     if not cases:
         return
-    table = Table(title="Predicted per device and step: memory by equations 8 and 9, traffic by 10 and 14")
-    for column in ("keys", "strategy", "peak memory", "sent", "least time to send"):
-        table.add_column(column, justify="left" if column == "strategy" else "right")
+    title = "Predicted per device and step (memory: equations 8, 9; sent: 10, 14)"
+    headings = ("keys", "strategy", "peak memory", "sent", "least time to send")
+    table = terminal.table(*headings, title=title, left=("strategy",))
     for case in cases:
         peak, sent = predict.peak_memory_bytes(case.step, case.strategy), case.bytes_sent
         rate = neighbour_gb_per_s[case.step]
@@ -41,50 +40,76 @@ def _print_limit(console: Console, step: DecodeStep, device_kind: str, neighbour
     limit_us = limits.read_limit_us(step, device_kind)
     limit = f"at least {time(limit_us)}" if limit_us is not None else f"no read rate is known for {device_kind!r}"
     num_bytes = size(step.key_value_bytes_per_device)
-    console.print(f"Physical limit, {step.num_keys:,} keys: each device reads {num_bytes} of keys and values: {limit}.")
+    keys = f"{step.num_keys:,} keys"
+    terminal.say(console, f"Physical limit, {keys}: each device reads {num_bytes} of keys and values: {limit}.")
     if neighbour_gb_per_s is not None:
         shard = size(step.key_value_bytes_per_device / 2)
-        console.print(f"  A bare transfer of {shard} to a neighbour runs at {neighbour_gb_per_s:.1f} GB/s here.")
+        terminal.say(
+            console, f"  A bare transfer of {shard} to a neighbour runs at {neighbour_gb_per_s:.1f} GB/s here."
+        )
 
 
 def print_results(rows: Sequence[dict]) -> None:
     """Prints a table of the rows that ran, and the reason of each that did not."""
-    table = Table(title="Measured per device and step (median, p10 to p90)")
-    for column in (
-        "keys",
-        "strategy",
-        "kernel",
-        "latency",
-        "p10-p90",
-        "memory compiled",
-        "sent",
-        "collectives",
-        "error",
-    ):
-        table.add_column(column, justify="left" if column in ("strategy", "kernel", "collectives") else "right")
-    for row in rows:
-        if row["error"] is None:
-            table.add_row(
-                f"{row['num_keys']:,}",
-                strategy_label(row["strategy"], row["reduction"]),
-                row["implementation"],
-                time(row["latency_us_median"]),
-                f"{time(row['latency_us_p10'])}-{time(row['latency_us_p90'])}",
-                size(row["peak_memory_bytes_compiled"]),
-                size(row["bytes_sent_per_device_compiled"]),
-                " ".join(f"{count} {name}" for name, count in (row["collectives_compiled"] or {}).items()) or "none",
-                f"{row['max_abs_error']:.1e}",
-            )
-    console = terminal.output()
+    console, finished = terminal.output(), [row for row in rows if row["error"] is None]
+    has_kernels = len({row["implementation"] for row in finished}) > 1
+    headings = ("keys", "strategy", *(("kernel",) if has_kernels else ()), "time", "p10", "p90", "memory", "sent")
+    table = terminal.table(*headings, title="Measured per device and step (median)", left=("strategy", "kernel"))
+    for row in finished:
+        kernel = (row["implementation"],) if has_kernels else ()
+        times = (time(row[f"latency_us_{name}"]) for name in ("median", "p10", "p90"))
+        sizes = (size(row[name]) for name in ("peak_memory_bytes_compiled", "bytes_sent_per_device_compiled"))
+        table.add_row(f"{row['num_keys']:,}", _label(row), *kernel, *times, *sizes)
     console.print(table)
+    for sentence in _remarks(rows, finished, has_kernels):
+        terminal.say(console, sentence)
+
+
+def _remarks(rows: Sequence[dict], finished: Sequence[dict], has_kernels: bool) -> Iterator[str]:
+    if finished and not has_kernels:
+        yield f"Local kernel: {finished[0]['implementation']}."
+    sent = {_label(row): row["collectives_compiled"] for row in finished if row["collectives_compiled"]}
+    if sent:
+        counts = (f"{label} {_counted(collectives)}" for label, collectives in sent.items())
+        yield f"Collectives of a step: {'; '.join(counts)}."
+    if finished:
+        worst = max(finished, key=lambda row: row["max_abs_error"] / row["tolerance"])
+        yield (
+            f"Every result was checked against a float64 oracle: {_label(worst)} is the furthest off, by "
+            f"{worst['max_abs_error']:.1e} of {worst['tolerance']:.1e} allowed."
+        )
     for row in rows:
         if row["error"] is not None:
-            label = strategy_label(row["strategy"], row["reduction"])
-            console.print(f"not measured: {label}, {row['num_keys']:,} keys: {row['error']}", markup=False)
+            yield f"Not measured: {_label(row)}, {row['num_keys']:,} keys: {row['error']}"
     if any(_sends_more_than_predicted(row) for row in rows):
-        console.print(
-            "Some programs send more than predicted: XLA on CPU moves 16-bit numbers as float32 (see --dtype)."
-        )
+        yield "Some programs send more than predicted: XLA on CPU moves 16-bit numbers as float32 (see --dtype)."
+
+
+def conclusions(rows: Sequence[dict]) -> list[str]:
+    """Returns, for each number of keys, the sentence that compares the best tree with the best ring."""
+    sentences = []
+    for num_keys in dict.fromkeys(row["num_keys"] for row in rows):
+        here = [row for row in rows if row["num_keys"] == num_keys and row["error"] is None]
+        latency = lambda row: row["latency_us_median"]
+        trees = sorted((row for row in here if row["strategy"] == "tree"), key=latency)
+        rings = sorted((row for row in here if row["strategy"] != "tree"), key=latency)
+        if not trees or not rings:
+            continue
+        fast, slow = sorted((trees[0], rings[0]), key=latency)
+        ratio = latency(slow) / latency(fast)
+        factor = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        other = f"the best {'tree' if slow is trees[0] else 'ring'} ({_label(slow)})"
+        times = f"{time(latency(fast))} against {time(latency(slow))}"
+        sentences.append(f"{_label(fast)} is {factor} times as fast as {other} over {num_keys:,} keys: {times}.")
+    return sentences
+
+
+def _label(row: dict) -> str:
+    return strategy_label(row["strategy"], row["reduction"])
+
+
+def _counted(collectives: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in collectives.items())
 
 
 def _sends_more_than_predicted(row: dict) -> bool:

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 
 from tree_attn.arguments import one_of
 from tree_attn.cluster import join
-from tree_attn.commands import drawing, processes, terminal
+from tree_attn.commands import drawing, phases, processes, terminal
 from tree_attn.commands.compare import cases, plots, report
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory, WrongResult
@@ -39,6 +39,7 @@ class Sweep:
       neighbour_gb_per_s: by step, the rate of bare transfers of one shard's keys; None for one device.
       writer: the rows; process 0 writes them.
       command: the command line, for the rows.
+      prints_text: sentences go to stdout; else, with `--json`, to stderr.
     """
 
     laboratory: Laboratory
@@ -48,6 +49,7 @@ class Sweep:
     neighbour_gb_per_s: dict[DecodeStep, float | None]
     writer: RowWriter
     command: str
+    prints_text: bool = True
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -58,6 +60,11 @@ class Sweep:
         """Returns the rows of the cases before they have run."""
         facts = {"hardware": provenance.hardware(self.devices), "git_commit": provenance.git_commit()}
         return [cases.new_row(case, **facts, command=self.command) for case in all_cases]
+
+    def say(self, text: str) -> None:
+        """Prints a sentence, in the first process."""
+        if is_first_process():
+            terminal.say(terminal.output(), text) if self.prints_text else print(text, file=sys.stderr)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes a row, in the place of an earlier one of the same case, which has an error."""
@@ -71,17 +78,17 @@ class Sweep:
 def compare(args: argparse.Namespace) -> int:
     """Compares, prints, writes; returns 0, or 1 if a result was wrong."""
     steps, reductions, implementations = _checked(args)
-    if not args.no_plots:
-        drawing.require_matplotlib()
     sweep = _start(args, steps)
     all_cases = cases.plan(steps, reductions, implementations, sweep.devices[0].platform)
     pending = _pending(all_cases, sweep)
     try:
         checked = _check_all(pending, sweep)
     except WrongResult as error:
-        _say(json.dumps({"error": str(error), "rows": [], "files": {}}))
+        sweep.say(f"WRONG: {error}")
+        if args.json and is_first_process():
+            terminal.print_document({"error": str(error), "rows": [], "files": {}})
         return 1
-    if is_first_process():
+    if is_first_process() and not args.json:
         device_kind = sweep.devices[0].device_kind
         report.print_predictions([case for case, _ in pending], device_kind, sweep.neighbour_gb_per_s)
     _time_all(checked, sweep)
@@ -133,9 +140,8 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep]) -> Sweep:
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
     is_emulated = devices[0].platform == "cpu"
     mesh = make_mesh({"seq": args.devices}, devices)
-    if is_emulated:
-        _say("Devices are emulated on the CPU: its times say nothing about accelerators.")
-    rates = {step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps}
+    with phases.phase("timing the links"):
+        rates = {step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps}
     return Sweep(
         laboratory=Laboratory(devices, args.seed),
         n_iters=args.iters,
@@ -144,6 +150,7 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep]) -> Sweep:
         neighbour_gb_per_s=rates,
         writer=RowWriter(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
         command=args.command_line,
+        prints_text=not args.json,
     )
 
 
@@ -161,33 +168,32 @@ def _pending(all_cases: Sequence[Case], sweep: Sweep) -> Pending:
     finished = {cases.row_key(row) for row in sweep.writer.rows if row.get("error") is None}
     flags = processes.broadcast_flags([cases.row_key(row) in finished for row in rows])
     if sum(flags):
-        _say(f"{sum(flags)} of {len(all_cases)} rows are in {sweep.writer.path} already, and are kept.")
+        sweep.say(f"{sum(flags)} of {len(all_cases)} rows are in {sweep.writer.path} already, and are kept.")
     return [(case, row) for case, row, is_done in zip(all_cases, rows, flags) if not is_done]
 
 
 def _check_all(pending: Pending, sweep: Sweep) -> Pending:
     """Checks every case against the oracle; returns those that ran. The others are rows with their reason."""
     checked = []
-    title = "checking against the oracle"
-    with terminal.progress(title, len(pending), is_shown=is_first_process()) as (describe, advance):
+    with phases.phase("checking", len(pending)) as checking:
         for case, row in pending:
-            describe(_title(case))
+            checking.describe(_title(case))
             if _attempt(row, sweep, lambda case=case: sweep.laboratory.check(case)):
                 checked.append((case, row))
-            advance()
+            checking.advance()
     return checked
 
 
 def _time_all(pending: Pending, sweep: Sweep) -> None:
-    samples = sweep.n_iters + 3  # with those that `latency_us` runs to warm up
-    with terminal.progress("timing", len(pending) * samples, is_shown=is_first_process()) as (describe, advance):
+    with phases.phase("timing", len(pending)) as timing:
         for case, row in pending:
-            describe(_title(case))
-            if _attempt(row, sweep, lambda case=case, row=row: _timed(case, row, sweep, advance)):
+            timing.describe(_title(case))
+            if _attempt(row, sweep, lambda case=case, row=row: _timed(case, row, sweep)):
                 sweep.write(row)
+            timing.advance()
 
 
-def _timed(case: Case, row: dict[str, Any], sweep: Sweep, on_sample: Callable[[], None]) -> dict[str, Any]:
+def _timed(case: Case, row: dict[str, Any], sweep: Sweep) -> dict[str, Any]:
     chain, long_chain = chain_lengths(row["bytes_sent_per_device_predicted"], sweep.requested_chain, sweep.is_emulated)
     with join.steps() as step:
         fields = sweep.laboratory.time(
@@ -196,7 +202,7 @@ def _timed(case: Case, row: dict[str, Any], sweep: Sweep, on_sample: Callable[[]
             chain=chain,
             long_chain=long_chain,
             step_collectives=row["collectives_compiled"],
-            on_sample=lambda: (step(), on_sample()),
+            on_sample=step,
         )
     sent = row["bytes_sent_per_device_compiled"]
     return fields | {
@@ -244,11 +250,21 @@ def _finish(args: argparse.Namespace, all_cases: Sequence[Case], sweep: Sweep) -
     """Prints and draws the newest row of every case, in the order of the cases."""
     newest = {cases.row_key(row): row for row in sweep.writer.rows}
     rows = [newest[cases.row_key(row)] for row in sweep.new_rows(all_cases)]
-    report.print_results(rows)
     files = {"results": str(sweep.writer.path)}
-    if not args.no_plots:
-        files |= plots.draw(rows, args.out)
-    print(json.dumps({"rows": rows, "files": files}))
+    if not args.no_plots and drawing.has_matplotlib():
+        with phases.phase("drawing"):
+            files |= plots.draw(rows, args.out)
+    if args.json:
+        terminal.print_document({"rows": rows, "files": files})
+        return
+    report.print_results(rows)
+    if sweep.is_emulated:
+        sweep.say("Devices are emulated on the CPU: its times say nothing about accelerators.")
+    if not args.no_plots and not drawing.has_matplotlib():
+        sweep.say(f"Not drawn: {drawing.advice()}")
+    drawn = ", ".join(path for name, path in files.items() if name != "results")
+    for sentence in (*report.conclusions(rows), f"Rows: {files['results']}" + (f"; plots: {drawn}" if drawn else "")):
+        sweep.say(sentence)
 
 
 def _title(case: Case) -> str:
@@ -257,9 +273,3 @@ def _title(case: Case) -> str:
 
 def _flat(lists: Sequence[list] | None) -> list:
     return [item for one in lists or () for item in one]
-
-
-def _say(text: str) -> None:
-    """Prints, in the first process."""
-    if is_first_process():
-        print(text)

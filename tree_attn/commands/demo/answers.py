@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich import progress
-from rich.console import Console
 
 from tree_attn.commands import session
 from tree_attn.measure import hlo, hlo_text
@@ -45,7 +43,8 @@ def answer(args: argparse.Namespace) -> tuple[list[Outcome], Any, bool]:
         model = session.load_with_progress(checkpoint, sharding, jnp.float32)
         request = (prompt_ids, args.max_new_tokens, checkpoint.tokenizer.stop_ids)
         outcomes = [_try(name, model, *request) for name in ("tree", "ring")]
-        alone = move(model, one.sharding(checkpoint.config))
+        with session.phase("moving the weights onto one device"):
+            alone = move(model, one.sharding(checkpoint.config))
         outcomes.append(_try("single", alone, *request))
     return outcomes, checkpoint.tokenizer, devices[0].platform == "cpu"
 
@@ -58,14 +57,11 @@ def _encode(tokenizer, prompt: str) -> list[int]:
 
 def _try(name: str, model: Llama, prompt_ids: list[int], max_new_tokens: int, stop_ids) -> Outcome:
     generator = Generator(model, by_name(name, model.sharding))
-    stderr = Console(stderr=True)
-    with progress.Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task(f"{name}: compiling", total=None)
+    with session.phase(f"{name}: compiling"):
         programs = generator.compile([prompt_ids], max_new_tokens)
-        bar.update(task, description=f"{name}: generating", total=max_new_tokens)
-        (result,) = generate(
-            generator, [prompt_ids], max_new_tokens, stop_ids=stop_ids, on_token=lambda *_: bar.advance(task)
-        )
+    with session.phase(f"{name}: generating", max_new_tokens) as generating:
+        on_token = lambda *_: generating.advance()
+        (result,) = generate(generator, [prompt_ids], max_new_tokens, stop_ids=stop_ids, on_token=on_token)
     return Outcome(
         attention=name,
         n_devices=model.sharding.mesh.size,

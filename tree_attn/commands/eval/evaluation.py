@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tree_attn.commands import session, terminal
+from tree_attn.commands import session
 from tree_attn.commands.eval.plan import Group, Plan
 from tree_attn.commands.eval.report import standard_error
 from tree_attn.devices import started_devices
@@ -36,22 +36,22 @@ def evaluate(args: argparse.Namespace, checkpoint: Checkpoint, text: str, plan: 
     place = session.Place(devices=(started_devices()[0],))
     scorer = Scorer(session.load_with_progress(checkpoint, place.sharding(config), place.dtype), args.cache_dtype)
     total = sum(map(len, pending.values()))
-    with terminal.progress("evaluating", total, is_shown=True) as (describe, advance):
+    with session.phase("evaluating", total) as evaluating:
         for group, methods in pending.items():
             task, sizes, _ = group
             batches = [samples[group][i : i + args.batch] for i in range(0, args.samples, args.batch)]
-            describe(f"{task}: contexts")
+            evaluating.describe(f"{task}: contexts")
             room = len(samples[group][0].tail)
             contexts = [scorer.read([one.context for one in batch], room) for batch in batches] if methods else []
             for method in methods:
-                describe(f"{task}: {method.name}")
+                evaluating.describe(f"{task}: {method.name}")
                 scores = []
                 for batch, context in zip(batches, contexts, strict=True):
                     logits = scorer.follow(context, [one.tail for one in batch], method)
                     scores += score(task, batch, logits)
                 ratio = cases[sizes.context][method]
                 writer.append(_row(args, config, place, group, method, ratio, scores))
-                advance()
+                evaluating.advance()
 
 
 def _samples(

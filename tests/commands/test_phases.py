@@ -1,0 +1,46 @@
+"""Phases on stderr where it is no terminal: a line for each, again where one lasts, and none when quiet."""
+
+import time
+
+import pytest
+
+from tree_attn.commands import phases
+
+
+def test_a_phase_that_lasts_is_said_again(capsys, monkeypatch):
+    monkeypatch.setattr(phases, "_REPEAT_S", 0.2)
+    with phases.command(is_quiet=False):
+        with phases.phase("compiling ..."):
+            time.sleep(0.5)
+        with phases.phase("timing", 3) as timing:
+            timing.describe("tree gather")
+            timing.advance()
+            timing.describe("ring public")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["compiling ...", "compiling (0 s) ..."]
+    assert lines[-3:] == ["timing ...", "timing, 1 of 3: tree gather ...", "timing, 2 of 3: ring public ..."]
+
+
+def test_the_innermost_phase_is_the_one_that_is_said_again(capsys, monkeypatch):
+    monkeypatch.setattr(phases, "_REPEAT_S", 0.1)
+    with phases.command(is_quiet=False), phases.phase("case 1 of 2"):
+        with phases.phase("reading", 2_000_000, is_bytes=True) as reading:
+            reading.advance(1_000_000)
+            time.sleep(0.35)
+        assert "reading, 50% of 2.0 MB (" in capsys.readouterr().err
+        time.sleep(0.35)
+        lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith("case 1 of 2 (") for line in lines)
+
+
+def test_a_quiet_command_has_no_phases(capsys):
+    with phases.command(is_quiet=True), phases.phase("compiling"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_phase_ends_with_an_error_too(capsys):
+    with pytest.raises(ValueError, match="wrong"), phases.command(is_quiet=False), phases.phase("compiling"):
+        raise ValueError("wrong")
+    time.sleep(0.15)
+    assert phases._screen._phases == [] and capsys.readouterr().err == "compiling ...\n"

@@ -1,0 +1,201 @@
+"""Phases of a command, on stderr: a bar on a terminal, elsewhere a line for each, and none with `--quiet`.
+
+Where stderr is no terminal, a phase that goes on says so every 2.5 s, and after half a minute every 30 s.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+STARTING = "starting JAX"
+_BEFORE_STARTING_S = 2.0  # a command that ends sooner has no phase
+_REPEAT_S, _LATER_S, _LATER_REPEAT_S = 2.5, 30.0, 30.0
+
+
+@dataclasses.dataclass
+class Phase:
+    """One phase that runs.
+
+    Attributes:
+      title: what is being done.
+      total: steps or bytes, where they are known.
+      is_bytes: `total` counts bytes.
+      done: steps or bytes so far.
+      detail: what is being done now, after the title.
+    """
+
+    title: str
+    total: int | None = None
+    is_bytes: bool = False
+    done: int = 0
+    detail: str = ""
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    def advance(self, count: int = 1) -> None:
+        """Counts steps or bytes that are done."""
+        self.done += count
+        _screen.show()
+
+    def describe(self, detail: str) -> None:
+        """Says what is being done now: a new line where stderr is no terminal."""
+        self.detail = detail
+        _screen.show(is_new=True)
+
+    @property
+    def text(self) -> str:
+        """The phase in words: "timing, 3 of 14: tree gather, 8,192 keys"."""
+        count = ""
+        if self.total and self.is_bytes:
+            count = f", {self.done / self.total:.0%} of {self.total / 1e6:,.1f} MB"
+        elif self.total:
+            count = f", {min(self.done + 1, self.total)} of {self.total}"
+        return self.title + count + (f": {self.detail}" if self.detail else "")
+
+
+class _Screen:
+    """Standard error, and the phases that run, the innermost last."""
+
+    def __init__(self):
+        self.is_quiet = False
+        self._phases: list[Phase] = []
+        self._lock = threading.RLock()
+        self._live = None  # rich's display, on a terminal
+        self._last_line = 0.0
+        self._repeater: threading.Thread | None = None
+
+    def push(self, phase: Phase) -> None:
+        """Shows a phase until `pop`."""
+        with self._lock:
+            self._phases.append(phase)
+            self.show(is_new=phase.title != STARTING)
+
+    def pop(self, phase: Phase) -> None:
+        """Ends a phase."""
+        with self._lock:
+            if phase in self._phases:
+                self._phases.remove(phase)
+            self.show()
+
+    def leave_starting(self) -> None:
+        """Ends the phase before the first."""
+        with self._lock:
+            self._phases = [phase for phase in self._phases if phase.title != STARTING]
+            self.show()
+
+    def stop(self) -> None:
+        """Takes everything off the terminal, at the end of the command."""
+        with self._lock:
+            self._phases = []
+            self.show()
+
+    def show(self, *, is_new: bool = False) -> None:
+        """Shows the innermost phase as it is now; `is_new` begins a line where stderr is no terminal."""
+        with self._lock:
+            if self.is_quiet:
+                return
+            if sys.stderr.isatty():
+                self._show_live()
+            elif self._phases:
+                if is_new:
+                    shown = self._phases[-1]
+                    self._print(shown.text if shown.detail else shown.title)
+                if self._repeater is None:
+                    self._repeater = threading.Thread(target=self._repeat, daemon=True, name="phases")
+                    self._repeater.start()
+
+    def _show_live(self) -> None:
+        if not self._phases:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+            return
+        if self._live is None:
+            self._live = _new_bar()
+            self._live.start()
+        phase = self._phases[-1]
+        (task,) = self._live.task_ids or [self._live.add_task("")]
+        if self._live.tasks[0].fields.get("phase") is not phase:
+            self._live.reset(task, phase=phase)
+        self._live.update(task, description=phase.text, total=phase.total, completed=phase.done)
+
+    def _repeat(self) -> None:
+        """Says again what goes on, as long as there is something."""
+        while True:
+            time.sleep(0.1)
+            with self._lock:
+                if not self._phases or self.is_quiet:
+                    self._repeater = None
+                    return
+                phase, now = self._phases[-1], time.monotonic()
+                wait_s = _REPEAT_S if now - phase.began < _LATER_S else _LATER_REPEAT_S
+                if phase.title == STARTING and not self._last_line:
+                    wait_s = _BEFORE_STARTING_S
+                if now - max(phase.began, self._last_line) >= wait_s:
+                    self._print(f"{phase.text} ({now - phase.began:.0f} s)")
+
+    def _print(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe: the work is worth more than its lines
+            print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+_screen = _Screen()
+
+
+@contextlib.contextmanager
+def phase(title: str, total: int | None = None, *, is_bytes: bool = False) -> Iterator[Phase]:
+    """Shows a phase on stderr while the block runs.
+
+    Args:
+      title: what is being done, such as "compiling".
+      total: steps or bytes, where they are known.
+      is_bytes: `total` counts bytes.
+
+    Example:
+      >>> with phase("timing", len(cases)) as timing:
+      ...     for case in cases:
+      ...         timing.describe(case.label)
+      ...         timing.advance()
+    """
+    _screen.leave_starting()
+    shown = Phase(title.removesuffix(" ..."), total, is_bytes)
+    _screen.push(shown)
+    try:
+        yield shown
+    finally:
+        _screen.pop(shown)
+
+
+@contextlib.contextmanager
+def command(*, is_quiet: bool) -> Iterator[None]:
+    """Shows that JAX starts, until the first phase; leaves the terminal clean after the command."""
+    _screen.is_quiet, _screen._last_line = is_quiet, 0.0
+    if "jax" not in sys.modules:
+        _screen.push(Phase(STARTING))
+    try:
+        yield
+    finally:
+        _screen.stop()
+
+
+def leave_starting() -> None:
+    """Ends the phase before the first, for output that comes before any phase."""
+    _screen.leave_starting()
+
+
+def stop() -> None:
+    """Takes everything off the terminal."""
+    _screen.stop()
+
+
+def _new_bar():
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    text = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+    columns = (SpinnerColumn(), text, BarColumn(bar_width=10), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
