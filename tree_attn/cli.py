@@ -78,9 +78,14 @@ def _run(args: argparse.Namespace, is_program: bool) -> int:
     from tree_attn.commands import common, phases, processes
 
     common.show_choices(args.verbose)
+    new_folder = common.keep_compiled(args)
     is_quiet = args.quiet or not is_program or not processes.is_first(args)
     with phases.command(is_quiet=is_quiet):
-        return _module(args.command_name).run(args)
+        status = _module(args.command_name).run(args)
+    if new_folder is not None and not is_quiet:
+        words = "compiled programs are kept there for the next run, but with --no-compilation-cache"
+        print(f"{new_folder}: {words}", file=sys.stderr)
+    return status
 
 
 def _keep_stdout_for_python() -> None:
@@ -138,7 +143,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             module = _module(name)
             command.description = module.HELP
             module.add_arguments(command)
-            importlib.import_module("tree_attn.commands.common").add_arguments(command)
+            importlib.import_module("tree_attn.commands.common").add_arguments(command, name)
     return parser
 
 
