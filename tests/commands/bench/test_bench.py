@@ -25,7 +25,7 @@ def bench(*options):
 def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
     arguments = bench("--out", str(tmp_path))
     assert cli.main([*arguments, "--attention", "tree"]) == 0
-    assert "prefill + 10 s" in capsys.readouterr().out
+    assert "+ 10 s" in capsys.readouterr().out
     first = (tmp_path / "results.jsonl").read_text()
     assert cli.main([*arguments, "--attention", "tree,single", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
 
 from tree_attn.commands import processes
@@ -37,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints, in process 0; returns 0."""
+    from tree_attn.commands import terminal
     from tree_attn.commands.doctor import checks, report  # these load JAX, which --help does without
     from tree_attn.cost import machine
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if path is not None:
         machine.write(measured, path)
     if args.json:
-        print(json.dumps(found))
+        terminal.print_document(found)
     else:
         (report.print_distributed if args.distributed else report.print_all)(found)
     return 0

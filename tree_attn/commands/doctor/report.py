@@ -4,14 +4,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from tree_attn.commands import terminal
 from tree_attn.commands.terminal import size
 
 
 def print_distributed(report: dict[str, Any]) -> None:
     """Prints the result of `examine_distributed`: processes by node, links, and the machine if it was measured."""
-    launch, console = report["launch"], Console()
+    launch, console = report["launch"], terminal.output()
     started = "" if launch["source"] == "single" else f", started by {launch['job'] or launch['source']}"
     console.print(f"{report['hardware']}, processes: {launch['num_processes']}{started}", soft_wrap=True)
     hosts = launch["hosts"]
@@ -25,9 +25,9 @@ def print_distributed(report: dict[str, Any]) -> None:
     if not report["levels"]:
         console.print("one device: no links")
         return
-    table = Table(title="links (4 kB per device; transfers to a neighbour, all at once)")
-    for column in ("links", "devices", "sum, us", "gather, us", "to a neighbour, GB/s"):
-        table.add_column(column, justify="left" if column == "links" else "right")
+    title = "links (4 kB per device; transfers to a neighbour, all at once)"
+    headings = ("links", "devices", "sum, us", "gather, us", "to a neighbour, GB/s")
+    table = terminal.table(*headings, title=title, left=("links",))
     for axis in report["levels"]:
         where = "inside a node" if axis["axis"] == "device" else "across nodes"
         times = (f"{axis[name]:.1f}" for name in ("sum_us", "gather_us"))
@@ -38,9 +38,9 @@ def print_distributed(report: dict[str, Any]) -> None:
 
 
 def _print_machine(measured: dict[str, Any], console: Console) -> None:
-    table = Table(title="the cost model's parameters (several lines: the cheapest holds)")
-    for column in ("links", "exchange", "launch, us", "per message, us", "GB/s"):
-        table.add_column(column, justify="left" if column in ("links", "exchange") else "right")
+    title = "the cost model's parameters (several lines: the cheapest holds)"
+    headings = ("links", "exchange", "launch, us", "per message, us", "GB/s")
+    table = terminal.table(*headings, title=title, left=("links", "exchange"))
     for name, where in (("node", "inside a node"), ("network", "across nodes")):
         if measured[name]["source"].startswith("measured"):
             for exchange, cost in measured[name]["costs"].items():
@@ -57,11 +57,10 @@ def _print_machine(measured: dict[str, Any], console: Console) -> None:
 
 def print_all(report: dict[str, Any]) -> None:
     """Prints the result of `examine`."""
-    console = Console()
+    console = terminal.output()
     console.print(f"{report['hardware']}, tree-attn at commit {report['git_commit'] or 'unknown (not a git checkout)'}")
-    table = Table(title="devices")
-    for column in ("id", "platform", "kind", "process", "memory"):
-        table.add_column(column)
+    headings = ("id", "platform", "kind", "process", "memory")
+    table = terminal.table(*headings, title="devices", left=("platform", "kind"))
     for device in report["devices"]:
         memory = size(device["memory_bytes"])
         table.add_row(str(device["id"]), device["platform"], device["kind"], str(device["process"]), memory)
@@ -71,9 +70,7 @@ def print_all(report: dict[str, Any]) -> None:
     if report["links"]["nvidia_smi_topo"]:
         console.print(report["links"]["nvidia_smi_topo"], markup=False, highlight=False)
     for title in ("implementations", "reductions"):
-        table = Table(title=title)
-        for column in ("name", "can run here", "why not"):
-            table.add_column(column)
+        table = terminal.table("name", "runs here", "why not", title=title, left=("name", "runs here", "why not"))
         for name, reason in report[title].items():
             table.add_row(name, "yes" if reason is None else "no", escape(reason or ""))  # "[flash]" is no markup
         console.print(table)

@@ -14,7 +14,7 @@ def print_scores(rows: Sequence[dict]) -> None:
 
     Scores are means over all depths, where there are several. Source: SparQ Attention, Tables 2 and 3.
     """
-    console = terminal.output(width=120)
+    console = terminal.output()
     for task, context in dict.fromkeys((row["task"], row["context"]) for row in rows):
         of_task = [row for row in rows if (row["task"], row["context"]) == (task, context)]
         ratios = sorted({row["asked_ratio"] for row in of_task})
@@ -22,7 +22,7 @@ def print_scores(rows: Sequence[dict]) -> None:
         for row in of_task:
             scores.setdefault(method_label(row), {}).setdefault(row["asked_ratio"], []).extend(row["scores"])
         count = len(next(iter(next(iter(scores.values())).values())))
-        console.print(f"{task}: {of_task[0]['unit']}, mean and standard error of {count}, context {context:,}")
+        terminal.say(console, f"{task}: {of_task[0]['unit']}, mean and standard error of {count}, context {context:,}")
         table = Table()
         table.add_column("method")
         for ratio in ratios:

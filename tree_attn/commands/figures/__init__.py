@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
 
 HELP = """\
@@ -35,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Computes, draws and prints; returns 0."""
+    from tree_attn.commands import phases, terminal
     from tree_attn.commands.drawing import require_matplotlib
     from tree_attn.commands.figures import paper, plots, report, rows  # these load JAX, which --help does without
     from tree_attn.commands.plan.prediction import machine_of
@@ -54,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
     note = "full: measured; hollow, dashed: PREDICTED"
     if args.figure == "3":
         note += f" (links across nodes: {machine.network.source.split(':')[0]})"
-    plots.draw(figure, path, note)
+    with phases.phase("drawing"):
+        plots.draw(figure, path, note)
     if args.json:
         points = [dataclasses.asdict(point) for point in figure.points]
-        print(json.dumps({"points": points, "comparisons": figure.comparisons, "files": {"drawing": str(path)}}))
+        terminal.print_document({"points": points, "comparisons": figure.comparisons, "files": {"drawing": str(path)}})
     else:
         report.print_figure(figure, note)
-        print(path)
+        print(f"Drawn: {path}")
     return 0

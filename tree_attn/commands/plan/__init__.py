@@ -1,7 +1,6 @@
 """`tree-attn plan`: the predicted cost of each strategy on a cluster, and which one to choose."""
 
 import argparse
-import json
 import pathlib
 
 HELP = """\
@@ -40,11 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predicts and prints; returns 0."""
+    from tree_attn.commands import terminal
     from tree_attn.commands.plan import prediction, report  # these load JAX, which --help does without
 
     document = prediction.predict_all(args)
     if args.json:
-        print(json.dumps(document))
+        terminal.print_document(document)
     else:
         report.print_document(document)
     return 0

@@ -1,0 +1,46 @@
+"""Each command's screen: 80 columns under a terminal, lines on stderr in a pipe, and one JSON document alone."""
+
+import json
+
+import pytest
+
+from . import screens
+
+SMALL = ["--heads", "4", "--head-dim", "16", "--dtype", "float32", "--iters", "2", "--reduction", "gather"]
+COMPARE = ["compare", "--devices", "2", "--keys", "64", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """`compare` in a pipe, with a cache folder and an environment of its own."""
+    folder = tmp_path_factory.mktemp("compared")
+    options = ["--no-plots", "-v", "--json", "--out", str(folder / "out")]
+    return folder, screens.run([*COMPARE, *options], XDG_CACHE_HOME=str(folder / "cache"))
+
+
+def test_json_is_alone_on_stdout_and_phases_are_on_stderr(compared):
+    folder, run = compared
+    assert run.status == 0, run
+    assert [row["strategy"] for row in json.loads(run.out)["rows"]] == ["tree", "ring_overlapped", "ring_public"]
+    lines = run.err.splitlines()
+    assert "checking, 1 of 3: tree gather, 64 keys ..." in lines
+    assert "timing, 3 of 3: ring public, 64 keys ..." in lines
+    assert "tree_attn: implementation=None picked 'xla'" in lines  # by -v
+    assert not (folder / "cache").exists()  # `compare` measures compilation
+
+
+def test_a_terminal_of_80_columns_and_the_last_words(compared):
+    run = screens.run([*COMPARE, "--out", str(compared[0] / "out"), "--no-plots"], is_terminal=True)
+    assert run.status == 0, run
+    # Rich may fill a line with blanks up to the last column.
+    assert max(len(line.rstrip()) for line in run.lines) <= screens.COLUMNS and "\u2026" not in run.out
+    text = " ".join(" ".join(run.lines).split())
+    assert "times as fast as the best" in text and "Rows: " in text
+    assert "{" not in run.out and run.out.rfind("\x1b[?25h") >= run.out.rfind("\x1b[?25l")
+
+
+def test_a_quiet_command_says_nothing_on_stderr():
+    run = screens.run(["plan", "--keys", "81920", "-q"])
+    assert (run.status, run.err) == (0, "")
+    table = run.out.splitlines()[:10]
+    assert "ring public" in table[-2] and max(map(len, table)) <= screens.COLUMNS
