@@ -30,15 +30,18 @@ COMMUTATIVE = ("minimum", "maximum", "min", "max", "logaddexp")
 # Tests of modules whose own are not test_NAME.py beside them; names are of files in `tests/`.
 TESTS = {
     "tree_attn/arguments.py": ("test_arguments.py", "test_wrong_calls.py"),
+    "tree_attn/array_axes.py": ("test_sharded.py", "test_modes.py"),
     "tree_attn/cache_checks.py": ("test_cache.py", "test_wrong_calls.py"),
     "tree_attn/cache_layer.py": ("test_cache.py", "test_cache_modes.py"),
     "tree_attn/cache_reads.py": ("test_cache.py", "test_cache_modes.py"),
     "tree_attn/cache_writes.py": ("test_cache.py", "test_cache_modes.py"),
     "tree_attn/masking.py": ("test_masking.py", "local/test_dispatch.py", "local/test_xla.py"),
     "tree_attn/placement.py": ("test_placement.py", "test_arguments.py"),
+    "tree_attn/prefix_level.py": ("test_shared_prefix.py",),
     "tree_attn/ragged.py": ("test_ragged.py", "kernels/test_lean_kernel.py"),
     "tree_attn/sharded.py": ("test_sharded.py", "test_decode.py"),
     "tree_attn/sparq": ("sparq", "kernels/test_sparq_kernel.py"),
+    "tree_attn/reduce/collectives.py": ("test_modes.py",),
     "tree_attn/reduce/gather.py": ("reduce/test_reduce.py",),
     "tree_attn/reduce/allreduce.py": ("reduce/test_reduce.py",),
     "tree_attn/reduce/hierarchical.py": ("reduce/test_reduce.py",),
@@ -47,7 +50,7 @@ TESTS = {
     "ring_baseline/attention.py": ("ring_baseline/test_ring_attention.py",),
     "ring_baseline/decode.py": ("ring_baseline/test_ring_decode.py",),
 }
-LEFT_OUT = ("reference.py", "tolerances.py", "cli.py", "__init__.py", "__main__.py")  # of the flat modules
+LEFT_OUT = ("reference.py", "tolerances.py", "cli.py", "extras.py", "__init__.py", "__main__.py")  # of the flat modules
 
 
 @dataclasses.dataclass(frozen=True)
