@@ -88,6 +88,11 @@ def test_a_function_can_take_a_few_options():
     assert function(1, axis_name="seq", scale=2.0, is_causal=True) == (1, "seq", {"scale": 2.0, "is_causal": True})
 
 
+def test_options_are_named():
+    with pytest.raises(TypeError, match="positional argument"):
+        AttentionOptions(True)
+
+
 def test_options_compare_as_static_fields_must():
     """JAX looks programs up by them: a comparison of an integer of NumPy with a tuple would be an array."""
     one, other = (AttentionOptions(local_window_size=window) for window in (np.int64(3), (1, 2)))

@@ -275,3 +275,9 @@ def test_a_call_of_the_driver_that_fails_is_named_and_its_context_left(library):
     library.statuses["cuCtxEnablePeerAccess"] = 217
     with pytest.raises(PeerMemoryError, match="cuCtxEnablePeerAccess failed"):
         driver.enable_peer(0, 1)
+
+
+def test_memory_of_another_process_is_opened_for_peers(library):
+    """The flag is CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only one there is."""
+    module._Driver().open(module._host(), bytes(ctypes.sizeof(module._Handle)))
+    assert [call[-1] for call in library.called if call[0] == "cuIpcOpenMemHandle_v2"] == [1]

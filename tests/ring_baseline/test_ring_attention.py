@@ -100,6 +100,13 @@ def test_gradients_are_those_of_dense_attention():
     assert_gradients(gradient(ring, *(jnp.where(is_padding, jnp.nan, x) for x in arrays)), expected)
 
 
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_keys_and_values_make_one_hop_fewer_than_there_are_devices(num_shards):
+    arrays = PROMPT.arrays()
+    call = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": num_shards}), block_size=1)
+    assert str(jax.make_jaxpr(call)(*arrays)).count("ppermute") == 2 * (num_shards - 1)
+
+
 def pairs_per_hop(num_shards, slots, block_size):
     """Counts the (query, key) pairs that the causal mask leaves each device in each hop, `[hop, device]`."""
     positions = [
