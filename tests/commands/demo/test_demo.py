@@ -3,11 +3,15 @@
 import contextlib
 import dataclasses
 import io
+import json
+import pathlib
+import re
 
 import pytest
 
 from tree_attn.cli import main
-from tree_attn.commands.demo import report
+from tree_attn.commands import drawing
+from tree_attn.commands.demo import measured, picture, report
 from tree_attn.commands.demo.answers import Outcome
 
 OUTCOME = Outcome(
@@ -24,18 +28,24 @@ OUTCOME = Outcome(
 
 
 @pytest.fixture(scope="module")
-def shown(optimized) -> tuple[int, str]:
+def folder(tmp_path_factory) -> pathlib.Path:
+    """Returns where the demo runs."""
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def shown(optimized, folder) -> tuple[int, str]:
     """Returns exit status and output of the demo, without options."""
     output = io.StringIO()
-    with contextlib.redirect_stdout(output):
+    with contextlib.redirect_stdout(output), contextlib.chdir(folder):
         status = main(["demo"])
     return status, output.getvalue()
 
 
 def cells(output: str, attention: str) -> list[str]:
-    """Returns the cells of an attention's line in the table."""
-    (found,) = [line for line in output.splitlines() if line.startswith(f"│ {attention} ")]
-    return [cell.strip() for cell in found.strip("│").split("│")]
+    """Returns the cells of an attention's line in the table; a number and its unit are one."""
+    (found,) = [line for line in output.splitlines() if line.startswith(f" {attention} ")]
+    return [cell.strip() for cell in re.split(r"  +", found.strip())]
 
 
 @pytest.mark.slow
@@ -43,22 +53,59 @@ def test_the_three_attentions_give_one_answer(shown):
     status, output = shown
     assert status == 0
     assert "The capital of France is Paris." in output
-    assert "tree, ring, single: the same 7 tokens" in output
+    assert "tree, ring, single: the same 7 tokens." in output
+    assert all(len(line) <= 80 for line in output.splitlines() if line.startswith((" ", "│")))
 
 
 @pytest.mark.slow
 def test_the_table_compares_what_one_token_costs(shown):
     _, output = shown
-    name, devices, time, memory, collectives, sent = cells(output, "tree")
+    name, devices, time, memory, collectives, _, sent = cells(output, "tree")
     assert (name, devices) == ("tree", "8")
     assert time.endswith(" ms")
-    assert 0 < float(memory.removesuffix(" MiB")) < float(cells(output, "single")[3].removesuffix(" MiB"))
-    # Of 30 layers: one gather each by tree, two tensors over seven hops each by the ring.
-    assert collectives.endswith("(30)")
-    assert cells(output, "ring")[4].endswith("(420)")
-    assert cells(output, "single")[4:] == ["0 (0)", "0 KiB (0)"]
+    assert memory.endswith(" MB") and cells(output, "single")[3].endswith(" MB")
+    assert 0 < float(memory.removesuffix(" MB")) < float(cells(output, "single")[3].removesuffix(" MB"))
+    # Of 30 layers: by tree one gather each beside those of the weights, by ring two tensors over seven hops each.
+    assert int(cells(output, "ring")[4]) - int(collectives) == 30 * (14 - 1)
+    assert cells(output, "single")[4:] == ["0", "0 B", "0 B"]
     # The gather moves, to each of 8 devices, 7 others' 9 heads of 64 + 1 float32 per layer.
-    assert sent.endswith(f"({30 * 7 * 9 * 65 * 4 / 1024:.0f})")
+    assert sent == f"{30 * 7 * 9 * 65 * 4 / 1000:.3g} kB"
+
+
+@pytest.mark.slow
+def test_it_ends_with_gpus_a_picture_and_the_next_command(shown, folder):
+    _, output = shown
+    last = output.splitlines()[-2:]
+    assert "took 311.8 us by tree and 12.1 ms by the best ring on four H200s" in last[0]
+    assert last[0].endswith("Tree was 39 times as fast.")
+    assert last[1] == f"Picture: tree-attn-demo.png. Next: {report.NEXT}"
+    assert (folder / "tree-attn-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_gpus_take_is_what_the_rows_say():
+    path = pathlib.Path(__file__).parents[3] / measured.FOLDER / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {row["git_commit"] for row in rows} == {measured.COMMIT}
+    assert {(row["batch"], row["num_heads"], row["head_dim"], row["dtype"]) for row in rows} == {
+        (1, 16, 128, "bfloat16")
+    }
+    assert {row["hardware"] for row in rows} == {"4 x NVIDIA H200"}
+    of = lambda strategy, keys: min(
+        row["latency_us_median"] for row in rows if row["strategy"].startswith(strategy) and row["num_keys"] == keys
+    )
+    for row in measured.ROWS:
+        assert (row.tree_us, row.ring_us) == (round(of("tree", row.num_keys), 1), round(of("ring", row.num_keys), 1))
+    assert [row.num_keys for row in measured.ROWS] == sorted({row["num_keys"] for row in rows})
+
+
+def test_an_answer_stands_without_its_picture(tmp_path, monkeypatch, capsys):
+    ring = dataclasses.replace(OUTCOME, attention="ring", bytes_sent_attention=70000.0)
+    picture.draw([OUTCOME, ring], tmp_path / "drawn.png")
+    report.conclude([OUTCOME, ring], tmp_path / "absent" / "picture.png")
+    assert "No picture: [Errno 2] No such file or directory" in capsys.readouterr().out
+    monkeypatch.setattr(drawing, "has_matplotlib", lambda: False)
+    report.conclude([OUTCOME, ring], tmp_path / "picture.png")
+    assert "No picture: plots need matplotlib: python3 -m pip install" in capsys.readouterr().out
 
 
 def test_tokens_that_differ_are_reported_and_fail(capsys):

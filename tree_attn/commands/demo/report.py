@@ -1,57 +1,80 @@
-"""The text and the table of `tree-attn demo`."""
+"""The text, the table and the picture of `tree-attn demo`."""
 
+import pathlib
 import sys
+from collections.abc import Sequence
 
-from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
+from tree_attn.commands import drawing, terminal
+from tree_attn.commands.demo import measured, picture
 from tree_attn.commands.demo.answers import Outcome
+from tree_attn.commands.terminal import size, time
+
+NEXT = "tree-attn compare --devices 8 --keys 8192 --out tree-attn-compare"
 
 
-def print_outcomes(prompt: str, tokenizer, outcomes: list[Outcome], *, is_emulated: bool) -> None:
+def print_outcomes(prompt: str, tokenizer, outcomes: Sequence[Outcome], *, is_emulated: bool) -> None:
     """Prints the answer, and a table of what a token costs under each attention."""
-    console = Console()
+    console = terminal.output()
     # Text, not markup: a model may well write square brackets.
     answer = Text(tokenizer.decode(outcomes[0].new_ids).strip())
     console.print(Panel(answer, title=Text(prompt), title_align="left"))
-    table = Table(title="one new token, per device")
-    for heading in ("attention", "devices", "time", "peak memory", "collectives\n(attention)", "sent\n(attention)"):
-        table.add_column(heading, justify="left" if heading == "attention" else "right")
+    headings = ("attention", "devices", "time", "memory", "collectives", "sent", "sent by attention")
+    table = terminal.table(*headings, title="One new token, per device", left=("attention",))
     for outcome in outcomes:
         table.add_row(
             outcome.attention,
             str(outcome.n_devices),
-            "-" if outcome.per_token_s is None else f"{outcome.per_token_s * 1e3:.0f} ms",
-            "-" if outcome.peak_memory_bytes is None else f"{outcome.peak_memory_bytes / 2**20:.1f} MiB",
-            f"{outcome.collectives} ({outcome.collectives_attention})",
-            f"{outcome.bytes_sent / 1024:.0f} KiB ({outcome.bytes_sent_attention / 1024:.0f})",
+            time(None if outcome.per_token_s is None else outcome.per_token_s * 1e6),
+            size(outcome.peak_memory_bytes),
+            str(outcome.collectives),
+            size(outcome.bytes_sent),
+            size(outcome.bytes_sent_attention),
         )
     console.print(table)
-    console.print(
-        "Weights: heads, MLP and vocabulary are spread over the devices too, where they divide; that is what the "
-        "collectives outside attention do.",
-        style="dim",
-    )
+    remark = "Weights are spread over the devices too, where they divide: the rest is sent for them."
     if is_emulated:
-        console.print(
-            "Emulated devices share this machine's cores: their times say nothing about real ones.", style="dim"
-        )
+        remark += " Emulated devices share this machine's cores: their times say nothing about GPUs."
+    terminal.say(console, remark)
 
 
-def compare(outcomes: list[Outcome]) -> int:
+def compare(outcomes: Sequence[Outcome]) -> int:
     """Prints that all have the same tokens, or where they differ; returns the exit status."""
     expected = outcomes[0].new_ids
     wrong = [outcome for outcome in outcomes if outcome.new_ids != expected]
     if not wrong:
         names = ", ".join(outcome.attention for outcome in outcomes)
-        print(f"{names}: the same {len(expected)} tokens")
+        terminal.say(terminal.output(), f"{names}: the same {len(expected)} tokens.")
         return 0
     for outcome in wrong:
         step = _first_difference(expected, outcome.new_ids)
         print(f"{outcome.attention} differs from {outcomes[0].attention} from new token {step} on", file=sys.stderr)
     return 1
+
+
+def conclude(outcomes: Sequence[Outcome], path: pathlib.Path) -> None:
+    """Prints what the step takes on GPUs, draws the picture, and names the next command."""
+    console, largest = terminal.output(), measured.ROWS[-1]
+    ratio = largest.ring_us / largest.tree_us
+    terminal.say(
+        console,
+        f"On GPUs: one step of attention over {largest.num_keys:,} keys took {time(largest.tree_us)} by tree and "
+        f"{time(largest.ring_us)} by the best ring on {measured.MACHINE} ({measured.STEP}; measured at commit "
+        f"{measured.COMMIT}, {measured.FOLDER}). Tree was {ratio:.0f} times as fast.",
+    )
+    terminal.say(console, f"{_drawn(outcomes, path)} Next: {NEXT}")
+
+
+def _drawn(outcomes: Sequence[Outcome], path: pathlib.Path) -> str:
+    if not drawing.has_matplotlib():
+        return f"No picture: {drawing.advice()}."
+    try:
+        picture.draw(outcomes, path)
+    except OSError as error:  # the answer stands without its picture
+        return f"No picture: {error}."
+    return f"Picture: {path}."
 
 
 def _first_difference(expected: list[int], actual: list[int]) -> int:
