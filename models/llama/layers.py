@@ -8,59 +8,15 @@ Every layer's parameters are declared stacked along a leading `layers` axis. `Ll
 layer's parameters apart; either way the code below sees those of one layer.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from tree_attn.cache import KVCache
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.parameters import Create, Parameter
+from tree_attn.models.llama.projections import ForwardContext, from_heads, product_of, query_key_value, sum_of_parts
 from tree_attn.models.llama.rope import apply_rotation
-from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
-from tree_attn.reduce.activations import gather_activations, sum_activations
-
-
-class Attend(Protocol):
-    """Attention and its cache, for one layer: `(query, key, value, cache, layer) -> (out, cache)`."""
-
-    def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: KVCache, layer: jax.Array | int
-    ) -> tuple[jax.Array, KVCache]: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ForwardContext:
-    """The context of one forward pass, the same for all layers.
-
-    Attributes:
-      cosine_sine: `rope.rotation` of the tokens' positions.
-      attend: writes the new keys and values to the cache and attends.
-      sharding: maps dimensions of intermediate arrays to mesh axes.
-      token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
-    """
-
-    cosine_sine: tuple[jax.Array, jax.Array]
-    attend: Attend
-    sharding: LlamaSharding
-    token_axis: str | None
-
-    def clashes(self, axis: str) -> bool:
-        """True if a logical axis is cut over devices of the sequence: an array can have only one of the two."""
-        return bool(set(as_tuple(getattr(self.sharding, axis))) & set(as_tuple(self.sharding.sequence)))
-
-    def joins(self, axis: str) -> bool:
-        """True if, in decoding, this axis is cut over the sequence's devices, so the layer gathers or sums its result.
-
-        The layer does so itself, and not XLA, because the numbers are few (`tree_attn.reduce.activations`).
-        """
-        mesh_axes = as_tuple(getattr(self.sharding, axis))
-        is_over_sequence = mesh_axes == as_tuple(self.sharding.sequence) and not self.clashes("embed")
-        return self.token_axis is None and is_over_sequence and self.sharding.num_shards("sequence") > 1
 
 
 class RMSNorm(nnx.Module):
@@ -114,7 +70,7 @@ class SelfAttention(nnx.Module):
         """Maps `x`, `[B, T, D]`, to the same shape, and writes this layer's new keys and values to the cache."""
         with jax.named_scope("project"):
             bias = None if self.bias is None else self.bias[...]
-            query, key, value = _query_key_value(x, self.query_key_value[...], bias, context)
+            query, key, value = query_key_value(x, self.query_key_value[...], bias, context)
         if self.query_norm is not None and self.key_norm is not None:
             with jax.named_scope("norm"):
                 query, key = self.query_norm(query), self.key_norm(key)
@@ -123,7 +79,7 @@ class SelfAttention(nnx.Module):
         with jax.named_scope("attend"):
             out, cache = context.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):
-            return _from_heads(out, self.output[...], context), cache
+            return from_heads(out, self.output[...], context), cache
 
 
 def _query_key_value_bias(config: LlamaConfig, create: Create) -> nnx.Param:
@@ -146,94 +102,6 @@ def _head_norm(name: str, config: LlamaConfig, create: Create) -> RMSNorm:
     shape = (config.num_layers, config.head_dim)
     parameter = Parameter(name=f"layers.attention.{name}.scale", shape=shape, axes=("layers", None))
     return RMSNorm(parameter, config.rms_norm_eps, create)
-
-
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies `[B, T, D]` by `[..., D]` to `[B, T, ...]`.
-
-    All outputs are one axis in the product: XLA on CPU would transpose weights of more axes at every step, which takes
-    ten times as long as the product of a single token.
-    """
-    out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
-    return out.reshape(*x.shape[:2], *kernel.shape[:-1])
-
-
-def _biased(heads: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return heads if bias is None else heads + bias[None, None]
-
-
-def _query_key_value(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`, and adds biases."""
-    joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if context.joins(axis)]
-    heads = _to_all_heads(x, kernel, bias, *joined, context) if joined else _to_heads(x, kernel, bias, context)
-    query = heads[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
-    if not context.clashes("heads"):
-        query = context.sharding.constrain(query, "batch", context.token_axis, "heads", "head_dim")
-    return query, heads[:, :, :, -2], heads[:, :, :, -1]
-
-
-def _to_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext) -> jax.Array:
-    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`, and adds the bias.
-
-    In decoding each device computes the heads whose weights it holds. In prefill it computes all heads of its tokens.
-    """
-    is_cut = context.token_axis is None or not context.clashes("kv_heads")
-    heads = ("kv_heads", None, "head_dim") if is_cut else (None, None, None)
-    product = context.sharding.constrain(_product(x, kernel), "batch", context.token_axis, *heads)
-    return _biased(product, bias)
-
-
-def _to_all_heads(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, cut: int, context: ForwardContext
-) -> jax.Array:
-    """Computes all heads on every device, in decoding, from weights cut along dimension `cut` as the sequence is."""
-    axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
-
-    weights = (kernel,) if bias is None else (kernel, bias)
-
-    def on_shard(x, kernel, bias=None):
-        # [devices, B, T, K, G + 2, H] with the size of a part along the cut dimension
-        gathered = gather_activations(_biased(_product(x, kernel), bias), axes, mesh)
-        whole = list(kernel.shape[:-1])
-        whole[cut] = -1
-        return jnp.moveaxis(gathered, 0, 2 + cut).reshape(*x.shape[:2], *whole)
-
-    specs = dict(in_specs=(P(), *[P(*[None] * cut, axes)] * len(weights)), out_specs=P())
-    return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, *weights)
-
-
-def _from_heads(x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
-    """Multiplies `[B, T, N, H]` by `[D, N, H]` to `[B, T, D]`."""
-
-    def product(x, kernel, preferred_element_type=None):
-        x, kernel = x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1)
-        return jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=preferred_element_type)
-
-    if not context.joins("heads"):
-        return product(x, kernel)
-    return _sum_of_parts(product, context, (x, kernel), cut=(2, 1))
-
-
-def _sum_of_parts(
-    product: Callable, context: ForwardContext, arrays: Sequence[jax.Array], cut: Sequence[int | None]
-) -> jax.Array:
-    """Sums over devices, in decoding, the `product` of each device's parts of `arrays`, cut along dimensions `cut`."""
-    axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
-
-    def on_shard(*arrays):
-        return sum_activations(product(*arrays, preferred_element_type=jnp.float32), axes, mesh)
-
-    total = jax.shard_map(
-        on_shard,
-        mesh=mesh,
-        axis_names=set(axes),
-        in_specs=tuple(P() if dim is None else P(*[None] * dim, axes) for dim in cut),
-        out_specs=P(),
-        check_vma=False,
-    )(*arrays)
-    return total.astype(arrays[0].dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -261,22 +129,22 @@ class GatedMLP(nnx.Module):
         gate_up, down = self.gate_up[...], self.down[...]
         token_axis, is_cut = context.token_axis, context.sharding.num_shards("mlp") > 1
         if context.joins("mlp"):
-            return _sum_of_parts(_gated, context, (x, gate_up, down), cut=(None, 1, 1))
+            return sum_of_parts(_gated, context, (x, gate_up, down), cut=(None, 1, 1))
         if token_axis is not None and context.clashes("mlp"):
             # A mesh axis holds one dimension at a time. Either the tokens gather for the first product and scatter
             # after the second, or the weights gather: long prompts are larger than each of the three. They gather one
             # by one, for XLA would transpose an array that it gathers along a second dimension.
             if is_cut and x.size > down.size:
                 gate, up, down = (context.sharding.constrain(kernel, None, None) for kernel in (*gate_up, down))
-                hidden = jax.nn.silu(_product(x, gate)) * _product(x, up)
-                return _product(context.sharding.constrain(hidden, "batch", token_axis, None), down)
+                hidden = jax.nn.silu(product_of(x, gate)) * product_of(x, up)
+                return product_of(context.sharding.constrain(hidden, "batch", token_axis, None), down)
             token_axis = None
         constrain = lambda hidden: context.sharding.constrain(hidden, "batch", token_axis, "mlp")
-        return _gated(x, gate_up, down, product=_product_of_cut if is_cut else _product, constrain=constrain)
+        return _gated(x, gate_up, down, product=_product_of_cut if is_cut else product_of, constrain=constrain)
 
 
 def _gated(
-    x, gate_up, down, product=_product, constrain=lambda hidden: hidden, preferred_element_type=None
+    x, gate_up, down, product=product_of, constrain=lambda hidden: hidden, preferred_element_type=None
 ) -> jax.Array:
     gate_and_up = product(x, gate_up)
     hidden = jax.nn.silu(gate_and_up[:, :, 0]) * gate_and_up[:, :, 1]
@@ -284,7 +152,7 @@ def _gated(
 
 
 def _product_of_cut(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies as `_product` by weights `[2, F, D]` cut along F; as `[2 F, D]` devices would hold other rows."""
+    """Multiplies as `product_of` by weights `[2, F, D]` cut along F; as `[2 F, D]` devices would hold other rows."""
     return jnp.einsum("btd,cfd->btcf", x, kernel)
 
 

@@ -13,9 +13,10 @@ from tree_attn.cache import KVCache
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.layer_kinds import in_layer
-from tree_attn.models.llama.layers import Attend, ForwardContext, LlamaLayer, RMSNorm
+from tree_attn.models.llama.layers import LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
 from tree_attn.models.llama.prefix import Prefix, num_tokens_before
+from tree_attn.models.llama.projections import Attend, ForwardContext
 from tree_attn.models.llama.rope import rotation
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import sum_activations
