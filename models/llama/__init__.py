@@ -1,4 +1,4 @@
-"""Llama, SmolLM2, Qwen and Mistral in Flax NNX, decoding over a KV cache that is sharded along the sequence.
+"""Llama, SmolLM2, Qwen, Mistral and Gemma in Flax NNX, decoding over a KV cache that is sharded along the sequence.
 
 Each public name is imported on first use, as in `tree_attn`.
 """

@@ -90,10 +90,12 @@ def check_model_options(name: str, config: LlamaConfig) -> None:
     """Raises where attention `name` has not what layers of this model need.
 
     Raises:
-      NotImplementedError: `sparq`, for a model with a window.
+      NotImplementedError: `sparq`, for a model with a window or a soft cap.
     """
-    if name == "sparq" and config.window is not None:
-        raise NotImplementedError(f"attention='sparq' has no form for the model's window={config.window}")
+    for field in ("window", "attention_soft_cap"):
+        value = getattr(config, field)
+        if name == "sparq" and value is not None:
+            raise NotImplementedError(f"attention='sparq' has no form for the model's {field}={value}")
 
 
 def _quoted(names: Sequence[str]) -> str:

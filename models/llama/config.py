@@ -10,6 +10,9 @@ _MAX_INT = 2**31 - 1
 # Constants are float32 there.
 _SMALLEST_FLOAT, _LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
+# The functions of an MLP's gate, which `layers.py` defines.
+ACTIVATIONS = ("silu", "gelu_tanh")
+
 
 def reject(name: str, value: object, allowed: str) -> NoReturn:
     """Raises the ValueError of a wrong value."""
@@ -24,7 +27,8 @@ def require_positive_int(name: str, value: object) -> None:
         reject(name, value, f"at most {_MAX_INT}")
 
 
-def _require_positive_number(name: str, value: object) -> None:
+def require_positive_number(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is a finite number above 0 that float32 holds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         reject(name, value, "a number above 0")
     if not _SMALLEST_FLOAT <= value <= _LARGEST_FLOAT:
@@ -51,7 +55,7 @@ class Llama3RopeScaling:
 def check_scaling(values: Mapping[str, Any], original_max_position: str = "original_max_position") -> None:
     """Raises ValueError unless `values` are those of a `Llama3RopeScaling`; the string is a file's name of that one."""
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        _require_positive_number(name, values[name])
+        require_positive_number(name, values[name])
     require_positive_int(original_max_position, values["original_max_position"])
     if values["high_freq_factor"] <= values["low_freq_factor"]:
         reject("high_freq_factor", values["high_freq_factor"], f"above low_freq_factor={values['low_freq_factor']}")
@@ -67,6 +71,13 @@ class LlamaConfig:
       query_key_norm: an RMS norm of each head of query and key, before they are rotated (Qwen3).
       window: positions that a token sees, its own included (Mistral); None: all before it.
       global_layers: layers without that window.
+      activation: of the MLP's gate, one of `ACTIVATIONS` (Gemma: `gelu_tanh`).
+      norms_add_one: norms multiply by one plus their scale, before they round (Gemma).
+      post_norms: attention and MLP each end with a norm too, before they are added to their input (Gemma).
+      scales_embedding: embeddings are multiplied by `sqrt(hidden_size)`, rounded to their dtype (Gemma).
+      attention_scale: factor of attention's logits (Gemma); None: `1 / sqrt(head_dim)`.
+      attention_soft_cap: attention's logits become `cap * tanh(logits / cap)` (Gemma 2).
+      logit_soft_cap: so do the final logits (Gemma 2).
 
     Raises:
       ValueError: a field is out of range, `num_heads` is not a multiple of `num_kv_heads`, or `head_dim` is odd.
@@ -95,6 +106,13 @@ class LlamaConfig:
     query_key_norm: bool = False
     window: int | None = None
     global_layers: tuple[int, ...] = ()
+    activation: str = "silu"
+    norms_add_one: bool = False
+    post_norms: bool = False
+    scales_embedding: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(vars(self))
@@ -116,7 +134,12 @@ class LlamaConfig:
     def attention_options(self, layer: int) -> dict[str, Any]:
         """Returns the options of attention in a layer, as `tree_attn.attend` takes them; a Llama has none."""
         window = self.window_of(layer)
-        return {} if window is None else {"local_window_size": (window - 1, None)}
+        options = {
+            "local_window_size": None if window is None else (window - 1, None),
+            "scale": self.attention_scale,
+            "logits_soft_cap": self.attention_soft_cap,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
 
 def check_fields(values: Mapping[str, Any], keys: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -130,8 +153,8 @@ def check_fields(values: Mapping[str, Any], keys: Mapping[str, str] = MappingPro
     for field in dataclasses.fields(LlamaConfig):
         if field.type is int:
             require_positive_int(key(field.name), values[field.name])
-        elif field.type is float and field.name in values:
-            _require_positive_number(key(field.name), values[field.name])
+        elif _is_number(field) and values.get(field.name, field.default) is not None:
+            require_positive_number(key(field.name), values.get(field.name, field.default))
         elif field.type is bool and not isinstance(values.get(field.name, False), bool):
             reject(key(field.name), values[field.name], "true or false")
     scaling = values.get("rope_scaling")
@@ -140,6 +163,8 @@ def check_fields(values: Mapping[str, Any], keys: Mapping[str, str] = MappingPro
     if values["num_heads"] % values["num_kv_heads"]:
         allowed = f"a multiple of {key('num_kv_heads')}={values['num_kv_heads']}"
         reject(key("num_heads"), values["num_heads"], allowed)
+    if values.get("activation", "silu") not in ACTIVATIONS:
+        reject(key("activation"), values["activation"], f"one of {list(ACTIVATIONS)}")
     if values["head_dim"] % 2:
         reject(key("head_dim"), values["head_dim"], "even, for rotary embedding turns pairs")
     _check_token_ids(values, key)
@@ -167,5 +192,10 @@ def _check_token_ids(values: Mapping[str, Any], key: Callable[[str], str]) -> No
 def from_values(values: Mapping[str, Any], keys: Mapping[str, str]) -> LlamaConfig:
     """Returns the configuration of a file's values; `keys` are what the file calls the fields, for the messages."""
     check_fields(values, keys)
-    floats = {name: float(values[name]) for name in ("rope_theta", "rms_norm_eps")}
+    numbers = {field.name for field in dataclasses.fields(LlamaConfig) if _is_number(field)}
+    floats = {name: float(values[name]) for name in numbers & values.keys() if values[name] is not None}
     return LlamaConfig(**{**values, **floats})
+
+
+def _is_number(field: dataclasses.Field) -> bool:
+    return field.type in (float, float | None)

@@ -16,6 +16,7 @@ from tree_attn.models.llama.config import (
     from_values,
     reject,
     require_positive_int,
+    require_positive_number,
 )
 
 # The keys of a `config.json` for the fields that it calls something else.
@@ -29,6 +30,8 @@ HUGGINGFACE_KEYS = MappingProxyType(
         "eos_token_ids": "eos_token_id",
         "window": "sliding_window",
         "global_layers": "layer_types",
+        "attention_soft_cap": "attn_logit_softcapping",
+        "logit_soft_cap": "final_logit_softcapping",
     }
 )
 
@@ -52,6 +55,23 @@ class Family:
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda source: {}
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+
+def _gemma_2(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what Gemma 2 adds. Every second layer sees all, the others a window."""
+    scalar = source["query_pre_attn_scalar"]
+    require_positive_number("query_pre_attn_scalar", scalar)
+    return {
+        "activation": "gelu_tanh",
+        "norms_add_one": True,
+        "post_norms": True,
+        "scales_embedding": True,
+        "attention_scale": scalar**-0.5,
+        "attention_soft_cap": source["attn_logit_softcapping"],
+        "logit_soft_cap": source["final_logit_softcapping"],
+        "window": source["sliding_window"],
+        "global_layers": _global_layers(source, lambda layer: layer % 2 == 1),
+    }
 
 
 def _only(source: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
@@ -95,26 +115,54 @@ def _windows_after(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _NO_BIAS = {"attention_bias": (False,)}
+_SILU = {"hidden_act": ("silu", "swish")}
+_GEMMA = {
+    **_NO_BIAS,
+    # Files name it twice, and this is the one that counts.
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (None, False),
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family(architecture="LlamaForCausalLM", only={**_NO_BIAS, "mlp_bias": (False,)}),
+        "llama": Family(architecture="LlamaForCausalLM", only={**_SILU, **_NO_BIAS, "mlp_bias": (False,)}),
         "mistral": Family(
             architecture="MistralForCausalLM",
             fields=lambda source: {"window": source.get("sliding_window", 4096)},
             defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072},
-            only=_NO_BIAS,
+            only={**_SILU, **_NO_BIAS},
         ),
         "qwen2": Family(
             architecture="Qwen2ForCausalLM",
             fields=lambda source: {"query_key_value_bias": True, **_windows_after(source)},
             defaults={"max_position_embeddings": 32768},
+            only=_SILU,
         ),
         "qwen3": Family(
             architecture="Qwen3ForCausalLM",
             fields=lambda source: {"query_key_norm": True, **_windows_after(source)},
             defaults={"head_dim": 128, "max_position_embeddings": 32768},
-            only=_NO_BIAS,
+            only={**_SILU, **_NO_BIAS},
+        ),
+        "gemma2": Family(
+            architecture="Gemma2ForCausalLM",
+            fields=_gemma_2,
+            defaults={
+                **_GEMMA_DEFAULTS,
+                "max_position_embeddings": 8192,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            only=_GEMMA,
         ),
     }
 )
@@ -142,7 +190,6 @@ def from_huggingface(source: Mapping[str, Any]) -> LlamaConfig:
         reject("architectures", architectures, "a list of names")
     for architecture in architectures or ():
         _only({"architectures": architecture}, "architectures", (family.architecture,))
-    _only(source, "hidden_act", ("silu", "swish"))
     _only(source, "quantization_config", (None,))
     for name, allowed in family.only.items():
         _only(source, name, allowed)

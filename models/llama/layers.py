@@ -8,6 +8,8 @@ Every layer's parameters are declared stacked along a leading `layers` axis. `Ll
 layer's parameters apart; either way the code below sees those of one layer.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,19 +20,31 @@ from tree_attn.models.llama.parameters import Create, Parameter
 from tree_attn.models.llama.projections import ForwardContext, from_heads, product_of, query_key_value, sum_of_parts
 from tree_attn.models.llama.rope import apply_rotation
 
+# By the names in `config.ACTIVATIONS`.
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
 
 class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * scale` over the last dimension, computed in float32."""
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last dimension, computed in float32.
 
-    def __init__(self, parameter: Parameter, eps: float, create: Create):
+    With `adds_one` the factor is `1 + scale`.
+    """
+
+    def __init__(self, parameter: Parameter, eps: float, create: Create, *, adds_one: bool = False):
         self.scale = nnx.Param(create(parameter))
         self.eps = eps
+        self.adds_one = adds_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normalised = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        # Rounded before the scale is applied, as the published implementations do.
-        return normalised.astype(x.dtype) * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        # Rounded before the scale is applied, or after, as the published implementations do.
+        if self.adds_one:
+            return (normalised * (1.0 + self._scale_along(x).astype(jnp.float32))).astype(x.dtype)
+        return normalised.astype(x.dtype) * self._scale_along(x)
+
+    def _scale_along(self, x: jax.Array) -> jax.Array:
+        return self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class SelfAttention(nnx.Module):
@@ -101,13 +115,14 @@ def _head_norm(name: str, config: LlamaConfig, create: Create) -> RMSNorm:
     """Returns a norm over the dimensions of each head; every device has its whole scale."""
     shape = (config.num_layers, config.head_dim)
     parameter = Parameter(name=f"layers.attention.{name}.scale", shape=shape, axes=("layers", None))
-    return RMSNorm(parameter, config.rms_norm_eps, create)
+    return RMSNorm(parameter, config.rms_norm_eps, create, adds_one=config.norms_add_one)
 
 
 class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`."""
 
     def __init__(self, config: LlamaConfig, create: Create):
+        self.activation = config.activation
         layers, wide, narrow = config.num_layers, config.intermediate_size, config.hidden_size
         self.gate_up = nnx.Param(
             create(
@@ -128,26 +143,27 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array, context: ForwardContext) -> jax.Array:
         gate_up, down = self.gate_up[...], self.down[...]
         token_axis, is_cut = context.token_axis, context.sharding.num_shards("mlp") > 1
+        gated = functools.partial(_gated, _ACTIVATIONS[self.activation])
         if context.joins("mlp"):
-            return sum_of_parts(_gated, context, (x, gate_up, down), cut=(None, 1, 1))
+            return sum_of_parts(gated, context, (x, gate_up, down), cut=(None, 1, 1))
         if token_axis is not None and context.clashes("mlp"):
             # A mesh axis holds one dimension at a time. Either the tokens gather for the first product and scatter
             # after the second, or the weights gather: long prompts are larger than each of the three. They gather one
             # by one, for XLA would transpose an array that it gathers along a second dimension.
             if is_cut and x.size > down.size:
                 gate, up, down = (context.sharding.constrain(kernel, None, None) for kernel in (*gate_up, down))
-                hidden = jax.nn.silu(product_of(x, gate)) * product_of(x, up)
+                hidden = _ACTIVATIONS[self.activation](product_of(x, gate)) * product_of(x, up)
                 return product_of(context.sharding.constrain(hidden, "batch", token_axis, None), down)
             token_axis = None
         constrain = lambda hidden: context.sharding.constrain(hidden, "batch", token_axis, "mlp")
-        return _gated(x, gate_up, down, product=_product_of_cut if is_cut else product_of, constrain=constrain)
+        return gated(x, gate_up, down, product=_product_of_cut if is_cut else product_of, constrain=constrain)
 
 
 def _gated(
-    x, gate_up, down, product=product_of, constrain=lambda hidden: hidden, preferred_element_type=None
+    activation, x, gate_up, down, product=product_of, constrain=lambda hidden: hidden, preferred_element_type=None
 ) -> jax.Array:
     gate_and_up = product(x, gate_up)
-    hidden = jax.nn.silu(gate_and_up[:, :, 0]) * gate_and_up[:, :, 1]
+    hidden = activation(gate_and_up[:, :, 0]) * gate_and_up[:, :, 1]
     return jnp.einsum("btf,df->btd", constrain(hidden), down, preferred_element_type=preferred_element_type)
 
 
@@ -157,26 +173,33 @@ def _product_of_cut(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 class LlamaLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Attention and MLP, each behind a norm, or between two, and added to its input."""
 
     def __init__(self, config: LlamaConfig, create: Create):
         def norm(name: str) -> RMSNorm:
             shape = (config.num_layers, config.hidden_size)
             parameter = Parameter(name=f"layers.{name}.scale", shape=shape, axes=("layers", "embed"))
-            return RMSNorm(parameter, config.rms_norm_eps, create)
+            return RMSNorm(parameter, config.rms_norm_eps, create, adds_one=config.norms_add_one)
 
         self.attention_norm = norm("attention_norm")
         self.attention = SelfAttention(config, create)
+        self.attention_post_norm = norm("attention_post_norm") if config.post_norms else None
         self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedMLP(config, create)
+        self.mlp_post_norm = norm("mlp_post_norm") if config.post_norms else None
 
     def __call__(
         self, x: jax.Array, cache: KVCache, layer: jax.Array | int, context: ForwardContext
     ) -> tuple[jax.Array, KVCache]:
         """Maps `x`, `[B, T, D]`, to the same shape; `layer` is the index of this layer in the cache."""
+        axes = ("batch", context.token_axis, "embed")
         with jax.named_scope("attention"):
             update, cache = self.attention(self.attention_norm(x), cache, layer, context)
-            x = context.sharding.constrain(x + update, "batch", context.token_axis, "embed")
+            x = context.sharding.constrain(x + _normed(update, self.attention_post_norm), *axes)
         with jax.named_scope("mlp"):
-            x = x + self.mlp(self.mlp_norm(x), context)
-            return context.sharding.constrain(x, "batch", context.token_axis, "embed"), cache
+            update = self.mlp(self.mlp_norm(x), context)
+            return context.sharding.constrain(x + _normed(update, self.mlp_post_norm), *axes), cache
+
+
+def _normed(update: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    return update if norm is None else norm(update)

@@ -59,7 +59,7 @@ class Llama(nnx.Module):
         else:
             self.layers = LlamaLayer(config, create)
         norm = Parameter(name="final_norm.scale", shape=(config.hidden_size,), axes=("embed",))
-        self.final_norm = RMSNorm(norm, config.rms_norm_eps, create)
+        self.final_norm = RMSNorm(norm, config.rms_norm_eps, create, adds_one=config.norms_add_one)
         if not config.tie_embeddings:
             self.head = table("head")
 
@@ -194,7 +194,7 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         with jax.named_scope("embed"):
             x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
-            x = self.sharding.constrain(x, "batch", token_axis, "embed")
+            x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
         context = ForwardContext(
             cosine_sine=rotation(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
         )
@@ -220,7 +220,8 @@ class Llama(nnx.Module):
         with jax.named_scope("head"):
             table = self.embedding if self.config.tie_embeddings else self.head
             x = self.final_norm(x)
-            return jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
+            logits = jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
+            return _capped(logits, self.config.logit_soft_cap)
 
 
 def _look_up(table: jax.Array, tokens: jax.Array, sharding: LlamaSharding, token_axis: str | None) -> jax.Array:
@@ -248,6 +249,15 @@ def _look_up(table: jax.Array, tokens: jax.Array, sharding: LlamaSharding, token
         out_specs=P(),
         check_vma=False,
     )(table, tokens)
+
+
+def scaled_embedding(x: jax.Array, config: LlamaConfig) -> jax.Array:
+    """Multiplies embeddings where the model does so; the factor is rounded to their dtype, as in training."""
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scales_embedding else x
+
+
+def _capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _write_first(out: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:

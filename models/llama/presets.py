@@ -1,4 +1,4 @@
-"""The published sizes of Llama, SmolLM2, Qwen and Mistral by name."""
+"""The published sizes of Llama, SmolLM2, Qwen, Mistral and Gemma by name."""
 
 import functools
 
@@ -80,6 +80,29 @@ _mistral_7b = functools.partial(
     max_position=32768,
 )
 
+
+def _gemma_2(num_layers: int, query_pre_attn_scalar: float = 256.0, **sizes: int) -> LlamaConfig:
+    return LlamaConfig(
+        num_layers=num_layers,
+        vocab_size=256000,
+        max_position=8192,
+        rms_norm_eps=1e-6,
+        tie_embeddings=True,
+        bos_token_id=2,
+        eos_token_ids=(1, 107),
+        window=4096,
+        global_layers=tuple(range(1, num_layers, 2)),
+        activation="gelu_tanh",
+        norms_add_one=True,
+        post_norms=True,
+        scales_embedding=True,
+        attention_scale=query_pre_attn_scalar**-0.5,
+        attention_soft_cap=50.0,
+        logit_soft_cap=30.0,
+        **sizes,
+    )
+
+
 _8B = dict(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32)
 _70B = dict(num_layers=80, hidden_size=8192, intermediate_size=28672, num_heads=64)
 
@@ -125,6 +148,11 @@ PRESETS: dict[str, LlamaConfig] = {
     "qwen3-32b": _qwen3(num_layers=64, hidden_size=5120, intermediate_size=25600, num_heads=64),
     "mistral-7b-v0.1": _mistral_7b(vocab_size=32000, window=4096),
     "mistral-7b-v0.3": _mistral_7b(vocab_size=32768, rope_theta=1000000.0),
+    "gemma-2-2b": _gemma_2(26, hidden_size=2304, intermediate_size=9216, num_heads=8, num_kv_heads=4, head_dim=256),
+    "gemma-2-9b": _gemma_2(42, hidden_size=3584, intermediate_size=14336, num_heads=16, num_kv_heads=8, head_dim=256),
+    "gemma-2-27b": _gemma_2(
+        46, 144.0, hidden_size=4608, intermediate_size=36864, num_heads=32, num_kv_heads=16, head_dim=128
+    ),
 }
 
 

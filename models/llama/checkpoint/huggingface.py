@@ -44,6 +44,13 @@ TENSOR_NAMES = {
     "layers.mlp.down": "model.layers.{layer}.mlp.down_proj.weight",
 }
 
+# Those of a model with norms before and after, where `post_attention_layernorm` is what it says.
+_POST_NORM_NAMES = {
+    "layers.attention_post_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "layers.mlp_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+    "layers.mlp_post_norm.scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
+}
+
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
@@ -113,15 +120,13 @@ class SafetensorsFolder:
     def __init__(self, folder: Path):
         self.folder = folder
         self.tensors = find_tensors(folder)
-        check_biases(
-            {name: tensor.path.name for name, tensor in self.tensors.items()},
-            read_config(folder),
-            biases_of(TENSOR_NAMES),
-        )
+        config = read_config(folder)
+        self._names = TENSOR_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
+        check_biases({name: tensor.path.name for name, tensor in self.tensors.items()}, config, biases_of(TENSOR_NAMES))
 
     def check(self, parameter: Parameter, layer: int | None) -> None:
         """Raises CheckpointError if a parameter's tensor is missing, or has another shape or no float dtype."""
-        name = TENSOR_NAMES[parameter.name].format(layer=layer)
+        name = self._names[parameter.name].format(layer=layer)
         if name not in self.tensors:
             files = sorted({tensor.path.name for tensor in self.tensors.values()})
             place = INDEX if (self.folder / INDEX).is_file() else ", ".join(files[:3]) + ", ..." * (len(files) > 3)
@@ -133,7 +138,7 @@ class SafetensorsFolder:
     def read(self, parameter: Parameter, layer: int | None, index: Index) -> np.ndarray:
         """Reads a slice of a parameter's tensor; see `parameters.from_slices`."""
         self.check(parameter, layer)
-        tensor = self.tensors[TENSOR_NAMES[parameter.name].format(layer=layer)]
+        tensor = self.tensors[self._names[parameter.name].format(layer=layer)]
         runs = [_runs(places) for places in checkpoint_places(parameter, index)]
         pieces = [tensor.read(run) for run in itertools.product(*runs)]
         if len(pieces) > 1:

@@ -51,7 +51,9 @@ class Scorer:
 
     def __init__(self, model: Llama, cache_dtype: DTypeLike | None = None):
         if model.config.attention_options(0) or model.config.has_layer_kinds:
-            raise NotImplementedError("model: methods are compared on models whose layers see all keys")
+            raise NotImplementedError(
+                "model: methods are compared on models whose layers see all keys, without a cap or scale of their own"
+            )
         self._config, self._sharding = model.config, model.sharding
         self._dtype = model.embedding[...].dtype if cache_dtype is None else cache_dtype
         self._structure, self._parameters = nnx.split(model)

@@ -23,6 +23,19 @@ FAMILIES = {
     ),
     "qwen3": ("Qwen3", dict(num_key_value_heads=2, head_dim=24)),
     "mistral": ("Mistral", dict(num_key_value_heads=2, sliding_window=5)),
+    # Caps and scale that bend these small logits. The embedding of a padding token would be all zeros.
+    "gemma2": (
+        "Gemma2",
+        dict(
+            num_key_value_heads=2,
+            head_dim=24,
+            sliding_window=5,
+            pad_token_id=None,
+            query_pre_attn_scalar=6,
+            attn_logit_softcapping=1.5,
+            final_logit_softcapping=2.0,
+        ),
+    ),
 }
 
 

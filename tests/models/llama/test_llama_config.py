@@ -61,6 +61,9 @@ LLAMA_3_2_1B = {
         ("qwen3-32b", 32.762),
         ("mistral-7b-v0.1", 7.242),
         ("mistral-7b-v0.3", 7.248),
+        ("gemma-2-2b", 2.614),
+        ("gemma-2-9b", 9.242),
+        ("gemma-2-27b", 27.227),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
@@ -68,7 +71,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
 
 
 def test_every_preset_is_counted_above():
-    assert len(PRESETS) == 22
+    assert len(PRESETS) == 25
 
 
 def test_config_json_as_transformers_4_writes_it():
@@ -151,6 +154,61 @@ def test_config_json_of_mistral_leaves_its_window_out():
     assert from_huggingface(source) == preset("mistral-7b-v0.1")
     assert from_huggingface({**source, "sliding_window": None}).window is None
     assert from_huggingface(source).attention_options(0) == {"local_window_size": (4095, None)}
+
+
+GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 107],
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+
+
+def test_config_json_of_gemma_2():
+    """It ties its embeddings without saying so. Caps may be null; `layer_types` may name other global layers."""
+    config = from_huggingface(GEMMA_2_2B)
+    assert config == preset("gemma-2-2b")
+    assert config.attention_options(0) == {"local_window_size": (4095, None), "scale": 1 / 16, "logits_soft_cap": 50.0}
+    assert config.attention_options(1) == {"scale": 1 / 16, "logits_soft_cap": 50.0}
+    uncapped = from_huggingface({**GEMMA_2_2B, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (uncapped.attention_soft_cap, uncapped.logit_soft_cap) == (None, None)
+    by_type = {**GEMMA_2_2B, "layer_types": ["full_attention", "sliding_attention"] * 13}
+    assert from_huggingface(by_type).global_layers == tuple(range(0, 26, 2))
+    left_out = {key: value for key, value in GEMMA_2_2B.items() if not key.endswith("softcapping")}
+    assert from_huggingface(left_out) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_activation", "silu", r"hidden_activation must be one of \['gelu_pytorch_tanh'\], .*, got 'silu'"),
+        ("attn_logit_softcapping", -1, "attn_logit_softcapping must be a number above 0, got -1"),
+        ("final_logit_softcapping", "30", "final_logit_softcapping must be a number above 0, got '30'"),
+        ("query_pre_attn_scalar", 0, "query_pre_attn_scalar must be a number above 0, got 0"),
+        ("use_bidirectional_attention", True, "use_bidirectional_attention must be one of"),
+    ],
+)
+def test_config_json_of_another_gemma_is_refused_by_field(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        from_huggingface({**GEMMA_2_2B, field: value})
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt2", ["llama"]])
@@ -253,6 +311,8 @@ def test_config_json_of_another_model_is_refused_by_field(field, value, message)
         ({"tie_embeddings": "no"}, "tie_embeddings must be true or false, got 'no'"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling must be a Llama3RopeScaling or None"),
         ({"query_key_norm": 1}, "query_key_norm must be true or false, got 1"),
+        ({"activation": "relu"}, r"activation must be one of \['silu', 'gelu_tanh'\], got 'relu'"),
+        ({"attention_soft_cap": 0}, "attention_soft_cap must be a number above 0, got 0"),
         ({"window": 0}, "window must be an integer of 1 or more, got 0"),
         ({"global_layers": (2,)}, r"global_layers must be a tuple of layers below num_layers=2, got \(2,\)"),
         ({"eos_token_ids": [2]}, r"eos_token_ids must be a tuple of token ids, got \[2\]"),
@@ -272,5 +332,5 @@ def test_rope_scaling_checks_itself():
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"name must be one of 'llama-2-7b', .*'mistral-7b-v0.3', got 'llama-4'"):
+    with pytest.raises(ValueError, match=r"name must be one of 'llama-2-7b', .*'mistral-7b-v0.3', .*got 'llama-4'"):
         preset("llama-4")

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from tree_attn.models.llama import Generator, Llama, by_name, parameters
+from tree_attn.models.llama.attention_choice import check_model_options
 from tree_attn.models.llama.evaluation.scorer import Scorer
 from tree_attn.sparq import SparqOptions
 
@@ -37,6 +38,10 @@ def test_sparse_attentions_are_refused(windowed):
         Generator(windowed, sparq)
     with pytest.raises(NotImplementedError, match="methods are compared on models whose layers see all keys"):
         Scorer(windowed)
+
+    capped = dataclasses.replace(windowed.config, window=None, global_layers=(), attention_soft_cap=50.0)
+    with pytest.raises(NotImplementedError, match="'sparq' has no form for the model's attention_soft_cap=50"):
+        check_model_options("sparq", capped)
 
 
 def test_a_window_that_no_layer_has_limits_nothing(tiny_config):

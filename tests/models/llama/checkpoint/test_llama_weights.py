@@ -94,6 +94,29 @@ def indexed_folder(tmp_path):
     return tmp_path
 
 
+def test_a_gemma_folder_has_norms_before_and_after(folder, sharding_over):
+    """`post_attention_layernorm` is a Llama's norm before its MLP; a Gemma's is what it says."""
+    config = CONFIG | {"model_type": "gemma2", "head_dim": 4, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.0\.pre_feedforward_layernorm\.weight is missing"):
+        load.open_checkpoint(folder)
+    norms = {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
+    added = [f"model.layers.{i}.{norms[name]}.weight" for i in range(2) for name in ("mlp_norm", "mlp_post_norm")]
+    tensors = random_tensors() | dict(zip(added, np.random.default_rng(1).random((4, 16)), strict=True))
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = weights.read_config(folder)
+    sharding = sharding_over(config, 1)
+    model = Llama(config, sharding, from_safetensors(folder, sharding, jnp.float32))
+    for name, in_file in norms.items():
+        expected = np.stack([tensors[f"model.layers.{i}.{in_file}.weight"] for i in range(2)])
+        np.testing.assert_allclose(getattr(model.layers, name).scale[...], expected, rtol=1e-6)
+
+
 def write_index(folder, weight_map) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
