@@ -77,3 +77,25 @@ def test_a_saver_that_fails_does_not_keep_the_command():
     run = screens.run([], program=("-c", BROKEN), interrupt_at=lambda text: "waiting" in text, limit_s=60)
     assert (run.status, run.err) == (130, "tree-attn: interrupted; what was saved is on disk\n")
     assert run.ended_s < 1
+
+
+COMPLETE = """
+import os, sys, time
+from tree_attn import cli
+from tree_attn.commands import doctor
+
+class Last:
+    def __del__(self, write=os.write, sleep=time.sleep):
+        write(1, b"waiting")
+        sleep(0.5)
+
+doctor.run = lambda args: 0
+last = Last()
+sys.argv = ["tree-attn", "doctor"]
+sys.exit(cli.main())
+"""
+
+
+def test_ctrl_c_while_python_ends_changes_nothing():
+    run = screens.run([], program=("-c", COMPLETE), interrupt_at=lambda text: "waiting" in text, limit_s=60)
+    assert (run.status, run.err) == (0, "")

@@ -5,6 +5,7 @@ its own is woken by the signal, saves, and ends the process: no code of the comm
 """
 
 import argparse
+import atexit
 import contextlib
 import pathlib
 import signal
@@ -76,6 +77,8 @@ def watch(end: Callable[[], None]) -> None:
     threading.Thread(target=wait, daemon=True, name="interrupts").start()
     signal.signal(signal.SIGINT, lambda *_: None)  # the signal reaches the socket all the same
     signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+    # Registered first, it runs last. Python then takes its handlers back, and a signal would end what is complete.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def restore_terminal() -> None:
