@@ -12,7 +12,7 @@ import pytest
 from tree_attn import cli
 from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
-from tree_attn.commands.compare import data, report, sweep
+from tree_attn.commands.compare import data, plots, report, sweep
 from tree_attn.commands.compare.trial import Laboratory
 from tree_attn.extras import how_to_install
 from tree_attn.measure import latency
@@ -322,3 +322,16 @@ def test_tables_fit_80_columns_with_whole_values(finished, capsys):
     table = [line for line in lines if "tree" in line and " us " in line and ";" not in line]
     assert len(table) >= 6 and max(map(len, table)) <= 80 and not any("\u2026" in line for line in lines)
     assert sum("tree hierarchical" in line for line in lines) >= 2
+
+
+def test_pictures_say_what_was_measured_on_what(finished, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda drawing, *_, **__: drawn.append(drawing))
+    plots.draw(finished[1], tmp_path)
+    latency, memory, _ = (drawing.axes[0] for drawing in drawn)
+    for setting in ("4 emulated CPU devices", "4 query and 2 KV heads of 16", "batch 1"):
+        assert setting in latency.get_title() and setting in memory.get_title()
+    assert [label.get_text() for label in latency.get_xticklabels()] == ["64", "128"]
+    ends = [segment[:, 1] for bars in latency.collections for segment in bars.get_segments()]
+    assert len(ends) == len(finished[1])
+    assert {tuple(pair) for pair in ends} == {(row["latency_us_p10"], row["latency_us_p90"]) for row in finished[1]}

@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Callable, Sequence
 
-from tree_attn.commands.drawing import new_figure, require_matplotlib
+from tree_attn.commands.drawing import new_figure
 from tree_attn.measure.rows import strategy_label
 
 
@@ -12,7 +12,6 @@ def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
 
     A prediction is a dashed line in the colour of its measurement. Rows with an error are left out.
     """
-    require_matplotlib()
     files = {}
     for name, title, unit, measured, predicted in (
         ("latency", "Latency of one decoding step", "microseconds", "latency_us_median", None),
@@ -27,20 +26,41 @@ def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
 
 
 def _plot(rows: Sequence[dict], path: str, title: str, unit: str, measured: str, predicted: str | None) -> None:
-    figure = new_figure(7, 4.5)
+    figure = new_figure(7, 5)
     axes = figure.subplots()
+    has_spread = measured == "latency_us_median"
     for name, points in _series(rows, lambda row: (row["num_keys"], row[measured])).items():
-        (line,) = axes.plot(*zip(*points), marker="o", label=name)
+        # Lines on one another are seen by their markers: hollow ones, of several sizes.
+        size = 4 + 2 * (len(axes.get_lines()) % 3)
+        (line,) = axes.plot(*zip(*points), marker="o", markersize=size, fillstyle="none", label=name)
         if predicted is not None:
             dashed = _series(rows, lambda row: (row["num_keys"], row[predicted])).get(name, [])
             axes.plot(*zip(*dashed), linestyle="--", color=line.get_color())
-    axes.set(title=title, xlabel="keys", ylabel=unit + (" (dashed: predicted)" if predicted else ""))
+        if has_spread:
+            low, high = (
+                [y for _, y in _series(rows, lambda row, end=end: (row["num_keys"], row[end])).get(name, [])]
+                for end in ("latency_us_p10", "latency_us_p90")
+            )
+            axes.vlines([x for x, _ in points], low, high, color=line.get_color(), alpha=0.5, linewidth=3)
+    note = " (dashed: predicted)" if predicted else " (bars: p10 to p90)" if has_spread else ""
+    axes.set_title(f"{title}\n{_setting(rows)}", fontsize="medium")
+    axes.set(xlabel="keys", ylabel=unit + note)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log" if any(row[measured] for row in rows) else "linear")
+    lengths = sorted({row["num_keys"] for row in rows})
+    axes.set_xticks(lengths, [f"{num_keys:,}" for num_keys in lengths], rotation=30 if len(lengths) > 5 else 0)
+    axes.minorticks_off()
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
+        figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
+
+
+def _setting(rows: Sequence[dict]) -> str:
+    """Returns what all rows have in common: "4 x NVIDIA H200, 16 query and 2 KV heads of 128, bfloat16, batch 1"."""
+    row = rows[0]
+    heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads of {row['head_dim']}"
+    return f"{row['hardware']}\n{heads}, {row['dtype']}, batch {row['batch']}"
 
 
 def _series(rows: Sequence[dict], point: Callable[[dict], tuple]) -> dict[str, list[tuple]]:
