@@ -16,12 +16,6 @@ def advice() -> str:
     return f"plots need matplotlib: {how_to_install('plot')}"
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError, with the command that installs it, if matplotlib is missing."""
-    if not has_matplotlib():
-        raise ImportError(f"{advice()} (or pass --no-plots)")
-
-
 def new_figure(width: float, height: float):
     """Returns an empty `matplotlib.figure.Figure` of this size in inches, whose parts do not overlap."""
     from matplotlib.figure import Figure  # not pyplot: no display, no global state

@@ -55,7 +55,7 @@ def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> 
 
 
 def print_wide(
-    console: Console, title: str, first: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
+    console: Console, title: str | None, first: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
 ) -> None:
     """Prints rows with many columns of numbers, as several tables where one would be too wide.
 

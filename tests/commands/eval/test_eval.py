@@ -12,6 +12,7 @@ from tree_attn import cli
 from tree_attn.commands import session
 from tree_attn.commands.eval import evaluation
 from tree_attn.commands.eval.plan import make_plan
+from tree_attn.extras import how_to_install
 from tree_attn.models.llama import Llama, LlamaConfig, parameters
 
 
@@ -85,7 +86,7 @@ def rows_of(tmp_path):
 
 
 @pytest.mark.usefixtures("guesses")
-def test_the_needle_by_context_and_depth(tiny, tmp_path, capsys):
+def test_the_needle_by_context_and_depth(tiny, tmp_path, capsys, monkeypatch):
     arguments = [*tiny, "--tasks", "needle_at_depth", "--context", "208,224", "--depths", "0,100", "--samples", "2"]
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
@@ -103,13 +104,22 @@ def test_the_needle_by_context_and_depth(tiny, tmp_path, capsys):
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == {"needle": str(tmp_path / "out" / "needle.png")}
     again = rows_of(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert cli.main(arguments) == 0
+    assert how_to_install("plot") in capsys.readouterr().out
     assert again[:-1] == rows[:7] + rows[8:] and again[-1]["scores"] == rows[7]["scores"]
 
 
 @pytest.mark.usefixtures("guesses")
 def test_ablations_change_one_thing_at_a_time(tiny, tmp_path, capsys):
     assert cli.main([*tiny, "--tasks", "repetition", "--ablations"]) == 0
-    assert "sparq_mean, k 8, temperature head_dim" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "sparq_mean, k 8, temperature head_dim" in printed
+    # Lines on stdout, whole values, and the comparison at the end.
+    assert max(map(len, printed.splitlines()[:18])) <= 80 and "\u2026" not in printed
+    ends = " characters matched, dense attention 8, next sparq, k 8, temperature head_dim with 8."
+    assert f"repetition, 192 tokens: with 1/4 of the transfers sparq, k 8 is the best: 8{ends}" in printed
+    assert f"Rows: {tmp_path / 'out' / 'results.jsonl'}; plots: {tmp_path / 'out' / 'evaluation.png'}" in printed
     rows = rows_of(tmp_path)
     changes = [{name: row[name] for name in ("local_window", "score_temperature") if name in row} for row in rows]
     of_one = [{}, {"score_temperature": "head_dim"}, {"score_temperature": "num_components"}]

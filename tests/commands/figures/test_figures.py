@@ -8,7 +8,7 @@ import pytest
 from fake_machine import make_machine
 
 from tree_attn import cli
-from tree_attn.commands.figures import paper, plots, rows
+from tree_attn.commands.figures import paper, plots, report, rows
 from tree_attn.commands.figures.paper import GPUS, LENGTHS
 from tree_attn.cost import machine, predict
 from tree_attn.extras import how_to_install
@@ -139,10 +139,24 @@ def test_what_is_predicted_is_drawn_hollow_and_dashed(measured, tmp_path, monkey
     assert styles == {"measured": {("-", "full")}, "predicted": {("--", "none")}}
 
 
-def test_without_matplotlib_it_says_how_to_install_it(tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_it_prints_the_numbers_and_says_how_to_install_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", str(tmp_path)]) == 2
-    assert how_to_install("plot") in capsys.readouterr().err
+    assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert how_to_install("plot") in text and "median error by" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_words_compare_ring_and_tree(measured):
+    us = {
+        row["reduction"] or row["strategy"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000
+    }
+    ratio = us["ring_overlapped"] / us["gather"]
+    first, second = report.conclusions(paper.figure_3(measured, H200))
+    assert first == f"640,000 keys, 4 GPUs, measured: ring overlapped takes {ratio:.0f} times as long as tree."
+    assert second.startswith("5,120,000 keys, 128 GPUs, PREDICTED: ring overlapped takes ")
+    memory = report.conclusions(paper.figure_4(measured, H200))
+    assert memory[0].endswith("640,000 keys, measured: ring public holds 3.0 times as much as tree.")
 
 
 def test_rows_of_two_shapes_are_refused(tmp_path, measured, capsys):

@@ -22,7 +22,7 @@ def print_predictions(
     """
     if not cases:
         return
-    title = "Predicted per device and step (memory: equations 8, 9; sent: 10, 14)"
+    title = "Predicted per device and step (equations 8 to 14)"
     headings = ("keys", "strategy", "peak memory", "sent", "least time to send")
     table = terminal.table(*headings, title=title, left=("strategy",))
     for case in cases:

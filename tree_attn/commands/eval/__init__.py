@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import pathlib
 
 HELP = """\
@@ -63,25 +62,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluates, prints and draws; returns 0. Wrong arguments raise before a model is fetched."""
     # These load JAX, which --help does without.
-    from tree_attn.commands import session
-    from tree_attn.commands.drawing import require_matplotlib
+    from tree_attn.commands import drawing, session, terminal
     from tree_attn.commands.eval import evaluation, plots, report
     from tree_attn.commands.eval.plan import make_plan
     from tree_attn.measure.rows import RowWriter
 
     plan = make_plan(args)
     text = args.text.read_text()
-    if not args.no_plots:
-        require_matplotlib()
     checkpoint = session.open_with_progress(args.model)
     facts = {"model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
     facts |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}
     writer = RowWriter(args.out / "results.jsonl", sweep=plan.sweep() | facts)
     evaluation.evaluate(args, checkpoint, text, plan, writer)
-    files = {} if args.no_plots else plots.draw(writer.rows, args.out)
+    files = {}
+    if not args.no_plots and drawing.has_matplotlib():
+        with session.phase("drawing"):
+            files = plots.draw(writer.rows, args.out)
     if args.json:
-        print(json.dumps({"rows": writer.rows, "files": files}))
-    else:
-        report.print_scores(writer.rows)
-        print(*files.values())
+        terminal.print_document({"rows": writer.rows, "files": files})
+        return 0
+    report.print_scores(writer.rows)
+    console = terminal.output()
+    for sentence in report.conclusions(writer.rows):
+        terminal.say(console, sentence)
+    if not args.no_plots and not files:
+        terminal.say(console, f"Not drawn: {drawing.advice()}")
+    drawn = f"; plots: {', '.join(files.values())}" if files else ""
+    terminal.say(console, f"Rows: {args.out / 'results.jsonl'}{drawn}")
     return 0

@@ -3,8 +3,6 @@
 import statistics
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from tree_attn.commands import terminal
 from tree_attn.commands.eval.plots import method_label
 
@@ -23,13 +21,33 @@ def print_scores(rows: Sequence[dict]) -> None:
             scores.setdefault(method_label(row), {}).setdefault(row["asked_ratio"], []).extend(row["scores"])
         count = len(next(iter(next(iter(scores.values())).values())))
         terminal.say(console, f"{task}: {of_task[0]['unit']}, mean and standard error of {count}, context {context:,}")
-        table = Table()
-        table.add_column("method")
-        for ratio in ratios:
-            table.add_column("dense" if ratio == 1 else f"1/{ratio}", justify="right")
-        for label, by_ratio in scores.items():
-            table.add_row(label, *(_cell(by_ratio[ratio]) if ratio in by_ratio else "" for ratio in ratios))
-        console.print(table)
+        columns = ["dense" if ratio == 1 else f"1/{ratio}" for ratio in ratios]
+        cells = lambda by_ratio, ratios=ratios: [_cell(by_ratio[one]) if one in by_ratio else "" for one in ratios]
+        lines = [(label, cells(by_ratio)) for label, by_ratio in scores.items()]
+        terminal.print_wide(console, None, "method", columns, lines)
+
+
+def conclusions(rows: Sequence[dict]) -> list[str]:
+    """Returns a sentence for each task and context: the best method under the highest compression, beside dense."""
+    sentences = []
+    for task, context in dict.fromkeys((row["task"], row["context"]) for row in rows):
+        here = [row for row in rows if (row["task"], row["context"]) == (task, context)]
+        unit, sign = here[0]["unit"], -1 if here[0]["higher_is_better"] else 1
+        ratio = max(row["asked_ratio"] for row in here)
+        scores: dict[tuple[int, str], list[float]] = {}
+        for row in here:  # over all depths, where there are several
+            scores.setdefault((row["asked_ratio"], method_label(row)), []).extend(row["scores"])
+        means = {key: statistics.fmean(values) for key, values in scores.items()}
+        dense = next((mean for (_, label), mean in means.items() if label == "dense"), None)
+        sparse = [(mean, label) for (of_ratio, label), mean in means.items() if of_ratio == ratio and label != "dense"]
+        if dense is None or not sparse:
+            continue
+        best, *others = sorted(sparse, key=lambda one: sign * one[0])
+        words = f"{task}, {context:,} tokens: with 1/{ratio} of the transfers {best[1]} is the best: "
+        words += f"{best[0]:.3g} {unit}, dense attention {dense:.3g}"
+        words += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
+        sentences.append(f"{words}.")
+    return sentences
 
 
 def _cell(scores: Sequence[float]) -> str:

@@ -12,7 +12,7 @@ Draws the paper's figures from rows of `tree-attn compare`, and the cost model's
   equations  memory by equations 8 and 9 and traffic by 10 to 14, beside those of the compiled programs
 
 Measured points are full and joined by solid lines, predicted ones hollow and joined by dashed lines. The numbers are
-printed as well. Needs the extra 'plot'.
+printed as well; drawing needs the extra 'plot'.
 
 examples:
   tree-attn figures 3 --rows docs/results/compare_4xh200_4processes --out figures/
@@ -34,12 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Computes, draws and prints; returns 0."""
-    from tree_attn.commands import phases, terminal
-    from tree_attn.commands.drawing import require_matplotlib
+    from tree_attn.commands import drawing, phases, terminal
     from tree_attn.commands.figures import paper, plots, report, rows  # these load JAX, which --help does without
     from tree_attn.commands.plan.prediction import machine_of
 
-    require_matplotlib()
     measured = rows.read(args.rows)
     device_kinds = sorted({rows.device_kind(row) for row in measured})
     shapes = {dataclasses.replace(rows.step(row), num_keys=1, n_devices=1) for row in measured}
@@ -49,17 +47,22 @@ def run(args: argparse.Namespace) -> int:
     machine = machine_of(args.machine, device_kinds[0])
     name = "equations" if args.figure == "equations" else f"figure_{args.figure}"
     figure = getattr(paper, name)(measured, machine)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{name}.png"
     note = "full: measured; hollow, dashed: PREDICTED"
     if args.figure == "3":
         note += f" (links across nodes: {machine.network.source.split(':')[0]})"
-    with phases.phase("drawing"):
-        plots.draw(figure, path, note)
+    files = {}
+    if drawing.has_matplotlib():
+        args.out.mkdir(parents=True, exist_ok=True)
+        files["drawing"] = str(args.out / f"{name}.png")
+        with phases.phase("drawing"):
+            plots.draw(figure, args.out / f"{name}.png", note)
     if args.json:
         points = [dataclasses.asdict(point) for point in figure.points]
-        terminal.print_document({"points": points, "comparisons": figure.comparisons, "files": {"drawing": str(path)}})
-    else:
-        report.print_figure(figure, note)
-        print(f"Drawn: {path}")
+        terminal.print_document({"points": points, "comparisons": figure.comparisons, "files": files})
+        return 0
+    report.print_figure(figure, note)
+    console = terminal.output()
+    for sentence in report.conclusions(figure):
+        terminal.say(console, sentence)
+    terminal.say(console, f"Drawn: {files['drawing']}" if files else f"Not drawn: {drawing.advice()}")
     return 0

@@ -8,6 +8,14 @@ from rich.console import Console
 from tree_attn.commands import terminal
 from tree_attn.commands.figures.paper import Figure
 
+KINDS = ("tree", "ring")
+# By the name of the y axis: a ring beside the tree.
+WORDS = {
+    "us": "takes {} times as long as",
+    "bytes": "holds {} times as much as",
+    "bytes per GPU": "has {} times as much as",
+}
+
 
 def print_figure(figure: Figure, note: str) -> None:
     """Prints the points of each panel, measured ones marked, and the errors of the predictions."""
@@ -24,6 +32,29 @@ def print_figure(figure: Figure, note: str) -> None:
         terminal.print_wide(console, title, "", [f"{name:,}" for name in names], rows)
     terminal.say(console, note)
     _print_comparisons(figure.comparisons, console)
+
+
+def conclusions(figure: Figure) -> list[str]:
+    """Returns a sentence for each panel of times or bytes: the best ring beside the best tree, at its largest x.
+
+    A panel over keys relative to others' times has none. Measured points go before predicted ones.
+    """
+    sentences = []
+    for panel, (x, y) in figure.axes.items():
+        for is_measured in (True, False):
+            here = [point for point in figure.points if (point.panel, point.is_measured) == (panel, is_measured)]
+            both = [{p.x: p for p in sorted(here, key=lambda p: -p.y) if p.series.startswith(name)} for name in KINDS]
+            shared = both[0].keys() & both[1].keys()
+            if not shared or y not in WORDS:
+                continue
+            tree, ring = (of_kind[max(shared)] for of_kind in both)
+            ratio = ring.y / tree.y if tree.y else float("inf")
+            words = WORDS[y].format(f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}")
+            where = f"{panel}, {max(shared):,} {x}" if x != "hidden size" else f"{panel}, hidden size {max(shared):,}"
+            kind = "measured" if is_measured else "PREDICTED"
+            sentences.append(f"{where}, {kind}: {ring.series} {words} {tree.series}.")
+            break
+    return sentences
 
 
 def _print_comparisons(comparisons: Sequence[dict], console: Console) -> None:
