@@ -79,6 +79,16 @@ def test_tables_say_what_is_predicted_and_what_is_assumed(capsys):
     assert "is predicted to be the fastest that fits" in text
 
 
+def test_a_datasheet_is_marked_and_a_short_name_is_the_measured_machine(capsys):
+    assert planned(capsys, "--keys", "81920", "--device-kind", "h200") == planned(capsys, "--keys", "81920")
+    document = planned(capsys, "--keys", "1000000", "--device-kind", "TPU v5e", "--gpus-per-node", "16")
+    assert (document["machine"], document["axis_sizes"]) == ("TPU v5e", [16])
+    assert "800 GB/s" in document["datasheet"] and document["links"]["inside a node"].startswith("assumed: ")
+    assert cli.main(["plan", "--keys", "81920", "--device-kind", "H100"]) == 0
+    text = capsys.readouterr().out
+    assert "on 8 x NVIDIA H100 SXM" in text and "FROM A DATASHEET, NOT MEASURED: NVIDIA's datasheet" in text
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -88,6 +98,11 @@ def test_tables_say_what_is_predicted_and_what_is_assumed(capsys):
         (("--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
         (("--keys", "8", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads"),
         (("--keys", "8", "--device-kind", "fake"), "--machine must be given for 'fake'"),
+        (
+            ("--keys", "8", "--device-kind", "fake"),
+            "which is none of ('NVIDIA H200', 'H100', 'A100'",
+        ),
+        (("--keys", "8", "--device-kind", "TPU v5e", "--nodes", "2"), "--nodes must be 1 for a TPU v5e, got 2"),
         (("--keys", "8", "--machine", "/nowhere.json"), "No such file or directory: '/nowhere.json'"),
     ],
 )

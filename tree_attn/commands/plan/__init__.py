@@ -8,12 +8,14 @@ Predicts one step of decoding on a cluster, by every reduction of Tree Attention
 and memory of each device, and which to choose, with the reason. Touches no device.
 
 The numbers come from the cost model (tree_attn/cost) and a machine's parameters: the package's own, or a file that
-`tree-attn doctor --distributed --machine-out FILE` wrote on a machine of yours. Links without a measurement are
-assumed, and every output says so.
+`tree-attn doctor --distributed --machine-out FILE` wrote on a machine of yours. The H200 was measured. H100, A100,
+B200, L40S, RTX 4090 and TPU v5e, v5p and v6e have the rates of their datasheets, times what an H200 reaches of its own.
+Links without a measurement are assumed. Every output says so.
 
 examples:
   tree-attn plan --nodes 16 --gpus-per-node 8 --keys 5120000
   tree-attn plan --gpus-per-node 4 --keys 131072 --heads 32 --kv-heads 8
+  tree-attn plan --device-kind "TPU v5e" --gpus-per-node 16 --keys 1000000 --batch 8
   tree-attn plan --nodes 2 --keys 1000000 --machine machine.json --json
 """
 
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of queries, keys and values (default bfloat16)")
     parser.add_argument(
-        "--device-kind", default="NVIDIA H200", help="GPU whose parameters the package has (default NVIDIA H200)"
+        "--device-kind", default="H200", metavar="NAME", help="H200 (default), or another of those named above"
     )
     parser.add_argument(
         "--machine", type=pathlib.Path, metavar="FILE", help="a file of parameters, instead of the package's"

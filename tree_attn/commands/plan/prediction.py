@@ -7,8 +7,8 @@ from typing import Any
 
 from tree_attn.commands.options import check_at_least
 from tree_attn.commands.terminal import size, time
+from tree_attn.cost import datasheets, predict
 from tree_attn.cost import machine as machines
-from tree_attn.cost import predict
 from tree_attn.cost.machine import EXCHANGES, Machine
 from tree_attn.cost.step import STATE_BYTES, DecodeStep
 from tree_attn.measure.rows import strategy_label
@@ -18,15 +18,20 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that `tree-attn plan` shows, ready for JSON.
 
     Returns:
-      `machine` and `links` (the sources of their parameters), `step`, `axis_sizes`, `strategies` (the fastest first:
-      the fields of `tree_attn.cost.predict.Prediction`, `latency_us` and `fits`), `left_out` (label -> why it cannot
-      run there), `choice` (a label, or None where nothing fits) and `reason`.
+      `machine`, `datasheet` (None without one) and `links` (the sources of their parameters), `step`, `axis_sizes`,
+      `strategies` (the fastest first: the fields of `tree_attn.cost.predict.Prediction`, `latency_us` and `fits`),
+      `left_out` (label -> why it cannot run there), `choice` (a label, or None where nothing fits) and `reason`.
 
     Raises:
       ValueError: an option out of range, named.
     """
     check_at_least(args, nodes=1, gpus_per_node=1)
-    machine = machine_of(args.machine, args.device_kind)
+    machine = machine_of(args.machine, args.device_kind, with_datasheets=True)
+    if args.nodes > 1 and machine.device_kind.startswith("TPU"):
+        raise ValueError(
+            f"--nodes must be 1 for a {machine.device_kind}, got {args.nodes}: chips of a slice have one kind of link; "
+            "--gpus-per-node says how many there are"
+        )
     machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node or machine.gpus_per_node)
     step = DecodeStep(
         batch=args.batch,
@@ -45,6 +50,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
     )
     return {
         "machine": machine.device_kind,
+        "datasheet": machine.provenance.get("datasheet"),
         "links": dict(list(links.items())[: len(axis_sizes)]),
         "step": dataclasses.asdict(step),
         "axis_sizes": axis_sizes,
@@ -56,16 +62,24 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def machine_of(path: pathlib.Path | None, device_kind: str) -> Machine:
-    """Returns the machine in a file, or the package's own of this device kind.
+def machine_of(path: pathlib.Path | None, device_kind: str, *, with_datasheets: bool = False) -> Machine:
+    """Returns the machine in a file, or the package's own of this device kind, which was measured.
+
+    Args:
+      with_datasheets: where none was measured, take rates from a datasheet.
 
     Raises:
       ValueError: no file is given and the package has none of this kind; or the file is no machine.
     """
-    found = machines.load(device_kind) if path is None else machines.read(path)
+    if path is not None:
+        return machines.read(path)
+    found = machines.load(device_kind) or machines.load(f"NVIDIA {device_kind.upper()}")
+    known = machines.device_kinds()
+    if found is None and with_datasheets:
+        found, known = datasheets.load(device_kind), (*known, *datasheets.names())
     if found is None:
         raise ValueError(
-            f"--machine must be given for {device_kind!r}, which is none of {machines.device_kinds()}; "
+            f"--machine must be given for {device_kind!r}, which is none of {known}; "
             "`tree-attn doctor --distributed --machine-out FILE` measures one"
         )
     return found

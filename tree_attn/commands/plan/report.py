@@ -21,6 +21,8 @@ def print_document(document: dict[str, Any]) -> None:
     console.print(table)
     if len(sizes) > 1:
         terminal.say(console, "sent: inside a node + across nodes")
+    if document["datasheet"] is not None:
+        terminal.say(console, f"FROM A DATASHEET, NOT MEASURED: {document['datasheet']}")
     left_out = document["left_out"]
     for why in dict.fromkeys(left_out.values()):
         labels = ", ".join(label for label in left_out if left_out[label] == why)

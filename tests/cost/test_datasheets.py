@@ -1,0 +1,34 @@
+"""Machines by their datasheets: marked as such, scaled from the one that was measured, and never taken for it."""
+
+import pytest
+
+from tree_attn.cost import datasheets, machine
+
+H200 = machine.load("NVIDIA H200")
+
+
+def test_rates_are_the_datasheets_times_what_an_h200_reaches():
+    h100 = datasheets.load("H100")
+    assert h100.read_bytes_per_s == pytest.approx(3.35e12 * H200.read_bytes_per_s / 4.8e12)
+    assert (h100.memory_bytes, h100.local_us) == (80e9, H200.local_us)
+    assert h100.node.costs == H200.node.costs  # the same links
+    a100 = datasheets.load("nvidia a100-sxm4-80gb")
+    for name, cost in a100.node.costs.items():
+        for line, measured in zip(cost.lines, H200.node.costs[name].lines, strict=True):
+            assert line.alpha_us == measured.alpha_us
+            assert line.bytes_per_s == pytest.approx(measured.bytes_per_s * 300 / 450)
+
+
+@pytest.mark.parametrize("name", ["H100", "A100", "B200", "L40S", "RTX 4090", "TPU v5e", "TPU v5p", "TPU v6e"])
+def test_each_is_found_by_its_names_and_says_that_it_was_not_measured(name):
+    found = datasheets.load(name.lower().replace(" ", "-"))
+    assert found == datasheets.load(name) == datasheets.load(found.device_kind)
+    assert name in datasheets.names()
+    assert not found.node.is_measured and "not measured" in found.node.source and not found.network.is_measured
+    assert ("fused" in found.node.costs) == (name == "H100")
+    assert machine.load(found.device_kind) is None  # no program here chooses by it
+
+
+def test_the_measured_one_and_unknown_ones_have_none():
+    assert datasheets.load("H200") is datasheets.load("abacus") is None
+    assert "H200" not in datasheets.names()
