@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import KVCache, make_mesh
@@ -102,9 +102,10 @@ def test_plain_arrays_are_placed_where_the_cache_lies(kind):
     assert_used(*jax.jit(use)(create(mesh), *arguments(mesh)))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("row", range(B))
-def test_each_row_of_a_sharded_batch_can_be_replaced(row):
-    mesh = make_mesh({"seq": 1, "data": DATA})
+def test_each_row_of_a_sharded_batch_can_be_replaced(row, kind):
+    mesh = jax.make_mesh((1, DATA), ("seq", "data"), axis_types=(kind, kind), devices=jax.devices()[:DATA])
     cache = create(mesh).append(draw(3), draw(3, seed=1))
     other = create(mesh, None, batch=1).append(*(draw(2, seed=seed, batch=1) for seed in (5, 6)))
     moved = cache.with_sequence(row, other)

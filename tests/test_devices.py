@@ -21,6 +21,13 @@ def test_too_late_for_more_devices_says_how_to_get_them():
         devices.ensure_devices(9)
 
 
+def test_the_platform_of_programs_is_that_of_the_default_device():
+    assert devices.default_platform() == "cpu"
+    for device in ("cpu", jax.devices()[1]):
+        with jax.default_device(device):
+            assert devices.default_platform() == "cpu"
+
+
 @pytest.mark.parametrize("n_devices", [0, -2, 1.0, "8", True])
 def test_bad_device_count(n_devices):
     with pytest.raises(ValueError, match="n_devices must be an integer of at least 1, got"):

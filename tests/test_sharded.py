@@ -190,6 +190,16 @@ def test_a_placement_that_does_not_matter_need_not_be_named(name):
     jax.eval_shape(lambda: NEED_NOT[name](**on))
 
 
+def test_the_last_query_of_a_sequence_needs_no_placement_in_ones_own_shard_map():
+    """It sees all keys; the queries of a prompt that is cut into shards do not."""
+    query, along = QUERY[:, -1:], P(None, "seq")
+    mapped = jax.shard_map(
+        functools.partial(tree_decode, is_causal=True, axis_name="seq"),
+        mesh=make_mesh({"seq": 2}), in_specs=(P(), along, along), out_specs=P(),
+    )  # fmt: skip
+    jax.eval_shape(mapped, query, KEY, VALUE)
+
+
 def test_the_placement_of_nodes_and_of_a_context_with_lengths_must_be_named():
     on = sequence_on(2)
     level = dataclasses.replace(LEVEL, lengths=np.array([3], np.int32))

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -168,6 +168,12 @@ def is_sharded_by_xla() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types or ()))
+
+
+def are_auto(axes: Collection[str], mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether all of `axes` are Auto axes of `mesh`: no array's type says how it lies on them."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    return all(kinds[axis] == AxisType.Auto for axis in axes)
 
 
 def varying_axes(tree) -> frozenset[str]:

@@ -27,7 +27,7 @@ from tree_attn.array_axes import ArrayAxes, array_axes, reshard
 from tree_attn.devices import default_platform
 from tree_attn.local import check_implementation
 from tree_attn.masking import depends_on_positions
-from tree_attn.mesh import AxisName, bound_axis_sizes, check_axes, checks_replication
+from tree_attn.mesh import AxisName, are_auto, bound_axis_sizes, check_axes, checks_replication
 from tree_attn.placement import UNNAMED, Placement, Shard, named_block_size
 
 EVERYWHERE = P()  # the same on every device
@@ -120,7 +120,7 @@ def _run_over_shards(operands, *, body, specs, spec_tree, axes, mesh, nodes, is_
     operands = jax.tree.map(
         lambda spec, part: jax.tree.map(partial(reshard, spec=spec, mesh=mesh), part), in_specs, operands
     )
-    if math.prod(mesh.shape[axis] for axis in axes) == 1 < mesh.size:
+    if math.prod(mesh.shape[axis] for axis in axes) == 1 < mesh.size and are_auto(axes, mesh):
         # Else the gradient of an operand that every device has would be a sum over one device, which XLA refuses where
         # it shards the other axes (`tree_attn.reduce.collectives`).
         in_specs = jax.tree.map(lambda x: P(tuple(sorted(axes))) if jnp.ndim(x) else EVERYWHERE, operands)
