@@ -78,6 +78,9 @@ class LlamaConfig:
       attention_scale: factor of attention's logits (Gemma); None: `1 / sqrt(head_dim)`.
       attention_soft_cap: attention's logits become `cap * tanh(logits / cap)` (Gemma 2).
       logit_soft_cap: so do the final logits (Gemma 2).
+      rope_linear_factor: positions are divided by it before they rotate query and key (Gemma 3).
+      local_rope_theta: base of the rotation in layers with the window, where nothing is divided (Gemma 3); None: as in
+        all others.
 
     Raises:
       ValueError: a field is out of range, `num_heads` is not a multiple of `num_kv_heads`, or `head_dim` is odd.
@@ -113,6 +116,8 @@ class LlamaConfig:
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    rope_linear_factor: float | None = None
+    local_rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(vars(self))
@@ -153,7 +158,7 @@ def check_fields(values: Mapping[str, Any], keys: Mapping[str, str] = MappingPro
     for field in dataclasses.fields(LlamaConfig):
         if field.type is int:
             require_positive_int(key(field.name), values[field.name])
-        elif _is_number(field) and values.get(field.name, field.default) is not None:
+        elif _is_number(field) and not (values.get(field.name, field.default) is None and field.default is None):
             require_positive_number(key(field.name), values.get(field.name, field.default))
         elif field.type is bool and not isinstance(values.get(field.name, False), bool):
             reject(key(field.name), values[field.name], "true or false")

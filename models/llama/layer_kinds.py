@@ -3,9 +3,11 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.rope import rotation
 
 
 def in_layer(config: LlamaConfig, layer: jax.Array | int, attend: Callable[..., jax.Array]) -> jax.Array:
@@ -17,9 +19,31 @@ def in_layer(config: LlamaConfig, layer: jax.Array | int, attend: Callable[..., 
         return attend(**config.attention_options(0))
     if isinstance(layer, int):
         return attend(**config.attention_options(layer))
-    is_global = np.isin(np.arange(config.num_layers), config.global_layers)
+    is_global = _is_global(config)
     kinds = [lambda first=first: attend(**config.attention_options(first)) for first in _first_of_each(is_global)]
-    return jax.lax.cond(jax.numpy.asarray(is_global)[layer], *kinds)
+    return jax.lax.cond(jnp.asarray(is_global)[layer], *kinds)
+
+
+def rotations(config: LlamaConfig, positions: jax.Array) -> Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]:
+    """Returns a function from a layer to its `rope.rotation` of these positions, which layers of a kind share."""
+    everywhere = rotation(config, positions)
+    if config.local_rope_theta is None:
+        return lambda layer: everywhere
+    local = rotation(config, positions, is_local=True)
+
+    def of_layer(layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        if isinstance(layer, int) or not config.has_layer_kinds:
+            is_local = config.window_of(layer if isinstance(layer, int) else 0) is not None
+            return local if is_local else everywhere
+        is_global = jnp.asarray(_is_global(config))[layer]
+        cosine, sine = (jnp.where(is_global, *pair) for pair in zip(everywhere, local, strict=True))
+        return cosine, sine
+
+    return of_layer
+
+
+def _is_global(config: LlamaConfig) -> np.ndarray:
+    return np.isin(np.arange(config.num_layers), config.global_layers)
 
 
 def _first_of_each(is_global: np.ndarray) -> tuple[int, int]:

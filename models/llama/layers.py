@@ -89,7 +89,8 @@ class SelfAttention(nnx.Module):
             with jax.named_scope("norm"):
                 query, key = self.query_norm(query), self.key_norm(key)
         with jax.named_scope("rope"):
-            query, key = apply_rotation(query, context.cosine_sine), apply_rotation(key, context.cosine_sine)
+            cosine_sine = context.cosine_sine(layer)
+            query, key = apply_rotation(query, cosine_sine), apply_rotation(key, cosine_sine)
         with jax.named_scope("attend"):
             out, cache = context.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):

@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 from tree_attn.cache import KVCache
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.config import LlamaConfig
-from tree_attn.models.llama.layer_kinds import in_layer
+from tree_attn.models.llama.layer_kinds import in_layer, rotations
 from tree_attn.models.llama.layers import LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
 from tree_attn.models.llama.prefix import Prefix, num_tokens_before
 from tree_attn.models.llama.projections import Attend, ForwardContext
-from tree_attn.models.llama.rope import rotation
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import sum_activations
 
@@ -196,7 +195,7 @@ class Llama(nnx.Module):
             x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
             x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
         context = ForwardContext(
-            cosine_sine=rotation(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
+            cosine_sine=rotations(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
         )
         if self.unroll_layers:
             for i, layer in enumerate(self.layers):

@@ -1,5 +1,6 @@
 """The published sizes of Llama, SmolLM2, Qwen, Mistral and Gemma by name."""
 
+import dataclasses
 import functools
 
 from tree_attn.arguments import one_of
@@ -81,11 +82,13 @@ _mistral_7b = functools.partial(
 )
 
 
-def _gemma_2(num_layers: int, query_pre_attn_scalar: float = 256.0, **sizes: int) -> LlamaConfig:
+def _gemma_2(
+    num_layers: int, query_pre_attn_scalar: float = 256.0, max_position: int = 8192, **sizes: int
+) -> LlamaConfig:
     return LlamaConfig(
         num_layers=num_layers,
         vocab_size=256000,
-        max_position=8192,
+        max_position=max_position,
         rms_norm_eps=1e-6,
         tie_embeddings=True,
         bos_token_id=2,
@@ -100,6 +103,21 @@ def _gemma_2(num_layers: int, query_pre_attn_scalar: float = 256.0, **sizes: int
         attention_soft_cap=50.0,
         logit_soft_cap=30.0,
         **sizes,
+    )
+
+
+def _gemma_3(num_layers: int, window: int, **sizes: int) -> LlamaConfig:
+    return dataclasses.replace(
+        _gemma_2(num_layers, max_position=32768, **sizes),
+        vocab_size=262144,
+        eos_token_ids=(1, 106),
+        window=window,
+        global_layers=tuple(range(5, num_layers, 6)),
+        attention_soft_cap=None,
+        logit_soft_cap=None,
+        query_key_norm=True,
+        rope_theta=1000000.0,
+        local_rope_theta=10000.0,
     )
 
 
@@ -152,6 +170,12 @@ PRESETS: dict[str, LlamaConfig] = {
     "gemma-2-9b": _gemma_2(42, hidden_size=3584, intermediate_size=14336, num_heads=16, num_kv_heads=8, head_dim=256),
     "gemma-2-27b": _gemma_2(
         46, 144.0, hidden_size=4608, intermediate_size=36864, num_heads=32, num_kv_heads=16, head_dim=128
+    ),
+    "gemma-3-270m": _gemma_3(
+        18, 512, hidden_size=640, intermediate_size=2048, num_heads=4, num_kv_heads=1, head_dim=256
+    ),
+    "gemma-3-1b": _gemma_3(
+        26, 512, hidden_size=1152, intermediate_size=6912, num_heads=4, num_kv_heads=1, head_dim=256
     ),
 }
 

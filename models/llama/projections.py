@@ -26,13 +26,13 @@ class ForwardContext:
     """The context of one forward pass, the same for all layers.
 
     Attributes:
-      cosine_sine: `rope.rotation` of the tokens' positions.
+      cosine_sine: `layer -> rope.rotation` of the tokens' positions.
       attend: writes the new keys and values to the cache and attends.
       sharding: maps dimensions of intermediate arrays to mesh axes.
       token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
     """
 
-    cosine_sine: tuple[jax.Array, jax.Array]
+    cosine_sine: Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]
     attend: Attend
     sharding: LlamaSharding
     token_axis: str | None

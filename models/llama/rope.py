@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain, and with the frequency scaling of Llama 3.1."""
+"""Rotary position embedding: plain, and with the scalings of Llama 3.1 and Gemma 3."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,22 @@ import numpy as np
 from tree_attn.models.llama.config import Llama3RopeScaling, LlamaConfig
 
 
-def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
+def inverse_frequencies(config: LlamaConfig, *, is_local: bool = False) -> np.ndarray:
     """Returns the radians per position of each rotated pair, float32 `[H/2]`.
 
-    Formula: `theta ** (-2 i / H)`, then scaled as `Llama3RopeScaling` says. Computed in float64 on the host and rounded
+    Formula: `theta ** (-2 i / H)`, then scaled as the configuration says. Computed in float64 on the host and rounded
     once, for an error here is multiplied by the position.
+
+    Args:
+      config: gives theta and scalings.
+      is_local: whether it is for layers with a window, which may have a theta of their own.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    if is_local and config.local_rope_theta is not None:
+        return (float(config.local_rope_theta) ** -exponents).astype(np.float32)
     frequencies = float(config.rope_theta) ** -exponents
+    if config.rope_linear_factor is not None:
+        frequencies = frequencies / config.rope_linear_factor
     if config.rope_scaling is not None:
         frequencies = frequencies / frequency_divisors(frequencies, config.rope_scaling)
     return frequencies.astype(np.float32)
@@ -32,16 +40,17 @@ def frequency_divisors(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> n
     return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)
 
 
-def rotation(config: LlamaConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotation(config: LlamaConfig, positions: jax.Array, *, is_local: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine for each position, float32 `[B, T, 1, H/2]`.
 
     Args:
       config: gives the frequencies.
       positions: int32 `[B, T]`.
+      is_local: as in `inverse_frequencies`.
 
     The angles are float32 even in a bfloat16 model: bfloat16 cannot tell position 257 from 256.
     """
-    angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config)[None, None, :]
+    angles = positions.astype(jnp.float32)[:, :, None] * inverse_frequencies(config, is_local=is_local)[None, None, :]
     return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
 
 

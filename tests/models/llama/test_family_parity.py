@@ -36,6 +36,22 @@ FAMILIES = {
             final_logit_softcapping=2.0,
         ),
     ),
+    # Thetas so small that they and the factor show within the prompts.
+    "gemma3": (
+        "Gemma3Text",
+        dict(
+            num_key_value_heads=2,
+            head_dim=24,
+            sliding_window=5,
+            pad_token_id=None,
+            query_pre_attn_scalar=6,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        ),
+    ),
 }
 
 
@@ -68,7 +84,7 @@ def _save(name: str, folder):
         attn_implementation="eager",
         **options,
     )
-    model = getattr(transformers, f"{class_name}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

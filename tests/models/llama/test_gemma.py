@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tree_attn.models.llama.layer_kinds import rotations
 from tree_attn.models.llama.layers import RMSNorm
 from tree_attn.models.llama.model import scaled_embedding
 from tree_attn.models.llama.parameters import Parameter
+from tree_attn.models.llama.rope import rotation
 
 
 def test_the_factor_of_embeddings_is_rounded_as_they_are(tiny_config):
@@ -29,3 +32,17 @@ def test_a_norm_that_adds_one_does_so_in_float32_and_rounds_last():
     np.testing.assert_array_equal(np.asarray(actual), expected)
     for rounded_early in (normalised * (1 + scale).astype(np.float32), normalised.astype(jnp.bfloat16) * factor):
         assert np.any(rounded_early.astype(jnp.bfloat16) != expected)
+
+
+def test_layers_rotate_by_their_kind_whether_they_are_unrolled_or_not(tiny_config):
+    """The middle one of three sees all. So does every layer, or none, where all are alike."""
+    config = dataclasses.replace(tiny_config, num_layers=3, local_rope_theta=50.0, window=5, global_layers=(1,))
+    positions = jnp.asarray([[3, 17]], jnp.int32)
+    local, everywhere = (rotation(config, positions, is_local=is_local) for is_local in (True, False))
+    assert np.any(local[0] != everywhere[0])
+    for layer, expected in ((0, local), (1, everywhere), (2, local)):
+        for index in (layer, jnp.int32(layer)):
+            jax.tree.map(np.testing.assert_array_equal, rotations(config, positions)(index), expected)
+    for changes, expected in ((dict(global_layers=()), local), (dict(window=None), everywhere)):
+        alike = rotations(dataclasses.replace(config, **changes), positions)
+        jax.tree.map(np.testing.assert_array_equal, alike(jnp.int32(1)), expected)

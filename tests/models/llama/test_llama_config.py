@@ -64,6 +64,8 @@ LLAMA_3_2_1B = {
         ("gemma-2-2b", 2.614),
         ("gemma-2-9b", 9.242),
         ("gemma-2-27b", 27.227),
+        ("gemma-3-270m", 0.268),
+        ("gemma-3-1b", 1.000),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
@@ -71,7 +73,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
 
 
 def test_every_preset_is_counted_above():
-    assert len(PRESETS) == 25
+    assert len(PRESETS) == 27
 
 
 def test_config_json_as_transformers_4_writes_it():
@@ -196,6 +198,77 @@ def test_config_json_of_gemma_2():
     assert from_huggingface(left_out) == config
 
 
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_config_json_of_gemma_3():
+    """Five layers with the window to one without, each kind with its own rotation; as transformers 4 and 5 write it."""
+    config = from_huggingface(GEMMA_3_1B)
+    assert config == preset("gemma-3-1b")
+    assert [config.window_of(layer) for layer in range(4, 7)] == [512, None, 512]
+    scaled = dataclasses.replace(config, rope_linear_factor=8.0)
+    assert from_huggingface({**GEMMA_3_1B, "rope_scaling": {"rope_type": "linear", "factor": 8}}) == scaled
+    ropes = ("rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern")
+    written_by_5 = {key: value for key, value in GEMMA_3_1B.items() if key not in ropes}
+    written_by_5["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert from_huggingface(written_by_5) == scaled
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rope_scaling", {"rope_type": "yarn", "factor": 8}, "rope_type must be 'default' or 'linear', got 'yarn'"),
+        ("rope_scaling", {"rope_type": "linear"}, "factor is missing"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 0}, "factor must be a number above 0, got 0"),
+        (
+            "rope_parameters",
+            {"rope_type": "default"},
+            r"rope_parameters must be one of \['full_attention', .*'rope_type'",
+        ),
+        (
+            "rope_parameters",
+            {"sliding_attention": {"rope_type": "linear", "factor": 8}},
+            "rope_type must be 'default' for sliding_attention, got 'linear'",
+        ),
+        ("rope_local_base_freq", None, "rope_local_base_freq is missing"),
+        ("rope_local_base_freq", "1", "rope_local_base_freq must be a number above 0, got '1'"),
+        ("sliding_window_pattern", 0, "sliding_window_pattern must be an integer of 1 or more, got 0"),
+        ("sliding_window", None, "sliding_window must be an integer of 1 or more, got None"),
+        ("attn_logit_softcapping", 50.0, "attn_logit_softcapping must be one of"),
+    ],
+)
+def test_config_json_of_another_gemma_3_is_refused_by_field(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        from_huggingface({**GEMMA_3_1B, field: value})
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -279,6 +352,7 @@ def test_config_json_of_another_qwen_is_refused_by_field(field, value, message):
         ("rms_norm_eps", float("nan"), "rms_norm_eps must be a number above 0, got nan"),
         ("rope_theta", float("inf"), "rope_theta must be a finite number that float32 holds, got inf"),
         ("rope_theta", 10**400, "rope_theta must be a finite number that float32 holds"),
+        ("rope_theta", None, "rope_theta must be a number above 0, got None"),
         ("rope_theta", "500000", "rope_theta must be a number above 0, got '500000'"),
         ("rope_scaling", "llama3", "rope_scaling must be an object or null, got 'llama3'"),
         (

@@ -44,6 +44,14 @@ def test_frequencies_are_powers_of_theta(tiny_config):
     np.testing.assert_allclose(inverse_frequencies(config), [1.0, 0.1], rtol=1e-7)
 
 
+def test_layers_with_a_window_may_have_a_theta_of_their_own_which_nothing_scales(tiny_config):
+    config = dataclasses.replace(tiny_config, head_dim=4, rope_theta=100.0, rope_linear_factor=8.0)
+    np.testing.assert_allclose(inverse_frequencies(config), [0.125, 0.0125], rtol=1e-7)
+    np.testing.assert_allclose(inverse_frequencies(config, is_local=True), [0.125, 0.0125], rtol=1e-7)
+    config = dataclasses.replace(config, local_rope_theta=25.0)
+    np.testing.assert_allclose(inverse_frequencies(config, is_local=True), [1.0, 0.2], rtol=1e-7)
+
+
 def test_llama3_scaling_keeps_short_wavelengths_stretches_long_ones_and_joins_them():
     scaling = Llama3RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     turns_in_context = np.array([100.0, 4.0, 2.5, 1.0, 0.01])
