@@ -81,6 +81,9 @@ def _windows_after(source: Mapping[str, Any]) -> dict[str, Any]:
     return {"window": window, "global_layers": global_layers(source, lambda layer: layer < first)}
 
 
+# Keys of the number of experts in the files of gpt-oss and Mixtral, Qwen, and DeepSeek.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
 _NO_BIAS = {"attention_bias": (False,)}
 _SILU = {"hidden_act": ("silu", "swish")}
 _GEMMA = {
@@ -150,13 +153,16 @@ def from_huggingface(source: Mapping[str, Any]) -> LlamaConfig:
       source: the parsed file, as transformers 4 or 5 writes it.
 
     Raises:
-      ValueError: the file describes none of `FAMILIES` (another architecture, other biases, another activation or
-        rotary type, quantized weights), or lacks a field; the message names the field.
+      ValueError: the file describes none of `FAMILIES` (another architecture, a mixture of experts, other biases,
+        another activation or rotary type, quantized weights), or lacks a field; the message names the field.
 
     Example:
       >>> import json, pathlib
       >>> config = from_huggingface(json.loads(pathlib.Path("config.json").read_text()))  # doctest: +SKIP
     """
+    if any(source.get(key) for key in _EXPERTS) or source.get("model_type") == "gpt_oss":
+        allowed = f"one of {list(FAMILIES)}, whose MLPs are dense; this one is a mixture of experts"
+        reject("model_type", source.get("model_type"), allowed)
     only(source, "model_type", tuple(FAMILIES))
     family = FAMILIES[source.get("model_type", "llama")]
     source = {**family.defaults, **source}

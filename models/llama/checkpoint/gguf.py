@@ -178,11 +178,11 @@ def read_config(file: GGUFFile) -> LlamaConfig:
 
 def _read_config(file: GGUFFile) -> LlamaConfig:
     architecture = file.require("general.architecture")
+    if file.get(f"{architecture}.expert_count", 0) != 0:
+        raise ValueError(f"{architecture}.expert_count: mixtures of experts are not supported")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise ValueError(f"general.architecture must be one of {list(_FAMILIES)}, got {architecture!r:.200}")
     keys = {field: key.format(architecture) for field, key in _KEYS.items()}
-    if file.get(f"{architecture}.expert_count", 0) != 0:
-        raise ValueError(f"{architecture}.expert_count: mixtures of experts are not supported")
     window = file.get(keys["window"], 0)
     if window != 0 and architecture != "llama":  # the file does not say which layers have it
         raise ValueError(f"{keys['window']} must be 0 or absent, got {window!r:.200}")

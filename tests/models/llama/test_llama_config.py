@@ -292,6 +292,37 @@ def test_another_family_is_refused_by_name(model_type):
         from_huggingface({**QWEN_2_5_7B, "model_type": model_type})
 
 
+# What `config.json` of gpt-oss-20b has beside the sizes.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "model_type": "gpt_oss",
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "sliding_window": 128,
+}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GPT_OSS,
+        {"model_type": "gpt_oss"},
+        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "qwen3_moe", "num_experts": 128},
+    ],
+)
+def test_a_mixture_of_experts_is_refused_as_such(source):
+    """It has no other fault to mend: the message says no word about biases or quantized weights."""
+    message = "MLPs are dense; this one is a mixture of experts, got '{}'"
+    with pytest.raises(
+        ValueError, match=r"model_type must be one of \['llama', .*" + message.format(source["model_type"])
+    ):
+        from_huggingface(source)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -194,6 +194,10 @@ def test_the_scaling_of_llama_3_is_found_from_its_table(tmp_path, tiny_model, ti
         ),
         ({"metadata": {"llama.expert_count": 8}}, "mixtures of experts are not supported"),
         (
+            {"architecture": "gpt-oss", "metadata": {"gpt-oss.expert_count": 32}},
+            "gpt-oss.expert_count: mixtures of experts are not supported",
+        ),
+        (
             {"metadata": {"llama.rope.dimension_count": 4}},
             "dimension_count must be 8, the head's dimension, got 4",
         ),
