@@ -82,9 +82,10 @@ def _run(args: argparse.Namespace, is_program: bool) -> int:
     is_quiet = args.quiet or not is_program or not processes.is_first(args)
     with phases.command(is_quiet=is_quiet):
         status = _module(args.command_name).run(args)
-    if new_folder is not None and not is_quiet:
-        words = "compiled programs are kept there for the next run, but with --no-compilation-cache"
-        print(f"{new_folder}: {words}", file=sys.stderr)
+        if new_folder is not None:
+            phases.say(
+                f"{new_folder}: compiled programs are kept there for the next run, but with --no-compilation-cache"
+            )
     return status
 
 

@@ -35,8 +35,14 @@ def test_the_innermost_phase_is_the_one_that_is_said_again(capsys, monkeypatch):
 
 def test_a_quiet_command_has_no_phases(capsys):
     with phases.command(is_quiet=True), phases.phase("compiling"):
-        pass
+        phases.say("a remark")
     assert capsys.readouterr().err == ""
+
+
+def test_a_remark_is_a_line(capsys):
+    with phases.command(is_quiet=False), phases.phase("compiling"):
+        phases.say("a [remark]")
+    assert capsys.readouterr().err == "compiling ...\na [remark]\n"
 
 
 def test_a_phase_ends_with_an_error_too(capsys):

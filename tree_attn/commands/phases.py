@@ -106,6 +106,17 @@ class _Screen:
                     self._repeater = threading.Thread(target=self._repeat, daemon=True, name="phases")
                     self._repeater.start()
 
+    def say(self, text: str) -> None:
+        """Prints a line above the phase that runs."""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self.leave_starting()
+            if self.is_quiet:
+                return
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
     def _show_live(self) -> None:
         if not self._phases:
             if self._live is not None:
@@ -179,6 +190,11 @@ def command(*, is_quiet: bool) -> Iterator[None]:
         yield
     finally:
         _screen.stop()
+
+
+def say(text: str) -> None:
+    """Prints a line on stderr, above what is being done, unless the command is quiet."""
+    _screen.say(text)
 
 
 def leave_starting() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
@@ -53,6 +54,14 @@ def bytes_per_device(arrays: Any) -> int:
     """
     leaves = jax.tree.leaves(arrays)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def device_memory_bytes() -> int:
+    """Returns the bytes of this process's first device that JAX may use; emulated devices share the machine's."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
 def runtime_peak_memory_bytes(devices: list[jax.Device]) -> int | None:

@@ -3,11 +3,13 @@
 import contextlib
 import json
 
+import jax
 import pytest
 
 from tree_attn import cli
-from tree_attn.commands.bench import timing
-from tree_attn.models.llama import LlamaConfig, presets
+from tree_attn.commands import phases, session
+from tree_attn.commands.bench import room, timing
+from tree_attn.models.llama import LlamaConfig, parameters, presets
 from tree_attn.models.llama.generation.programs import Programs
 
 SIZES = dict(hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64)
@@ -119,3 +121,26 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
 def test_a_wrong_request_is_one_line(capsys, options, said):
     assert cli.main(bench(*options)) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_positions_is_said_and_timed(capsys):
+    args = cli._parser(["bench"]).parse_args(bench())
+    with phases.command(is_quiet=False):
+        room.check(args, presets.preset("tiny"), session.Place(devices=tuple(jax.devices()[:1])), [8, 40])
+        room.check(args, presets.preset("tiny"), session.Place(devices=tuple(jax.devices()[:1])), [8, 27])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiny was trained on 32 positions: 40 tokens are timed all the same")
+
+
+def test_a_context_that_no_memory_holds_is_refused_before_anything_is_made(capsys, monkeypatch):
+    monkeypatch.setattr(parameters, "random", None)
+    assert cli.main(bench("--context", "40,10000000000")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--context 10000000000 needs" in error and "for keys and values, and 1 devices have" in error
+
+
+def test_a_context_beyond_a_models_own_positions_is_refused_before_it_is_read(tiny_checkpoint, capsys):
+    assert cli.main(bench("--model", "any")) == 0
+    capsys.readouterr()
+    assert cli.main(bench("--model", "any", "--context", "40,64")) == 2
+    assert "--context must be at most 59 for any, which has 64 positions" in capsys.readouterr().err

@@ -130,8 +130,7 @@ def _timed(args: argparse.Namespace, plan: Plan, place: session.Place, rows: lis
     pending = [case for case, is_done in zip(plan.cases, flags, strict=True) if not is_done]
     if not pending:
         return
-    longest = max(case.context for case in plan.cases) + args.problem_tokens
-    model = timing.make_model(args, plan.config, place, longest)
+    model = timing.make_model(args, plan.config, place, [case.context for case in plan.cases])
     for number, case in enumerate(pending, start=1):
         samples = f" x {case.batch:,}" if case.batch > 1 else ""
         with session.phase(f"case {number} of {len(pending)}: {case.attention}, {case.context:,} tokens{samples}"):

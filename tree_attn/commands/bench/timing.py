@@ -12,6 +12,7 @@ from flax import nnx
 
 from tree_attn.cluster.join import steps
 from tree_attn.commands import session
+from tree_attn.commands.bench import room
 from tree_attn.cost import limits
 from tree_attn.measure.memory import bytes_per_device, compiled_memory, runtime_peak_memory_bytes
 from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters
@@ -20,19 +21,21 @@ from tree_attn.models.llama.generation import memory
 COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
 
 
-def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Place, longest: int) -> Llama:
-    """Returns the model in `--model`, or one of the shape `config` with random weights.
+def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Place, contexts: Sequence[int]) -> Llama:
+    """Returns the model in `--model`, or one of the shape `config` with random weights, that takes these contexts.
 
-    Args:
-      longest: tokens of the longest prompt.
+    Raises:
+      ValueError: see `room.check`; before weights are read or made.
     """
     if args.model is not None:
         checkpoint = session.open_with_progress(args.model)
+        room.check(args, checkpoint.config, place, contexts)
         sharding = _sharding(args, checkpoint.config, place)
         model = session.load_with_progress(checkpoint, sharding, place.dtype)
         return Llama(checkpoint.config, sharding, parameters.moved(model, sharding), unroll_layers=args.unroll_layers)
-    # A published limit is the training's; times do not depend on it.
-    config = dataclasses.replace(config, max_position=max(config.max_position, longest + args.new_tokens))
+    room.check(args, config, place, contexts)
+    longest = max(contexts) + args.problem_tokens + args.new_tokens
+    config = dataclasses.replace(config, max_position=max(config.max_position, longest))
     sharding = _sharding(args, config, place)
     with session.phase(f"making random weights of {args.config}"):
         return Llama(config, sharding, parameters.random(sharding, place.dtype), unroll_layers=args.unroll_layers)

@@ -1,7 +1,6 @@
 """Measures a machine's parameters for the cost model: exchanges at two sizes, bare transfers, local attention."""
 
 import itertools
-import os
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +14,7 @@ from tree_attn.commands.doctor.fitting import COLLECTIVES, Point, fit_collective
 from tree_attn.cost.machine import ASSUMED_NETWORK, ExchangeCost, LinkClass, Machine
 from tree_attn.measure.latency import latency_us
 from tree_attn.measure.links import is_emulated, neighbour_gb_per_s
+from tree_attn.measure.memory import device_memory_bytes
 from tree_attn.mesh import NODE_AXES, make_mesh
 from tree_attn.reduce import reduce_state
 from tree_attn.state import SoftmaxState
@@ -57,7 +57,7 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     return Machine(
         device_kind=devices[0].device_kind,
         gpus_per_node=mesh.shape["device"],
-        memory_bytes=_memory_bytes(),
+        memory_bytes=device_memory_bytes(),
         read_bytes_per_s=read_bytes_per_s,
         local_us=local_us,
         collective_us=collective_us,
@@ -156,11 +156,3 @@ def _random(shape: tuple[int, ...], dtype: str, mesh: Mesh, spec: P) -> jax.Arra
     """Returns a random array, made on its devices: no process holds all of it."""
     draw = lambda: jax.random.normal(jax.random.key(0), shape, dtype)
     return jax.jit(draw, out_shardings=NamedSharding(mesh, spec))()
-
-
-def _memory_bytes() -> int:
-    """Returns the bytes of this process's first device that JAX may use; emulated devices share the machine's."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
