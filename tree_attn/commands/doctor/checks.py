@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn import attend, reference, tree_decode
-from tree_attn.commands.doctor import calibrate
+from tree_attn.commands.doctor import calibrate, surroundings
+from tree_attn.commands.phases import phase
 from tree_attn.cost.machine import Machine
 from tree_attn.devices import ensure_devices, started_devices
 from tree_attn.local import IMPLEMENTATIONS
@@ -27,21 +28,33 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
     """Returns everything that `tree-attn doctor` shows, ready for JSON.
 
     Returns:
-      `hardware`, `devices`, `links` (`neighbour_gb_per_s`, `nvidia_smi_topo`), `versions`, `git_commit`, and
-      `implementations` and `reductions`: name -> None where it can run, else the reason why not.
+      `hardware`, `devices`, `links` (`neighbour_gb_per_s`, `nvidia_smi_topo`), `versions`, `git_commit`;
+      `implementations`, `reductions` and `extras`: name -> None where it is there and runs, else the reason why not;
+      `caches` and `slow`, see `surroundings`.
     """
-    devices = _devices(n_devices)
-    mesh = make_mesh({"seq": len(devices)}, devices)
+    with phase("starting devices"):
+        devices = _devices(n_devices)
+        mesh = make_mesh({"seq": len(devices)}, devices)
+    with phase("timing the links"):
+        found = {"neighbour_gb_per_s": links.neighbour_gb_per_s(mesh), "nvidia_smi_topo": _nvidia_smi_topo()}
+    with phase("trying local kernels", len(IMPLEMENTATIONS)) as trying:
+        implementations = {}
+        for name, backend in IMPLEMENTATIONS.items():
+            trying.describe(name)
+            implementations[name] = backend.unavailable() or _try_implementation(name)
+            trying.advance()
+    reductions = _reductions(devices)
     return {
         "hardware": provenance.hardware(devices),
         "devices": [_describe(device) for device in devices],
-        "links": {"neighbour_gb_per_s": links.neighbour_gb_per_s(mesh), "nvidia_smi_topo": _nvidia_smi_topo()},
+        "links": found,
         "versions": provenance.versions(),
         "git_commit": provenance.git_commit(),
-        "implementations": {
-            name: backend.unavailable() or _try_implementation(name) for name, backend in IMPLEMENTATIONS.items()
-        },
-        "reductions": _reductions(devices),
+        "implementations": implementations,
+        "reductions": reductions,
+        "extras": surroundings.find_extras(),
+        "caches": surroundings.find_caches(),
+        "slow": surroundings.find_slow(devices, implementations, reductions),
     }
 
 
@@ -101,12 +114,15 @@ def _try_implementation(name: str) -> str | None:
 def _reductions(devices: Sequence[jax.Device]) -> dict[str, str | None]:
     """Returns, for every reduction, None if it agrees with the oracle over all devices, else the reason."""
     found: dict[str, str | None] = {}
-    for name in REDUCTIONS:
-        axes = node_axes(devices) if name == "hierarchical" else {"seq": len(devices)}
-        if axes is None:
-            found[name] = f"it needs two mesh axes, and {len(devices)} devices do not factor into two"
-        else:
-            found[name] = _try_reduction(name, make_mesh(axes, devices), tuple(axes))
+    with phase("trying reductions", len(REDUCTIONS)) as trying:
+        for name in REDUCTIONS:
+            trying.describe(name)
+            axes = node_axes(devices) if name == "hierarchical" else {"seq": len(devices)}
+            if axes is None:
+                found[name] = f"it needs two mesh axes, and {len(devices)} devices do not factor into two"
+            else:
+                found[name] = _try_reduction(name, make_mesh(axes, devices), tuple(axes))
+            trying.advance()
     return found
 
 

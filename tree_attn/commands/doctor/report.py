@@ -1,5 +1,6 @@
 """Tables of `tree-attn doctor`."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -75,4 +76,19 @@ def print_all(report: dict[str, Any]) -> None:
             table.add_row(name, "yes" if reason is None else "no", escape(reason or ""))  # "[flash]" is no markup
         console.print(table)
     installed = {name: version for name, version in report["versions"].items() if version is not None}
-    console.print("versions: " + ", ".join(f"{name} {version}" for name, version in installed.items()))
+    terminal.say(console, "versions: " + ", ".join(f"{name} {version}" for name, version in installed.items()))
+    for text in _surroundings(report):
+        terminal.say(console, text)
+
+
+def _surroundings(report: dict[str, Any]) -> Iterator[str]:
+    extras = report["extras"]
+    yield f"extras: {', '.join(name for name in extras if extras[name] is None) or 'none'} installed"
+    for name, reason in extras.items():
+        if reason is not None:
+            yield f"extra {name}: {reason}"
+    for name, found in report["caches"].items():
+        yield f"{name} kept: {found['files']} files, {size(found['bytes'])}, in {found['folder']}"
+    yield "What is slow here, and why:" if report["slow"] else "Nothing is known to be slow here."
+    for sentence in report["slow"]:
+        yield f"- {sentence}"
