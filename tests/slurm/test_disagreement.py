@@ -36,7 +36,9 @@ def test_one_rank_runs_something_else(cluster, shorter_model, tmp_path, option, 
     )
     starts.chmod(0o755)
     where = ("--nodelist=n[1-2]", "--ntasks-per-node=1")
-    job = submit("decode", tmp_path / "out", "--max-new-tokens", "4", sbatch=where, TREE_ATTN_COMMAND=str(starts))
+    # Each rank ends by itself: srun would end the second one by a signal, and the status would be that.
+    settings = {"TREE_ATTN_COMMAND": str(starts), "TREE_ATTN_SRUN": "--kill-on-bad-exit=0"}
+    job = submit("decode", tmp_path / "out", "--max-new-tokens", "4", sbatch=where, **settings)
     assert job.wait(60) == "FAILED", job.story()
     assert job.facts["ExitCode"] == "2:0"
     for rank in range(2):
