@@ -50,10 +50,11 @@ def cluster(request, tmp_path_factory):
     disk.mount()
     minicluster("start", "--nodes", "4")
     name, _, path = minicluster("env").removeprefix("export ").strip().partition("=")
-    os.environ[name] = path
-    started = Cluster(disk, LimitedJobs.start(tmp_path_factory.mktemp("limited")) if needs_limited(request) else None)
-    yield started
-    del os.environ[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, path)
+        # Jobs of the same shapes run the same programs, which are compiled once for all of them.
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield Cluster(disk, LimitedJobs.start(tmp_path_factory.mktemp("limited")) if needs_limited(request) else None)
     minicluster("stop")
     disk.unmount()
     assert remains() == before

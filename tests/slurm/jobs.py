@@ -16,6 +16,7 @@ MINICLUSTER = ROOT / "slurm" / "minicluster" / "minicluster"
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "OMP_NUM_THREADS": "1",
     "TREE_ATTN_TIMEOUT_S": "25",
     "TREE_ATTN_HEARTBEAT_S": "8",
