@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cluster(request, tmp_path_factory):
-    """Starts four idle nodes that SLURM's commands talk to; afterwards, nothing may be left.
+    """Starts five idle nodes that SLURM's commands talk to; afterwards, nothing may be left.
 
     Its `disk` is small, and is mounted first: the nodes see only file systems that were there when they started.
     """
@@ -48,7 +48,7 @@ def cluster(request, tmp_path_factory):
     before = remains()
     disk = SmallDisk(tmp_path_factory.mktemp("disk"))
     disk.mount()
-    minicluster("start", "--nodes", "4")
+    minicluster("start", "--nodes", "5")
     name, _, path = minicluster("env").removeprefix("export ").strip().partition("=")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(name, path)
@@ -96,11 +96,11 @@ class LimitedJobs:
     requeued: Job
     not_requeued: Job
     settings: dict[str, str]
-    where = ("--nodes=1", "--ntasks=1", "--nodelist=n4")
+    where = ("--nodes=1", "--ntasks=1", "--nodelist=n5")
 
     @classmethod
     def start(cls, folder: pathlib.Path) -> "LimitedJobs":
-        """Submits both jobs: they take minutes, and little of the machine."""
+        """Submits both jobs: they take minutes, little of the machine, and nodes that no other test uses."""
         sweep = "--heads 2 --head-dim 8 --dtype float32 --iters 2 --reduction gather"
         matrix, pauses = folder / "matrix.txt", folder / "pauses"
         lines = [f"--keys {keys} {sweep}" for keys in (8, 16, 24)]
@@ -110,9 +110,9 @@ class LimitedJobs:
         settings = {"TREE_ATTN_MATRIX": str(matrix), "TREE_ATTN_COMMAND": str(pauses), "PAUSE_S": "22"}
         # The warning comes within the 30 s before the limit: SLURM looks every 30 s, and a second is the least.
         limit = ("--nodes=1", "--ntasks=1", "--time=1", "--signal=B:USR1@1")
-        requeued = submit("matrix", folder / "requeued", sbatch=(*limit, "--nodelist=n3"), **settings)
+        requeued = submit("matrix", folder / "requeued", sbatch=(*limit, "--nodelist=n4"), **settings)
         # So long a pause that the limit falls into the first one: SLURM ends the job 60 to 90 s after its start.
-        longer, where = settings | {"PAUSE_S": "120"}, ("--nodelist=n4", "--no-requeue")
+        longer, where = settings | {"PAUSE_S": "120"}, ("--nodelist=n5", "--no-requeue")
         not_requeued = submit("matrix", folder / "not_requeued", sbatch=(*limit, *where), **longer)
         return cls(requeued, not_requeued, settings)
 

@@ -54,7 +54,7 @@ def reaches(source: str, target: str) -> bool:
 
 def test_wrong_calls_are_one_line(cluster):
     assert "runs already, or was not stopped" in refused("start")
-    assert "there is no node 'n9'; nodes are: n1 n2 n3 n4" in refused("cut", "n9")
+    assert "there is no node 'n9'; nodes are: n1 n2 n3 n4 n5" in refused("cut", "n9")
     assert "there is no node 'n9'" in refused("cut", "n1", "n9")
     assert "unknown command 'begin'" in refused("begin")
     assert "start takes --nodes N, 1 to 99" in refused("start", "--nodes", "0")

@@ -14,7 +14,7 @@ def test_a_sweep_is_requeued_at_its_time_limit_until_it_is_done(limited_jobs):
     job = limited_jobs.requeued
     assert job.wait(LIMIT_S) == "COMPLETED", job.story()
     assert int(job.facts["Restarts"]) >= 1, job.story()
-    assert "n3: job" in job.output and "is near its time limit: it is requeued" in job.output
+    assert "n4: job" in job.output and "is near its time limit: it is requeued" in job.output
     assert cases(job.rows()) == EXPECTED, job.story()
 
 
@@ -22,7 +22,7 @@ def test_a_job_that_may_not_be_requeued_times_out_and_a_new_one_goes_on(limited_
     job = limited_jobs.not_requeued
     assert job.wait(LIMIT_S) == "TIMEOUT", job.story()
     assert "it could not be requeued; submit it again with TREE_ATTN_OUT=" in job.output
-    assert "ON n4 CANCELLED" in job.output and "DUE TO TIME LIMIT" in job.output
+    assert "ON n5 CANCELLED" in job.output and "DUE TO TIME LIMIT" in job.output
     before = job.rows("001/results.jsonl")
     assert cases(before) == EXPECTED[:3]
     again = submit("matrix", job.out, sbatch=limited_jobs.where, **limited_jobs.settings | {"PAUSE_S": "0"})
