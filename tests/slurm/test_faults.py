@@ -12,7 +12,7 @@ import time
 from jobs import MINICLUSTER, SETTINGS, Job, cases, minicluster, slurm, submit, wait_until
 
 SWEEP = ("--heads", "2", "--head-dim", "8", "--dtype", "float32", "--reduction", "gather")
-LONG = 1500  # samples a row: after the first row, a fault meets the job in a collective
+LONG = 1000  # samples a row: after the first row, a fault meets the job in a collective
 STRATEGIES = [("tree", "gather"), ("ring_overlapped", None), ("ring_public", None)]
 UNDISTURBED = [(*strategy, 16, 2, None) for strategy in STRATEGIES]
 ENDS_S = 60  # the most that a job may live on after a fault; nothing here is set to more than 25 s
@@ -101,7 +101,7 @@ def test_two_nodes_cut_off_from_each_other(cluster, tmp_path):
 
 def test_a_suspended_job_goes_on(cluster, tmp_path):
     """The pause is longer than a rank may be silent."""
-    job = start(tmp_path / "out", iters=150)
+    job = start(tmp_path / "out", iters=LONG)
     job.wait_for_rows(1, FINISHES_S)
     slurm("scontrol", "suspend", job.id)
     time.sleep(float(SETTINGS["TREE_ATTN_HEARTBEAT_S"]) + 3)

@@ -20,7 +20,7 @@ def rows(cluster, tmp_path_factory):
     minicluster("shape", "50mbit")
     try:
         command = ["srun", "--nodes=2", "--ntasks-per-node=2", "--nodelist=n[1-2]", "--kill-on-bad-exit=1"]
-        command += [sys.executable, str(ROOT / "scripts" / "slow_link.py"), "--out", str(out), "--steps", "5"]
+        command += [sys.executable, str(ROOT / "scripts" / "slow_link.py"), "--out", str(out), "--steps", "3"]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=150, env=os.environ | SETTINGS, check=False
         )
