@@ -61,7 +61,7 @@ def global_layers(source: Mapping[str, Any], is_global: Callable[[int], bool]) -
 
 def rope_fields(source: Mapping[str, Any]) -> dict[str, Any]:
     """Reads `rope_theta` and scaling as transformers 5 (`rope_parameters`) and 4 (`rope_scaling`) write them."""
-    scaling = _object(source, "rope_parameters") or _object(source, "rope_scaling")
+    scaling = object_of(source, "rope_parameters") or object_of(source, "rope_scaling")
     theta, rope_type = scaling.get("rope_theta", source.get("rope_theta", 10000.0)), _rope_type(scaling)
     if rope_type == "default":
         return {"rope_theta": theta}
@@ -79,11 +79,11 @@ def rope_fields_by_kind(source: Mapping[str, Any]) -> dict[str, Any]:
     Transformers 5 writes them under `full_attention` and `sliding_attention` of `rope_parameters`, transformers 4 as
     `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
     """
-    by_kind = _object(source, "rope_parameters")
+    by_kind = object_of(source, "rope_parameters")
     for kind in by_kind:
         only({"rope_parameters": kind}, "rope_parameters", _KINDS)
-    everywhere, local = (_object(by_kind, kind) for kind in _KINDS)
-    everywhere = {**_object(source, "rope_scaling"), **everywhere}
+    everywhere, local = (object_of(by_kind, kind) for kind in _KINDS)
+    everywhere = {**object_of(source, "rope_scaling"), **everywhere}
     if _rope_type(local) != "default":
         reject("rope_type", _rope_type(local), "'default' for sliding_attention")
     local_theta = local.get("rope_theta", source.get("rope_local_base_freq", 10000.0))
@@ -97,7 +97,8 @@ def rope_fields_by_kind(source: Mapping[str, Any]) -> dict[str, Any]:
     return fields if rope_type == "default" else {**fields, "rope_linear_factor": required(everywhere, "factor")}
 
 
-def _object(source: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_of(source: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns an object in `source`, empty if it is missing or null."""
     value = source.get(name)
     if not isinstance(value, Mapping | None):
         reject(name, value, "an object or null")

@@ -19,6 +19,7 @@ from tree_attn.models.llama.config import (
 from tree_attn.models.llama.config_json import (
     HUGGINGFACE_KEYS,
     global_layers,
+    object_of,
     only,
     required,
     rope_fields,
@@ -32,6 +33,7 @@ class Family:
 
     Attributes:
       architecture: the only name that `architectures` may have.
+      part: the key under which the file has the text model, beside others; None: the file is the text model's.
       fields: `config.json` -> the fields of `LlamaConfig` that this family adds.
       rope: `config.json` -> the fields of its rotary embedding.
       defaults: values of keys that a file may leave out.
@@ -39,6 +41,7 @@ class Family:
     """
 
     architecture: str
+    part: str | None = None
     fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda source: {}
     rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rope_fields
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -84,6 +87,9 @@ def _windows_after(source: Mapping[str, Any]) -> dict[str, Any]:
 # Keys of the number of experts in the files of gpt-oss and Mixtral, Qwen, and DeepSeek.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
+# Keys that count in the whole file, if it has them, where the text model is a part of it.
+_OF_THE_WHOLE = ("architectures", "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+
 _NO_BIAS = {"attention_bias": (False,)}
 _SILU = {"hidden_act": ("silu", "swish")}
 _GEMMA = {
@@ -101,6 +107,15 @@ _GEMMA_DEFAULTS = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
+
+_GEMMA_3_TEXT = Family(
+    architecture="Gemma3ForCausalLM",
+    fields=_gemma_3,
+    rope=rope_fields_by_kind,
+    defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 131072},
+    # Transformers reads a cap of attention's logits from no Gemma 3.
+    only={**_GEMMA, "attn_logit_softcapping": (None,)},
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -134,13 +149,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             only=_GEMMA,
         ),
-        "gemma3_text": Family(
-            architecture="Gemma3ForCausalLM",
-            fields=_gemma_3,
-            rope=rope_fields_by_kind,
-            defaults={**_GEMMA_DEFAULTS, "max_position_embeddings": 131072},
-            # Transformers reads a cap of attention's logits from no Gemma 3.
-            only={**_GEMMA, "attn_logit_softcapping": (None,)},
+        "gemma3_text": _GEMMA_3_TEXT,
+        # The larger ones read images too, which this Llama does not.
+        "gemma3": dataclasses.replace(
+            _GEMMA_3_TEXT,
+            architecture="Gemma3ForConditionalGeneration",
+            part="text_config",
+            defaults={**_GEMMA_3_TEXT.defaults, "num_attention_heads": 8, "vocab_size": 262208},
         ),
     }
 )
@@ -165,6 +180,9 @@ def from_huggingface(source: Mapping[str, Any]) -> LlamaConfig:
         reject("model_type", source.get("model_type"), allowed)
     only(source, "model_type", tuple(FAMILIES))
     family = FAMILIES[source.get("model_type", "llama")]
+    if family.part is not None:
+        whole = {key: source[key] for key in _OF_THE_WHOLE if key in source}
+        source = {**object_of(source, family.part), **whole}
     source = {**family.defaults, **source}
     architectures = source.get("architectures")
     if architectures is not None and not isinstance(architectures, list):

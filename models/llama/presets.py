@@ -106,9 +106,11 @@ def _gemma_2(
     )
 
 
-def _gemma_3(num_layers: int, window: int, **sizes: int) -> LlamaConfig:
+def _gemma_3(
+    num_layers: int, query_pre_attn_scalar: float = 256.0, *, window: int = 512, max_position: int = 32768, **sizes: int
+) -> LlamaConfig:
     return dataclasses.replace(
-        _gemma_2(num_layers, max_position=32768, **sizes),
+        _gemma_2(num_layers, query_pre_attn_scalar, max_position=max_position, **sizes),
         vocab_size=262144,
         eos_token_ids=(1, 106),
         window=window,
@@ -119,6 +121,12 @@ def _gemma_3(num_layers: int, window: int, **sizes: int) -> LlamaConfig:
         rope_theta=1000000.0,
         local_rope_theta=10000.0,
     )
+
+
+def _large_gemma_3(num_layers: int, query_pre_attn_scalar: float = 256.0, **sizes: int) -> LlamaConfig:
+    """Returns the text part of a model that reads images too."""
+    small = _gemma_3(num_layers, query_pre_attn_scalar, window=1024, max_position=131072, **sizes)
+    return dataclasses.replace(small, vocab_size=262208, rope_linear_factor=8.0)
 
 
 _8B = dict(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32)
@@ -171,11 +179,16 @@ PRESETS: dict[str, LlamaConfig] = {
     "gemma-2-27b": _gemma_2(
         46, 144.0, hidden_size=4608, intermediate_size=36864, num_heads=32, num_kv_heads=16, head_dim=128
     ),
-    "gemma-3-270m": _gemma_3(
-        18, 512, hidden_size=640, intermediate_size=2048, num_heads=4, num_kv_heads=1, head_dim=256
+    "gemma-3-270m": _gemma_3(18, hidden_size=640, intermediate_size=2048, num_heads=4, num_kv_heads=1, head_dim=256),
+    "gemma-3-1b": _gemma_3(26, hidden_size=1152, intermediate_size=6912, num_heads=4, num_kv_heads=1, head_dim=256),
+    "gemma-3-4b": _large_gemma_3(
+        34, hidden_size=2560, intermediate_size=10240, num_heads=8, num_kv_heads=4, head_dim=256
     ),
-    "gemma-3-1b": _gemma_3(
-        26, 512, hidden_size=1152, intermediate_size=6912, num_heads=4, num_kv_heads=1, head_dim=256
+    "gemma-3-12b": _large_gemma_3(
+        48, hidden_size=3840, intermediate_size=15360, num_heads=16, num_kv_heads=8, head_dim=256
+    ),
+    "gemma-3-27b": _large_gemma_3(
+        62, 168.0, hidden_size=5376, intermediate_size=21504, num_heads=32, num_kv_heads=16, head_dim=128
     ),
 }
 

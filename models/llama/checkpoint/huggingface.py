@@ -52,6 +52,9 @@ _POST_NORM_NAMES = {
 }
 
 
+# The beginning of those names where the text model is a part of a model that reads images too.
+_TEXT_PART = "language_model."
+
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
@@ -121,8 +124,11 @@ class SafetensorsFolder:
         self.folder = folder
         self.tensors = find_tensors(folder)
         config = read_config(folder)
-        self._names = TENSOR_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
-        check_biases({name: tensor.path.name for name, tensor in self.tensors.items()}, config, biases_of(TENSOR_NAMES))
+        names = TENSOR_NAMES | (_POST_NORM_NAMES if config.post_norms else {})
+        part = _TEXT_PART if _TEXT_PART + names["embedding"] in self.tensors else ""
+        self._names = {parameter: part + name for parameter, name in names.items()}
+        of_text = {name: tensor.path.name for name, tensor in self.tensors.items() if name.startswith(part)}
+        check_biases(of_text, config, biases_of(TENSOR_NAMES))
 
     def check(self, parameter: Parameter, layer: int | None) -> None:
         """Raises CheckpointError if a parameter's tensor is missing, or has another shape or no float dtype."""

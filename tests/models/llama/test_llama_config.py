@@ -66,6 +66,9 @@ LLAMA_3_2_1B = {
         ("gemma-2-27b", 27.227),
         ("gemma-3-270m", 0.268),
         ("gemma-3-1b", 1.000),
+        ("gemma-3-4b", 3.880),
+        ("gemma-3-12b", 11.766),
+        ("gemma-3-27b", 27.009),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
@@ -73,7 +76,7 @@ def test_presets_have_the_published_number_of_parameters(name, billions):
 
 
 def test_every_preset_is_counted_above():
-    assert len(PRESETS) == 27
+    assert len(PRESETS) == 30
 
 
 def test_config_json_as_transformers_4_writes_it():
@@ -239,6 +242,30 @@ def test_config_json_of_gemma_3():
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
     assert from_huggingface(written_by_5) == scaled
+
+
+def test_config_json_of_a_gemma_that_reads_images_has_its_text_model_as_a_part():
+    """Such a file leaves out what its family has by default. Stop tokens are those of the whole file."""
+    source = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": {
+            "eos_token_id": 1,
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    }
+    assert from_huggingface(source) == preset("gemma-3-4b")
+    with pytest.raises(ValueError, match="text_config must be an object or null, got 3"):
+        from_huggingface({**source, "text_config": 3})
+    with pytest.raises(ValueError, match="hidden_size is missing"):
+        from_huggingface({**source, "text_config": None})
 
 
 @pytest.mark.parametrize(

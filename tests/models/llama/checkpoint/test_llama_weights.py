@@ -117,6 +117,21 @@ def test_a_gemma_folder_has_norms_before_and_after(folder, sharding_over):
         np.testing.assert_allclose(getattr(model.layers, name).scale[...], expected, rtol=1e-6)
 
 
+def test_the_text_model_of_a_folder_that_has_images_too_is_read_alone(folder, sharding_over):
+    """Biases of the other part are none of this model's; its own are refused."""
+    in_text = {f"language_model.{name}": tensor for name, tensor in random_tensors().items()}
+    of_images = {"vision_tower.layers.0.self_attn.q_proj.bias": np.zeros(4, np.float32)}
+    write_safetensors(folder / "model.safetensors", in_text | of_images)
+    config = weights.read_config(folder)
+    sharding = sharding_over(config, 1)
+    model = Llama(config, sharding, from_safetensors(folder, sharding, jnp.float32))
+    np.testing.assert_array_equal(model.head[...], random_tensors()["lm_head.weight"])
+    bias = {"language_model.model.layers.0.self_attn.q_proj.bias": np.zeros(16, np.float32)}
+    write_safetensors(folder / "model.safetensors", in_text | bias)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor language_model\.model\.layers\.0\.self_attn\.q_proj"):
+        weights.SafetensorsFolder(folder)
+
+
 def write_index(folder, weight_map) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
