@@ -1,4 +1,8 @@
-"""Reads the text of an HLO module into computations and instructions."""
+"""Reads the text of an HLO module into computations and instructions.
+
+JAX's own objects of a module do not serve: in JAX 0.10 an instruction of theirs has neither type nor attributes, and a
+module does not say which computation is its entry.
+"""
 
 import dataclasses
 import re
