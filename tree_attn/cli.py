@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -33,6 +34,14 @@ start here:
 Without enough accelerators, devices are emulated on the CPU: right in every result, and no guide to speed.
 """
 
+# Arguments of the library whose options have other names.
+OPTIONS = {
+    "n_devices": "devices",
+    "num_keys": "keys",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "share_prefixes": "share_prefix",
+}
 INTERRUPTED_STATUS = 130  # as shells report SIGINT
 
 
@@ -65,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
         is_brief = is_users and not os.environ.get("TREE_ATTN_TRACEBACK")
-        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}error: {error}"
+        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}error: {_with_flags(str(error), args)}"
         _end_all(line, "" if is_brief else traceback.format_exc())
         if not is_brief:
             raise
@@ -115,6 +124,22 @@ def _end_all(line: str, details: str, status: int = 2) -> None:
     fail = getattr(join, "fail", None)  # an interrupt may come while it is imported
     if fail is not None:
         fail(line, status, details)
+
+
+def _with_flags(message: str, args: argparse.Namespace) -> str:
+    """Returns the message of an error of the library, whose arguments are named as the command's options.
+
+    A name of several words is replaced anywhere; one of a single word, which may be any word, as the subject or with a
+    value.
+    """
+    options = vars(args).keys() - {"command_name", "command_line"}
+
+    def flag(match: re.Match) -> str:
+        name = match[0] if match[0] in options else OPTIONS.get(match[0])
+        return match[0] if name not in options else "--" + name.replace("_", "-")
+
+    message = re.sub(r"(?<![\w./'\"-])[a-z]+(_[a-z]+)+(?![\w./'\"])", flag, message)
+    return re.sub(r"^[a-z]+(?= must )|(?<![\w./'\"-])[a-z]+(?==)", flag, message)
 
 
 def _rank_of_several(args: argparse.Namespace) -> str:

@@ -65,6 +65,26 @@ def test_an_interrupt_while_a_module_is_imported_is_a_line_too(capsys, monkeypat
     assert capsys.readouterr().err == "tree-attn doctor: interrupted; nothing is saved; run it again\n"
 
 
+@pytest.mark.parametrize(
+    "options, message, expected",
+    [
+        (["max_new_tokens"], "max_new_tokens must be at most 3, got 4", "--max-new-tokens must be at most 3, got 4"),
+        (
+            ["heads", "kv_heads"],
+            "num_heads must be a multiple of num_kv_heads",
+            "--heads must be a multiple of --kv-heads",
+        ),
+        (["num_keys", "keys"], "num_keys must be above 0", "--num-keys must be above 0"),
+        (["context", "tail"], "context must be at least tail + 8", "--context must be at least tail + 8"),
+        (["model"], "model='nowhere' needs gguf", "--model='nowhere' needs gguf"),
+        (["devices"], "no devices in /tmp/n_devices or 'n_devices'", "no devices in /tmp/n_devices or 'n_devices'"),
+        (["context"], "head_dim must be even", "head_dim must be even"),
+    ],
+)
+def test_errors_of_the_library_name_options(options, message, expected):
+    assert cli._with_flags(message, argparse.Namespace(command_name="x", **dict.fromkeys(options))) == expected
+
+
 def test_a_saver_runs_while_its_block_runs():
     calls = []
     with interrupts.saved_by(lambda: calls.append(1)):
@@ -140,7 +160,7 @@ def test_the_help_of_a_command_loads_no_jax():
 def test_error_is_one_line_and_names_the_command(capsys, tmp_path):
     assert cli.main(["compare", "--keys", "0", "--out", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error == "tree-attn compare: error: num_keys must be an integer of at least 1, got 0\n"
+    assert error == "tree-attn compare: error: --keys must be an integer of at least 1, got 0\n"
 
 
 def test_traceback_on_request(monkeypatch, tmp_path):

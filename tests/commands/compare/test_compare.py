@@ -239,14 +239,14 @@ def test_a_chain_that_skips_collectives_is_not_timed(tmp_path, capsys, monkeypat
         (("--devices", "8", "--keys", "4"), "--keys must be multiples of --devices 8, got 4; take 8"),
         (("--devices", "2", "--keys", "8", "--iters", "0"), "--iters must be at least 1, got 0"),
         (("--devices", "2", "--keys", "8", "--chain", "-1"), "--chain must be at least 1, got -1"),
-        (("--devices", "2", "--keys", "8", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads"),
+        (("--devices", "2", "--keys", "8", "--kv-heads", "3"), "--heads must be a multiple of --kv-heads"),
         (("--devices", "2", "--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
         (("--devices", "2", "--keys", "8", "--reduction", "sum"), "--reduction must be one of 'allreduce', 'gather'"),
         (("--devices", "2", "--keys", "8", "--implementation", "triton"), "implementation must be one of"),
-        (("--devices", "9", "--keys", "9", "--no-plots"), "n_devices=9 devices were asked for"),
+        (("--devices", "9", "--keys", "9", "--no-plots"), "--devices=9 devices were asked for"),
         (
             ("--devices", "2", "--keys", "8", "--process-id", "0"),
-            "coordinator_address, num_processes must be given too",
+            "--coordinator-address, --num-processes must be given too",
         ),
     ],
 )

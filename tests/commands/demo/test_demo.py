@@ -120,4 +120,4 @@ def test_tokens_that_differ_are_reported_and_fail(capsys):
 
 def test_a_wrong_request_is_one_line_on_stderr(capsys):
     assert main(["demo", "--max-new-tokens", "9000"]) == 2
-    assert "max_new_tokens must be at most 8150 with a prompt of 42 tokens, got 9000" in capsys.readouterr().err
+    assert "--max-new-tokens must be at most 8150 with a prompt of 42 tokens, got 9000" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_tables_show_the_reasons(capsys):
 
 def test_too_many_devices_is_one_error(capsys):
     assert cli.main(["doctor", "--devices", "9"]) == 2
-    assert "n_devices=9 devices were asked for" in capsys.readouterr().err
+    assert "--devices=9 devices were asked for" in capsys.readouterr().err
 
 
 def test_distributed_of_one_process(capsys):

@@ -116,7 +116,7 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
 
     status, _, error = run(capsys, *arguments, "10", "--top-k", "5")
     assert status == 2
-    assert f"{tmp_path} holds the results of another generation: top_k is None there and 5 here" in error
+    assert f"{tmp_path} holds the results of another generation: --top-k is None there and 5 here" in error
     monkeypatch.setattr("tree_attn.commands.session.load_with_progress", None)  # would fail if it were called
     _, _, summary = run(capsys, *arguments, "10")
     assert summary == "10 new tokens up to the limit of --max-new-tokens; 10 of them saved before\n"
@@ -209,7 +209,7 @@ def test_the_default_limit_is_what_the_positions_leave():
         (["--attention", "flash"], "attention must be one of 'tree', 'ring', 'single', 'sparq', got 'flash'"),
         (
             ["--attention", "ring", "--reduction", "gather"],
-            "got 'gather': attention='ring' does not reduce",
+            "got 'gather': --attention='ring' does not reduce",
         ),
         (["--attention", "single", "--devices", "2"], "attention='single' keeps all keys on one device"),
         (["--reduction", "star"], "reduction must be one of"),
@@ -217,13 +217,13 @@ def test_the_default_limit_is_what_the_positions_leave():
         (["--save-every", "0"], "--save-every must be at least 1, got 0"),
         (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
         (["--prompt", "y", "--out", "absent"], "--out saves the tokens of one prompt, got 2"),
-        (["--prefill-chunk", "9", "--devices", "2"], "prefill_chunk must be a multiple of 2 shards, got 9"),
-        (["--prefill-chunk", "8", "--attention", "ring"], "prefill_chunk=8: attention='ring' reads prompts whole"),
+        (["--prefill-chunk", "9", "--devices", "2"], "--prefill-chunk must be a multiple of 2 shards, got 9"),
+        (["--prefill-chunk", "8", "--attention", "ring"], "--prefill-chunk=8: --attention='ring' reads prompts whole"),
         (["--cache-dtype", "int4"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'int4'"),
-        (["--devices", "0"], "n_devices must be an integer of at least 1, got 0"),
+        (["--devices", "0"], "--devices must be an integer of at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or a finite number above it, got -1.0"),
-        (["--top-k", "0"], "top_k must be 1 or more, got 0"),
-        (["--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["--top-k", "0"], "--top-k must be 1 or more, got 0"),
+        (["--top-p", "2"], "--top-p must be above 0 and at most 1, got 2.0"),
         (["--seed", "-3"], "seed must be in"),
         (["--model", "absent.gguf"], "model must be 'smollm2', a folder"),
         (["--max-new-tokens", "9000"], "--max-new-tokens must be at most 8161 after a prompt of 31 tokens, got 9000"),

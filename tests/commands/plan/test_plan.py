@@ -92,11 +92,11 @@ def test_a_datasheet_is_marked_and_a_short_name_is_the_measured_machine(capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--keys", "0"), "num_keys must be an integer of at least 1, got 0"),
+        (("--keys", "0"), "--keys must be an integer of at least 1, got 0"),
         (("--keys", "8", "--nodes", "0"), "--nodes must be at least 1, got 0"),
         (("--keys", "8", "--gpus-per-node", "-1"), "--gpus-per-node must be at least 1, got -1"),
         (("--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
-        (("--keys", "8", "--kv-heads", "3"), "num_heads must be a multiple of num_kv_heads"),
+        (("--keys", "8", "--kv-heads", "3"), "--heads must be a multiple of --kv-heads"),
         (("--keys", "8", "--device-kind", "fake"), "--machine must be given for 'fake'"),
         (
             ("--keys", "8", "--device-kind", "fake"),

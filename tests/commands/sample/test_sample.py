@@ -139,18 +139,18 @@ class FakeGenerator:
     [
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
         (["--top", "0"], "--top must be at least 1, got 0"),
-        (["--attention", "ring", "--share-prefix"], "share_prefixes=True: attention='ring' has no form for shared"),
+        (["--attention", "ring", "--share-prefix"], "--share-prefix=True: --attention='ring' has no form for shared"),
         (["--attention", "sparq"], "--attention sparq needs --num-components and --num-keys, got neither"),
         (
             ["--attention", "sparq", "--num-components", "3", "--num-keys", "8", "--cache-dtype", "int8"],
-            "cache_dtype='int8': attention='sparq' takes no scales; float8_e4m3fn needs none",
+            "--cache-dtype='int8': --attention='sparq' takes no scales; float8_e4m3fn needs none",
         ),
         (["--num-keys", "8"], "--num-keys: --attention must name sparq, got tree"),
         (
             ["--attention", "sparq", "--num-components", "9", "--num-keys", "8"],
-            "num_components must be an integer of at least 1 and at most 8, got 9",
+            "--num-components must be an integer of at least 1 and at most 8, got 9",
         ),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or a finite number above it, got -1.0"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or a finite number above it, got -1.0"),
         (["--max-new-tokens", "60"], "--max-new-tokens must be at most 53 after a prompt of 11 tokens, got 60"),
     ],
 )
