@@ -10,6 +10,7 @@ import pytest
 
 from tree_attn.cli import main
 from tree_attn.commands import session
+from tree_attn.commands.generate import writing
 from tree_attn.commands.request import check_room
 from tree_attn.models.llama import preset
 
@@ -133,6 +134,29 @@ def test_a_higher_limit_goes_on_from_the_tokens_of_a_lower_one(capsys, tmp_path)
         parts.append(json.loads(line))
     assert [(len(part["new_ids"]), part["finish_reason"]) for part in parts[1:]] == [(5, "length"), (9, "length")]
     assert parts[2]["new_ids"] == parts[0]["new_ids"] and parts[1]["new_ids"] == parts[0]["new_ids"][:5]
+
+
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_saved_text_comes_after_the_phases_which_would_be_drawn_over_it(capsys, tmp_path, monkeypatch):
+    arguments = ["--prompt", "name a river", "--attention", "single", "--out", str(tmp_path), "--max-new-tokens"]
+    _, (text,), _ = run(capsys, *arguments, "2", "-q")
+    order = []
+    for module, name in ((session, "phase"), (writing, "show")):
+        real = getattr(module, name)
+
+        def record(said, *options, real=real, name=name, **named):
+            order.append((name, said))
+            return real(said, *options, **named)
+
+        monkeypatch.setattr(module, name, record)
+    status, (longer,), error = run(capsys, *arguments, "3", "-q")
+    assert (status, error) == (0, "") and longer.startswith(text)
+    last_phase = max(i for i, (name, _) in enumerate(order) if name == "phase")
+    assert order[last_phase][1].startswith("reading ")
+    assert order[last_phase + 1] == ("show", text)
+    assert all(name == "show" for name, _ in order[last_phase:][1:])
+    run(capsys, *arguments, "4", "--json")
+    assert [said for name, said in order if name == "phase"][-1] == "generating"  # where no text shows
 
 
 @pytest.mark.usefixtures("tiny_checkpoint")

@@ -62,12 +62,14 @@ def _try(name: str, model: Llama, prompt_ids: list[int], max_new_tokens: int, st
     with session.phase(f"{name}: generating", max_new_tokens) as generating:
         on_token = lambda *_: generating.advance()
         (result,) = generate(generator, [prompt_ids], max_new_tokens, stop_ids=stop_ids, on_token=on_token)
+    with session.phase(f"{name}: counting what a step sends"):
+        costs = _costs(programs.decode)
     return Outcome(
         attention=name,
         n_devices=model.sharding.mesh.size,
         new_ids=result.new_ids,
         per_token_s=result.per_token_s,
-        **_costs(programs.decode),
+        **costs,
     )
 
 

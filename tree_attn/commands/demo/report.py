@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.panel import Panel
 from rich.text import Text
 
-from tree_attn.commands import drawing, terminal
+from tree_attn.commands import drawing, phases, terminal
 from tree_attn.commands.demo import measured, picture
 from tree_attn.commands.demo.answers import Outcome
 from tree_attn.commands.terminal import size, time
@@ -71,7 +71,8 @@ def _drawn(outcomes: Sequence[Outcome], path: pathlib.Path) -> str:
     if not drawing.has_matplotlib():
         return f"No picture: {drawing.advice()}."
     try:
-        picture.draw(outcomes, path)
+        with phases.phase("drawing"):
+            picture.draw(outcomes, path)
     except OSError as error:  # the answer stands without its picture
         return f"No picture: {error}."
     return f"Picture: {path}."

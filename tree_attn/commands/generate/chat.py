@@ -9,7 +9,7 @@ import jax
 
 from tree_attn.cluster.join import steps
 from tree_attn.commands import prompting, session
-from tree_attn.commands.generate.described import described, place, show
+from tree_attn.commands.generate.described import described, place, reading, show
 from tree_attn.commands.request import Request, check_room, load_generator, messages
 from tree_attn.models.llama import Conversation
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream
@@ -44,9 +44,10 @@ def _answer(
     with session.phase("compiling ..."):
         conversation.compile(prompt, limit)
     stream = TextStream(tokenizer)
-    with steps() as step:
+    with steps() as step, reading(len(prompt), is_shown=not args.json) as end_reading:
 
         def on_token(_, token: int) -> None:
+            end_reading()
             show(stream.push(token), not args.json)
             step()
 

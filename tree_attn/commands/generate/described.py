@@ -1,8 +1,11 @@
 """A generation in words and for `--json`, and text printed as it comes by the first process."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from tree_attn.commands import session
 from tree_attn.commands.request import Request
 from tree_attn.models.llama import Generation
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
@@ -40,6 +43,20 @@ def summary(document: dict[str, Any], request: Request, *, num_saved: int = 0) -
             f"{document['prefill_s']:.2f} s before the first"
         )
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def reading(num_tokens: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Shows that a prompt is read, until the function that it gives is called at the first new token.
+
+    Args:
+      is_shown: new tokens are printed; else it is shown that they are generated, while the block runs.
+    """
+    with contextlib.ExitStack() as after, contextlib.ExitStack() as before:
+        if not is_shown:
+            before.callback(lambda: after.enter_context(session.phase("generating")))
+        before.enter_context(session.phase(f"reading {num_tokens:,} tokens"))
+        yield before.close
 
 
 def show(text: str, is_shown: bool = True) -> None:

@@ -1,8 +1,8 @@
 """The text of `tree-attn generate`, printed as it comes by the first process."""
 
 import argparse
+import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from tree_attn.cluster.join import steps
-from tree_attn.commands import interrupts, session
+from tree_attn.commands import interrupts, session, terminal
 from tree_attn.commands.generate.chat import converse
-from tree_attn.commands.generate.described import described, ending, from_saved, place, show, summary
+from tree_attn.commands.generate.described import described, ending, from_saved, place, reading, show, summary
 from tree_attn.commands.generate.saved_tokens import SavedTokens
 from tree_attn.commands.request import Request, load_generator, open_request
 from tree_attn.models.llama import Generation, generate
@@ -32,23 +32,27 @@ def write(args: argparse.Namespace) -> None:
         tokens = SavedTokens(args, _identity(args, request) | request.facts, request.checkpoint.config.vocab_size)
         document, words = _generate_one(args, request, tokens)
     if is_first_process():
-        print(json.dumps(document | request.facts) if args.json else words, file=None if args.json else sys.stderr)
+        if args.json:
+            terminal.print_document(document | request.facts)
+        elif not args.quiet:
+            print(words, file=sys.stderr)
 
 
 def _generate_one(args: argparse.Namespace, request: Request, tokens: SavedTokens) -> tuple[dict[str, Any], str]:
     """Prints the saved tokens and then new ones as they come; returns their part of `--json`, and a summary."""
     tokenizer, saved = request.checkpoint.tokenizer, tokens.load()
     stream, is_shown = TextStream(tokenizer), not args.json
-    for token in saved.ids:
-        show(stream.push(token), is_shown)
-
+    saved_text = "".join(map(stream.push, saved.ids))
     prompt, num_saved = request.prompts[0], len(saved.ids)
     if saved.stopped or num_saved >= args.max_new_tokens:
+        show(saved_text, is_shown)
         document = from_saved(tokenizer, prompt, saved.ids, stopped=saved.stopped)
     else:
-        with steps() as step, interrupts.saved_by(tokens.save):
+        with steps() as step, interrupts.saved_by(tokens.save), contextlib.ExitStack() as before:
+            before.callback(show, saved_text, is_shown)  # not earlier: a bar would be drawn over it
 
             def on_token(_, token: int) -> None:
+                before.close()
                 tokens.add(token)
                 show(stream.push(token), is_shown)
                 step()
@@ -81,16 +85,24 @@ def _generate_all(args: argparse.Namespace, request: Request) -> tuple[dict[str,
 
 
 def _continue(
-    args: argparse.Namespace, request: Request, done: list[int], on_token: Callable[[int, int], None]
+    args: argparse.Namespace,
+    request: Request,
+    done: list[int],
+    on_token: Callable[[int, int], None],
 ) -> Generation:
     generator = load_generator(args, request)
     with session.phase("compiling ..."):
         prompts, first_step = generator.resume([request.prompts[0]], [done])
         generator.compile(prompts, args.max_new_tokens - first_step)
     stop_ids = request.checkpoint.tokenizer.stop_ids
-    (result,) = generate(
-        generator, [request.prompts[0]], args.max_new_tokens, stop_ids=stop_ids, on_token=on_token, done=[done]
-    )
+    with reading(len(prompts[0]), is_shown=not args.json) as end_reading:
+
+        def on_any_token(row: int, token: int) -> None:
+            end_reading()
+            on_token(row, token)
+
+        options = dict(stop_ids=stop_ids, on_token=on_any_token, done=[done])
+        (result,) = generate(generator, [request.prompts[0]], args.max_new_tokens, **options)
     return result
 
 

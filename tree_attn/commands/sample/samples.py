@@ -1,7 +1,6 @@
 """The samples of `tree-attn sample`: drawn together, ranked, and printed by the first process."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,7 +70,8 @@ def _print_json(
         for prompt_ids, samples in zip(request.prompts, ranked, strict=True)
     ]
     times = {name: getattr(ranked[0][0], name) for name in ("prefill_s", "per_token_s")}
-    print(json.dumps((prompts[0] if len(prompts) == 1 else {"prompts": prompts}) | times | prefix | request.facts))
+    document = prompts[0] if len(prompts) == 1 else {"prompts": prompts}
+    terminal.print_document(document | times | prefix | request.facts)
 
 
 def _repeated(args: argparse.Namespace, prompts: Sequence[list[int]]) -> list[list[int]]:
