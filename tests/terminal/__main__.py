@@ -1,6 +1,10 @@
-"""Interrupts every command at random times: `python3 -m tests.terminal --interrupts 20 --seed 0`."""
+"""Runs every command at 80 columns, in a pipe and with --json, and interrupts it at random times.
+
+python3 -m tests.terminal --interrupts 20 --seed 0
+"""
 
 import argparse
+import json
 import pathlib
 import random
 import sys
@@ -11,6 +15,9 @@ from .test_interrupts import check_end
 
 PROMPT = ["--prompt", "Name three rivers.", "--max-new-tokens", "64"]
 TEXT = "a river and a hill and a river. " * 400
+KINDS = ("terminal", "pipe", "json")
+WITHOUT_JSON = ("demo",)
+LONGEST_SILENCE_S = 3.5  # lines come every 2.5 s; the rest is for a machine that does other things too
 
 
 def commands(folder: pathlib.Path) -> dict[str, list[str]]:
@@ -19,40 +26,73 @@ def commands(folder: pathlib.Path) -> dict[str, list[str]]:
     rows = pathlib.Path(__file__).parent.parent.parent / "docs" / "results" / "compare_4xh200_4processes"
     return {
         "compare": ["--devices", "4", "--keys", "16384", "--no-plots", "--out", str(folder / "compare")],
-        "bench": ["llama", "--config", "smollm2-135m", "--devices", "2", "--context", "512"],
+        "bench": ["llama", "--config", "smollm2-135m", "--devices", "2", "--context", "512", "--new-tokens", "8"],
         "doctor": ["--devices", "4"],
         "plan": ["--keys", "81920"],
         "figures": ["3", "--rows", str(rows), "--out", str(folder / "figures")],
-        "demo": [],
+        "demo": ["--picture", str(folder / "demo.png")],
         "generate": [*PROMPT, "--out", str(folder / "generate")],
-        "sample": [*PROMPT, "--num-samples", "4"],
-        "eval": ["--text", str(folder / "text.txt"), "--no-plots", "--out", str(folder / "eval")],
-    }
+        "sample": [*PROMPT, "--num-samples", "2"],
+        "eval": ["--text", str(folder / "text.txt"), "--tasks", "repetition", "--ratios", "8", "--context", "256",
+                 "--samples", "2", "--no-plots", "--out", str(folder / "eval")],
+    }  # fmt: skip
+
+
+def check_screen(run: screens.Run, kind: str) -> str:
+    """Asserts what holds for every command that ends by itself; returns its last line."""
+    assert run.status == 0, run
+    assert run.longest_silence_s < LONGEST_SILENCE_S, f"{run.longest_silence_s:.1f} s without a word: {run}"
+    if kind == "json":
+        assert isinstance(json.loads(run.out), dict)
+        return "one document"
+    lines = [line.rstrip() for line in run.lines if line.strip()]
+    assert "\u2026" not in run.out, "a cell is cut"
+    if kind == "terminal":
+        assert max(map(len, lines)) <= screens.COLUMNS, lines
+    else:
+        tables = [line for line in lines if line.startswith((" ", "│", "┃"))]
+        assert max(map(len, tables), default=0) <= screens.COLUMNS, tables
+        assert "\r" not in run.out + run.err and "\x1b" not in run.out + run.err
+    return lines[-1]
+
+
+def show(name: str, check, run: screens.Run, argument: str) -> int:
+    """Prints what a check says of a run; returns the number of faults."""
+    try:
+        words, faults = check(run, argument), 0
+    except (AssertionError, ValueError) as error:
+        words, faults = f"FAULT: {error}", 1
+    print(f"{name}: {words}", flush=True)
+    return faults
 
 
 def main() -> int:
-    """Interrupts each command so many times; returns 1 if one did not end as it must."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Runs and interrupts each command; returns 1 if one did not show or end as it must."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interrupts", type=int, default=20, help="of each command; default 20")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--within", type=float, default=20.0, metavar="S", help="seconds after the start; default 20")
     parser.add_argument("--commands", help="names, separated by commas; default: all")
+    parser.add_argument("--no-screens", action="store_true", help="interrupts only")
     args = parser.parse_args()
     moments, faults = random.Random(args.seed), 0
     with tempfile.TemporaryDirectory() as name:
         calls = commands(pathlib.Path(name))
-        for command in args.commands.split(",") if args.commands else calls:
+        chosen = args.commands.split(",") if args.commands else list(calls)
+        for command in () if args.no_screens else chosen:
+            for kind in KINDS[: 2 if command in WITHOUT_JSON else 3]:
+                call = [command, *calls[command], *(["--json"] if kind == "json" else [])]
+                faults += show(
+                    f"{command}, {kind}", check_screen, screens.run(call, is_terminal=kind == "terminal"), kind
+                )
+        for command in chosen:
             for number in range(args.interrupts):
                 # Python itself has not begun with the program before 0.3 s.
                 moment = moments.uniform(0.3, args.within if number % 2 else 3.0)
                 run = screens.run([command, *calls[command]], is_terminal=number % 3 == 0, interrupt_s=moment)
-                if run.ended_s is None or run.status == 0:  # it was done before, or at that moment
-                    continue
-                try:
-                    words = check_end(run, command)
-                except AssertionError as error:
-                    words, faults = f"FAULT: {error}", faults + 1
-                print(f"{command} after {moment:.2f} s, ended in {run.ended_s:.2f} s: {words}", flush=True)
+                if run.ended_s is not None and run.status != 0:  # else it was done before, or at that moment
+                    words = f"{command} after {moment:.2f} s, ended in {run.ended_s:.2f} s"
+                    faults += show(words, check_end, run, command)
     print(f"{faults} faults")
     return min(faults, 1)
 
