@@ -63,7 +63,7 @@ def of_ranks(count: int, code: str):
 
 def test_other_arguments_on_one_rank():
     """The roll call ends it, before a model is looked for."""
-    line = f"exec {sys.executable} -m tree_attn.cli generate --model absent.gguf --seed $RANK --prompt x$RANK"
+    line = f"exec {sys.executable} -m tree_attn.cli generate --quiet --model absent.gguf --seed $RANK --prompt x$RANK"
     with running(["sh", "-c", line], 2) as processes:
         for status, errors in endings(processes, STARTS_S):
             assert status == 2 and errors.count("\n") == 1, errors
