@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_interrupted(args)
         return INTERRUPTED_STATUS
     except Exception as error:
+        if is_program and isinstance(error, BrokenPipeError) and not _rank_of_several(args):
+            # The reader of stdout has gone, `head` for one. Python would flush it again and print an exception.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1  # as rich's console ends
         is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
         is_brief = is_users and not os.environ.get("TREE_ATTN_TRACEBACK")
         line = f"tree-attn {args.command_name}: {_rank_of_several(args)}error: {_with_flags(str(error), args)}"
@@ -91,6 +95,7 @@ def _run(args: argparse.Namespace, is_program: bool) -> int:
     is_quiet = args.quiet or not is_program or not processes.is_first(args)
     with phases.command(is_quiet=is_quiet):
         status = _module(args.command_name).run(args)
+        sys.stdout.flush()
         if new_folder is not None:
             phases.say(
                 f"{new_folder}: compiled programs are kept there for the next run, but with --no-compilation-cache"

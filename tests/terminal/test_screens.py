@@ -1,6 +1,9 @@
 """Each command's screen: 80 columns under a terminal, lines on stderr in a pipe, and one JSON document alone."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -44,3 +47,13 @@ def test_a_quiet_command_says_nothing_on_stderr():
     assert (run.status, run.err) == (0, "")
     table = run.out.splitlines()[:10]
     assert "ring public" in table[-2] and max(map(len, table)) <= screens.COLUMNS
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_leaves_early_gets_no_words(options):  # `head -1`, for one
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tree_attn", "plan", "--keys", "81920", "-q", *options]
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
+    assert (done.returncode, done.stderr) == (1, b"")
