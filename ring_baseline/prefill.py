@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from tree_attn.arguments import AnyArray, OptionArguments, check_arrays, check_lengths, clip_to_int32, takes_options
 from tree_attn.cache import KVCache
-from tree_attn.cache_checks import CacheFullError, check_new
+from tree_attn.cache_checks import CacheFullError, check_new, check_same_window
 from tree_attn.placement import PromptLayout
 from tree_attn.ring_baseline.attention import check_self_attention, ring_attention
 from tree_attn.sharded import is_local
@@ -34,7 +34,7 @@ def ring_prefill(
     and `KVCache.write_prefix`.
 
     Args:
-      cache: takes the prompts in the place of what it holds.
+      cache: takes the prompts in the place of what it holds. A window that it keeps is the attention's too.
       query: `[B, S, N, H]`; key, value: `[B, S, K, H]`, one dtype, prompts padded at their end to the longest.
       lengths: int32 `[B]`, tokens of each prompt; None: S.
       layer: of a layered cache; call this for each of its layers.
@@ -68,6 +68,10 @@ def ring_prefill(
             f"cache is full: prompts of {num_tokens} tokens do not fit a capacity of {cache.capacity}; create it with "
             "a larger capacity"
         )
+    if cache.rolls:
+        check_same_window(options.get("local_window_size"), cache.arrays)
+        if options.get("local_window_size") is None:
+            options["local_window_size"] = (cache.num_slots - 1, None)
     layout = PromptLayout(num_tokens=num_tokens, num_shards=cache.num_shards, block_size=cache.block_size)
     if lengths is None:
         lengths = jnp.full(batch, num_tokens, jnp.int32)
@@ -76,7 +80,7 @@ def ring_prefill(
     query, key, value = map(layout.store, (query, key, value))
     operands = {name: x for name, x in cache.operands(layer).items() if name in PLACEMENT}
     out = ring_attention(query, key, value, key_value_seq_lengths=lengths, **operands, **options)
-    cache = cache.write_prefix(key, value, layer).with_lengths(lengths, layer=layer)
+    cache = cache.write_prefix(key, value, layer, lengths=lengths).with_lengths(lengths, layer=layer)
     # Whatever was refused before: nothing of it is left.
     cache = dataclasses.replace(cache, overflowed=jnp.zeros_like(cache.overflowed))
     return cache, layout.restore(out)

@@ -569,7 +569,117 @@ CACHE = {
     ),
 }
 
-WRONG_CALLS = ATTEND | SHARDED | ALGEBRA | CACHE
+PROMPTS = np.zeros((2, 12, 2, 8), np.float32)
+WINDOW = {
+    "window_of_no_whole_blocks": (
+        lambda g: create(g, window=7),
+        ValueError,
+        r"window must be a multiple of shards \* block_size = 3, got 7",
+    ),
+    "window_of_nothing": (lambda g: create(g, window=0), ValueError, r"window must be an integer of at least 1, got 0"),
+    "window_and_sums": (
+        lambda g: create(g, window=6, keeps_value_sum=True),
+        NotImplementedError,
+        r"keeps_value_sum=True: SparQ has no form for a cache with a window, got window=6",
+    ),
+    "window_and_components": (
+        lambda g: create(g, window=6, keeps_key_by_component=True),
+        NotImplementedError,
+        r"keeps_key_by_component=True: SparQ has no form",
+    ),
+    "two_tokens_into_a_window": (
+        lambda g: g.rolling.write(KEY[:, :2], KEY[:, :2]),
+        ValueError,
+        r"key must be one token at a time for a cache that keeps a window, got 2",
+    ),
+    "two_appended_tokens_into_a_window": (
+        lambda g: g.rolling.append(KEY[:, :2], KEY[:, :2]),
+        ValueError,
+        r"key must be one token at a time",
+    ),
+    "two_queries_to_a_window": (
+        lambda g: g.rolling.attend(QUERY[:, :2]),
+        ValueError,
+        r"query must be one token at a time for a cache that keeps a window, got 2",
+    ),
+    "two_uncounted_tokens_of_a_window": (
+        lambda g: g.rolling.attend(QUERY[:, :1], num_new=2),
+        ValueError,
+        r"num_new must be one token at a time .*, got 2",
+    ),
+    "operands_of_two_uncounted_tokens_of_a_window": (
+        lambda g: g.rolling.operands(num_new=2),
+        ValueError,
+        r"num_new must be one token at a time",
+    ),
+    "attend_in_another_window_than_is_kept": (
+        lambda g: g.rolling.attend(QUERY[:, :1], local_window_size=4),
+        ValueError,
+        r"local_window_size must be None or \(5, None\) for a cache that keeps a window of 6 tokens, got 4",
+    ),
+    "attend_in_no_window_where_one_is_kept": (
+        lambda g: g.rolling.attend(QUERY[:, :1], local_window_size=(None, 3)),
+        ValueError,
+        r"local_window_size must be None or \(5, None\) .*, got \(None, 3\)",
+    ),
+    "attend_in_a_window_of_letters": (
+        lambda g: g.rolling.attend(QUERY[:, :1], local_window_size="5"),
+        ValueError,
+        r"local_window_size must be None, an integer >= 0 or a pair, got '5'",
+    ),
+    "attend_in_a_bound_window": (
+        lambda g: g.rolling.attend(QUERY[:, :1], attention=partial(tree_decode, local_window_size=5)),
+        ValueError,
+        r"attention must not bind local_window_size for a cache that keeps a window, got 5",
+    ),
+    "attend_to_a_window_at_positions": (
+        lambda g: g.rolling.attend(QUERY[:, :1], query_positions=ints(3)),
+        ValueError,
+        r"query_positions must be None for a cache that keeps a window",
+    ),
+    "attend_to_a_window_by_sparq": (
+        lambda g: g.rolling.attend(QUERY[:, :1], attention=partial(sparq_decode, num_components=2, num_keys=4)),
+        NotImplementedError,
+        r"SparQ has no form for a cache that keeps a window",
+    ),
+    "prompt_without_lengths_into_a_window": (
+        lambda g: g.rolling.write_prefix(PROMPTS, PROMPTS),
+        ValueError,
+        r"lengths must be given for a cache that keeps a window, got None",
+    ),
+    "prompt_of_other_lengths": (
+        lambda g: g.cache.write_prefix(PROMPTS[:, :9], PROMPTS[:, :9], lengths=[9, 10]),
+        ValueError,
+        r"lengths must lie in \[0, 9\] .*, got \[9, 10\]",
+    ),
+    "piece_of_a_prompt_into_a_window": (
+        lambda g: g.rolling.write_prefix(PROMPTS[:, :3], PROMPTS[:, :3], start=3, lengths=[3, 3]),
+        ValueError,
+        r"start must be 0 for a cache that keeps a window, got 3",
+    ),
+    "prompt_in_another_window_than_is_kept": (
+        lambda g: ring_prefill(g.rolling, PROMPT, PROMPTS, PROMPTS, local_window_size=3),
+        ValueError,
+        r"local_window_size must be None or \(5, None\)",
+    ),
+    "sequence_of_another_window": (
+        lambda g: g.rolling.with_sequence(0, g.one_rolling),
+        ValueError,
+        r"other must be like this cache, .*, which keep windows of 3 and 6",
+    ),
+    "sequence_without_a_window": (
+        lambda g: g.rolling.with_sequence(0, g.one),
+        ValueError,
+        r"other must be like this cache, .*, which keep windows of None and 6",
+    ),
+    "lengths_whose_window_is_gone": (
+        lambda g: g.rolled.with_lengths(ints(4, 11)),
+        ValueError,
+        r"lengths must be at least 12 for sequence 1, or 0, got 11: the cache keeps a window of 6 tokens",
+    ),
+}
+
+WRONG_CALLS = ATTEND | SHARDED | ALGEBRA | CACHE | WINDOW
 
 
 @pytest.fixture(scope="module")
@@ -579,6 +689,8 @@ def devices():
     objects.cache, objects.layered = create(objects), create(objects, num_layers=2)
     objects.full = objects.cache.with_lengths(ints(5, 12))
     objects.one = create(objects, batch=1)
+    objects.rolling, objects.one_rolling = create(objects, window=6), create(objects, batch=1, window=3)
+    objects.rolled = objects.rolling.with_lengths(ints(5, 12))
     objects.scaled, objects.scaled_otherwise = (
         create(objects, batch=batch, dtype="int8", key_scale=jnp.asarray([0.5, 0.5]), value_scale=jnp.asarray(scale))
         for batch, scale in ((2, [0.5, 0.5]), (1, [0.5, 0.25]))
@@ -597,7 +709,7 @@ def compilations():
 
 
 def test_the_table_has_no_name_twice():
-    assert len(WRONG_CALLS) == sum(map(len, (ATTEND, SHARDED, ALGEBRA, CACHE))) >= 40
+    assert len(WRONG_CALLS) == sum(map(len, (ATTEND, SHARDED, ALGEBRA, CACHE, WINDOW))) >= 40
 
 
 def test_compilations_are_counted(compilations):

@@ -109,7 +109,7 @@ class AttentionOptions(_Fields):
             check_lengths("key_value_seq_lengths", self.key_value_seq_lengths, batch, num_keys)
         check_flag("is_causal", self.is_causal)
         _check_positions(self.query_positions, batch, num_queries)
-        _check_window(self.local_window_size)
+        check_window_size(self.local_window_size)
         cap, scale = self.logits_soft_cap, self.scale
         if cap is not None and not (is_real(cap) and _SMALLEST <= cap <= _LARGEST):
             raise ValueError(
@@ -294,7 +294,8 @@ def _check_positions(positions, batch: int, num_queries: int) -> None:
         raise ValueError(f"query_positions must fit into int32, got {values.tolist()}")
 
 
-def _check_window(window) -> None:
+def check_window_size(window) -> None:
+    """Raises ValueError unless `window` is None, an integer of at least 0, or a pair of these."""
     if window is None:
         return
     pair = window if isinstance(window, tuple) else (window,)

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,11 @@ from tree_attn.arguments import AnyArray, check_flag, check_integer, check_lengt
 from tree_attn.cache_checks import (
     check_create,
     check_new,
+    check_one_new,
     check_prefix,
     check_sequence,
+    check_shorter,
+    check_window,
     context_mesh,
 )
 from tree_attn.cache_layer import LayerCache, LayerTuple
@@ -27,18 +29,7 @@ from tree_attn.cache_writes import first_row
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.sharded import num_held_shards
 
-T = TypeVar("T")
-Arrays = Array | tuple[Array, ...]  # in one array, or one array per layer
-
-
-class _OfArrays(Generic[T]):
-    """An attribute of `KVCache` that is its arrays' attribute of the same name."""
-
-    def __set_name__(self, cache_type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, cache, cache_type=None) -> T:
-        return getattr(cache.arrays, self._name) if cache is not None else self
+Lengths = Int[AnyArray, " B"] | Sequence[int]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays", "lengths", "overflowed"], meta_fields=[])
@@ -72,13 +63,6 @@ class KVCache(CacheReads):
     lengths: Int[Array, " B"]
     overflowed: Bool[Array, " B"]
 
-    key, value = _OfArrays[Arrays](), _OfArrays[Arrays]()
-    value_sum, key_by_component = _OfArrays[Arrays | None](), _OfArrays[Arrays | None]()
-    key_scale, value_scale = _OfArrays[Arrays | None](), _OfArrays[Arrays | None]()
-    shape, dtype = _OfArrays[tuple[int, ...]](), _OfArrays[jnp.dtype]()
-    capacity, num_shards, block_size = _OfArrays[int](), _OfArrays[int](), _OfArrays[int]()
-    mesh, axis_name, batch_axis_name = _OfArrays[Mesh](), _OfArrays[AxisName](), _OfArrays[AxisName | None]()
-
     @classmethod
     def create(
         cls,
@@ -94,6 +78,7 @@ class KVCache(CacheReads):
         block_size: int = 1,
         num_layers: int | None = None,
         stacks_layers: bool = True,
+        window: int | None = None,
         keeps_value_sum: bool = False,
         keeps_key_by_component: bool = False,
         key_scale: Float[Array, "*L K"] | None = None,
@@ -111,6 +96,7 @@ class KVCache(CacheReads):
             the nearest integer (ties to even) and clipped to +-127. Attention reads them as they are.
           num_layers: None for one layer (`[B, S, K, H]`), else a leading layer axis.
           stacks_layers: False for tuples of layers instead, which are then named by Python integers.
+          window: number of newest tokens that are kept and seen, a multiple of shards x block_size; None: all.
           keeps_value_sum, keeps_key_by_component: arrays that `tree_attn.sparq_decode` profits from; the second takes
             half as much memory again.
           key_scale, value_scale: float32 `[K]`, or `[L, K]` of a layered cache, positive: for narrow dtypes; int8 needs
@@ -118,9 +104,10 @@ class KVCache(CacheReads):
         Raises:
           ValueError: a size is not a positive integer, `dtype` is none that attention takes, an axis is not of the
             mesh or named twice, there is no mesh, its axes do not divide the batch, or the scales do not fit.
+          NotImplementedError: arrays for `sparq_decode` with a window.
         """
-        flags = {"stacks_layers": stacks_layers, "keeps_value_sum": keeps_value_sum}
-        for name, flag in (flags | {"keeps_key_by_component": keeps_key_by_component}).items():
+        for_sparq = dict(keeps_value_sum=keeps_value_sum, keeps_key_by_component=keeps_key_by_component)
+        for name, flag in ({"stacks_layers": stacks_layers} | for_sparq).items():
             check_flag(name, flag)
         mesh = context_mesh() if mesh is None else mesh
         layers = {} if num_layers is None else {"num_layers": num_layers}
@@ -128,10 +115,13 @@ class KVCache(CacheReads):
         scales = {"key_scale": key_scale, "value_scale": value_scale}
         check_create(sizes, dtype, mesh, axis_name, batch_axis_name, block_size, scales)
         unit = block_size * math.prod(mesh.shape[axis] for axis in axis_tuple(axis_name))
-        shape = batch, -(-capacity // unit) * unit, num_kv_heads, head_dim
+        check_window(window, unit, for_sparq)
+        capacity = -(-capacity // unit) * unit
+        num_slots = capacity if window is None else min(capacity, window)
+        shape = batch, num_slots, num_kv_heads, head_dim
         create = partial(
             LayerCache.create, dtype=dtype, mesh=mesh, axis_name=axis_name, batch_axis_name=batch_axis_name,
-            block_size=block_size, keeps_value_sum=keeps_value_sum, keeps_key_by_component=keeps_key_by_component,
+            block_size=block_size, rolling_capacity=capacity if num_slots < capacity else None, **for_sparq,
         )  # fmt: skip
         if stacks_layers or num_layers is None:
             arrays = create((*layers.values(), *shape), **scales)
@@ -161,26 +151,37 @@ class KVCache(CacheReads):
         where the sum of the values is kept: it counts whatever was written.
         """
         check_new(key, value, self.arrays, layer)
+        check_one_new("key", key.shape[1], self.arrays)
         return dataclasses.replace(self, arrays=self.arrays.write(key, value, self.lengths, layer))
 
-    def write_prefix(self, key, value, layer: int | Array | None = None, start: int | Int[Array, ""] = 0) -> "KVCache":
+    def write_prefix(
+        self,
+        key,
+        value,
+        layer: int | Array | None = None,
+        start: int | Int[Array, ""] = 0,
+        lengths: Lengths | None = None,
+    ) -> "KVCache":
         """Writes S0 tokens `[B, S0, K, H]` from position `start` on, the same for all sequences.
 
         They come in storage order and sharded on S0, as prefill makes them, whole or piece by piece; `start` is a
         multiple of shards x block_size, and `start + S0` at most the capacity. Inside jit, where a traced `start` is
         not, nothing is written, and every sequence is marked `overflowed`.
 
-        No data moves between devices. Follow it by `with_lengths`, which also sums the values where that is kept.
+        No data moves between devices. Follow it by `with_lengths`, which also sums the values where that is kept. A
+        cache that keeps a window needs the `lengths` here: it keeps the newest tokens of so many, and counts them.
 
         Raises:
           CacheFullError: S0, or `start + S0` where `start` is known, is more than the capacity.
           ValueError: S0 or `start` does not divide into shards of whole blocks; shapes or dtypes that do not fit.
         """
         check_new(key, value, self.arrays, layer)
-        fits = check_prefix(key.shape[1], start, self.arrays)
-        arrays = self.arrays.write_prefix(key, value, start, layer, fits=fits)
+        fits = check_prefix(key.shape[1], start, self.arrays, lengths)
+        num_new = key.shape[1] * num_held_shards(self.arrays.axes)
+        lengths = clip_to_int32(lengths, 0, num_new) if self.rolls else self.lengths
+        arrays = self.arrays.write_prefix(key, value, start, layer, fits=fits, lengths=lengths)
         overflowed = self.overflowed if fits is None else self.overflowed | ~fits
-        return dataclasses.replace(self, arrays=arrays, overflowed=overflowed)
+        return dataclasses.replace(self, arrays=arrays, overflowed=overflowed, lengths=lengths)
 
     def with_sequence(self, sequence: int | Int[Array, ""], other: "KVCache") -> "KVCache":
         """Returns the cache with one sequence of the batch replaced by the only one of `other`.
@@ -216,9 +217,7 @@ class KVCache(CacheReads):
         lengths, has_room = self._with_new(num_tokens)
         return dataclasses.replace(self, lengths=lengths, overflowed=self.overflowed | ~has_room)
 
-    def with_lengths(
-        self, lengths: Int[AnyArray, " B"] | Sequence[int], *, layer: int | Array | None = None
-    ) -> "KVCache":
+    def with_lengths(self, lengths: Lengths, *, layer: int | Array | None = None) -> "KVCache":
         """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest.
 
         Where the sum of the values is kept it is taken anew, from all of them. Inside jit lengths are clipped to the
@@ -228,8 +227,9 @@ class KVCache(CacheReads):
           lengths: int32 `[B]`.
           layer: the only layer whose values are summed anew; None: all.
         Raises:
-          ValueError: lengths that are no integers `[B]` in `[0, capacity]`.
+          ValueError: lengths that are no integers `[B]` in `[0, capacity]`, or whose windows are not kept any more.
         """
         check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
+        check_shorter(lengths, self.lengths, self.arrays)
         lengths = clip_to_int32(lengths, 0, self.capacity)
         return dataclasses.replace(self, arrays=self.arrays.with_summed_values(lengths, layer), lengths=lengths)

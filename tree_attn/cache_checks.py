@@ -11,6 +11,8 @@ from tree_attn.arguments import (
     NARROW_DTYPES,
     STORED_DTYPES,
     check_integer,
+    check_lengths,
+    check_window_size,
     concrete,
     is_integer,
     one_of,
@@ -18,6 +20,7 @@ from tree_attn.arguments import (
 )
 from tree_attn.array_axes import check_batch_axes
 from tree_attn.cache_layer import LayerCache, LayerTuple
+from tree_attn.masking import normalise_window
 from tree_attn.mesh import axis_tuple, check_axes
 from tree_attn.placement import check_block_size
 from tree_attn.sharded import num_held_shards
@@ -25,6 +28,18 @@ from tree_attn.sharded import num_held_shards
 
 class CacheFullError(ValueError):
     """More tokens than the cache has room for; nothing was overwritten."""
+
+
+def check_window(window: int | None, unit: int, flags: dict[str, bool]) -> None:
+    """Raises unless a cache may keep a window, with `unit` tokens in a round of blocks over all shards."""
+    if window is None:
+        return
+    check_integer("window", window, minimum=1)
+    if window % unit:
+        raise ValueError(f"window must be a multiple of shards * block_size = {unit}, got {window}")
+    for name, flag in flags.items():
+        if flag:
+            raise NotImplementedError(f"{name}=True: SparQ has no form for a cache with a window, got {window=}")
 
 
 def check_create(sizes: dict[str, int], dtype, mesh, axis_name, batch_axis_name, block_size: int, scales: dict) -> None:
@@ -54,13 +69,21 @@ def _stored_dtype(dtype) -> str:
     return name
 
 
-def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple) -> Bool[Array, ""] | None:
+def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple, lengths=None) -> Bool[Array, ""] | None:
     """Raises unless `num_new` tokens of a shard fit from `start` on, in whole blocks of every shard.
+
+    A cache that rolls needs the lengths of the sequences, and begins at 0.
 
     Returns:
       None; whether they fit, where `start` is known only on the device.
     """
     unit, num_new = cache.num_shards * cache.block_size, num_new * num_held_shards(cache.axes)
+    if cache.rolls and lengths is None:
+        raise ValueError("lengths must be given for a cache that keeps a window, got None")
+    if cache.rolls and not (is_integer(start) and start == 0):
+        raise ValueError(f"start must be 0 for a cache that keeps a window, got {start!r}")
+    if lengths is not None:
+        check_lengths("lengths", lengths, cache.shape[-4], num_new)
     if not _is_index(start):
         raise ValueError(f"start must be an integer, a multiple of shards * block_size = {unit}, got {start!r}")
     known = concrete(start)
@@ -90,10 +113,11 @@ def check_sequence(sequence, other: LayerCache | LayerTuple, cache: LayerCache |
     form = lambda cache: (type(cache), cache.dtype, cache.shape[:-4], cache.shape[-2:], *_kept_arrays(cache))
     placed = lambda cache: (cache.axes, cache.block_size, cache.mesh)
     fits = other.shape[-4] == 1 and other.capacity <= cache.capacity and not other.batch_axes
+    fits &= other.num_slots == cache.num_slots if other.rolls else other.num_slots <= cache.num_slots
     if form(other) != form(cache) or placed(other) != placed(cache) or not fits:
         raise ValueError(
             f"other must be like this cache, of one sequence and at most {cache.capacity} tokens; got key "
-            f"{other.dtype}{other.shape} beside {cache.dtype}{cache.shape}"
+            f"{other.dtype}{other.shape} beside {cache.dtype}{cache.shape}{_windows(other, cache)}"
         )
     for (name, scale), expected in zip(other.scales().items(), cache.scales().values(), strict=True):
         found, needed = (None if x is None else concrete(x) for x in (scale, expected))
@@ -134,6 +158,56 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 
 
+def check_one_new(name: str, num_new: int, cache: LayerCache | LayerTuple) -> None:
+    """Raises ValueError for more than one token at a time where new tokens take the place of old ones."""
+    if cache.rolls and num_new > 1:
+        raise ValueError(f"{name} must be one token at a time for a cache that keeps a window, got {num_new}")
+
+
+def check_shorter(lengths, old_lengths, cache: LayerCache | LayerTuple) -> None:
+    """Raises ValueError where fewer tokens need older ones than a cache that rolls has left; where both are known."""
+    known, old = concrete(lengths), concrete(old_lengths)
+    if not cache.rolls or known is None or old is None:
+        return
+    for b in np.flatnonzero((known > 0) & (known < old) & (old > cache.num_slots)):
+        raise ValueError(
+            f"lengths must be at least {old[b]} for sequence {b}, or 0, got {known[b]}: the cache keeps a window of "
+            f"{cache.num_slots} tokens, and those before it are gone"
+        )
+
+
+def check_rolling_read(query, num_new: int, attention, parameters, options: dict, cache) -> dict:
+    """Returns the options of attention to a cache that rolls, without the window, which its slots are already.
+
+    Raises:
+      ValueError: more than one query or new token, another window, or positions of queries.
+      NotImplementedError: an attention that chooses keys by their positions.
+    """
+    check_one_new("query", query.shape[1], cache)
+    check_one_new("num_new", num_new, cache)
+    if "key_by_component" in parameters:
+        raise NotImplementedError(f"attention={attention}: SparQ has no form for a cache that keeps a window")
+    bound = getattr(attention, "keywords", {})
+    for name in ("local_window_size", "query_positions"):
+        if bound.get(name) is not None:
+            raise ValueError(f"attention must not bind {name} for a cache that keeps a window, got {bound[name]!r}")
+    if options.get("query_positions") is not None:
+        raise ValueError("query_positions must be None for a cache that keeps a window: its slots have no order")
+    check_same_window(options.get("local_window_size"), cache)
+    return {name: value for name, value in options.items() if name != "local_window_size"}
+
+
+def check_same_window(local_window_size, cache: LayerCache | LayerTuple) -> None:
+    """Raises ValueError for a window that is not None and not that which a cache that rolls keeps."""
+    check_window_size(local_window_size)
+    window = normalise_window(local_window_size)
+    if local_window_size is not None and (window is None or window[0] != cache.num_slots - 1):
+        raise ValueError(
+            f"local_window_size must be None or ({cache.num_slots - 1}, None) for a cache that keeps a window of "
+            f"{cache.num_slots} tokens, got {local_window_size!r}"
+        )
+
+
 def context_mesh() -> Mesh:
     """Returns the mesh of `jax.set_mesh`; raises ValueError where none is set, and inside jit."""
     context = jax.sharding.get_abstract_mesh()
@@ -148,6 +222,12 @@ def context_mesh() -> Mesh:
 def _kept_arrays(cache: LayerCache | LayerTuple) -> list[bool]:
     names = "value_sum", "key_by_component", "key_scale", "value_scale"
     return [getattr(cache, name) is not None for name in names]
+
+
+def _windows(*caches: LayerCache | LayerTuple) -> str:
+    """Returns the windows of caches in words; nothing where none keeps one."""
+    windows = [cache.num_slots if cache.rolls else None for cache in caches]
+    return f", which keep windows of {' and '.join(map(str, windows))}" if any(windows) else ""
 
 
 def _check_scale(name: str, scale, dtype: str, shape: tuple[int, ...]) -> None:

@@ -21,7 +21,7 @@ from tree_attn.sharded import is_local, num_held_shards, run_on_mesh
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["key", "value", "value_sum", "key_by_component", "key_scale", "value_scale"],
-    meta_fields=["mesh", "axis_name", "batch_axis_name", "block_size"],
+    meta_fields=["mesh", "axis_name", "batch_axis_name", "block_size", "rolling_capacity"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
@@ -37,6 +37,8 @@ class LayerCache:
     key_scale, value_scale: float32 `[*L, K]`, factors of the stored numbers; or None, which is 1
     mesh, axis_name, block_size: the placement of the slots
     batch_axis_name: mesh axes that shard the batch; None: every device has all of it
+    rolling_capacity: tokens that a sequence may have, where its slots are fewer: token p is then in the slot of token
+                `p % num_slots`. None: a slot for each
     """
 
     key: Num[Array, "*L B S K H"]
@@ -49,6 +51,7 @@ class LayerCache:
     axis_name: AxisName
     batch_axis_name: AxisName | None = None
     block_size: int
+    rolling_capacity: int | None = None
 
     @classmethod
     def create(
@@ -60,6 +63,7 @@ class LayerCache:
         axis_name: AxisName,
         batch_axis_name: AxisName | None = None,
         block_size: int,
+        rolling_capacity: int | None = None,
         keeps_value_sum: bool = False,
         keeps_key_by_component: bool = False,
         key_scale: Float[Array, "*L K"] | None = None,
@@ -76,6 +80,7 @@ class LayerCache:
         empty: Any = cls(
             **{name: jax.ShapeDtypeStruct(*of_array) for name, of_array in shapes.items()},
             mesh=mesh, axis_name=axis_name, batch_axis_name=batch_axis_name, block_size=block_size,
+            rolling_capacity=rolling_capacity,
         )  # fmt: skip
         zeros = lambda x, spec: jnp.zeros(x.shape, x.dtype, device=NamedSharding(mesh, spec))
         # Copies: a cache is donated, and its scales are other caches' too. (JAX 0.10's device_put aliases in any case.)
@@ -97,7 +102,17 @@ class LayerCache:
     @property
     def capacity(self) -> int:
         """Tokens that each sequence has room for, over all shards."""
+        return self.num_slots if self.rolling_capacity is None else self.rolling_capacity
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each sequence, over all shards."""
         return self.shape[-3] * num_held_shards(self.axes)
+
+    @property
+    def rolls(self) -> bool:
+        """True where the slots are fewer than the capacity, so that new tokens take the place of the oldest."""
+        return self.rolling_capacity is not None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -138,15 +153,18 @@ class LayerCache:
         start: int | Int[Array, ""],
         layer: int | Int[Array, ""] | None = None,
         fits: Bool[Array, ""] | None = None,
+        lengths: Int[Array, " B"] | None = None,
     ) -> "LayerCache":
         """Writes S0 tokens `[B, S0, K, H]`, in storage order and sharded on S0, from position `start` on.
 
         Both are multiples of shards x block_size. No data moves between devices; `value_sum` stays as it is. Where
-        `fits` is given and False nothing is written.
+        `fits` is given and False nothing is written. A cache that rolls keeps the newest of each sequence's first
+        `lengths` tokens; `start` is 0.
         """
-        new = P(self._unbound_batch_axes, self.axes)
-        operands = key, value, _index(start), fits, _index(layer)
-        return self._on_shards(cache_writes.write_prefix, operands, (new, new, P(), P(), P()))
+        batch = self._unbound_batch_axes
+        new = P(batch, self.axes)
+        operands = key, value, _index(start), fits, _index(layer), lengths if self.rolls else None
+        return self._on_shards(cache_writes.write_prefix, operands, (new, new, P(), P(), P(), P(batch)))
 
     def with_sequence(self, sequence: Int[Array, ""], other: "LayerCache") -> "LayerCache":
         """Returns the arrays with one sequence of the batch replaced by the only one of `other`, a shorter one too."""
@@ -220,6 +238,7 @@ class LayerTuple:
     key_by_component, key_scale, value_scale = map(_arrays, ("key_by_component", "key_scale", "value_scale"))
     mesh, axis_name, block_size = map(_alike, ("mesh", "axis_name", "block_size"))
     dtype, capacity, num_shards = map(_alike, ("dtype", "capacity", "num_shards"))
+    num_slots, rolls = map(_alike, ("num_slots", "rolls"))
     axes, batch_axes, batch_axis_name = map(_alike, ("axes", "batch_axes", "batch_axis_name"))
 
     @property
@@ -243,10 +262,16 @@ class LayerTuple:
         return self._with(layer, self.layers[layer].write(key, value, lengths))
 
     def write_prefix(
-        self, key, value, start: int | Int[Array, ""], layer: int, fits: Bool[Array, ""] | None = None
+        self,
+        key,
+        value,
+        start: int | Int[Array, ""],
+        layer: int,
+        fits: Bool[Array, ""] | None = None,
+        lengths: Int[Array, " B"] | None = None,
     ) -> "LayerTuple":
         """Writes into one layer, see `LayerCache.write_prefix`."""
-        return self._with(layer, self.layers[layer].write_prefix(key, value, start, fits=fits))
+        return self._with(layer, self.layers[layer].write_prefix(key, value, start, fits=fits, lengths=lengths))
 
     def with_sequence(self, sequence: Int[Array, ""], other: "LayerTuple") -> "LayerTuple":
         """Replaces a sequence in every layer, see `LayerCache.with_sequence`."""

@@ -3,24 +3,38 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from tree_attn.arguments import AnyArray, check_integer
-from tree_attn.cache_checks import CacheFullError, check_layer
+from tree_attn.cache_checks import CacheFullError, check_layer, check_one_new, check_rolling_read
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.decode import tree_decode
+from tree_attn.mesh import AxisName
 from tree_attn.sharded import is_local
 
 OPERANDS = (
     "key", "value", "key_value_seq_lengths", "key_scale", "value_scale", "axis_name", "mesh", "batch_axis_name",
     "block_size",
 )  # fmt: skip
+T = TypeVar("T")
+Arrays = Array | tuple[Array, ...]  # in one array, or one array per layer
+
+
+class _OfArrays(Generic[T]):
+    """An attribute of `KVCache` that is its arrays' attribute of the same name."""
+
+    def __set_name__(self, cache_type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, cache, cache_type=None) -> T:
+        return getattr(cache.arrays, self._name) if cache is not None else self
 
 
 class CacheReads:
@@ -29,6 +43,14 @@ class CacheReads:
     arrays: LayerCache | LayerTuple
     lengths: Int[Array, " B"]
     overflowed: Bool[Array, " B"]
+
+    key, value = _OfArrays[Arrays](), _OfArrays[Arrays]()
+    value_sum, key_by_component = _OfArrays[Arrays | None](), _OfArrays[Arrays | None]()
+    key_scale, value_scale = _OfArrays[Arrays | None](), _OfArrays[Arrays | None]()
+    shape, dtype = _OfArrays[tuple[int, ...]](), _OfArrays[jnp.dtype]()
+    capacity, num_slots, rolls = _OfArrays[int](), _OfArrays[int](), _OfArrays[bool]()
+    num_shards, block_size = _OfArrays[int](), _OfArrays[int]()
+    mesh, axis_name, batch_axis_name = _OfArrays[Mesh](), _OfArrays[AxisName](), _OfArrays[AxisName | None]()
 
     def attend(
         self,
@@ -45,6 +67,9 @@ class CacheReads:
         `key_by_component`, such as `sparq_decode`, gets these too, where the cache keeps them. (Causal queries after
         one another see fewer values than are held: they get no mean.)
 
+        A cache that keeps a window (`KVCache.create`) has nothing else in its slots, in no order. So one query at a
+        time attends to all of them, and `local_window_size` may be left out.
+
         Args:
           query: `[B, T, N, H]`, the same on every device of the sequence.
           layer: of a layered cache; traced too, where layers are stacked.
@@ -55,7 +80,8 @@ class CacheReads:
           As `attention` does.
         Raises:
           ValueError: an option that comes from the cache; `layer` does not fit; an operand that `attention` does not
-            take.
+            take; more than one query, another window or positions, where the cache keeps a window.
+          NotImplementedError: `sparq_decode`, where the cache keeps a window.
           Others: as `attention` does.
 
         Example:
@@ -72,9 +98,11 @@ class CacheReads:
         parameters = inspect.signature(attention).parameters
         self._check_attend(attention, parameters, options)
         check_integer("num_new", num_new, minimum=0)
+        if self.rolls:
+            options = check_rolling_read(query, num_new, attention, parameters, options, self.arrays)
         run = lambda: attention(query, **self._read(query, layer, num_new, parameters, options), **options)
         # Outside jit, to take a layer, new lengths or a mean runs programs: `attention` checks its arguments before.
-        runs_programs = layer is not None or num_new or self.arrays.value_sum is not None
+        runs_programs = layer is not None or num_new or self.rolls or self.arrays.value_sum is not None
         if runs_programs and not isinstance(self.lengths, jax.core.Tracer):
             jax.eval_shape(lambda: (run(), None)[1])
         return run()
@@ -83,7 +111,8 @@ class CacheReads:
         """Returns the keyword arguments that attention to one layer needs, for functions that `attend` does not call.
 
         They are `key`, `value`, `key_value_seq_lengths`, `key_scale`, `value_scale`, `axis_name`, `mesh`,
-        `batch_axis_name` and `block_size`; `mesh` is None inside a `shard_map`.
+        `batch_axis_name` and `block_size`; `mesh` is None inside a `shard_map`. Where the cache keeps a window, the
+        lengths are at most its slots, which are in no order: only one query, the newest token's, may read them.
 
         Args:
           layer, num_new: as in `attend`.
@@ -95,12 +124,14 @@ class CacheReads:
         """
         check_layer(self.arrays, layer)
         check_integer("num_new", num_new, minimum=0)
+        check_one_new("num_new", num_new, self.arrays)
         arrays = self.arrays
+        lengths = self._with_new(num_new)[0] if num_new else self.lengths
         is_in_shard_map = is_local(arrays.axes) or bool(jax.sharding.get_abstract_mesh().manual_axes)
         return {
             "key": _of_layer(arrays.key, layer),
             "value": _of_layer(arrays.value, layer),
-            "key_value_seq_lengths": self._with_new(num_new)[0] if num_new else self.lengths,
+            "key_value_seq_lengths": jnp.minimum(lengths, self.num_slots) if self.rolls else lengths,
             **arrays.scales(layer),
             "axis_name": arrays.axis_name,
             "mesh": None if is_in_shard_map else arrays.mesh,

@@ -25,6 +25,7 @@ def write(cache, key, value, lengths: Int[Array, " B"], layer):
     positions = lengths[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None, :]  # [B, T]
     positions = jnp.where(has_room[:, None], positions, cache.capacity)
     holder, slot = locate(positions, shard.num_shards, cache.block_size)
+    slot = slot % cache.key.shape[-3] if cache.rolls else slot
     is_mine = (holder == shard.index) & (positions < cache.capacity)
 
     def put(stored, new, is_by_component):
@@ -50,9 +51,14 @@ def write(cache, key, value, lengths: Int[Array, " B"], layer):
     return dataclasses.replace(cache, **changed)
 
 
-def write_prefix(cache, key, value, start: Int[Array, ""], fits: Bool[Array, ""] | None, layer):
-    """Writes this shard's part of S0 tokens from position `start` on; nothing where `fits` is False."""
+def write_prefix(cache, key, value, start: Int[Array, ""], fits: Bool[Array, ""] | None, layer, lengths):
+    """Writes this shard's part of S0 tokens from position `start` on; nothing where `fits` is False.
+
+    A cache that rolls gets the newest of each sequence's first `lengths` tokens.
+    """
     slot = start // local_shard(cache.axes, cache.block_size).num_shards
+    if cache.rolls and key.shape[1] > cache.key.shape[-3]:
+        key, value = (_newest(cache, x, lengths) for x in (key, value))
 
     def put(stored, new, is_by_component):
         new = new.transpose(0, 2, 3, 1) if is_by_component else new
@@ -65,6 +71,19 @@ def write_prefix(cache, key, value, start: Int[Array, ""], fits: Bool[Array, ""]
     new = _as_stored_by_name(cache, key, value, layer)
     changed = {name: put(getattr(cache, name), x, name == "key_by_component") for name, x in new.items()}
     return dataclasses.replace(cache, **changed)
+
+
+def _newest(cache, x, lengths: Int[Array, " B"]):
+    """Returns for each slot of this shard the newest of its tokens, of its part `[B, S0, K, H]` of prompts.
+
+    The slots of all shards are whole rounds of blocks, so that a shard's own tokens roll through its own slots. A slot
+    that has none yet gets padding.
+    """
+    num_slots = cache.key.shape[-3]
+    num_held = local_shard(cache.axes, cache.block_size).local_lengths(lengths, x.shape[1])[:, None]
+    slots = jnp.arange(num_slots, dtype=jnp.int32)[None, :]
+    index = slots + num_slots * jnp.maximum((num_held - 1 - slots) // num_slots, 0)
+    return jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="promise_in_bounds")
 
 
 def replace_sequence(cache, other, sequence: Int[Array, ""]):

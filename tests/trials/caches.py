@@ -46,12 +46,18 @@ class Case(Reproducer):
     stacks: bool = True
     sums: bool = False
     by_component: bool = False
+    rounds: int | None = None  # the window, in blocks of every shard
     mode: str = "jit"
 
     @property
     def num_shards(self) -> int:
         """Shards of the sequence."""
         return math.prod(dict(self.mesh)[axis] for axis in self.axis)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that the cache keeps; None: all."""
+        return None if self.rounds is None else self.rounds * self.num_shards * self.block_size
 
 
 def draw(rng: np.random.Generator) -> Case:
@@ -75,6 +81,8 @@ def draw(rng: np.random.Generator) -> Case:
         layers=layers, stacks=rng.random() < 0.6, sums=rng.random() < 0.4, by_component=rng.random() < 0.4,
         mode=one(MODES),
     )  # fmt: skip
+    if rng.random() < 0.3:
+        case = dataclasses.replace(case, rounds=int(rng.integers(1, 4)), sums=False, by_component=False)
     operations = tuple(_operation(rng, case) for _ in range(NUM_OPERATIONS))
     return dataclasses.replace(case, operations=(*operations, ("attend", 1, "tree_decode", 0)))
 
@@ -82,13 +90,15 @@ def draw(rng: np.random.Generator) -> Case:
 def _operation(rng, case: Case) -> tuple:
     seed = int(rng.integers(1 << 16))
     length = lambda: float(np.round(rng.random(), 2))  # a share of what there is
+    at_once = lambda several: 1 if case.rounds is not None else int(rng.choice([1, several]))
+    in_pieces = bool(rng.random() < 0.4) and case.rounds is None
     kinds = {
-        "append": ("append", int(rng.choice([1, 3])), seed),
-        "write": ("write", int(rng.choice([1, 3])), seed),
-        "attend": ("attend", int(rng.choice([1, 2])), str(rng.choice(ATTENTIONS)), seed),
+        "append": ("append", at_once(3), seed),
+        "write": ("write", at_once(3), seed),
+        "attend": ("attend", at_once(2), str(rng.choice(ATTENTIONS)), seed),
         "with_lengths": ("with_lengths", tuple(length() for _ in range(case.batch))),
         "spoil": ("spoil", seed),
-        "prefix": ("prefix", tuple(length() for _ in range(case.batch)), bool(rng.random() < 0.4), seed),
+        "prefix": ("prefix", tuple(length() for _ in range(case.batch)), in_pieces, seed),
         "with_sequence": ("with_sequence", int(rng.integers(case.batch)), length(), seed),
         "prefill": ("prefill", tuple(length() for _ in range(case.batch)), seed),
     }
@@ -119,7 +129,7 @@ def simpler(case: Case) -> Iterator[Case]:
     """Yields cases with fewer operations, then plainer caches."""
     for i in range(len(case.operations)):
         yield dataclasses.replace(case, operations=case.operations[:i] + case.operations[i + 1 :])
-    for name in ("mode", "explicit", "context", "by_component", "sums", "layers", "block_size"):
+    for name in ("mode", "explicit", "context", "by_component", "sums", "layers", "rounds", "block_size"):
         default = {field.name: field.default for field in dataclasses.fields(Case)}[name]
         if getattr(case, name) != default:
             yield dataclasses.replace(case, **{name: default})
@@ -140,6 +150,7 @@ class _Trial:
         self.mesh = Mesh(grid, names, axis_types=(kind,) * len(names))
         unit = case.num_shards * case.block_size
         self.unit, self.capacity = unit, -(-case.capacity // unit) * unit
+        self.num_slots = min(self.capacity, case.window or self.capacity)
         self.num_layers = case.layers or 1
         self.scales = {}
         if case.has_scales:
@@ -158,7 +169,7 @@ class _Trial:
             dtype=case.dtype, mesh=None if case.context else self.mesh, block_size=case.block_size,
             axis_name=case.axis[0] if len(case.axis) == 1 else case.axis, batch_axis_name=case.data,
             num_layers=case.layers, stacks_layers=case.stacks, keeps_value_sum=case.sums,
-            keeps_key_by_component=case.by_component,
+            keeps_key_by_component=case.by_component, window=case.window,
         ) | scales | changes))  # fmt: skip
 
     def empty(self, batch: int, capacity: int) -> np.ndarray:
@@ -258,6 +269,8 @@ class _Trial:
         if self.case.dtype == "int8":
             return
         before, new = self.lengths.copy(), self.new(1, seed)
+        if (before >= self.num_slots).any():  # it would take the place of another token
+            return
         new[:] = np.nan
         for i in range(self.num_layers):
             self.run(_write, *map(jnp.asarray, new[:, i]), layer=self.layer(i))
@@ -266,7 +279,8 @@ class _Trial:
 
     def do_with_lengths(self, shares: tuple[float, ...]) -> None:
         """Drops the newest tokens of some sequences."""
-        self.lengths = (np.array(shares) * (self.lengths + 1)).astype(int).clip(0, self.lengths)
+        shorter = (np.array(shares) * (self.lengths + 1)).astype(int).clip(0, self.lengths)
+        self.lengths = np.where(self.lengths <= self.num_slots, shorter, np.where(shorter == 0, 0, self.lengths))
         self.run(KVCache.with_lengths, jnp.asarray(self.lengths, jnp.int32))
 
     def do_prefix(self, shares: tuple[float, ...], in_pieces: bool, seed: int) -> None:
@@ -282,20 +296,23 @@ class _Trial:
         for begin, end in ((0, first), (first, size)):
             order = begin + problems.storage_order(end - begin, self.case.num_shards, self.case.block_size)
             for i in range(self.num_layers if end > begin else 0):
-                self.run_prefix(new[:, i][:, :, order], self.layer(i), begin)
+                self.run_prefix(new[:, i][:, :, order], self.layer(i), begin, lengths)
         self.tokens[:, :, :, :size] = self.stored(new)
         self.lengths = lengths
         self.run(KVCache.with_lengths, jnp.asarray(lengths, jnp.int32))
 
-    def run_prefix(self, new: np.ndarray, layer: int | None, start: int) -> None:
+    def run_prefix(self, new: np.ndarray, layer: int | None, start: int, lengths: np.ndarray) -> None:
         """Runs `write_prefix` of one layer; in a `shard_map` the prompt is sharded."""
+        counts = () if self.case.rounds is None else (jnp.asarray(lengths, jnp.int32),)
         if self.case.mode != "shard_map":
-            self.run(_write_prefix, *map(jnp.asarray, new), layer=layer, start=start)
+            self.run(_write_prefix, *map(jnp.asarray, new), *counts, layer=layer, start=start)
             return
         specs, of_new = self.cache.specs(), P(self.case.data, self.case.axis)
+        specs_of = (of_new, of_new, *[P(self.case.data)] * len(counts))
         body = functools.partial(_write_prefix, layer=layer, start=start)
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(specs, of_new, of_new), out_specs=specs)
-        self.cache = jax.jit(mapped)(self.cache, *(self.sharded(x, of_new) for x in new))
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(specs, *specs_of), out_specs=specs)
+        arguments = (self.sharded(x, spec) for x, spec in zip((*new, *counts), specs_of, strict=True))
+        self.cache = jax.jit(mapped)(self.cache, *arguments)
 
     def sharded(self, x, spec: P) -> jax.Array:
         """Returns `x` over the mesh: over Explicit axes a `shard_map` takes arrays whose types say how they lie."""
@@ -318,7 +335,7 @@ class _Trial:
                 layer=self.layer(i),
             )  # fmt: skip
             positions = np.broadcast_to(np.arange(size), (case.batch, size))
-            sees = oracle.visible(size, lengths, positions, is_causal=True)
+            sees = oracle.visible(size, lengths, positions, is_causal=True, window=self.window)
             exact = oracle.attention(query, new[0, i], new[1, i], sees, scale=case.head_dim**-0.5)
             fault = self.out_fault(np.asarray(out), exact, new[1, i], positions < lengths[:, None])
             if fault:
@@ -338,7 +355,7 @@ class _Trial:
         order = problems.storage_order(size, case.num_shards, case.block_size)
         for i in range(self.num_layers):
             keys, values = (jnp.asarray(x[i][:, order]) for x in new)
-            other = other.write_prefix(keys, values, self.layer(i))
+            other = other.write_prefix(keys, values, self.layer(i), lengths=[length])
         other = other.with_lengths([length])
         if case.mode == "eager":
             self.cache = self.cache.with_sequence(row, other)
@@ -350,6 +367,11 @@ class _Trial:
     def do_attend(self, num_queries: int, attention: str, seed: int) -> str | None:
         """Attends to every layer."""
         return self.difference(num_queries=num_queries, attention=attention, seed=seed, attends=True)
+
+    @property
+    def window(self) -> tuple[int, None] | None:
+        """The window that the oracle's queries see."""
+        return None if self.case.window is None else (self.case.window - 1, None)
 
     @property
     def heads(self) -> int:
@@ -367,8 +389,10 @@ class _Trial:
             return f"overflowed: {np.asarray(self.cache.overflowed)}, expected {self.overflowed}"
         if num_new:
             lengths = np.where(lengths + num_new <= self.capacity, lengths + num_new, lengths)
-        is_held = np.arange(self.capacity) < lengths[:, None]
-        inverse = np.argsort(problems.storage_order(self.capacity, case.num_shards, case.block_size))
+        positions, first = np.arange(self.capacity), lengths[:, None] - self.num_slots
+        is_held = (positions < lengths[:, None]) & (positions >= first)
+        order = problems.storage_order(self.num_slots, case.num_shards, case.block_size)
+        inverse = np.argsort(order)[positions % self.num_slots]
         for i in range(self.num_layers):
             fault = self.layer_fault(i, is_held, inverse)
             if fault:
@@ -424,7 +448,7 @@ class _Trial:
             out = _jitted(_attended, tuple(named.items()), False)(self.cache, jnp.asarray(query))
         keys, values = (self.widened(self.tokens[which, i], which, i) for which in (0, 1))
         positions = oracle.last_positions(lengths, num_queries)
-        sees = oracle.visible(self.capacity, lengths, positions, is_causal=num_queries > 1)
+        sees = oracle.visible(self.capacity, lengths, positions, is_causal=num_queries > 1, window=self.window)
         exact = oracle.attention(query, keys, values, sees, scale=case.head_dim**-0.5)
         return self.out_fault(np.asarray(out), exact, values, np.ones(sees.shape[:2], bool))
 
@@ -447,8 +471,8 @@ def _advance(cache, *, num_tokens: int):
     return cache.advance(num_tokens)
 
 
-def _write_prefix(cache, key, value, *, layer, start: int):
-    return cache.write_prefix(key, value, layer, start)
+def _write_prefix(cache, key, value, lengths=None, *, layer, start: int):
+    return cache.write_prefix(key, value, layer, start, lengths)
 
 
 def _attended(cache, query, *, layer, num_new: int, attention, is_causal: bool):

@@ -260,6 +260,7 @@ CALLS = {
         "dtype": ("'wide'", "np.int32", "bool", "3", "np.float64", "{}", "object()"), "axis_name": (*AXES, "None"),
         "mesh": (*MESH, "None"), "block_size": (*BLOCK, "None"), "num_layers": OPTIONAL_COUNT,
         "batch_axis_name": ("'nowhere'", "'seq'", "3", "{}", "()"), "stacks_layers": FLAG, "keeps_value_sum": FLAG,
+        "window": (*OPTIONAL_COUNT, "7"),
         "keeps_key_by_component": FLAG, "key_scale": ("floats(2)", "floats(3)", "'text'"),
         "value_scale": ("floats(2)", "3.5")}, (
             (("dtype", "np.int8"), ("key_scale", "floats(2)")),
@@ -272,7 +273,15 @@ CALLS = {
         "cache().write_prefix", {"key": "floats(2, 4, 2, 8)", "value": "floats(2, 4, 2, 8)"}, {
             "key": (*array(B, 4, K, H, dtypes=("np.int32", "bool")), "floats(2, 5, 2, 8)", "floats(2, 32, 2, 8)"),
             "value": array(B, 4, K, H, dtypes=("np.int32", "bool")), "layer": ("0", "'0'"),
-            "start": ("-4", "1", "4.0", "'4'", "True", "np.ones(2, int)", "16", "2**40", "{}", "None")}),
+            "start": ("-4", "1", "4.0", "'4'", "True", "np.ones(2, int)", "16", "2**40", "{}", "None"),
+            "lengths": (*LENGTHS, "[99, -4]", "[1.5, 2.0]", "[1]", "[True, False]")}),
+    "KVCache.write_prefix of a window": Call(
+        "cache(window=8).write_prefix",
+        {"key": "floats(2, 16, 2, 8)", "value": "floats(2, 16, 2, 8)", "lengths": "[3, 16]"},
+        {"start": ("8", "0.0"), "lengths": (*LENGTHS, "None", "[99, -4]", "[1.5, 2.0]", "[1]", "[True, False]")}),
+    "KVCache.attend to a window": Call("cache(window=8).attend", {"query": "floats(2, 1, 4, 8)"}, {
+        "query": QUERY, "num_new": ("-1", "2.5", "'1'", "None", "True", "2"), "attention": ("None", "'tree'", "3"),
+        "local_window_size": (*WINDOW, "6"), "is_causal": FLAG, "query_positions": ("np.array([3])", "'3'")}),
     "KVCache.with_sequence": Call(
         "cache().with_sequence", {"sequence": "0", "other": "cache(batch=1)"}, {
             "sequence": ("2", "-1", "0.5", "'0'", "True", "None", "[0]", "2**40"),
