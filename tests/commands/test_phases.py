@@ -1,5 +1,7 @@
 """Phases on stderr where it is no terminal: a line for each, again where one lasts, and none when quiet."""
 
+import os
+import sys
 import time
 
 import pytest
@@ -19,6 +21,24 @@ def test_a_phase_that_lasts_is_said_again(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["compiling ...", "compiling (0 s) ..."]
     assert lines[-3:] == ["timing ...", "timing, 1 of 3: tree gather ...", "timing, 2 of 3: ring public ..."]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_only_a_file_is_told_more_rarely_after_a_while(monkeypatch, tmp_path, is_file):
+    monkeypatch.setattr(phases, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(phases, "_LATER_S", 0.25)
+    read, write = os.pipe()
+    if is_file:
+        write = os.open(tmp_path / "stderr", os.O_CREAT | os.O_RDWR)
+    with os.fdopen(write, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with phases.command(is_quiet=False), phases.phase("compiling"):
+            time.sleep(1.5)
+        said = os.pread(write, 10_000, 0) if is_file else os.read(read, 10_000)
+        monkeypatch.undo()
+    os.close(read)
+    count = said.count(b"compiling (")
+    assert 0 < count <= 4 if is_file else count > 4, said
 
 
 def test_the_innermost_phase_is_the_one_that_is_said_again(capsys, monkeypatch):

@@ -1,10 +1,13 @@
 """Phases of a command, on stderr: a bar on a terminal, elsewhere a line for each, and none with `--quiet`.
 
-Where stderr is no terminal, a phase that goes on says so every 2.5 s, and after half a minute every 30 s.
+Where stderr is no terminal, a phase that goes on says so every 2.5 s. In a file, which is read later, it does so every
+30 s after half a minute.
 """
 
 import contextlib
 import dataclasses
+import os
+import stat
 import sys
 import threading
 import time
@@ -141,7 +144,8 @@ class _Screen:
                     self._repeater = None
                     return
                 phase, now = self._phases[-1], time.monotonic()
-                wait_s = _REPEAT_S if now - phase.began < _LATER_S else _LATER_REPEAT_S
+                is_later = now - phase.began >= _LATER_S and _is_file(sys.stderr)
+                wait_s = _LATER_REPEAT_S if is_later else _REPEAT_S
                 if phase.title == STARTING and not self._last_line:
                     wait_s = _BEFORE_STARTING_S
                 if now - max(phase.began, self._last_line) >= wait_s:
@@ -151,6 +155,13 @@ class _Screen:
         self._last_line = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # a closed pipe: the work is worth more than its lines
             print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def _is_file(stream) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # no file behind it
+        return False
 
 
 _screen = _Screen()
