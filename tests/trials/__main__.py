@@ -22,6 +22,7 @@ from . import count, kind, minimal, outcome, subjects
 SECONDS_TO_SIMPLIFY = 90
 MAX_PER_KIND = 3  # reproducers shown of one kind of fault
 ROUND_MINUTES = 10
+FOUND = 3  # exit status of a round with faults; Python's own is 1 when a draw raises
 GRACE_S = 900  # for the last case of a round, and for the simplest case of a fault
 
 
@@ -94,7 +95,7 @@ def _run_round(command: list[str], folder: pathlib.Path, seconds: float) -> dict
         status, reason = None, "process hung"
     counts = folder / "counts.json"
     found = json.loads(counts.read_text()) if counts.exists() else {"draws": {}, "seconds": {}, "failed": {}}
-    if status not in (0, 1):
+    if status not in (0, FOUND):
         case = folder / "case.txt"
         name, reproducer = case.read_text().split("\n", 1) if case.exists() else ("none", "none")
         print(f"FAULT {reason}\n  {_reproducer(name, reproducer)}", flush=True)
@@ -123,7 +124,7 @@ def _round(chosen: dict, args) -> int:
                 case, fault = minimal(subject, case, fault, seconds=args.simplify_seconds)
                 print(f"FAULT {fault}\n  {_reproducer(name, repr(case))}", flush=True)
         (args.round / "counts.json").write_text(json.dumps({"draws": draws, "seconds": seconds, "failed": failed}))
-    return int(failed.total() > 0)
+    return FOUND if failed.total() else 0
 
 
 def _reproducer(name: str, case: str) -> str:

@@ -245,11 +245,11 @@ def _one(rng: np.random.Generator, choices):
 
 
 def _edit(rng: np.random.Generator, kind: str, file: str, content: bytes) -> tuple:
-    has_json = file.endswith((".json", ".safetensors")) and isinstance(_tree(content, file), dict)
-    if has_json and rng.random() < 0.75:
-        path = _path(rng, _tree(content, file))
+    tree = _tree(content, file) if file.endswith((".json", ".safetensors")) else None
+    if isinstance(tree, dict) and tree and rng.random() < 0.75:
+        path = _path(rng, tree)
         if file == "tokenizer.json" and rng.random() < 0.4:
-            return ("json", (_one(rng, list(_tree(content, file))),), _one(rng, _COMPONENTS))
+            return ("json", (_one(rng, list(tree)),), _one(rng, _COMPONENTS))
         action = _one(rng, ["json"] * 8 + ["twice", "drop", "nest", "long"])
         if action in ("json", "twice"):
             return (action, path, _one(rng, _VALUES))
