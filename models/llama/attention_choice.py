@@ -86,16 +86,18 @@ def check_cache_dtype(name: str, cache_dtype: str | None) -> None:
         raise NotImplementedError(f"{cache_dtype=}: {NO_SCALES}")
 
 
-def check_model_options(name: str, config: LlamaConfig) -> None:
-    """Raises where attention `name` has not what layers of this model need.
+def check_model_options(name: str, config: LlamaConfig, prefill_chunk: int | None = None) -> None:
+    """Raises where attention `name` has not what layers of this model need, or cannot read their prompts in chunks.
 
     Raises:
-      NotImplementedError: `sparq`, for a model with a window or a soft cap.
+      NotImplementedError: `sparq`, for a model with a window or a soft cap; `prefill_chunk`, for one with a window.
     """
     for field in ("window", "attention_soft_cap"):
         value = getattr(config, field)
         if name == "sparq" and value is not None:
             raise NotImplementedError(f"attention='sparq' has no form for the model's {field}={value}")
+    if prefill_chunk is not None and config.window is not None:
+        raise NotImplementedError(f"{prefill_chunk=}: {NO_WINDOWED_PREFIXES}")
 
 
 def _quoted(names: Sequence[str]) -> str:

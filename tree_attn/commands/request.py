@@ -8,7 +8,12 @@ from typing import Any
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
 from tree_attn.models.llama import Generator, Sampling, by_name
-from tree_attn.models.llama.attention_choice import check_cache_dtype, check_choice, check_prefill_chunk
+from tree_attn.models.llama.attention_choice import (
+    check_cache_dtype,
+    check_choice,
+    check_model_options,
+    check_prefill_chunk,
+)
 from tree_attn.models.llama.checkpoint.open import Checkpoint
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.generation.request import check_request
@@ -55,6 +60,7 @@ def open_request(args: argparse.Namespace) -> Request:
     check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
     check_cache_dtype(args.attention, args.cache_dtype)
     checkpoint = session.open_with_progress(args.model)
+    check_model_options(args.attention, checkpoint.config, args.prefill_chunk)
     if sparq is not None:
         sparq.check_head_dim(checkpoint.config.head_dim)
     prompts = _prompts(args, checkpoint)

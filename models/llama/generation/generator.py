@@ -94,9 +94,7 @@ class Generator:
             tokens_per_dispatch = TOKENS_PER_DISPATCH_ON_GPUS if model.sharding.is_on_gpus else 1
         check_integer("tokens_per_dispatch", tokens_per_dispatch, minimum=1)
         check_prefill_chunk(attention.name, prefill_chunk, attention.num_shards)
-        check_model_options(attention.name, model.config)
-        if prefill_chunk is not None and model.config.window is not None:
-            raise NotImplementedError(f"{prefill_chunk=}: {NO_WINDOWED_PREFIXES}")
+        check_model_options(attention.name, model.config, prefill_chunk)
         if attention.sparq is not None:
             attention.sparq.check_head_dim(model.config.head_dim)
         self.config, self.sharding, self.attention = model.config, model.sharding, attention

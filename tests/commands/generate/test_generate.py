@@ -176,6 +176,26 @@ def test_prompts_come_from_files_and_standard_input_after_a_system_prompt(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prefill-chunk", "8"], "--prefill-chunk=8: tokens would see a prefix whole"),
+        (
+            ["--attention", "sparq", "--num-components", "4", "--num-keys", "4"],
+            "--attention='sparq' has no form for the model's window=5",
+        ),
+    ],
+)
+def test_a_model_with_a_window_is_refused_before_it_is_read(capsys, tiny_checkpoint, monkeypatch, arguments, message):
+    config = dataclasses.replace(tiny_checkpoint.config, window=5)
+    opened = dataclasses.replace(tiny_checkpoint, config=config)
+    monkeypatch.setattr(session, "open_with_progress", lambda model: opened)
+    monkeypatch.setattr(session, "load_with_progress", None)  # would fail if it were called
+    status, lines, error = run(capsys, "--prompt", "name a river", *arguments)
+    assert (status, lines) == (2, [])
+    assert message in error
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"caf\xe9", "{path} must be UTF-8, got byte 0xe9 at 3"),
