@@ -126,12 +126,11 @@ class CacheReads:
         check_integer("num_new", num_new, minimum=0)
         check_one_new("num_new", num_new, self.arrays)
         arrays = self.arrays
-        lengths = self._with_new(num_new)[0] if num_new else self.lengths
         is_in_shard_map = is_local(arrays.axes) or bool(jax.sharding.get_abstract_mesh().manual_axes)
         return {
             "key": _of_layer(arrays.key, layer),
             "value": _of_layer(arrays.value, layer),
-            "key_value_seq_lengths": jnp.minimum(lengths, self.num_slots) if self.rolls else lengths,
+            "key_value_seq_lengths": self._num_seen(num_new),
             **arrays.scales(layer),
             "axis_name": arrays.axis_name,
             "mesh": None if is_in_shard_map else arrays.mesh,
@@ -197,6 +196,11 @@ class CacheReads:
         for name in () if takes_any else OPERANDS:
             if name not in parameters and getattr(self.arrays, name, True) is not None:
                 raise ValueError(f"attention must take {name}, which comes from the cache; got {attention}")
+
+    def _num_seen(self, num_new: int) -> Int[Array, " B"]:
+        """Returns how many slots of each sequence a query after `num_new` tokens sees."""
+        lengths = self._with_new(num_new)[0] if num_new else self.lengths
+        return jnp.minimum(lengths, self.num_slots) if self.rolls else lengths
 
     def _with_new(self, num_new: int) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
         """Returns the lengths with `num_new` tokens more, where there is room for them, and where there is."""
