@@ -11,16 +11,15 @@ from tree_attn.models.llama.rope import rotation
 
 
 def in_layer(config: LlamaConfig, layer: jax.Array | int, attend: Callable[..., jax.Array]) -> jax.Array:
-    """Calls `attend(**options)` with the options of a layer (`config.attention_options`).
+    """Calls `attend(is_global, **options)` with the kind and the options of a layer (`config.attention_options`).
 
     In a scan over layers of two kinds the layer is traced, and so is the choice among two calls.
     """
-    if not config.has_layer_kinds:
-        return attend(**config.attention_options(0))
-    if isinstance(layer, int):
-        return attend(**config.attention_options(layer))
-    is_global = _is_global(config)
-    kinds = [lambda first=first: attend(**config.attention_options(first)) for first in _first_of_each(is_global)]
+    attend_like = lambda layer: attend(config.window_of(layer) is None, **config.attention_options(layer))
+    if isinstance(layer, int) or not config.has_layer_kinds:
+        return attend_like(layer if isinstance(layer, int) else 0)
+    is_global = global_mask(config)
+    kinds = [lambda first=first: attend_like(first) for first in _first_of_each(is_global)]
     return jax.lax.cond(jnp.asarray(is_global)[layer], *kinds)
 
 
@@ -35,14 +34,15 @@ def rotations(config: LlamaConfig, positions: jax.Array) -> Callable[[jax.Array 
         if isinstance(layer, int) or not config.has_layer_kinds:
             is_local = config.window_of(layer if isinstance(layer, int) else 0) is not None
             return local if is_local else everywhere
-        is_global = jnp.asarray(_is_global(config))[layer]
+        is_global = jnp.asarray(global_mask(config))[layer]
         cosine, sine = (jnp.where(is_global, *pair) for pair in zip(everywhere, local, strict=True))
         return cosine, sine
 
     return of_layer
 
 
-def _is_global(config: LlamaConfig) -> np.ndarray:
+def global_mask(config: LlamaConfig) -> np.ndarray:
+    """Returns which layers see all tokens before theirs, bool `[L]`."""
     return np.isin(np.arange(config.num_layers), config.global_layers)
 
 

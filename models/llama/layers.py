@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tree_attn.cache import KVCache
 from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.parameters import Create, Parameter
 from tree_attn.models.llama.projections import ForwardContext, from_heads, product_of, query_key_value, sum_of_parts
 from tree_attn.models.llama.rope import apply_rotation
@@ -79,8 +79,8 @@ class SelfAttention(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, cache: KVCache, layer: jax.Array | int, context: ForwardContext
-    ) -> tuple[jax.Array, KVCache]:
+        self, x: jax.Array, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
+    ) -> tuple[jax.Array, AnyCache]:
         """Maps `x`, `[B, T, D]`, to the same shape, and writes this layer's new keys and values to the cache."""
         with jax.named_scope("project"):
             bias = None if self.bias is None else self.bias[...]
@@ -190,8 +190,8 @@ class LlamaLayer(nnx.Module):
         self.mlp_post_norm = norm("mlp_post_norm") if config.post_norms else None
 
     def __call__(
-        self, x: jax.Array, cache: KVCache, layer: jax.Array | int, context: ForwardContext
-    ) -> tuple[jax.Array, KVCache]:
+        self, x: jax.Array, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
+    ) -> tuple[jax.Array, AnyCache]:
         """Maps `x`, `[B, T, D]`, to the same shape; `layer` is the index of this layer in the cache."""
         axes = ("batch", context.token_axis, "embed")
         with jax.named_scope("attention"):

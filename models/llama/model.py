@@ -1,7 +1,6 @@
 """The Llama: embedding, a scan over its layers, and a head. Attention is an argument; the cache is carried along."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from tree_attn.cache import KVCache
 from tree_attn.models.llama.attention import Attention
+from tree_attn.models.llama.attention_choice import NO_WINDOWED_PREFIXES
 from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.layer_caches import AnyCache, of_kind
 from tree_attn.models.llama.layer_kinds import in_layer, rotations
 from tree_attn.models.llama.layers import LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
@@ -66,13 +66,13 @@ class Llama(nnx.Module):
         self,
         tokens: jax.Array,
         lengths: jax.Array,
-        cache: KVCache,
+        cache: AnyCache,
         attention: Attention,
         *,
         prefixes: Sequence[Prefix] = (),
         all_logits: bool = False,
         chunk: int | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, AnyCache]:
         """Reads whole prompts into an empty cache, or `chunk` tokens at a time.
 
         Args:
@@ -89,15 +89,13 @@ class Llama(nnx.Module):
 
         Raises:
           ValueError: `chunk` does not divide `S`, or `all_logits` with it.
+          NotImplementedError: `chunk`, for a model with a window.
 
         Returns:
           Logits, float32: `[B, V]`, or `[B, S, V]` in storage order if `all_logits`. And the cache.
         """
         if chunk is not None:
-            if tokens.shape[1] % chunk or all_logits:
-                raise ValueError(
-                    f"chunk must divide {tokens.shape[1]} tokens, with all_logits=False, got {chunk} and {all_logits=}"
-                )
+            _check_chunk(chunk, tokens.shape[1], all_logits, self.config)
             return self._prefill_in_chunks(tokens, lengths, cache, attention, prefixes, chunk)
         layout = attention.prompt_layout(tokens.shape[1])
         before = num_tokens_before(prefixes, tokens.shape[0])
@@ -105,9 +103,9 @@ class Llama(nnx.Module):
 
         def attend(query, key, value, cache, layer):
             levels = [prefix.level(layer) for prefix in prefixes]
-            read = functools.partial(attention.prefill, query, key, value, lengths, levels)
+            read = lambda _, **options: attention.prefill(query, key, value, lengths, levels, **options)
             out = in_layer(self.config, layer, read)
-            return _write_first(out, cache.write_prefix(key, value, layer=layer))
+            return _write_first(out, cache.write_prefix(key, value, layer=layer, lengths=lengths))
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
         cache = cache.with_lengths(lengths)
@@ -134,7 +132,7 @@ class Llama(nnx.Module):
             def attend(query, key, value, cache, layer):
                 earlier = Prefix(cache=dataclasses.replace(cache, lengths=earlier_lengths), sequences=each_by_itself)
                 levels = [prefix.level(layer) for prefix in (*prefixes, earlier)]
-                read = functools.partial(attention.prefill, query, key, value, chunk_lengths, levels)
+                read = lambda _, **options: attention.prefill(query, key, value, chunk_lengths, levels, **options)
                 out = in_layer(self.config, layer, read)
                 return _write_first(out, cache.write_prefix(key, value, layer=layer, start=start))
 
@@ -148,13 +146,13 @@ class Llama(nnx.Module):
         return self._logits(last)[:, 0], cache.with_lengths(lengths)
 
     def decode(
-        self, tokens: jax.Array, cache: KVCache, attention: Attention, *, prefixes: Sequence[Prefix] = ()
-    ) -> tuple[jax.Array, KVCache]:
+        self, tokens: jax.Array, cache: AnyCache, attention: Attention, *, prefixes: Sequence[Prefix] = ()
+    ) -> tuple[jax.Array, AnyCache]:
         """Appends `T` tokens to each sequence.
 
         Args:
           tokens: int32 `[B, T]`; `T` is 1, or more for tokens that are to be verified together.
-          cache: with room for `T` more.
+          cache: with room for `T` more. Where it keeps windows only, `T` is 1.
           attention: from `attention.by_name`.
           prefixes: levels of nodes that precede the sequences in the cache.
 
@@ -168,13 +166,13 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             cache = cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            read = functools.partial(attention.decode, query, cache, layer, levels)
+            read = lambda kind, **options: attention.decode(query, *of_kind(cache, layer, kind), levels, **options)
             return in_layer(self.config, layer, read), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
         return self._logits(x), cache.advance(num_tokens)
 
-    def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, KVCache]:
+    def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, AnyCache]:
         """Applies the model with the caller's own attention, e.g. one that stores more than keys and values.
 
         Args:
@@ -189,8 +187,8 @@ class Llama(nnx.Module):
         return self._logits(x), cache
 
     def _run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: KVCache, attend: Attend, token_axis: str | None
-    ) -> tuple[jax.Array, KVCache]:
+        self, tokens: jax.Array, positions: jax.Array, cache: AnyCache, attend: Attend, token_axis: str | None
+    ) -> tuple[jax.Array, AnyCache]:
         with jax.named_scope("embed"):
             x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
             x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
@@ -221,6 +219,13 @@ class Llama(nnx.Module):
             x = self.final_norm(x)
             logits = jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
             return _capped(logits, self.config.logit_soft_cap)
+
+
+def _check_chunk(chunk: int, num_tokens: int, all_logits: bool, config: LlamaConfig) -> None:
+    if num_tokens % chunk or all_logits:
+        raise ValueError(f"chunk must divide {num_tokens} tokens, with all_logits=False, got {chunk} and {all_logits=}")
+    if config.window is not None:
+        raise NotImplementedError(f"{chunk=}: {NO_WINDOWED_PREFIXES}")
 
 
 def _look_up(table: jax.Array, tokens: jax.Array, sharding: LlamaSharding, token_axis: str | None) -> jax.Array:
@@ -259,7 +264,7 @@ def _capped(logits: jax.Array, cap: float | None) -> jax.Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _write_first(out: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+def _write_first(out: jax.Array, cache: AnyCache) -> tuple[jax.Array, AnyCache]:
     """Returns its arguments; nothing that depends on `out` begins before the cache is written.
 
     XLA delays work on which nothing depends, and would hold every layer's keys and values beside the cache to the end.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from tree_attn.cache import KVCache
+from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
@@ -17,8 +17,8 @@ class Attend(Protocol):
     """Attention and its cache, for one layer: `(query, key, value, cache, layer) -> (out, cache)`."""
 
     def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: KVCache, layer: jax.Array | int
-    ) -> tuple[jax.Array, KVCache]: ...
+        self, query: jax.Array, key: jax.Array, value: jax.Array, cache: AnyCache, layer: jax.Array | int
+    ) -> tuple[jax.Array, AnyCache]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

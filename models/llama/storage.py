@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 
 from tree_attn.cache import KVCache
 from tree_attn.models.llama.config import LlamaConfig
+from tree_attn.models.llama.layer_caches import AnyCache, LayerCaches
 from tree_attn.models.llama.sharding import LlamaSharding
 from tree_attn.placement import PromptLayout
 
@@ -19,8 +20,15 @@ def prompt_layout(num_tokens: int, num_shards: int) -> PromptLayout:
 
 
 def empty_cache(
-    config: LlamaConfig, sharding: LlamaSharding, *, batch: int, capacity: int, dtype: DTypeLike, **options: Any
-) -> KVCache:
+    config: LlamaConfig,
+    sharding: LlamaSharding,
+    *,
+    batch: int,
+    capacity: int,
+    dtype: DTypeLike,
+    window: int | None = None,
+    **options: Any,
+) -> AnyCache:
     """Returns an empty cache for all layers of a model.
 
     Args:
@@ -29,10 +37,11 @@ def empty_cache(
       batch: sequences.
       capacity: slots of each sequence, over all shards.
       dtype: of keys and values.
+      window: tokens that layers with a window keep, `config.window`; None: all.
       options: other options of `KVCache.create`: scales, and `Attention.cache_options`.
     """
     divides = batch % sharding.num_shards("batch") == 0
-    return KVCache.create(
+    options |= dict(
         batch=batch,
         capacity=capacity,
         num_kv_heads=config.num_kv_heads,
@@ -42,6 +51,9 @@ def empty_cache(
         axis_name=sharding.sequence,
         batch_axis_name=sharding.batch if divides else None,
         block_size=BLOCK_SIZE,
-        num_layers=config.num_layers,
-        **options,
+    )
+    if window is not None and config.has_layer_kinds:
+        return LayerCaches.create(config, window, **options)
+    return KVCache.create(
+        num_layers=config.num_layers, window=None if config.window_of(0) is None else window, **options
     )

@@ -22,7 +22,8 @@ class Conversation:
 
     The cache stays between answers. Of a prompt only the tokens after the common beginning are read, `chunk` at a time.
     A cache that is too short is replaced by one of twice the slots, into which the whole prompt is read. SparQ reads
-    every prompt whole: its keys and values of new tokens differ from those of a prompt.
+    every prompt whole: its keys and values of new tokens differ from those of a prompt. Layers with a window keep all
+    tokens here: each token of a chunk sees a window of its own.
 
     Draws depend on the seed and on the number of tokens chosen in the conversation. Greedy answers are those of
     `generate`, up to rounding, that of a narrow cache too: a later turn attends to what is stored.
@@ -127,7 +128,7 @@ class Conversation:
         while self._capacity < num_slots:
             self._capacity *= 2
         tree = unshared([list(prompt)])
-        levels = self.generator.inputs.levels(tree, min(self._capacity, max_slots) - len(prompt))
+        levels = self.generator.inputs.levels(tree, min(self._capacity, max_slots) - len(prompt), keeps_all=True)
         slots = self.generator.inputs.batch_slots(1, step=self._num_chosen)
         return self.generator.programs.of_tree(tree, levels, slots), levels, slots
 

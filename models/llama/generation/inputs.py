@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
-from tree_attn.cache import KVCache
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.attention_choice import check_cache_dtype
 from tree_attn.models.llama.generation import layout as layouts
 from tree_attn.models.llama.generation.int8_scales import cache_scales
 from tree_attn.models.llama.generation.layout import BatchSlots, Layout, Texts
 from tree_attn.models.llama.generation.prefix_tree import PrefixTree
+from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.model import Llama
 from tree_attn.models.llama.storage import empty_cache
 
@@ -30,7 +30,7 @@ class LevelInputs(NamedTuple):
 
     tokens: jax.Array
     lengths: jax.Array
-    cache: KVCache
+    cache: AnyCache
 
 
 class Inputs:
@@ -72,10 +72,13 @@ class Inputs:
             )
         self._model, self._attention, self._user_scales = model, attention, cache_scales
 
-    def levels(self, tree: PrefixTree, max_new_tokens: int) -> tuple[LevelInputs, ...]:
-        """Places each level of a tree on the devices, with an empty cache for it."""
+    def levels(self, tree: PrefixTree, max_new_tokens: int, *, keeps_all: bool = False) -> tuple[LevelInputs, ...]:
+        """Places each level of a tree on the devices, with an empty cache for it, as `empty_cache` makes it."""
         return tuple(
-            LevelInputs(*self.texts(level.texts, level.num_tokens), self.empty_cache(len(level.texts), level.capacity))
+            LevelInputs(
+                *self.texts(level.texts, level.num_tokens),
+                self.empty_cache(len(level.texts), level.capacity, keeps_all=keeps_all),
+            )
             for level in self.layout.levels(tree, max_new_tokens)
         )
 
@@ -89,14 +92,29 @@ class Inputs:
         slots = layouts.batch_slots(batch, first_sequence=first_sequence, step=step)
         return BatchSlots(*(self.sharding.place(x, "batch") for x in slots))
 
-    def empty_cache(self, batch: int, capacity: int, scales: Mapping[str, jax.Array | None] | None = None) -> KVCache:
-        """Returns an empty cache; within a program `scales` must be its inputs, for they are no constants of it."""
+    def empty_cache(
+        self,
+        batch: int,
+        capacity: int,
+        scales: Mapping[str, jax.Array | None] | None = None,
+        *,
+        keeps_all: bool = False,
+    ) -> AnyCache:
+        """Returns an empty cache.
+
+        Args:
+          batch, capacity: sequences, and slots of each.
+          scales: of the layers; default: those of the generation. Within a program they must be its inputs, for they
+            are no constants of it.
+          keeps_all: whether layers with a window keep what lies before it too, for new tokens of several at a time.
+        """
         return empty_cache(
             self._model.config,
             self.sharding,
             batch=batch,
             capacity=capacity,
             dtype=self.cache_dtype,
+            window=None if keeps_all else self.layout.window_slots(self._model.config.window),
             stacks_layers=not self._model.unroll_layers,
             **(self._scales if scales is None else scales),
             **self._attention.cache_options,

@@ -75,6 +75,15 @@ class Layout:
         power = 1 << (-(-num_tokens // unit) - 1).bit_length()
         return min(self.padded_length(unit * power), self.padded_length(longest))
 
+    def window_slots(self, window: int | None) -> int | None:
+        """Returns the slots in which layers with a window keep it; None: they keep all tokens.
+
+        A window is kept by itself where its shards are of whole multiples of slots: the next token sees all of them.
+        """
+        if window is None or window % (self.num_shards * BLOCK_SIZE * self.slot_multiple(window)):
+            return None
+        return window
+
     def capacity(self, texts: Texts, num_following: int = 0) -> int:
         """Returns the slots for each of these texts in one cache, with room for `num_following` tokens after it."""
         longest = max(map(len, texts))

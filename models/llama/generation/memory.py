@@ -70,12 +70,20 @@ def bytes_per_token(generator: Generator) -> int:
     return copies * generator.config.head_dim * _bytes_per_component(generator)
 
 
+def bytes_kept(generator: Generator, num_tokens: int) -> int:
+    """Returns the bytes of keys and values of a sequence of `num_tokens`: of layers with a window those in it."""
+    config, window = generator.config, generator.layout.window_slots(generator.config.window)
+    keeps_all = lambda layer: window is None or config.window_of(layer) is None
+    counts = (num_tokens if keeps_all(layer) else min(num_tokens, window) for layer in range(config.num_layers))
+    return sum(counts) * bytes_per_token(generator) // config.num_layers
+
+
 def bytes_read(generator: Generator, num_tokens: int) -> int:
     """Returns the bytes of keys and values that a step reads of one sequence of `num_tokens`, over all devices."""
     sparq, head_dim = generator.attention.sparq, generator.config.head_dim
-    elements = 2 * num_tokens * head_dim
-    if sparq is not None:
-        elements = num_tokens * sparq.num_components + 2 * min(sparq.num_keys, num_tokens) * head_dim
+    if sparq is None:
+        return bytes_kept(generator, num_tokens)
+    elements = num_tokens * sparq.num_components + 2 * min(sparq.num_keys, num_tokens) * head_dim
     return elements * _bytes_per_component(generator)
 
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from tree_attn.cache import KVCache
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.generation.inputs import LevelInputs
 from tree_attn.models.llama.generation.layout import BatchSlots, Layout
 from tree_attn.models.llama.generation.prefix_tree import Descendants, PrefixTree
 from tree_attn.models.llama.generation.sampling import Sampling, choose, log_probability
+from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.model import Llama
 from tree_attn.models.llama.prefix import Prefix
 
@@ -72,10 +72,10 @@ class Programs:
 
     def of_tree(self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots) -> StreamPrograms:
         """Returns the programs for a tree whose inputs have the shapes of these levels."""
-        shape = (tree.descendants, *((level.tokens.shape, level.cache.capacity) for level in levels))
+        shape = (tree.descendants, *((level.tokens.shape, form_of(level.cache)) for level in levels))
         return self.once(shape, lambda: self._compile(tree, levels, slots))
 
-    def compile_decode(self, slots: BatchSlots, prefixes: tuple[Prefix, ...], cache: KVCache) -> jax.stages.Compiled:
+    def compile_decode(self, slots: BatchSlots, prefixes: tuple[Prefix, ...], cache: AnyCache) -> jax.stages.Compiled:
         """Compiles the program of `tokens_per_dispatch` steps: `(parameters, slots, prefixes, cache=) -> ...`."""
         named = self.sharding.named
         decode = jax.jit(
@@ -114,7 +114,7 @@ class Programs:
         """Returns the model within a program, from the program's argument `parameters`."""
         return nnx.merge(self._structure, jax.tree.unflatten(self._containers, parameters))
 
-    def read(self, model: Llama, tokens, lengths, cache, prefixes: Sequence[Prefix] = ()) -> tuple[jax.Array, KVCache]:
+    def read(self, model: Llama, tokens, lengths, cache, prefixes: Sequence[Prefix] = ()) -> tuple[jax.Array, AnyCache]:
         """Prefills within a program, in chunks if there is more than one: logits and the filled cache."""
         chunk = self._layout.chunk_of(tokens.shape[1])
         return model.prefill(tokens, lengths, cache, self._attention, prefixes=prefixes, chunk=chunk)
@@ -167,7 +167,7 @@ class Programs:
         return slots, tokens, log_p, tuple(logits), cache
 
 
-def prefixes_of(caches: Sequence[KVCache], descendants: Descendants) -> tuple[Prefix, ...]:
+def prefixes_of(caches: Sequence[AnyCache], descendants: Descendants) -> tuple[Prefix, ...]:
     """Returns the prefix levels above one depth of a tree.
 
     Args:
@@ -175,6 +175,11 @@ def prefixes_of(caches: Sequence[KVCache], descendants: Descendants) -> tuple[Pr
       descendants: `tree.descendants[depth]`.
     """
     return tuple(Prefix(cache=cache, sequences=nodes) for cache, nodes in zip(caches, descendants, strict=False))
+
+
+def form_of(tree) -> tuple:
+    """Returns what two trees of arrays have in common for which one program is compiled."""
+    return jax.tree.structure(tree), *(array.shape for array in jax.tree.leaves(tree))
 
 
 def shardings_of(tree):

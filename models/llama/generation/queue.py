@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from tree_attn.arguments import check_integer
-from tree_attn.cache import KVCache
 from tree_attn.models.llama.generation.generator import Generator, Step
 from tree_attn.models.llama.generation.inputs import Inputs
 from tree_attn.models.llama.generation.layout import BatchSlots
-from tree_attn.models.llama.generation.programs import Programs, shardings_of
+from tree_attn.models.llama.generation.programs import Programs, form_of, shardings_of
 from tree_attn.models.llama.generation.request import check_max_batch, check_request, check_stop_ids
+from tree_attn.models.llama.layer_caches import AnyCache
 
 
 def stream_queue(
@@ -90,7 +90,7 @@ class _Queue:
         capacity = self.inputs.layout.capacity(self.prompts, self.max_new_tokens)
         cache = self.inputs.empty_cache(len(self.sequences), capacity)
         decode = self.programs.once(
-            ("queue", cache.shape), functools.partial(self.programs.compile_decode, slots, (), cache)
+            ("queue", form_of(cache)), functools.partial(self.programs.compile_decode, slots, (), cache)
         )
         while True:
             for index in range(len(self.sequences)):
@@ -116,7 +116,7 @@ class _Queue:
             is_last = token in self.stop_ids or self.counts[sequence] >= self.max_new_tokens
             self.sequences[index] = None if is_last else sequence
 
-    def _admit_next(self, index: int, slots: BatchSlots, cache: KVCache) -> tuple[Step, BatchSlots, KVCache]:
+    def _admit_next(self, index: int, slots: BatchSlots, cache: AnyCache) -> tuple[Step, BatchSlots, AnyCache]:
         """Prefills the next waiting prompt into slot `index`: its first token as a step, and the batch with it."""
         sequence = self.waiting.popleft()
         prompt = self.prompts[sequence]
@@ -130,7 +130,7 @@ class _Queue:
         step = Step(tokens, np.asarray(log_p), logits, time.perf_counter() - start, (sequence,))
         return step, slots, cache
 
-    def _compile_admission(self, tokens: jax.Array, *arguments, cache: KVCache) -> jax.stages.Compiled:
+    def _compile_admission(self, tokens: jax.Array, *arguments, cache: AnyCache) -> jax.stages.Compiled:
         def compile_admission() -> jax.stages.Compiled:
             of_slot, of_logits = self.inputs.sharding.named("batch"), self.inputs.sharding.named("batch", "vocab")
             admit = jax.jit(
@@ -140,9 +140,9 @@ class _Queue:
             )
             return admit.lower(self.programs.parameters, tokens, *arguments, cache=cache).compile()
 
-        return self.programs.once(("admission", tokens.shape, cache.shape), compile_admission)
+        return self.programs.once(("admission", tokens.shape, form_of(cache)), compile_admission)
 
-    def _admit(self, parameters, tokens, lengths, new: BatchSlots, index, slots: BatchSlots, *, cache: KVCache):
+    def _admit(self, parameters, tokens, lengths, new: BatchSlots, index, slots: BatchSlots, *, cache: AnyCache):
         """Prefills one prompt into a cache of its own and puts that into batch slot `index`."""
         prompt_cache = self.inputs.empty_cache(1, tokens.shape[1], cache.scales())
         model = self.programs.model_of(parameters)

@@ -92,7 +92,7 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
 def test_each_prompt_has_its_own_samples(capsys, monkeypatch):
     """The samples are those of the library's call, in its order; the model itself does not run."""
     monkeypatch.setattr(samples, "load_generator", lambda args, request: FakeGenerator())
-    monkeypatch.setattr(samples.memory, "bytes_per_token", lambda generator: 64)
+    monkeypatch.setattr(samples.memory, "bytes_kept", lambda generator, num_tokens: 64 * num_tokens)
     calls = []
 
     def draw(generator, prompts, max_new_tokens, *, num_samples, **options):

@@ -12,17 +12,18 @@ torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
 PLACES = [("tree", 2), ("ring", 2), ("single", 1)]
-PROMPTS, NUM_TOKENS = ((23, 1, 11), 4)
+PROMPTS, NUM_TOKENS = ((23, 1, 11), 8)
 
-# The class of each family's configuration, and what it has of its own. Windows are shorter than the longest prompt.
+# The class of each family's configuration, and what it has of its own. Windows are shorter than the longest prompt, and
+# than the new tokens. Caches keep a window of 6 over one or two devices, and one of 5 over one only.
 FAMILIES = {
     "qwen2": ("Qwen2", dict(num_key_value_heads=2, tie_word_embeddings=True)),
     "qwen2_window": (
         "Qwen2",
-        dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+        dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     ),
     "qwen3": ("Qwen3", dict(num_key_value_heads=2, head_dim=24)),
-    "mistral": ("Mistral", dict(num_key_value_heads=2, sliding_window=5)),
+    "mistral": ("Mistral", dict(num_key_value_heads=2, sliding_window=6)),
     # Caps and scale that bend these small logits. The embedding of a padding token would be all zeros.
     "gemma2": (
         "Gemma2",
@@ -42,7 +43,7 @@ FAMILIES = {
         dict(
             num_key_value_heads=2,
             head_dim=24,
-            sliding_window=5,
+            sliding_window=6,
             pad_token_id=None,
             query_pre_attn_scalar=6,
             layer_types=["sliding_attention", "full_attention"],

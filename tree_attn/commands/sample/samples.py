@@ -81,7 +81,7 @@ def _repeated(args: argparse.Namespace, prompts: Sequence[list[int]]) -> list[li
 def _prefix(args: argparse.Namespace, request: Request, generator: Generator) -> dict[str, Any]:
     """Returns the bytes of the tokens that samples share: all of a prompt but its last, which each sample keeps."""
     num_tokens = sum(len(prompt) - 1 for prompt in request.prompts)
-    once = num_tokens * memory.bytes_per_token(generator)
+    once = sum(memory.bytes_kept(generator, len(prompt) - 1) for prompt in request.prompts)
     prompts = _repeated(args, request.prompts)
     return {
         "shares_prefix": generator.prefix_tree(prompts, args.share_prefix).num_shared > 0,
