@@ -166,8 +166,10 @@ def check_one_new(name: str, num_new: int, cache: LayerCache | LayerTuple) -> No
 
 def check_shorter(lengths, old_lengths, cache: LayerCache | LayerTuple) -> None:
     """Raises ValueError where fewer tokens need older ones than a cache that rolls has left; where both are known."""
+    if not cache.rolls:
+        return
     known, old = concrete(lengths), concrete(old_lengths)
-    if not cache.rolls or known is None or old is None:
+    if known is None or old is None:
         return
     for b in np.flatnonzero((known > 0) & (known < old) & (old > cache.num_slots)):
         raise ValueError(
