@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
@@ -18,18 +18,34 @@ def size(num_bytes: float | None) -> str:
     """Formats a number of bytes: "3.6 kB", "1.31 GB"; "-" for None."""
     if num_bytes is None:
         return "-"
-    units = ("B", "kB", "MB", "GB", "TB")
-    power = next((i for i in range(len(units) - 1) if num_bytes < 1000 ** (i + 1)), len(units) - 1)
-    return f"{num_bytes / 1000**power:.3g} {units[power]}"
+    return _largest_unit(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB", "EB"), lambda number: f"{number:.3g}")
 
 
 def time(microseconds: float | None) -> str:
-    """Formats a time: "35.2 us", "1.4 ms", "2.5 s"; "-" for None."""
+    """Formats a time: "35.2 us", "1.42 ms", "2.50 s"; "-" for None."""
     if microseconds is None:
         return "-"
-    if microseconds < 1000:
-        return f"{microseconds:.1f} us"
-    return f"{microseconds / 1000:.1f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.1f} s"
+    return _largest_unit(microseconds, ("us", "ms", "s"), lambda number: f"{number:.{2 if number < 9.995 else 1}f}")
+
+
+def times_as(ratio: float) -> str:
+    """Formats a ratio, with two figures or all before the point: "1.3", "14", "5,666"."""
+    return f"{ratio:,.0f}" if ratio >= 9.95 else f"{ratio:.1f}"
+
+
+def count(number: int, noun: str) -> str:
+    """Formats a number of things: "1 device", "8 devices"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _largest_unit(number: float, units: Sequence[str], write: Callable[[float], str]) -> str:
+    """Returns a number in the largest unit in which it is 1 or more as it is written: 999,999 bytes are "1 MB"."""
+    *smaller, last = units
+    for unit in smaller:
+        if float(write(number)) < 1000:
+            return f"{write(number)} {unit}"
+        number /= 1000
+    return f"{write(number)} {last}"
 
 
 def output() -> Console:
@@ -64,8 +80,9 @@ def print_wide(
       columns: headings of the numbers.
       rows: a name, and a cell for each column.
     """
-    widths = [max(len(name), *(len(cells[i]) for _, cells in rows)) + 2 for i, name in enumerate(columns)]
-    room = console.width - max(len(first), *(len(name) for name, _ in rows)) - 2
+    head = lambda name: max(map(len, name.split("\n")))
+    widths = [max(head(name), *(len(cells[i]) for _, cells in rows)) + 2 for i, name in enumerate(columns)]
+    room = console.width - max(head(first), *(len(name) for name, _ in rows)) - 2
     start = 0
     while start < len(columns):
         end = start + 1

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import re
 
 import jax
 import pytest
 
 from tree_attn import cli
 from tree_attn.commands import phases, session
-from tree_attn.commands.bench import room, timing
+from tree_attn.commands.bench import report, room, timing
 from tree_attn.models.llama import LlamaConfig, parameters, presets
 from tree_attn.models.llama.generation.programs import Programs
 
@@ -27,7 +28,10 @@ def bench(*options):
 def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
     arguments = bench("--out", str(tmp_path))
     assert cli.main([*arguments, "--attention", "tree"]) == 0
-    assert "+ 10 s" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "and 10" in printed.out and "these times say nothing about GPUs" in printed.out
+    # Of a CPU there is neither a measured memory nor a roofline.
+    assert "predicted" in printed.out and "measured" not in printed.out and "unknown" not in printed.out
     first = (tmp_path / "results.jsonl").read_text()
     assert cli.main([*arguments, "--attention", "tree,single", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -44,6 +48,32 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
         assert predicted["cache"] >= 2 * 2 * 2 * 8 * 4 * 45 and row["measured_bytes_per_device"] is None  # of a CPU
         compiled = max(row["peak_bytes_compiled"].values())
         assert compiled <= row["predicted_bytes_per_device"] <= compiled + 16  # arguments that XLA finds not to be read
+
+
+def test_the_table_has_a_column_for_what_was_measured_and_one_rule_of_units(capsys):
+    row = dict(config="tiny", hardware="1 x NVIDIA H200", weights="spread", context=4096, attention="single", batch=1)
+    row |= dict(reduction=None, prefill_s=0.0123, prefill_plus_10_tokens_s=1.5, tokens_per_s=1e3, roofline_ms=0.09)
+    row |= {f"per_token_ms_{name}": 1.25 for name in ("median", "p10", "p90")}
+    row |= dict(predicted_bytes_per_device=333_181_333, measured_bytes_per_device=None)
+    report.print_rows([row, row | {"context": 8192, "measured_bytes_per_device": 340_000_000}], as_json=False)
+    lines = [re.split(" {2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert ["4,096, single", "12.3 ms", "1.25 ms", "1.50 s", "90.0 us", "333 MB", "-"] in lines
+    assert ["8,192, single", "12.3 ms", "1.25 ms", "1.50 s", "90.0 us", "333 MB", "340 MB"] in lines
+    assert not any("GPUs" in line for (line, *_) in lines)
+    longest = dict(context=131_072, attention="tree", reduction="hierarchical", batch=1024, tokens_per_s=123_456.0)
+    report.print_rows([row | longest | {"measured_bytes_per_device": 1}], as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[1:-1])) <= 80 and any("90.0 us" in line for line in lines)
+    assert any(line.startswith(" 131,072 x 1,024, tree hierarchical") and "123,456" in line for line in lines)
+
+
+def test_phases_name_the_prefill(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(session, "phase", lambda title, *_: titles.append(title) or phases.phase(title))
+    assert cli.main(bench("--attention", "single", "--json")) == 0
+    assert [title for title in titles if "prefill" in title] == [
+        f"single: {phase}, prefill of 40 tokens" for phase in ("warming up", "timing")
+    ]
 
 
 def test_samples_share_their_prompt(tmp_path, capsys):

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,16 +84,8 @@ def time_case(
     with steps() as end_step:
         if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others
             count = 2 + generator.tokens_per_dispatch
-            with session.phase(f"{name}, {len(prompts[0]):,} tokens: warming up, token", count) as warming:
-                for _ in itertools.islice(generator.stream(prompts, args.new_tokens), count):
-                    end_step()
-                    warming.advance()
-        seconds = []
-        with session.phase(f"{name}, {len(prompts[0]):,} tokens: timing, token", args.new_tokens) as measuring:
-            for step in generator.stream(prompts, args.new_tokens):
-                seconds.append(step.seconds)
-                end_step()
-                measuring.advance()
+            _run_steps(generator, prompts, args.new_tokens, count, f"{name}: warming up", end_step)
+        seconds = _run_steps(generator, prompts, args.new_tokens, args.new_tokens, f"{name}: timing", end_step)
     weights, cache = _bytes_per_token(model, generator, prompts)
     compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = runtime_peak_memory_bytes(devices)
@@ -104,6 +96,27 @@ def time_case(
         "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
         "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
     }  # fmt: skip
+
+
+def _run_steps(
+    generator: Generator,
+    prompts: list[list[int]],
+    num_new_tokens: int,
+    count: int,
+    title: str,
+    end_step: Callable[[], None],
+) -> list[float]:
+    """Returns the seconds of the prefill and of each step after it, `count` in all; phases name which of both runs."""
+    steps = generator.stream(prompts, num_new_tokens)
+    with session.phase(f"{title}, prefill of {len(prompts[0]):,} tokens"):
+        seconds = [next(steps).seconds]
+        end_step()
+    with session.phase(f"{title}, token", count - 1) as decoding:
+        for step in itertools.islice(steps, count - 1):
+            seconds.append(step.seconds)
+            end_step()
+            decoding.advance()
+    return seconds
 
 
 def _sharding(args: argparse.Namespace, config: LlamaConfig, place: session.Place) -> LlamaSharding:

@@ -1,0 +1,28 @@
+"""Numbers in the tables of commands: one rule of units, and no exponents."""
+
+import pytest
+
+from tree_attn.commands import terminal
+
+
+@pytest.mark.parametrize(
+    "num_bytes, written",
+    [(None, "-"), (0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1310, "1.31 kB"), (999_499, "999 kB"),
+     (999_500, "1 MB"), (999_999_999, "1 GB"), (83_886_080, "83.9 MB"), (2e15, "2 PB")],
+)  # fmt: skip
+def test_sizes(num_bytes, written):
+    assert terminal.size(num_bytes) == written
+
+
+@pytest.mark.parametrize(
+    "microseconds, written",
+    [(None, "-"), (0.0, "0.00 us"), (9.996, "10.0 us"), (35.21, "35.2 us"), (999.96, "1.00 ms"), (1420, "1.42 ms"),
+     (999_960, "1.00 s"), (2_500_000, "2.50 s"), (4.2e9, "4200.0 s")],
+)  # fmt: skip
+def test_times(microseconds, written):
+    assert terminal.time(microseconds) == written
+
+
+def test_ratios_and_counts():
+    assert [terminal.times_as(ratio) for ratio in (1.34, 9.96, 14.4, 5665.5)] == ["1.3", "10", "14", "5,666"]
+    assert [terminal.count(number, "device") for number in (0, 1, 8000)] == ["0 devices", "1 device", "8,000 devices"]
