@@ -1,8 +1,23 @@
-"""`python -m tree_attn`: the program `tree-attn`."""
+"""`tree-attn` and `python -m tree_attn`: the program, which Ctrl-C ends in a line from its first import on."""
 
+import os
+import signal
 import sys
 
-from tree_attn.cli import main
+
+def main() -> int:
+    """Runs `tree_attn.cli.main` on the program's arguments; returns the exit status."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)  # until `tree_attn.commands.interrupts` takes its place
+    from tree_attn import cli
+
+    return cli.main()
+
+
+def _end(*_) -> None:
+    os.write(2, b"tree-attn: interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tree_attn
 
@@ -54,10 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace(command_name=None)
     is_program = argv is None
     if is_program:
+        from tree_attn.cluster import ending
         from tree_attn.commands import interrupts
 
         argv = sys.argv[1:]
-        interrupts.watch(lambda: _end_interrupted(args))
+        interrupts.watch(lambda: _end_interrupted(args, ending.say))
     parser = _parser(argv)
     parser.parse_args(argv, args)
     if args.command_name is None:
@@ -110,7 +111,11 @@ def _keep_stdout_for_python() -> None:
     os.dup2(2, 1)
 
 
-def _end_interrupted(args: argparse.Namespace) -> None:
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _end_interrupted(args: argparse.Namespace, say: Callable[[str], None] = _print_error) -> None:
     """Saves, and says in a line what is saved; ends all processes if this is one of several."""
     from tree_attn.commands import interrupts
 
@@ -120,7 +125,7 @@ def _end_interrupted(args: argparse.Namespace) -> None:
     if args.command_name is not None:
         line = f"tree-attn {args.command_name}: {_rank_of_several(args)}interrupted; {interrupts.resumption(args)}"
         _end_all(line, "", INTERRUPTED_STATUS)
-    print(line, file=sys.stderr)
+    say(line)
 
 
 def _end_all(line: str, details: str, status: int = 2) -> None:

@@ -37,8 +37,25 @@ class Run:
 
     @property
     def lines(self) -> list[str]:
-        """Lines of `out` as they stay on the screen: without escapes, and without what was written over."""
-        return [line.rsplit("\r", 1)[-1] for line in _ESCAPES.sub("", self.out).replace("\r\n", "\n").split("\n")]
+        """Lines of `out` as they stay on the screen, which wraps none: without escapes and what was written over."""
+        rows, row, column = [""], 0, 0
+        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|[\r\n]|[^\r\n\x1b]+", self.out):
+            if part == "\r":
+                column = 0
+            elif part == "\n" or part == "\x1b[1A":
+                row, column = max(row + (1 if part == "\n" else -1), 0), 0
+                rows += [""] * (row + 1 - len(rows))
+            elif part == "\x1b[2K":
+                rows[row] = ""
+            elif not part.startswith("\x1b"):
+                rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
+                column += len(part)
+        return rows
+
+
+def without_escapes(text: str) -> str:
+    """Returns the text without what moves the cursor or sets colors."""
+    return _ESCAPES.sub("", text)
 
 
 def run(
@@ -93,6 +110,9 @@ def _follow(process, sources: dict[int, str], interrupt_s: float | None, interru
         if interrupt_at is not None:
             is_time = interrupt_at(b"".join(texts.values()).decode(errors="replace"))
         if interrupted is None and is_time:
+            if "err" not in sources.values():
+                os.write(next(iter(sources)), b"\x03")  # the terminal shows "^C"; it controls no process here
+                time.sleep(0.05)  # it may drop what is written just before "^C" shows
             process.send_signal(signal.SIGINT)
             interrupted = time.monotonic()
         for descriptor in select.select(list(sources), [], [], 0.02)[0]:

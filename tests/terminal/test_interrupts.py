@@ -8,12 +8,22 @@ BLOCKED = """
 import sys, time
 import jax, jax.numpy as jnp
 from tree_attn import cli
-from tree_attn.commands import doctor
+from tree_attn.commands import doctor, phases
+from tree_attn.models.llama.checkpoint import tokenizer
 
 def in_a_program(args):
     print("waiting", flush=True)
     spin = lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: (x + 1) % 7, x)
     jax.block_until_ready(jax.jit(spin)(jnp.int32(0)))
+
+def under_a_bar(args):
+    with phases.phase("waiting"):
+        time.sleep(600)
+
+def while_a_tokenizer_is_made(args):
+    with phases.phase("opening"), tokenizer.making("tokenizer.json"):
+        print("waiting", flush=True)
+        time.sleep(600)
 
 def in_a_bare_except(args):
     while True:
@@ -39,7 +49,7 @@ def check_end(run: screens.Run, command: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("where", ["in_a_program", "in_a_bare_except"])
+@pytest.mark.parametrize("where", ["in_a_program", "in_a_bare_except", "while_a_tokenizer_is_made"])
 def test_a_command_ends_where_python_would_not_be_interrupted(where):
     """Until a compiled program has run, Python raises no KeyboardInterrupt; a bare except would swallow it."""
     program = ("-c", BLOCKED.replace("{where}", where))
@@ -52,6 +62,23 @@ def test_ctrl_c_in_a_terminal_leaves_its_cursor_visible():
     run = screens.run([], program=program, is_terminal=True, interrupt_at=lambda text: "waiting" in text)
     check_end(run, "doctor")
     assert run.out.rfind("\x1b[?25h") > run.out.rfind("\x1b[?25l")
+
+
+def test_ctrl_c_in_a_terminal_leaves_nothing_of_the_bar():
+    program = ("-c", BLOCKED.replace("{where}", "under_a_bar"))
+    run = screens.run([], program=program, is_terminal=True, interrupt_at=lambda text: text.count("waiting") > 1)
+    check_end(run, "doctor")
+    drawn = [line for part in run.out.split("\n") for line in screens.without_escapes(part).split("\r")]
+    assert max(map(len, drawn)) <= screens.COLUMNS, "the ^C would begin a line of its own"
+    assert any("waiting" in line and line.endswith("^C") for line in drawn)
+    assert [line for line in run.lines if "interrupted" not in line] == [""], run.lines
+
+
+def test_ctrl_c_before_anything_is_imported_is_a_line_too():
+    code = "import signal, runpy, sys\nsys.modules['tree_attn.cli'] = None\n"  # importing it fails
+    code += "sys.excepthook = lambda *error: signal.raise_signal(signal.SIGINT)\n"
+    run = screens.run([], program=("-c", code + "runpy.run_module('tree_attn', run_name='__main__')"))
+    assert (run.status, run.out, run.err) == (130, "", "tree-attn: interrupted\n")
 
 
 BROKEN = """

@@ -10,10 +10,10 @@ import contextlib
 import pathlib
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 
+from tree_attn.cluster import ending
 from tree_attn.cluster.ending import INTERRUPTED_STATUS, exit_now
 from tree_attn.commands import phases
 
@@ -57,6 +57,7 @@ def watch(end: Callable[[], None]) -> None:
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return  # a shell lets what it runs in the background ignore Ctrl-C
+    ending.keep_stderr()
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
 
@@ -82,11 +83,10 @@ def watch(end: Callable[[], None]) -> None:
 
 
 def restore_terminal() -> None:
-    """Takes the bar away, shows the cursor again, and begins a new line after "^C"."""
-    phases.stop()
-    if sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h\n")
-        sys.stderr.flush()
+    """Takes the bar away, with the "^C" after it, and shows the cursor again; without a bar it begins a new line."""
+    had_bar = phases.stop()
+    if ending.is_terminal():
+        ending.say("\r\x1b[2K\x1b[?25h" if had_bar else "\x1b[?25h\n", end="")
 
 
 def resumption(args: argparse.Namespace) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 STARTING = "starting JAX"
 _BEFORE_STARTING_S = 2.0  # a command that ends sooner has no phase
+ROOM_FOR_CTRL_C = 3  # columns
 _REPEAT_S, _LATER_S, _LATER_REPEAT_S = 2.5, 30.0, 30.0
 
 
@@ -88,18 +89,20 @@ class _Screen:
             self._phases = [phase for phase in self._phases if phase.title != STARTING]
             self.show()
 
-    def stop(self) -> None:
-        """Takes everything off the terminal, at the end of the command."""
+    def stop(self) -> bool:
+        """Takes everything off the terminal, at the end of the command; returns whether there was a bar."""
         with self._lock:
+            had_bar = self._live is not None
             self._phases = []
             self.show()
+            return had_bar
 
     def show(self, *, is_new: bool = False) -> None:
         """Shows the innermost phase as it is now; `is_new` begins a line where stderr is no terminal."""
         with self._lock:
             if self.is_quiet:
                 return
-            if sys.stderr.isatty():
+            if self._live is not None or sys.stderr.isatty():  # what has begun as a bar must end as one
                 self._show_live()
             elif self._phases:
                 if is_new:
@@ -213,16 +216,24 @@ def leave_starting() -> None:
     _screen.leave_starting()
 
 
-def stop() -> None:
-    """Takes everything off the terminal."""
-    _screen.stop()
+def stop() -> bool:
+    """Takes everything off the terminal; returns whether there was a bar."""
+    return _screen.stop()
 
 
 def _new_bar():
-    from rich.console import Console
+    from rich.console import Console, ConsoleDimensions
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
+    class _Narrower(Console):
+        """Leaves room for the "^C" that a terminal shows after the bar: in the next line it would keep the bar."""
+
+        @property
+        def size(self) -> ConsoleDimensions:
+            width, height = super().size
+            return ConsoleDimensions(max(width - ROOM_FOR_CTRL_C, 1), height)
+
     text = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
     columns = (SpinnerColumn(), text, BarColumn(bar_width=10), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, expand=True)
+    return Progress(*columns, console=_Narrower(stderr=True), transient=True, expand=True)
