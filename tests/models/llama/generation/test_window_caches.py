@@ -13,6 +13,7 @@ from tree_attn.measure.memory import bytes_per_device
 from tree_attn.models.llama import Conversation, Generator, Llama, by_name, generate, parameters
 from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation.layout import Layout
+from tree_attn.models.llama.generation.programs import form_of
 from tree_attn.models.llama.layer_caches import LayerCaches
 from tree_attn.models.llama.storage import empty_cache
 
@@ -125,14 +126,23 @@ def test_windows_that_the_shards_do_not_make_up_are_kept_with_all_other_tokens(w
 
 def test_scales_are_those_of_all_layers_in_their_order(windowed):
     model = windowed("of_two_kinds", 2)
+    config = dataclasses.replace(model.config, global_layers=(2,))
     options = dict(batch=1, capacity=12, dtype="int8", window=WINDOW) | as_arrays(SCALES)
     for stacks_layers in (True, False):
-        cache = empty_cache(model.config, model.sharding, **options, stacks_layers=stacks_layers)
+        cache = empty_cache(config, model.sharding, **options, stacks_layers=stacks_layers)
         assert isinstance(cache, LayerCaches)
         assert (cache.whole.shape[:3], cache.windowed.shape[:3]) == ((1, 1, 12), (2, 1, WINDOW))
         for name, scale in cache.scales().items():
             np.testing.assert_array_equal(scale, SCALES[name])
-    assert not isinstance(empty_cache(model.config, model.sharding, **options | {"window": None}), LayerCaches)
+    assert not isinstance(empty_cache(config, model.sharding, **options | {"window": None}), LayerCaches)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_that_differ_in_capacity_or_in_what_they_keep_have_programs_of_their_own(windowed, kind):
+    """Those of two capacities may have arrays of the same shapes."""
+    empty = make_generator(windowed(kind)).inputs.empty_cache
+    forms = [form_of(cache) for cache in (empty(1, 24), empty(1, 32), empty(1, 24, keeps_all=True))]
+    assert len(set(forms)) == 3 and form_of(empty(1, 24)) == forms[0]
 
 
 def test_tokens_come_one_at_a_time(windowed):
