@@ -139,7 +139,7 @@ def test_scales_are_those_of_all_layers_in_their_order(windowed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_that_differ_in_capacity_or_in_what_they_keep_have_programs_of_their_own(windowed, kind):
-    """Those of two capacities may have arrays of the same shapes."""
+    """Arrays may have the same shapes under two capacities."""
     empty = make_generator(windowed(kind)).inputs.empty_cache
     forms = [form_of(cache) for cache in (empty(1, 24), empty(1, 32), empty(1, 24, keeps_all=True))]
     assert len(set(forms)) == 3 and form_of(empty(1, 24)) == forms[0]
