@@ -1,7 +1,9 @@
-"""Values of options that several commands read: lists of integers, and lower bounds."""
+"""Values of options that several commands read: lists of integers, lower bounds, files and folders."""
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
 
 
 def integers(text: str) -> list[int]:
@@ -56,3 +58,27 @@ def check_at_least(args: argparse.Namespace, **bounds: int) -> None:
         value = getattr(args, name)
         if value is not None and value < bound:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
+
+
+def check_folder(option: str, path: pathlib.Path | None) -> None:
+    """Raises ValueError, naming the option, where a path is neither a folder nor may become one; None is no path."""
+    if path is not None:
+        nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if not nearest.is_dir():
+            raise ValueError(f"{option} must be a folder, got {path}: {nearest} is a file")
+
+
+@contextlib.contextmanager
+def reading(option: str, path: pathlib.Path) -> Iterator[None]:
+    """Names the option and the file in errors of the block, which reads it.
+
+    Raises:
+      ValueError: the file cannot be read, or is no UTF-8 text.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} must be a file that can be read, got {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise ValueError(f"{option} must be UTF-8 text, got {path}: {wrong} is none") from error

@@ -32,7 +32,8 @@ def hardware(devices: Sequence[jax.Device]) -> str:
     """Describes the devices: "8 x NVIDIA H200", or "8 emulated CPU devices on 2 cores (x86_64)"."""
     device_kinds = sorted({device.device_kind for device in devices})
     if devices[0].platform == "cpu":
-        return f"{len(devices)} emulated CPU devices on {os.cpu_count()} cores ({platform.machine()})"
+        plural = "s" * (len(devices) != 1)
+        return f"{len(devices)} emulated CPU device{plural} on {os.cpu_count()} cores ({platform.machine()})"
     return f"{len(devices)} x {', '.join(device_kinds)}"
 
 

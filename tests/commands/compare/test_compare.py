@@ -12,8 +12,9 @@ import pytest
 from tree_attn import cli
 from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
-from tree_attn.commands.compare import data, plots, report, sweep
+from tree_attn.commands.compare import cases, data, plots, report, sweep
 from tree_attn.commands.compare.trial import Laboratory
+from tree_attn.cost.step import DecodeStep
 from tree_attn.extras import how_to_install
 from tree_attn.measure import latency
 from tree_attn.measure.rows import RowWriter
@@ -51,6 +52,7 @@ FIELDS = [
     "command",
 ]
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float32", "--iters", "2"]
+SIZES = ("batch", "num_heads", "num_kv_heads", "head_dim", "dtype", "n_devices")
 ORDER = ["tree allreduce", "tree gather", "tree hierarchical", "ring_overlapped None", "ring_public None"]
 
 
@@ -194,13 +196,44 @@ def test_what_cannot_run_is_a_row_with_its_reason_and_the_others_go_on(tmp_path,
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 10
 
 
+def test_what_cannot_run_at_all_is_one_error_before_anything_is_predicted_or_written(tmp_path, capsys, monkeypatch):
+    options = ("--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots")
+    assert compare(tmp_path / "out", *options, "--implementation", "cudnn", "mosaic_gpu") == 2
+    out, error = capsys.readouterr()
+    assert "error: --implementation must name one that can run here, got cudnn, mosaic_gpu: cudnn needs a CUDA" in error
+    assert (out, error.count("\n"), (tmp_path / "out").exists()) == ("", 1, False)
+    monkeypatch.setattr(Laboratory, "check", None)  # any other reason that holds for all
+    assert compare(tmp_path / "out", *options) == 2
+    out, error = capsys.readouterr()
+    assert "error: nothing could be measured: TypeError" in error and "Predicted" not in out
+
+
+def test_the_words_of_a_run_are_those_of_people(finished, capsys):
+    _, rows = finished
+    steps = [DecodeStep(**{name: rows[0][name] for name in SIZES}, num_keys=keys) for keys in (64, 128)]
+    report.print_predictions(cases.plan(steps, [], ["xla"], "cpu"), "cpu", dict.fromkeys(steps, 2.0))
+    report.print_results(rows)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "equations 8 to 14 of the Tree Attention paper" in text and "tree allreduce 3 all-reduces;" in text
+    assert "Over 64 keys each device reads" in text and "checked against attention in float64" in text
+    assert not any(words in text for words in ("read rate", "oracle", "accelerators"))
+
+
+@pytest.mark.parametrize("n_devices, words", [(1, "1 device cannot be arranged so"), (3, "3 devices cannot be")])
+def test_hierarchical_says_what_it_needs(finished, n_devices, words):
+    sizes = {name: finished[1][0][name] for name in SIZES} | {"n_devices": n_devices, "num_keys": 6}
+    case = cases.plan([DecodeStep(**sizes)], ["hierarchical"], ["xla"], "cpu")[0]
+    with pytest.raises(NotImplementedError, match=f"two mesh axes of at least two devices each, and {words}"):
+        Laboratory(jax.devices()[:n_devices], 0).check(case)
+
+
 def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, capsys, monkeypatch):
     right = data.oracle_output
     monkeypatch.setattr(data, "oracle_output", lambda *args: right(*args) + 0.01)
     monkeypatch.setattr(Laboratory, "time", None)
     assert compare(tmp_path, "--devices", "2", "--keys", "8", "--reduction", "gather", "--no-plots", "--json") == 1
     written = document_of(capsys)
-    assert "tree gather (xla, 8 keys, float32) is off by 0.01 from the float64 oracle" in written["error"]
+    assert "tree gather (xla, 8 keys, float32) is off by 0.01 from attention in float64" in written["error"]
     assert written["rows"] == []
     assert not (tmp_path / "results.jsonl").exists()
 
@@ -234,6 +267,9 @@ def test_a_chain_that_skips_collectives_is_not_timed(tmp_path, capsys, monkeypat
 @pytest.mark.parametrize(
     "options, message",
     [
+        (("--keys", "0"), "--keys must be an integer of at least 1, got 0"),
+        (("--keys", "8", "--out", __file__), f"--out must be a folder, got {__file__}: {__file__} is a file"),
+        (("--keys", "8", "--out", f"{__file__}/new"), f"--out must be a folder, got {__file__}/new: "),
         (("--devices", "0", "--keys", "8"), "--devices must be at least 1, got 0"),
         (("--devices", "2", "--keys", "7"), "--keys must be multiples of --devices 2, got 7; take 6 or 8"),
         (("--devices", "8", "--keys", "4"), "--keys must be multiples of --devices 8, got 4; take 8"),
@@ -267,6 +303,16 @@ def test_without_matplotlib_all_but_the_plots_is_there(tmp_path, capsys, monkeyp
     assert compare(tmp_path, "--devices", "2", "--keys", "8", "--reduction", "gather") == 0
     assert how_to_install("plot") in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.jsonl", "results.sweep.json"]
+
+
+def test_a_matplotlib_that_cannot_be_imported_costs_no_results(finished, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as one whose import fails
+    options = ("--devices", "4", "--keys", "64,128", "--chain", "2")
+    assert compare(finished[0], *options) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "tree allreduce" in text and "which is here and cannot be imported (ModuleNotFoundError" in text
+    assert compare(finished[0], *options, "--json") == 0
+    assert set(document_of(capsys)["files"]) == {"results"}
 
 
 @pytest.mark.slow
@@ -309,9 +355,10 @@ def test_the_last_words_compare_the_best_of_both(finished):
     words = (
         "tree allreduce is 14 times as fast as the best ring (ring overlapped) over 64 keys: 10.0 us against 144.0 us."
     )
-    assert report.conclusions(rows)[0] == words
+    assert report.conclusions([row | {"hardware": "4 x NVIDIA H200"} for row in rows])[0] == words
+    assert report.conclusions(rows)[0] == f"On these emulated devices, which say nothing about GPUs, {words}"
     slow = [row | {"latency_us_median": 20.0 if row["strategy"] == "tree" else 10.0} for row in finished[1]]
-    assert report.conclusions(slow)[1].startswith(
+    assert report.conclusions([row | {"hardware": "4 x NVIDIA H200"} for row in slow])[1].startswith(
         "ring overlapped is 2.0 times as fast as the best tree (tree allreduce)"
     )
 
@@ -328,10 +375,14 @@ def test_pictures_say_what_was_measured_on_what(finished, tmp_path, monkeypatch)
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda drawing, *_, **__: drawn.append(drawing))
     plots.draw(finished[1], tmp_path)
-    latency, memory, _ = (drawing.axes[0] for drawing in drawn)
+    latency, memory, traffic = (drawing.axes[0] for drawing in drawn)
     for setting in ("4 emulated CPU devices", "4 query and 2 KV heads of 16", "batch 1"):
         assert setting in latency.get_title() and setting in memory.get_title()
     assert [label.get_text() for label in latency.get_xticklabels()] == ["64", "128"]
     ends = [segment[:, 1] for bars in latency.collections for segment in bars.get_segments()]
     assert len(ends) == len(finished[1])
+    for axes in (memory, traffic):  # what was predicted is seen over a line that agrees, and with one length
+        predicted = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
+        assert len(predicted) == 5 and {line.get_marker() for line in predicted} == {"x"}
+        assert "crosses, dashed: predicted" in axes.get_ylabel()
     assert {tuple(pair) for pair in ends} == {(row["latency_us_p10"], row["latency_us_p90"]) for row in finished[1]}

@@ -73,7 +73,7 @@ def test_the_words_of_the_report(monkeypatch):
     assert list(report._surroundings(found)) == [
         "extras: demo installed",
         "extra plot: needs matplotlib: pip",
-        "models kept: 1 files, 98 MB, in /here",
+        "models kept: 1 file, 98 MB, in /here",
         "What is slow here, and why:",
         "- Devices are emulated.",
     ]

@@ -9,8 +9,8 @@ from tree_attn.commands.options import integers_like, words
 HELP = """\
 Compares one step of decoding by Tree Attention and by Ring Attention: latency, peak memory and communication.
 
-  1. every strategy is checked against a float64 oracle; a wrong result ends the command with status 1
-  2. the physical limit and the predictions of the paper (its equations 8, 9, 10 and 14) are printed
+  1. every strategy is checked against attention in float64; a wrong result ends the command with status 1
+  2. the predictions of the Tree Attention paper (its equations 8, 9, 10 and 14) and the least times are printed
   3. every strategy is timed; DIR/results.jsonl gets a row as soon as it is measured
 
 A rerun with the same options and --out continues: it skips the rows in the file and tries those with an error again.

@@ -10,7 +10,7 @@ from tree_attn.measure.rows import strategy_label
 def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
     """Draws latency.png, peak_memory.png and communication.png from rows; returns their paths by name.
 
-    A prediction is a dashed line in the colour of its measurement. Rows with an error are left out.
+    Predictions are crosses on a dashed line in the colour of their measurements. Rows with an error are left out.
     """
     files = {}
     for name, title, unit, measured, predicted in (
@@ -29,24 +29,27 @@ def _plot(rows: Sequence[dict], path: str, title: str, unit: str, measured: str,
     figure = new_figure(7, 5)
     axes = figure.subplots()
     has_spread = measured == "latency_us_median"
-    for name, points in _series(rows, lambda row: (row["num_keys"], row[measured])).items():
+    solid = _series(rows, lambda row: (row["num_keys"], row[measured]))
+    dashed = {} if predicted is None else _series(rows, lambda row: (row["num_keys"], row[predicted]))
+    for name in dict.fromkeys([*solid, *dashed]):
+        points = solid.get(name, [])
         # Lines on one another are seen by their markers: hollow ones, of several sizes.
         size = 4 + 2 * (len(axes.get_lines()) % 3)
-        (line,) = axes.plot(*zip(*points), marker="o", markersize=size, fillstyle="none", label=name)
-        if predicted is not None:
-            dashed = _series(rows, lambda row: (row["num_keys"], row[predicted])).get(name, [])
-            axes.plot(*zip(*dashed), linestyle="--", color=line.get_color())
+        xs, ys = ([point[i] for point in points] for i in (0, 1))
+        (line,) = axes.plot(xs, ys, marker="o", markersize=size, fillstyle="none", label=name)
+        if name in dashed:  # crosses are seen over a line that agrees, and where there is one length
+            axes.plot(*zip(*dashed[name]), linestyle="--", marker="x", markersize=size, color=line.get_color())
         if has_spread:
             low, high = (
                 [y for _, y in _series(rows, lambda row, end=end: (row["num_keys"], row[end])).get(name, [])]
                 for end in ("latency_us_p10", "latency_us_p90")
             )
             axes.vlines([x for x, _ in points], low, high, color=line.get_color(), alpha=0.5, linewidth=3)
-    note = " (dashed: predicted)" if predicted else " (bars: p10 to p90)" if has_spread else ""
+    note = " (crosses, dashed: predicted)" if predicted else " (bars: p10 to p90)" if has_spread else ""
     axes.set_title(f"{title}\n{_setting(rows)}", fontsize="medium")
     axes.set(xlabel="keys", ylabel=unit + note)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log" if any(row[measured] for row in rows) else "linear")
+    axes.set_yscale("log" if solid or dashed else "linear")
     lengths = sorted({row["num_keys"] for row in rows})
     axes.set_xticks(lengths, [f"{num_keys:,}" for num_keys in lengths], rotation=30 if len(lengths) > 5 else 0)
     axes.minorticks_off()

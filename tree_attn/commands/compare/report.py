@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.compare.cases import Case
-from tree_attn.commands.terminal import size, time
+from tree_attn.commands.terminal import count, size, time
 from tree_attn.cost import limits, predict
 from tree_attn.cost.step import DecodeStep
 from tree_attn.measure.rows import strategy_label
@@ -22,8 +22,8 @@ def print_predictions(
     """
     if not cases:
         return
-    title = "Predicted per device and step (equations 8 to 14)"
-    headings = ("keys", "strategy", "peak memory", "sent", "least time to send")
+    title = "Predicted per device and step (equations 8 to 14 of the Tree Attention paper)"
+    headings = ("keys", "strategy", "peak memory", "sent", "sending takes\nat least")
     table = terminal.table(*headings, title=title, left=("strategy",))
     for case in cases:
         peak, sent = predict.peak_memory_bytes(case.step, case.strategy), case.bytes_sent
@@ -38,14 +38,15 @@ def print_predictions(
 
 def _print_limit(console: Console, step: DecodeStep, device_kind: str, neighbour_gb_per_s: float | None) -> None:
     limit_us = limits.read_limit_us(step, device_kind)
-    limit = f"at least {time(limit_us)}" if limit_us is not None else f"no read rate is known for {device_kind!r}"
+    limit = "" if limit_us is None else f", which takes its memory at least {time(limit_us)}"
     num_bytes = size(step.key_value_bytes_per_device)
-    keys = f"{step.num_keys:,} keys"
-    terminal.say(console, f"Physical limit, {keys}: each device reads {num_bytes} of keys and values: {limit}.")
+    terminal.say(console, f"Over {step.num_keys:,} keys each device reads {num_bytes} of keys and values{limit}.")
     if neighbour_gb_per_s is not None:
         shard = size(step.key_value_bytes_per_device / 2)
         terminal.say(
-            console, f"  A bare transfer of {shard} to a neighbour runs at {neighbour_gb_per_s:.1f} GB/s here."
+            console,
+            f"  Sent alone, {shard} reach the next device at {neighbour_gb_per_s:.1f} GB/s here; the table's last "
+            "column is for this rate.",
         )
 
 
@@ -75,7 +76,7 @@ def _remarks(rows: Sequence[dict], finished: Sequence[dict], has_kernels: bool) 
     if finished:
         worst = max(finished, key=lambda row: row["max_abs_error"] / row["tolerance"])
         yield (
-            f"Every result was checked against a float64 oracle: {_label(worst)} is the furthest off, by "
+            f"Every result was checked against attention in float64: {_label(worst)} is the furthest off, by "
             f"{worst['max_abs_error']:.1e} of {worst['tolerance']:.1e} allowed."
         )
     for row in rows:
@@ -97,10 +98,11 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
             continue
         fast, slow = sorted((trees[0], rings[0]), key=latency)
         ratio = latency(slow) / latency(fast)
-        factor = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+        factor = terminal.times_as(ratio)
         other = f"the best {'tree' if slow is trees[0] else 'ring'} ({_label(slow)})"
         times = f"{time(latency(fast))} against {time(latency(slow))}"
-        sentences.append(f"{_label(fast)} is {factor} times as fast as {other} over {num_keys:,} keys: {times}.")
+        where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""
+        sentences.append(f"{where}{_label(fast)} is {factor} times as fast as {other} over {num_keys:,} keys: {times}.")
     return sentences
 
 
@@ -109,7 +111,7 @@ def _label(row: dict) -> str:
 
 
 def _counted(collectives: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in collectives.items())
+    return ", ".join(count(number, name) for name, number in collectives.items())
 
 
 def _sends_more_than_predicted(row: dict) -> bool:

@@ -14,10 +14,10 @@ from tree_attn.commands import drawing, phases, processes, terminal
 from tree_attn.commands.compare import cases, plots, report
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory, WrongResult
-from tree_attn.commands.options import check_at_least
+from tree_attn.commands.options import check_at_least, check_folder
 from tree_attn.cost.step import DecodeStep
 from tree_attn.devices import ensure_devices
-from tree_attn.local import check_implementation
+from tree_attn.local import IMPLEMENTATIONS, check_implementation
 from tree_attn.measure import links, provenance
 from tree_attn.measure.rows import RowWriter
 from tree_attn.mesh import make_mesh
@@ -78,7 +78,7 @@ class Sweep:
 def compare(args: argparse.Namespace) -> int:
     """Compares, prints, writes; returns 0, or 1 if a result was wrong."""
     steps, reductions, implementations = _checked(args)
-    sweep = _start(args, steps)
+    sweep = _start(args, steps, implementations)
     all_cases = cases.plan(steps, reductions, implementations, sweep.devices[0].platform)
     pending = _pending(all_cases, sweep)
     try:
@@ -88,6 +88,8 @@ def compare(args: argparse.Namespace) -> int:
         if args.json and is_first_process():
             terminal.print_document({"error": str(error), "rows": [], "files": {}})
         return 1
+    if not checked and len(pending) == len(all_cases):
+        raise ValueError(f"nothing could be measured: {pending[0][1]['error']}")
     if is_first_process() and not args.json:
         device_kind = sweep.devices[0].device_kind
         report.print_predictions([case for case, _ in pending], device_kind, sweep.neighbour_gb_per_s)
@@ -104,6 +106,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[DecodeStep], list[str], lis
       ValueError: an option is wrong; before any device is used.
     """
     check_at_least(args, devices=1, iters=1, chain=1)
+    check_folder("--out", args.out)
     reductions = _flat(args.reduction)
     for reduction in reductions:
         one_of("--reduction", reduction, REDUCTIONS)
@@ -131,13 +134,23 @@ def _step(args: argparse.Namespace, num_keys: int) -> DecodeStep:
     return step
 
 
-def _start(args: argparse.Namespace, steps: Sequence[DecodeStep]) -> Sweep:
-    """Joins the processes, opens the file of rows, and times the links."""
+def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementations: Sequence[str | None]) -> Sweep:
+    """Joins the processes, times the links, and opens the file of rows.
+
+    Raises:
+      ValueError: none of the implementations can run on the devices.
+    """
     processes.join(args, args.devices)
     # Node by node, for the axes of a hierarchical reduction; a scheduler may number the ranks otherwise.
     devices = node_by_node(ensure_devices(args.devices))
     if jax.process_count() > 1 and args.devices != jax.device_count():
         raise ValueError(f"--devices must be all {jax.device_count()} devices of all processes, got {args.devices}")
+    reasons = [None if name is None else IMPLEMENTATIONS[name].unavailable() for name in implementations]
+    if None not in reasons:
+        named = ", ".join(map(str, implementations))
+        raise ValueError(
+            f"--implementation must name one that can run here, got {named}: {'; '.join(map(str, reasons))}"
+        )
     is_emulated = devices[0].platform == "cpu"
     mesh = make_mesh({"seq": args.devices}, devices)
     with phases.phase("timing the links"):
@@ -251,16 +264,15 @@ def _finish(args: argparse.Namespace, all_cases: Sequence[Case], sweep: Sweep) -
     newest = {cases.row_key(row): row for row in sweep.writer.rows}
     rows = [newest[cases.row_key(row)] for row in sweep.new_rows(all_cases)]
     files = {"results": str(sweep.writer.path)}
-    if not args.no_plots and drawing.has_matplotlib():
+    draws = not args.no_plots and drawing.has_matplotlib()
+    if draws:
         with phases.phase("drawing"):
             files |= plots.draw(rows, args.out)
     if args.json:
         terminal.print_document({"rows": rows, "files": files})
         return
     report.print_results(rows)
-    if sweep.is_emulated:
-        sweep.say("Devices are emulated on the CPU: its times say nothing about accelerators.")
-    if not args.no_plots and not drawing.has_matplotlib():
+    if not args.no_plots and not draws:
         sweep.say(f"Not drawn: {drawing.advice()}")
     drawn = ", ".join(path for name, path in files.items() if name != "results")
     for sentence in (*report.conclusions(rows), f"Rows: {files['results']}" + (f"; plots: {drawn}" if drawn else "")):

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from tree_attn.commands.compare import data
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.processes import broadcast
+from tree_attn.commands.terminal import count
 from tree_attn.measure import hlo, latency
 from tree_attn.measure.memory import compiled_memory, runtime_peak_memory_bytes
 from tree_attn.tolerances import relative_out_tolerance
@@ -139,7 +140,7 @@ class Laboratory:
         if not error <= tolerance:  # so written that NaN fails
             raise WrongResult(
                 f"{case.label} ({case.implementation}, {step.num_keys} keys, {step.dtype}) is off by {error:.3g} from "
-                f"the float64 oracle, and {tolerance:.3g} is allowed"
+                f"attention in float64, and {tolerance:.3g} is allowed"
             )
         return {
             "max_abs_error": error,
@@ -154,6 +155,6 @@ def _check_possible(case: Case) -> None:
     """Raises NotImplementedError, with the reason, for a case that these devices cannot run."""
     if not case.is_possible:
         raise NotImplementedError(
-            f"reduction 'hierarchical' needs two mesh axes of at least two devices each; {case.step.n_devices} devices "
-            "do not factor into two"
+            "reduction 'hierarchical' needs two mesh axes of at least two devices each, and "
+            f"{count(case.step.n_devices, 'device')} cannot be arranged so"
         )

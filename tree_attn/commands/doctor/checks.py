@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from tree_attn import attend, reference, tree_decode
 from tree_attn.commands.doctor import calibrate, surroundings
 from tree_attn.commands.phases import phase
+from tree_attn.commands.terminal import count
 from tree_attn.cost.machine import Machine
 from tree_attn.devices import ensure_devices, started_devices
 from tree_attn.local import IMPLEMENTATIONS
@@ -119,7 +120,10 @@ def _reductions(devices: Sequence[jax.Device]) -> dict[str, str | None]:
             trying.describe(name)
             axes = node_axes(devices) if name == "hierarchical" else {"seq": len(devices)}
             if axes is None:
-                found[name] = f"it needs two mesh axes, and {len(devices)} devices do not factor into two"
+                found[name] = (
+                    "it needs two mesh axes of at least two devices each, and "
+                    f"{count(len(devices), 'device')} cannot be arranged so"
+                )
             else:
                 found[name] = _try_reduction(name, make_mesh(axes, devices), tuple(axes))
             trying.advance()

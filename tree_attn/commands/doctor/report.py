@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tree_attn.commands import terminal
-from tree_attn.commands.terminal import size
+from tree_attn.commands.terminal import count, size
 
 
 def print_distributed(report: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _surroundings(report: dict[str, Any]) -> Iterator[str]:
         if reason is not None:
             yield f"extra {name}: {reason}"
     for name, found in report["caches"].items():
-        yield f"{name} kept: {found['files']} files, {size(found['bytes'])}, in {found['folder']}"
+        yield f"{name} kept: {count(found['files'], 'file')}, {size(found['bytes'])}, in {found['folder']}"
     yield "What is slow here, and why:" if report["slow"] else "Nothing is known to be slow here."
     for sentence in report["slow"]:
         yield f"- {sentence}"

@@ -10,6 +10,7 @@ import jax
 
 from tree_attn import extras
 from tree_attn.commands import common
+from tree_attn.commands.terminal import count
 
 
 def find_extras() -> dict[str, str | None]:
@@ -37,8 +38,8 @@ def find_slow(
     found = []
     if devices[0].platform == "cpu":
         found.append(
-            f"{len(devices)} devices are emulated on {os.cpu_count()} cores, which they share: results are right, and "
-            "times say nothing about accelerators."
+            f"{count(len(devices), 'device')} {'is' if len(devices) == 1 else 'are'} emulated on "
+            f"{count(os.cpu_count() or 1, 'core')}: results are right, and times say nothing about GPUs and TPUs."
         )
         if shutil.which("nvidia-smi") is not None:
             found.append(f"nvidia-smi is here, and JAX runs on the CPU. For GPUs: {extras.how_to_install('cuda13')}")
