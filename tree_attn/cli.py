@@ -5,7 +5,9 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -27,9 +29,9 @@ COMMANDS = {
 
 _EPILOG = """\
 start here:
-  tree-attn demo                                      no GPU needed
+  tree-attn demo              no GPU needed
   tree-attn compare --devices 8 --keys 8192,65536 --out results/
-  tree-attn COMMAND --help                            every option, with examples
+  tree-attn COMMAND --help    every option, with examples
 
 Without enough accelerators, devices are emulated on the CPU: right in every result, and no guide to speed.
 """
@@ -42,6 +44,7 @@ OPTIONS = {
     "num_kv_heads": "kv_heads",
     "share_prefixes": "share_prefix",
 }
+COLUMNS = 80  # of help
 INTERRUPTED_STATUS = 130  # as shells report SIGINT
 
 
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1  # as rich's console ends
         is_users = isinstance(error, ValueError | OSError | ImportError | NotImplementedError)
         is_brief = is_users and not os.environ.get("TREE_ATTN_TRACEBACK")
-        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}error: {_with_flags(str(error), args)}"
+        line = f"tree-attn {args.command_name}: {_rank_of_several(args)}error: {_words(error, args)}"
         _end_all(line, "" if is_brief else traceback.format_exc())
         if not is_brief:
             raise
@@ -94,13 +97,10 @@ def _run(args: argparse.Namespace, is_program: bool) -> int:
     common.show_choices(args.verbose)
     new_folder = common.keep_compiled(args)
     is_quiet = args.quiet or not is_program or not processes.is_first(args)
-    with phases.command(is_quiet=is_quiet):
+    remark = f"compiled programs are kept in {new_folder} for the next run; --no-compilation-cache: not"
+    with phases.command(is_quiet=is_quiet, remark=None if new_folder is None else remark):
         status = _module(args.command_name).run(args)
         sys.stdout.flush()
-        if new_folder is not None:
-            phases.say(
-                f"{new_folder}: compiled programs are kept there for the next run, but with --no-compilation-cache"
-            )
     return status
 
 
@@ -136,6 +136,24 @@ def _end_all(line: str, details: str, status: int = 2) -> None:
         fail(line, status, details)
 
 
+def _words(error: Exception, args: argparse.Namespace) -> str:
+    """Returns the message of an error, with the option that is to blame in the place of Python's number of it."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return _with_flags(str(error), args)
+    name = error.filename
+    if name is None:
+        return error.strerror
+    values = ((option, value) for option, entry in vars(args).items() for value in _listed(entry))
+    is_in = lambda value: isinstance(value, str | os.PathLike) and f"{name}/".startswith(f"{os.fspath(value)}/")
+    option = next((option for option, value in values if is_in(value)), None)
+    flag = "" if option is None else "--" + option.replace("_", "-") + ": "
+    return f"{flag}{error.strerror}: {str(name)!r}"
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
 def _with_flags(message: str, args: argparse.Namespace) -> str:
     """Returns the message of an error of the library, whose arguments are named as the command's options.
 
@@ -161,26 +179,69 @@ def _rank_of_several(args: argparse.Namespace) -> str:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tree-attn",
-        description="Exact attention over a KV cache that is sharded along the sequence.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = "Exact attention over a KV cache that is sharded along the sequence."
+    parser = _Parser(prog="tree-attn", description=description, epilog=_EPILOG, formatter_class=_Help)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", title="commands")
     if "--version" in argv[:1]:
         print(f"tree-attn {tree_attn.__version__}")
         raise SystemExit(0)
     named = next((word for word in argv if not word.startswith("-")), None)
+    parser.command = named if named in COMMANDS else None
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command = commands.add_parser(name, help=summary, formatter_class=_Help)
         if name == named:
             module = _module(name)
             command.description = module.HELP
             module.add_arguments(command)
             importlib.import_module("tree_attn.commands.common").add_arguments(command, name)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are a line, without the usage, which is longer than the screen.
+
+    Attributes:
+      command: the command that the arguments name, whose unknown options only the parser of all commands meets.
+    """
+
+    command: str | None = None
+
+    def error(self, message: str):
+        """Ends with the line, and status 2."""
+        program = self.prog if self.command is None else f"{self.prog} {self.command}"
+        self.exit(2, f"{program}: error: {message}; see {program} --help\n")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Wraps help to 80 columns or the terminal's fewer: paragraphs at words, indented examples before options."""
+
+    def __init__(self, prog: str, **options):
+        """Takes the options of argparse."""
+        super().__init__(prog, **{"width": min(shutil.get_terminal_size().columns, COLUMNS) - 2} | options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for paragraph in text.strip().split("\n\n"):
+            if "\n  " in paragraph:  # with examples
+                paragraphs.append("\n".join(self._example(line, width) for line in paragraph.split("\n")))
+            else:
+                paragraphs.append(textwrap.fill(paragraph, width, break_on_hyphens=False))
+        return "\n\n".join(paragraphs) + "\n"
+
+    def _example(self, line: str, width: int) -> str:
+        entry = re.match(r" +(\S+  +|\d+\. )", line)
+        if entry is not None or not line.startswith(" "):
+            margin = " " * len(entry[0]) if entry else ""
+            return textwrap.fill(line, width, subsequent_indent=margin, break_on_hyphens=False)
+        if len(line) <= width:
+            return line
+        first, *parts = re.split(r" (?=--?\w|[>|] |&& )", line)
+        lines = [first]
+        for part in parts:
+            is_short = len(lines[-1]) + len(part) + 1 <= width - 2  # " \\"
+            lines[-1:] = [f"{lines[-1]} {part}"] if is_short else [lines[-1], f"      {part}"]
+        return " \\\n".join(lines)
 
 
 def _module(name: str):

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import pathlib
 import subprocess
 import sys
 import types
@@ -28,12 +29,14 @@ def test_help_names_every_command(capsys):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_the_agreed_shape_and_teaches_by_example(name, capsys):
+def test_every_command_has_the_agreed_shape_and_teaches_by_example(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     module = importlib.import_module(f"tree_attn.commands.{name}")
     assert callable(module.run)
     with pytest.raises(SystemExit, match="0"):
         cli.main([name, "--help"])
-    assert f"tree-attn {name}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"tree-attn {name}" in text and max(map(len, text.splitlines())) <= 80
     assert f"tree-attn {name}" in module.HELP
 
 
@@ -83,6 +86,21 @@ def test_an_interrupt_while_a_module_is_imported_is_a_line_too(capsys, monkeypat
 )
 def test_errors_of_the_library_name_options(options, message, expected):
     assert cli._with_flags(message, argparse.Namespace(command_name="x", **dict.fromkeys(options))) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "expected"),
+    [
+        ({"out": pathlib.Path("p.txt/x")}, NotADirectoryError(20, "Not a directory", "p.txt/x"), "--out: Not a"),
+        ({"copy_to": pathlib.Path("p.txt")}, OSError(20, "Not a directory", "p.txt/slurm"), "--copy-to: Not a"),
+        ({"prompt_file": ["a", "b"]}, OSError(2, "No such file", "b"), "--prompt-file: No such file: 'b'"),
+        ({"out": None, "seed": 0}, OSError(2, "No such file", "b"), "No such file: 'b'"),
+        ({}, OSError(28, "No space left: row 3 of x could not be written"), "No space left: row 3 of x"),
+    ],
+)
+def test_errors_of_files_name_the_option_and_no_number(options, error, expected):
+    words = cli._words(error, argparse.Namespace(command_name="x", **options))
+    assert words.startswith(expected) and "Errno" not in words
 
 
 def test_a_saver_runs_while_its_block_runs():

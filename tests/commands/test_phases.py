@@ -65,6 +65,16 @@ def test_a_remark_is_a_line(capsys):
     assert capsys.readouterr().err == "compiling ...\na [remark]\n"
 
 
+def test_the_remark_of_a_command_comes_before_its_first_phase_and_not_without_one(capsys):
+    with phases.command(is_quiet=False, remark="programs are kept in x"):
+        pass
+    with phases.command(is_quiet=False, remark="programs are kept in x"):
+        for title in ("reading", "compiling"):
+            with phases.phase(title):
+                pass
+    assert capsys.readouterr().err == "programs are kept in x\nreading ...\ncompiling ...\n"
+
+
 def test_a_phase_ends_with_an_error_too(capsys):
     with pytest.raises(ValueError, match="wrong"), phases.command(is_quiet=False), phases.phase("compiling"):
         raise ValueError("wrong")

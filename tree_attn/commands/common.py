@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import platform
+import re
 import sys
 
 from tree_attn.extras import cache_dir
@@ -50,7 +51,8 @@ class _Once(logging.Handler):
         self._seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        # The library's words for an argument that was not given.
+        text = re.sub(r"^(\w+)=None(:| )", r"\1: ", record.getMessage()).replace(":  ", ": ")
         if text not in self._seen:
             self._seen.add(text)
             print(f"tree_attn: {text}", file=sys.stderr, flush=True)
@@ -68,15 +70,15 @@ def keep_compiled(args: argparse.Namespace) -> pathlib.Path | None:
     """Has JAX keep compiled programs, unless the user says where or that it must not; call it before JAX is imported.
 
     Returns:
-      The folder if this run is the first with it, else None.
+      The folder if nothing is kept there yet, else None.
     """
     is_wanted = getattr(args, "compilation_cache", False) and CACHE_VARIABLE not in os.environ
     if not is_wanted or "jax" in sys.modules:
         return None
     folder = cache_folder()
-    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        is_new = not any(folder.iterdir())
     except OSError:  # a home that cannot be written to: everything is compiled anew
         return None
     os.environ[CACHE_VARIABLE] = str(folder)

@@ -64,6 +64,7 @@ class _Screen:
 
     def __init__(self):
         self.is_quiet = False
+        self.remark: str | None = None
         self._phases: list[Phase] = []
         self._lock = threading.RLock()
         self._live = None  # rich's display, on a terminal
@@ -73,6 +74,9 @@ class _Screen:
     def push(self, phase: Phase) -> None:
         """Shows a phase until `pop`."""
         with self._lock:
+            if phase.title != STARTING and self.remark is not None:
+                text, self.remark = self.remark, None
+                self.say(text)
             self._phases.append(phase)
             self.show(is_new=phase.title != STARTING)
 
@@ -195,9 +199,14 @@ def phase(title: str, total: int | None = None, *, is_bytes: bool = False) -> It
 
 
 @contextlib.contextmanager
-def command(*, is_quiet: bool) -> Iterator[None]:
-    """Shows that JAX starts, until the first phase; leaves the terminal clean after the command."""
-    _screen.is_quiet, _screen._last_line = is_quiet, 0.0
+def command(*, is_quiet: bool, remark: str | None = None) -> Iterator[None]:
+    """Shows that JAX starts, until the first phase; leaves the terminal clean after the command.
+
+    Args:
+      is_quiet: show nothing.
+      remark: a line above the first phase; a command that is refused before has none.
+    """
+    _screen.is_quiet, _screen.remark, _screen._last_line = is_quiet, remark, 0.0
     if "jax" not in sys.modules:
         _screen.push(Phase(STARTING))
     try:

@@ -282,9 +282,11 @@ def test_wrong_arguments_are_one_line_on_stderr(capsys, arguments, message):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--prompt"], ["--prompt", "x", "--top-k", "few"]])
-def test_arguments_that_do_not_parse_show_the_usage(capsys, arguments):
+@pytest.mark.parametrize("arguments", [["--prompt"], ["--prompt", "x", "--top-k", "few"], ["--devicez", "4"]])
+def test_arguments_that_do_not_parse_are_one_line_that_names_the_help(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
         run(capsys, *arguments)
     assert stop.value.code == 2
-    assert "usage: tree-attn generate" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("tree-attn generate: error: ") and error.endswith("; see tree-attn generate --help\n")
+    assert error.count("\n") == 1
