@@ -64,7 +64,8 @@ def _machine(sheet: dict[str, Any]) -> Machine:
         node=LinkClass(source=f"assumed: {rate} by the datasheet, latencies of H200s; not measured", costs=costs),
         provenance={
             "datasheet": f"{sheet['source']}: {sheet['memory_bytes'] / 1e9:g} GB, "
-            f"{sheet['read_bytes_per_s'] / 1e9:,g} GB/s; times what an H200 reaches of its own"
+            f"{sheet['read_bytes_per_s'] / 1e9:,g} GB/s. Predictions take the share of it that an H200 "
+            "was measured to reach of its own datasheet"
         },
     )
 

@@ -124,7 +124,7 @@ class LinkClass:
 # latencies are NCCL 2.28's for a network (src/graph/tuning.cc), with its protocol for small messages: 6.6 us for a
 # launch, 2.7 us per message of a ring, 5 us of a tree.
 ASSUMED_NETWORK = LinkClass(
-    source="assumed: InfiniBand NDR, 400 Gbit/s per GPU, latencies of NCCL's own model; not measured",
+    source="assumed: InfiniBand NDR, 400 Gbit/s per GPU, latencies as NCCL's source code has them; not measured",
     costs={
         "allreduce": ExchangeCost(round_us=5.0, lines=(AlphaBeta(alpha_us=6.6, bytes_per_s=50e9),)),
         "gather": ExchangeCost(round_us=2.7, lines=(AlphaBeta(alpha_us=6.6, bytes_per_s=50e9),)),

@@ -127,7 +127,9 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--config", "llama-9"], "must be one of 'llama-2-7b'"),
+        (["--config", "llama-9"], "--config must be a published shape such as llama-"),
+        (["--config", "nope"], "--config must be a published shape such as llama-2-70b, llama-3-70b, "),
+        (["--out", __file__], f"--out must be a folder, got {__file__}"),
         (["--context", "1k"], "--context must be integers of at least 1, separated by commas, got '1k'"),
         (["--samples", "0"], "--samples must be integers of at least 1, separated by commas, got '0'"),
         (["--problems", "2", "--attention", "tree"], "--problem-tokens must be at least 1, got 0"),

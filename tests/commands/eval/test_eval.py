@@ -115,10 +115,12 @@ def test_ablations_change_one_thing_at_a_time(tiny, tmp_path, capsys):
     assert cli.main([*tiny, "--tasks", "repetition", "--ablations"]) == 0
     printed = capsys.readouterr().out
     assert "sparq_mean, k 8, temperature head_dim" in printed
+    assert "dense attention, which reads all keys and values: 8 ± 0" in printed  # no column for one row
+    assert not any("dense" in line and "1/4" in line for line in printed.splitlines()[:4])
     # Lines on stdout, whole values, and the comparison at the end.
     assert max(map(len, printed.splitlines()[:18])) <= 80 and "\u2026" not in printed
     ends = " characters matched, dense attention 8, next sparq, k 8, temperature head_dim with 8."
-    assert f"repetition, 192 tokens: with 1/4 of the transfers sparq, k 8 is the best: 8{ends}" in printed
+    assert f"repetition, 192 tokens: at 1/4 of the bytes of dense attention sparq, k 8 is the best: 8{ends}" in printed
     assert f"Rows: {tmp_path / 'out' / 'results.jsonl'}; plots: {tmp_path / 'out' / 'evaluation.png'}" in printed
     rows = rows_of(tmp_path)
     changes = [{name: row[name] for name in ("local_window", "score_temperature") if name in row} for row in rows]
@@ -151,11 +153,15 @@ def test_rows_from_before_depths_belong_to_the_same_sweep():
         (["--tasks", "needle_at_depth", "--kept", "8,9"], "--kept must be one number for needle_at_depth, got '8,9'"),
         (["--ratios", "2,x"], "--ratios must be integers of at least 1, separated by commas, got '2,x'"),
         (["--cache-dtype", "int8"], "--cache-dtype must be one of 'float8_e4m3fn', got 'int8'"),
-        (["--context", "200,100"], "context must be at least tail + 128 = 136, got 100"),
+        (["--context", "200,100"], "--context must be at least --tail + 128 = 136, got 100"),
         (["--batch", "0"], "--batch must be at least 1, got 0"),
-        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--text", "nowhere.txt"], "--text must be a file that can be read, got nowhere.txt: No such file"),
+        (["--text", "latin"], "--text must be UTF-8 text, got latin: byte 0xff at 3 is none"),
+        (["--out", __file__], f"--out must be a folder, got {__file__}"),
     ],
 )
-def test_a_wrong_request_is_one_line(tiny, capsys, options, said):
+def test_a_wrong_request_is_one_line(tiny, capsys, options, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin").write_bytes(b"abc\xff")
     assert cli.main([*tiny, *options]) == 2
     assert said in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from fake_machine import make_machine
@@ -60,7 +61,8 @@ def test_a_machine_of_ones_own_and_what_does_not_fit(capsys, tmp_path):
 
 
 def test_fused_stays_in_a_node_and_among_small_states(capsys):
-    assert "no cost of 'fused' is known over links assumed" in planned(capsys, *CLUSTER)["left_out"]["tree fused"]
+    alone = "fused writes to the memory of other GPUs, which it can inside a node only"
+    assert planned(capsys, *CLUSTER)["left_out"]["tree fused"] == alone
     left_out = planned(capsys, "--gpus-per-node", "4", "--keys", "8", "--batch", "1000")["left_out"]
     assert left_out == {"tree fused": "fused exchanges up to 262,144 elements, and this state has 2,064,000"}
 
@@ -68,6 +70,21 @@ def test_fused_stays_in_a_node_and_among_small_states(capsys):
 def test_one_gpu_exchanges_nothing(capsys):
     document = planned(capsys, "--gpus-per-node", "1", "--keys", "1000")
     assert document["reason"].startswith("One GPU holds all keys and exchanges nothing")
+    document = planned(capsys, "--gpus-per-node", "1", "--keys", "1000", "--device-kind", "TPU v5e")
+    assert document["reason"].startswith("One chip holds all keys")
+    assert document["left_out"] == {"tree fused": "fused is a kernel for NVIDIA GPUs"}
+
+
+def test_words_and_figures_of_other_devices(capsys):
+    """A megabyte's rounding is a gigabyte, a ratio has no decimals that it cannot have, and a TPU has no GPUs."""
+    assert cli.main(["plan", "--keys", "976352", "--device-kind", "TPU v5e", "--gpus-per-node", "16"]) == 0
+    text = capsys.readouterr().out
+    assert "e+0" not in text and "attention on each chip" in text and "not possible: tree fused: fused is a" in text
+    assert cli.main(["plan", "--keys", "5120000", "--nodes", "16"]) == 0
+    assert re.search(r"the faster ring takes [0-9],[0-9]{3} times as long", capsys.readouterr().out)
+    for kind in ("A100", "B200", "L40S", "RTX 4090"):
+        reason = planned(capsys, "--keys", "81920", "--device-kind", kind)["left_out"]["tree fused"]
+        assert reason.startswith("the time of fused is known on H200s")
 
 
 def test_tables_say_what_is_predicted_and_what_is_assumed(capsys):
@@ -95,15 +112,19 @@ def test_a_datasheet_is_marked_and_a_short_name_is_the_measured_machine(capsys):
         (("--keys", "0"), "--keys must be an integer of at least 1, got 0"),
         (("--keys", "8", "--nodes", "0"), "--nodes must be at least 1, got 0"),
         (("--keys", "8", "--gpus-per-node", "-1"), "--gpus-per-node must be at least 1, got -1"),
+        (("--keys", "8", "--dtype", "foo"), "--dtype must be a floating dtype such as 'bfloat16'"),
         (("--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
         (("--keys", "8", "--kv-heads", "3"), "--heads must be a multiple of --kv-heads"),
-        (("--keys", "8", "--device-kind", "fake"), "--machine must be given for 'fake'"),
+        (("--keys", "8", "--device-kind", "fake"), "--device-kind must be one of H200, H100, A100, B200, "),
         (
             ("--keys", "8", "--device-kind", "fake"),
-            "which is none of ('NVIDIA H200', 'H100', 'A100'",
+            "or --machine given for 'fake'; `tree-attn doctor",
         ),
         (("--keys", "8", "--device-kind", "TPU v5e", "--nodes", "2"), "--nodes must be 1 for a TPU v5e, got 2"),
-        (("--keys", "8", "--machine", "/nowhere.json"), "No such file or directory: '/nowhere.json'"),
+        (
+            ("--keys", "8", "--machine", "/nowhere.json"),
+            "--machine must be a file that can be read, got /nowhere.json: N",
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line(capsys, options, message):

@@ -2,14 +2,16 @@
 
 import argparse
 import dataclasses
+import difflib
 import itertools
+import re
 from typing import Any, NamedTuple
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
 from tree_attn.commands.bench import timing
 from tree_attn.commands.bench.report import print_rows
-from tree_attn.commands.options import check_at_least, integers_in
+from tree_attn.commands.options import check_at_least, check_folder, integers_in
 from tree_attn.commands.request import sparq_options
 from tree_attn.measure import provenance
 from tree_attn.measure.rows import RowWriter
@@ -23,7 +25,7 @@ from tree_attn.models.llama.attention_choice import (
     check_prefill_chunk,
     check_sharing,
 )
-from tree_attn.models.llama.presets import preset
+from tree_attn.models.llama.presets import PRESETS, preset
 from tree_attn.sparq import SparqOptions
 from tree_attn.topology import is_first_process
 
@@ -93,7 +95,9 @@ def _checked(args: argparse.Namespace) -> Plan:
     Raises:
       ValueError: an argument is wrong; names the option.
     """
+    _check_config(args.config)
     config = preset(args.config)
+    check_folder("--out", args.out)
     if args.cache_dtype is not None:
         one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
     contexts, samples, levels = (
@@ -115,6 +119,14 @@ def _checked(args: argparse.Namespace) -> Plan:
     batches = [count * args.problems for count in samples]
     cases = [Case(*case) for case in itertools.product(contexts, batches, levels, attentions)]
     return Plan(config=config, cases=cases, sparq=sparq)
+
+
+def _check_config(name: str) -> None:
+    """Raises ValueError for the name of no published shape, with those that are like it, or one of each kind."""
+    if name not in PRESETS:
+        kinds = {re.sub(r"-[0-9.]+[bm]\b", "", one): one for one in PRESETS}
+        like = difflib.get_close_matches(name, PRESETS, n=4) or list(kinds.values())
+        raise ValueError(f"--config must be a published shape such as {', '.join(like)}, got {name!r}")
 
 
 def _common(args: argparse.Namespace, num_devices: int, sparq: SparqOptions | None) -> dict[str, Any]:

@@ -65,10 +65,13 @@ def run(args: argparse.Namespace) -> int:
     from tree_attn.commands import drawing, session, terminal
     from tree_attn.commands.eval import evaluation, plots, report
     from tree_attn.commands.eval.plan import make_plan
+    from tree_attn.commands.options import check_folder, reading
     from tree_attn.measure.rows import RowWriter
 
     plan = make_plan(args)
-    text = args.text.read_text()
+    check_folder("--out", args.out)
+    with reading("--text", args.text):
+        text = args.text.read_text(encoding="utf-8")
     checkpoint = session.open_with_progress(args.model)
     facts = {"model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
     facts |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}

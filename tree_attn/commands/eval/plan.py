@@ -7,7 +7,7 @@ from typing import Any
 from tree_attn.arguments import one_of
 from tree_attn.commands.options import check_at_least, integers_in
 from tree_attn.models.llama.evaluation.methods import Method, methods_for
-from tree_attn.models.llama.evaluation.tasks import TASKS, Sizes
+from tree_attn.models.llama.evaluation.tasks import MIN_PASSAGE, TASKS, Sizes
 
 Group = tuple[str, Sizes, int | None]  # task, sizes, and depth in percent; None for a task without depths
 
@@ -87,5 +87,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
             f"--tasks must not have needle_at_depth with --ablations, for its heatmap has one place for each method, "
             f"got {args.tasks!r}"
         )
+    if min(contexts) < args.tail + MIN_PASSAGE:
+        minimum = f"--tail + {MIN_PASSAGE} = {args.tail + MIN_PASSAGE}"
+        raise ValueError(f"--context must be at least {minimum}, got {min(contexts)}")
     sizes = [Sizes(context=context, tail=args.tail, samples=args.samples) for context in contexts]
     return Plan(tasks=tasks, ratios=ratios, num_kept=num_kept, depths=depths, sizes=sizes, has_ablations=args.ablations)

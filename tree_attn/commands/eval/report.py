@@ -21,10 +21,16 @@ def print_scores(rows: Sequence[dict]) -> None:
             scores.setdefault(method_label(row), {}).setdefault(row["asked_ratio"], []).extend(row["scores"])
         count = len(next(iter(next(iter(scores.values())).values())))
         terminal.say(console, f"{task}: {of_task[0]['unit']}, mean and standard error of {count}, context {context:,}")
-        columns = ["dense" if ratio == 1 else f"1/{ratio}" for ratio in ratios]
+        ratios = [ratio for ratio in ratios if ratio != 1]
+        dense = scores.pop("dense", None)
+        if dense is not None:
+            terminal.say(console, f"dense attention, which reads all keys and values: {_cell(dense[1])}")
+        if not scores:
+            continue
         cells = lambda by_ratio, ratios=ratios: [_cell(by_ratio[one]) if one in by_ratio else "" for one in ratios]
         lines = [(label, cells(by_ratio)) for label, by_ratio in scores.items()]
-        terminal.print_wide(console, None, "method", columns, lines)
+        title = "sparse attention, by the part of those bytes that it reads"
+        terminal.print_wide(console, title, "method", [f"1/{ratio}" for ratio in ratios], lines)
 
 
 def conclusions(rows: Sequence[dict]) -> list[str]:
@@ -43,7 +49,7 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
         if dense is None or not sparse:
             continue
         best, *others = sorted(sparse, key=lambda one: sign * one[0])
-        words = f"{task}, {context:,} tokens: with 1/{ratio} of the transfers {best[1]} is the best: "
+        words = f"{task}, {context:,} tokens: at 1/{ratio} of the bytes of dense attention {best[1]} is the best: "
         words += f"{best[0]:.3g} {unit}, dense attention {dense:.3g}"
         words += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
         sentences.append(f"{words}.")

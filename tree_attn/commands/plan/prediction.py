@@ -5,8 +5,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from tree_attn.commands.options import check_at_least
-from tree_attn.commands.terminal import size, time
+from tree_attn.commands.options import check_at_least, reading
+from tree_attn.commands.terminal import size, time, times_as
 from tree_attn.cost import datasheets, predict
 from tree_attn.cost import machine as machines
 from tree_attn.cost.machine import EXCHANGES, Machine
@@ -72,15 +72,18 @@ def machine_of(path: pathlib.Path | None, device_kind: str, *, with_datasheets: 
       ValueError: no file is given and the package has none of this kind; or the file is no machine.
     """
     if path is not None:
-        return machines.read(path)
+        with reading("--machine", path):
+            return machines.read(path)
     found = machines.load(device_kind) or machines.load(f"NVIDIA {device_kind.upper()}")
-    known = machines.device_kinds()
     if found is None and with_datasheets:
-        found, known = datasheets.load(device_kind), (*known, *datasheets.names())
+        found = datasheets.load(device_kind)
     if found is None:
+        known = (*machines.device_kinds(), *(datasheets.names() if with_datasheets else ()))
+        names = ", ".join(name.removeprefix("NVIDIA ") for name in known)
+        wanted = f"--device-kind must be one of {names}, or --machine" if with_datasheets else "--machine must be"
         raise ValueError(
-            f"--machine must be given for {device_kind!r}, which is none of {known}; "
-            "`tree-attn doctor --distributed --machine-out FILE` measures one"
+            f"{wanted} given for {device_kind!r}{'' if with_datasheets else f': the package has {names} only'}; "
+            "`tree-attn doctor --distributed --machine-out FILE` measures others"
         )
     return found
 
@@ -94,7 +97,7 @@ def strategies_of(
     for strategy, reduction in [*trees, ("ring_overlapped", None), ("ring_public", None)]:
         names = {"label": strategy_label(strategy, reduction), "strategy": strategy, "reduction": reduction}
         try:
-            _check_size(step, reduction)
+            _check_exchanges(step, reduction, axis_sizes, machine)
             predicted = predict.predict_step(step, strategy, reduction, machine=machine, axis_sizes=axis_sizes)
         except NotImplementedError as error:
             left_out[names["label"]] = str(error)
@@ -104,9 +107,19 @@ def strategies_of(
     return sorted(found, key=lambda one: one["latency_us"]), left_out
 
 
-def _check_size(step: DecodeStep, reduction: str | tuple[str, ...] | None) -> None:
+def _check_exchanges(
+    step: DecodeStep, reduction: str | tuple[str, ...] | None, axis_sizes: tuple[int, ...], machine: Machine
+) -> None:
+    """Raises NotImplementedError, with the reason in words, for a reduction that these devices cannot run."""
+    names = reduction if isinstance(reduction, tuple) else (reduction,)
+    if "fused" in names and machine.device_kind.startswith("TPU"):
+        raise NotImplementedError("fused is a kernel for NVIDIA GPUs")
+    if names[-1] == "fused" and len(axis_sizes) > 1 and "fused" not in machine.network.costs:
+        raise NotImplementedError("fused writes to the memory of other GPUs, which it can inside a node only")
+    if names[0] == "fused" and axis_sizes[0] > 1 and "fused" not in machine.node.costs:
+        raise NotImplementedError("the time of fused is known on H200s, where it was measured, and on H100s")
     elements = step.packed_state_bytes // STATE_BYTES
-    for name in reduction if isinstance(reduction, tuple) else (reduction,):
+    for name in names:
         limit = EXCHANGES[name].max_elements if name in EXCHANGES else None
         if limit is not None and elements > limit:
             raise NotImplementedError(f"{name} exchanges up to {limit:,} elements, and this state has {elements:,}")
@@ -114,19 +127,22 @@ def _check_size(step: DecodeStep, reduction: str | tuple[str, ...] | None) -> No
 
 def _choose(strategies: list[dict[str, Any]], step: DecodeStep, machine: Machine) -> tuple[str | None, str]:
     """Returns the label of the fastest that fits, and a sentence with the reason."""
+    device = "chip" if machine.device_kind.startswith("TPU") else "GPU"
     fitting = [one for one in strategies if one["fits"]]
     if not fitting:
         needed, capacity = size(step.key_value_bytes_per_device), size(machine.memory_bytes)
-        return None, f"Nothing fits: keys and values alone take {needed} of each GPU, which has {capacity}."
+        return None, f"Nothing fits: keys and values alone take {needed} of each {device}, which has {capacity}."
     best, *others = fitting
     if step.n_devices == 1:
-        return best["label"], f"One GPU holds all keys and exchanges nothing: {time(best['latency_us'])}."
+        return best["label"], f"One {device} holds all keys and exchanges nothing: {time(best['latency_us'])}."
     exchanged = best["latency_us"] - best["local_us"]
     reason = f"{best['label']} is predicted to be the fastest that fits: {time(best['latency_us'])}"
-    reason += f", {time(best['local_us'])} of it attention on each GPU and {time(exchanged)} the exchange between them"
+    reason += (
+        f", {time(best['local_us'])} of it attention on each {device} and {time(exchanged)} the exchange between them"
+    )
     ring = next((one for one in strategies if one["strategy"] != "tree"), None)
     if others:
         reason += f"; next is {others[0]['label']} with {time(others[0]['latency_us'])}"
     if ring is not None and ring is not best:
-        reason += f", and the faster ring takes {ring['latency_us'] / best['latency_us']:.1f} times as long"
+        reason += f", and the faster ring takes {times_as(ring['latency_us'] / best['latency_us'])} times as long"
     return best["label"], reason + "."

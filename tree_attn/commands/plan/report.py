@@ -22,11 +22,11 @@ def print_document(document: dict[str, Any]) -> None:
     if len(sizes) > 1:
         terminal.say(console, "sent: inside a node + across nodes")
     if document["datasheet"] is not None:
-        terminal.say(console, f"FROM A DATASHEET, NOT MEASURED: {document['datasheet']}")
+        terminal.say(console, f"FROM A DATASHEET, NOT MEASURED: {document['datasheet']}.")
     left_out = document["left_out"]
     for why in dict.fromkeys(left_out.values()):
         labels = ", ".join(label for label in left_out if left_out[label] == why)
-        terminal.say(console, f"not possible: {labels}: {why}")
+        terminal.say(console, f"not possible: {labels}: {why}.")
     for where, source in document["links"].items():
         terminal.say(console, f"links {where}: {source}")
     terminal.say(console, document["reason"])
