@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import pytest
 from fake_machine import make_machine
@@ -124,6 +125,10 @@ def test_tables_mark_what_was_measured(figure, tmp_path, capsys):
     assert cli.main(["figures", figure, "--rows", str(RESULTS), "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "PREDICTED" in text and "median error by" in text
+    # Values in the units of the other commands, and words for names of functions and files.
+    assert "e+0" not in text and not re.search(r",[0-9]{3},[0-9]{3},[0-9]{3}|[-+]0\.0%|hollow|program_memory", text)
+    assert "measured; others PREDICTED" in " ".join(text.split()) and re.search(r"[0-9] (us|[kMG]B)\*", text)
+    assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 80
     assert (tmp_path / f"{NAMES[figure]}.png").is_file()
 
 
@@ -153,10 +158,20 @@ def test_the_last_words_compare_ring_and_tree(measured):
     }
     ratio = us["ring_overlapped"] / us["gather"]
     first, second = report.conclusions(paper.figure_3(measured, H200))
+    assert re.search(r"takes [0-9],[0-9]{3} times as long as tree\.$", second)
     assert first == f"640,000 keys, 4 GPUs, measured: ring overlapped takes {ratio:.0f} times as long as tree."
     assert second.startswith("5,120,000 keys, 128 GPUs, PREDICTED: ring overlapped takes ")
     memory = report.conclusions(paper.figure_4(measured, H200))
     assert memory[0].endswith("640,000 keys, measured: ring public holds 3.0 times as much as tree.")
+
+
+def test_the_error_is_that_of_all_and_of_each_kind(tmp_path, capsys):
+    assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "median error by the cost model: 12.1% of 10 rows (tree 12.1% of 6, ring 24.5% of 4)" in text
+    assert "links across nodes: assumed: InfiniBand" in text
+    assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", __file__]) == 2
+    assert f"--out must be a folder, got {__file__}" in capsys.readouterr().err
 
 
 def test_rows_of_two_shapes_are_refused(tmp_path, measured, capsys):

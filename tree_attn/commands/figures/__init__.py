@@ -36,9 +36,11 @@ def run(args: argparse.Namespace) -> int:
     """Computes, draws and prints; returns 0."""
     from tree_attn.commands import drawing, phases, terminal
     from tree_attn.commands.figures import paper, plots, report, rows  # these load JAX, which --help does without
+    from tree_attn.commands.options import check_folder
     from tree_attn.commands.plan.prediction import machine_of
 
     measured = rows.read(args.rows)
+    check_folder("--out", args.out)
     device_kinds = sorted({rows.device_kind(row) for row in measured})
     shapes = {dataclasses.replace(rows.step(row), num_keys=1, n_devices=1) for row in measured}
     if len(device_kinds) > 1 or len(shapes) > 1:
@@ -47,20 +49,18 @@ def run(args: argparse.Namespace) -> int:
     machine = machine_of(args.machine, device_kinds[0])
     name = "equations" if args.figure == "equations" else f"figure_{args.figure}"
     figure = getattr(paper, name)(measured, machine)
-    note = "full: measured; hollow, dashed: PREDICTED"
-    if args.figure == "3":
-        note += f" (links across nodes: {machine.network.source.split(':')[0]})"
+    links = f"links across nodes: {machine.network.source}" if args.figure == "3" else ""
     files = {}
     if drawing.has_matplotlib():
         args.out.mkdir(parents=True, exist_ok=True)
         files["drawing"] = str(args.out / f"{name}.png")
         with phases.phase("drawing"):
-            plots.draw(figure, args.out / f"{name}.png", note)
+            plots.draw(figure, args.out / f"{name}.png", f"full: measured; hollow, dashed: PREDICTED\n{links}".strip())
     if args.json:
         points = [dataclasses.asdict(point) for point in figure.points]
         terminal.print_document({"points": points, "comparisons": figure.comparisons, "files": files})
         return 0
-    report.print_figure(figure, note)
+    report.print_figure(figure, links)
     console = terminal.output()
     for sentence in report.conclusions(figure):
         terminal.say(console, sentence)

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.figures.paper import Figure
+from tree_attn.commands.terminal import size, time
 
 KINDS = ("tree", "ring")
 # By the name of the y axis: a ring beside the tree.
@@ -17,20 +18,37 @@ WORDS = {
 }
 
 
-def print_figure(figure: Figure, note: str) -> None:
-    """Prints the points of each panel, measured ones marked, and the errors of the predictions."""
+# By the name of the y axis, and by the quantity that is compared: its name in titles, and how its values are written.
+WRITTEN = {
+    "us": ("time of a step", time),
+    "bytes": ("memory of a GPU", size),
+    "bytes per GPU": ("bytes of a GPU", size),
+    "bytes held": ("memory of a GPU", size),
+    "bytes sent": ("bytes that a GPU sends in a step", size),
+}
+PREDICTORS = {"program_memory_bytes": "what our programs keep (docs/peak_memory.md)"}
+
+
+def print_figure(figure: Figure, links: str) -> None:
+    """Prints the points of each panel, measured ones marked, and the errors of the predictions.
+
+    Args:
+      links: a sentence about links that predictions assume; empty for none.
+    """
     console = terminal.output()
     for panel, (x, y) in figure.axes.items():
+        title, write = WRITTEN.get(y, (y, lambda number: f"{number:.3g}"))
         points = [point for point in figure.points if point.panel == panel]
         names = sorted({point.x for point in points})
         rows = []
         for series in dict.fromkeys(point.series for point in points):
-            cells = {point.x: f"{point.y:.4g}" for point in points if point.series == series and not point.is_measured}
-            cells |= {point.x: f"{point.y:.4g}*" for point in points if point.series == series and point.is_measured}
+            cells = {point.x: write(point.y) for point in points if point.series == series and not point.is_measured}
+            cells |= {point.x: f"{write(point.y)}*" for point in points if point.series == series and point.is_measured}
             rows.append((series, [cells.get(name, "") for name in names]))
-        title = f"{panel}: {y} over {x} (*: measured; all others PREDICTED)"
+        title = f"{panel}: {title}, by {x} (*: measured; others PREDICTED)"
         terminal.print_wide(console, title, "", [f"{name:,}" for name in names], rows)
-    terminal.say(console, note)
+    if links:
+        terminal.say(console, links)
     _print_comparisons(figure.comparisons, console)
 
 
@@ -49,7 +67,7 @@ def conclusions(figure: Figure) -> list[str]:
                 continue
             tree, ring = (of_kind[max(shared)] for of_kind in both)
             ratio = ring.y / tree.y if tree.y else float("inf")
-            words = WORDS[y].format(f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}")
+            words = WORDS[y].format(terminal.times_as(ratio))
             where = f"{panel}, {max(shared):,} {x}" if x != "hidden size" else f"{panel}, hidden size {max(shared):,}"
             kind = "measured" if is_measured else "PREDICTED"
             sentences.append(f"{where}, {kind}: {ring.series} {words} {tree.series}.")
@@ -58,21 +76,32 @@ def conclusions(figure: Figure) -> list[str]:
 
 
 def _print_comparisons(comparisons: Sequence[dict], console: Console) -> None:
-    errors: dict[str, list[float]] = {}
+    errors: dict[str, dict[str, list[float]]] = {}
     for quantity, by in dict.fromkeys((one["quantity"], one["by"]) for one in comparisons):
-        title = f"{quantity} of each GPU and step, predicted by {by.replace('_', ' ')}"
+        (name, write), predictor = WRITTEN[quantity], PREDICTORS.get(by, by)
+        title = f"{name}, predicted by {predictor}"
         headings = ("strategy", "kernel", "keys", "GPUs", "predicted", "measured", "error")
         table = terminal.table(*headings, title=title, left=headings[:2])
         for one in comparisons:
             if (one["quantity"], one["by"]) != (quantity, by):
                 continue
-            numbers = (f"{one['predicted']:,.0f}", f"{one['measured']:,.0f}", f"{one['error']:+.1%}")
+            numbers = (write(one["predicted"]), write(one["measured"]), _percent(one["error"]))
             where = (one["strategy"], one["implementation"], f"{one['num_keys']:,}", str(one["n_devices"]))
             table.add_row(*where, *numbers)
-            strategy = "tree" if one["strategy"].startswith("tree") else "ring"
-            for name in dict.fromkeys((by, f"{by}, {strategy}")):
-                errors.setdefault(name, []).append(abs(one["error"]))
+            kind = KINDS[0] if one["strategy"].startswith(KINDS[0]) else KINDS[1]
+            errors.setdefault(predictor, {}).setdefault(kind, []).append(abs(one["error"]))
         console.print(table)
-    for name in sorted(errors):
-        count = len(errors[name])
-        terminal.say(console, f"median error by {name}: {statistics.median(errors[name]):.1%} of {count} rows")
+    for predictor, by_kind in sorted(errors.items()):
+        words = _median([error for of_kind in by_kind.values() for error in of_kind]) + " rows"
+        if len(by_kind) > 1:
+            words += f" ({', '.join(f'{kind} {_median(by_kind[kind])}' for kind in KINDS)})"
+        terminal.say(console, f"median error by {predictor}: {words}")
+
+
+def _median(errors: Sequence[float]) -> str:
+    return f"{statistics.median(errors):.1%} of {len(errors)}"
+
+
+def _percent(error: float) -> str:
+    """Returns an error with its sign, but for one that is written as zero."""
+    return f"{error:+.1%}" if round(abs(error), 3) else "0.0%"
