@@ -58,7 +58,10 @@ def test_the_line_of_an_interrupted_command_counts_what_is_saved(tmp_path):
     path = tmp_path / "results.jsonl"
     assert line(out=tmp_path) == f"2 rows are saved in {path}; the same command goes on from there"
     assert line(out=None) == "nothing is saved without --out DIR"
-    assert line() == "nothing is saved; run it again"
+    assert line() == line(out=None, chat=True) == line(out=None, prompt=["a", "b"]) == "nothing is saved; run it again"
+    (tmp_path / "results.jsonl").unlink()
+    (tmp_path / "tokens.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [3]}\n')
+    assert line(out=tmp_path).startswith("3 tokens are saved in ")
 
 
 def test_an_interrupt_while_a_module_is_imported_is_a_line_too(capsys, monkeypatch):

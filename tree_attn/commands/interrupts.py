@@ -7,6 +7,7 @@ its own is woken by the signal, saves, and ends the process: no code of the comm
 import argparse
 import atexit
 import contextlib
+import json
 import pathlib
 import signal
 import socket
@@ -93,11 +94,14 @@ def resumption(args: argparse.Namespace) -> str:
     """Returns what is saved, and how to go on: the end of the line of an interrupted command."""
     out = getattr(args, "out", None)
     if out is None:
-        return "nothing is saved without --out DIR" if hasattr(args, "out") else "nothing is saved; run it again"
-    for name, what in (("results.jsonl", "row"), ("tokens.jsonl", "batch")):
+        is_one = not getattr(args, "chat", False) and len(getattr(args, "prompt", None) or ()) < 2
+        can_save = hasattr(args, "out") and is_one
+        return "nothing is saved without --out DIR" if can_save else "nothing is saved; run it again"
+    for name, what in (("results.jsonl", "row"), ("tokens.jsonl", "token")):
         path = pathlib.Path(out) / name
-        with contextlib.suppress(OSError):
-            count = path.read_bytes().count(b"\n")
-            words = f"1 {what} is" if count == 1 else f"{count} {what}{'es' if what == 'batch' else 's'} are"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            lines = path.read_bytes().split(b"\n")[:-1]
+            count = sum(len(json.loads(line)["ids"]) for line in lines) if what == "token" else len(lines)
+            words = f"1 {what} is" if count == 1 else f"{count} {what}s are"
             return f"{words} saved in {path}; the same command goes on from there"
     return f"nothing is in {out} yet; run it again"

@@ -138,6 +138,8 @@ def _read(name: str) -> list[str]:
     where = "standard input" if is_input else name
     text = from_utf8(where, content)
     if not name.endswith(".jsonl"):
+        if not text.strip():
+            raise ValueError(f"--prompt-file must hold a prompt, got nothing from {where}")
         # An editor's last line end is no part of the prompt.
         return [text.removesuffix("\n").removesuffix("\r")]
     return [_json_text(f"{where}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]

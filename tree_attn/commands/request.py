@@ -1,8 +1,10 @@
 """A request to a Llama, checked before its model is read: prompts, sampling, attention and devices."""
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
@@ -31,7 +33,8 @@ class Request:
       sampling: the choice of tokens.
       checkpoint: the opened model.
       prompts: token ids of each prompt, with the chat template's; none for a conversation.
-      facts: attention, the reduction that will run, the number of devices and SparQ's options, for `--json`.
+      facts: for `--json`: attention, the reduction that runs (None until it is picked, see `noting_reduction`), the
+        number of devices, and SparQ's options.
       sparq: SparQ's options; None for another attention.
     """
 
@@ -54,9 +57,13 @@ def open_request(args: argparse.Namespace) -> Request:
     sparq = sparq_options(args, [args.attention])
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     processes.join(args, args.devices)
+    if args.attention == "single" and args.devices not in (None, 1):
+        raise ValueError(f"--devices must be 1 with --attention single, which keeps all keys there, got {args.devices}")
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
     place = session.Place(devices=devices, has_two_axes=args.reduction == "hierarchical")
     reduction = check_choice(args.attention, args.reduction, tuple(place.axis_sizes), len(devices), sparq)
+    if reduction == "fused" and devices[0].platform != "gpu":
+        raise NotImplementedError(f"--reduction fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
     check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
     check_cache_dtype(args.attention, args.cache_dtype)
     checkpoint = session.open_with_progress(args.model)
@@ -76,6 +83,30 @@ def load_generator(args: argparse.Namespace, request: Request) -> Generator:
     model = session.load_with_progress(request.checkpoint, sharding, request.place.dtype)
     options = dict(cache_dtype=args.cache_dtype, prefill_chunk=args.prefill_chunk)
     return Generator(model, attention, request.sampling, **options)
+
+
+@contextlib.contextmanager
+def noting_reduction(request: Request) -> Iterator[None]:
+    """Puts into the facts of the request the reduction that is picked while the block compiles."""
+    logger = logging.getLogger("tree_attn")
+    level, noting = logger.level, _Noting(request.facts)
+    logger.addHandler(noting)
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
+    try:
+        yield
+    finally:
+        logger.removeHandler(noting)
+        logger.setLevel(level)
+
+
+class _Noting(logging.Handler):
+    def __init__(self, facts: dict[str, Any]):
+        super().__init__()
+        self._facts = facts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith("reduction=None picked"):
+            self._facts["reduction"] = record.args[0]
 
 
 def sparq_options(args: argparse.Namespace, attentions: Sequence[str]) -> SparqOptions | None:

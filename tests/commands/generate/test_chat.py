@@ -57,7 +57,7 @@ def test_turns_follow_each_other(capsys, no_model):
 
     _, out, error = run(capsys, *turns[:-1])
     assert out == "> a\nok\n> b\nok\n"
-    assert error.startswith("2 turns, 4 new tokens; 4.0 tokens a second at last on 1 device by single\n")
+    assert error.startswith("2 turns, 4 new tokens; 4.0 tokens a second in the last turn on 1 device by single\n")
 
 
 def test_lines_of_standard_input_are_turns(capsys, monkeypatch, no_model):
@@ -65,6 +65,23 @@ def test_lines_of_standard_input_are_turns(capsys, monkeypatch, no_model):
     status, out, error = run(capsys)
     assert (status, out) == (2, "ok\nok\n")
     assert error == "tree-attn generate: error: standard input must be UTF-8, got byte 0xff at 0\n"
+
+
+def test_on_a_terminal_a_line_that_is_no_text_ends_nothing(capsys, monkeypatch, no_model):
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb\n"))
+    monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    status, out, error = run(capsys)
+    assert (status, out) == (0, "ok\nok\n")
+    assert "standard input must be UTF-8, got byte 0xff at 0: type the line again\n> " in error
+    assert "2 turns, 4 new tokens" in error
+
+
+def test_without_text_on_stdout_it_is_said_that_tokens_are_generated(capsys, monkeypatch, no_model):
+    said, phase = [], session.phase
+    monkeypatch.setattr(session, "phase", lambda title, *options, **named: said.append(title) or phase(title))
+    run(capsys, "--prompt", "a", "--json")
+    assert said[-2:] == ["reading 7 tokens", "generating"]
 
 
 @pytest.mark.slow

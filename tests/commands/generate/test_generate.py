@@ -1,17 +1,23 @@
 """`tree-attn generate`: what it prints under each attention, and what it refuses before it reads a model."""
 
+import contextlib
 import dataclasses
 import functools
 import io
 import json
+import pathlib
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from tree_attn import make_mesh, tree_decode
 from tree_attn.cli import main
 from tree_attn.commands import session
 from tree_attn.commands.generate import writing
-from tree_attn.commands.request import check_room
+from tree_attn.commands.request import check_room, noting_reduction
 from tree_attn.models.llama import preset
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -201,12 +207,13 @@ def test_a_model_with_a_window_is_refused_before_it_is_read(capsys, tiny_checkpo
         (b"caf\xe9", "{path} must be UTF-8, got byte 0xe9 at 3"),
         (b'"a"\n{"prompt": 1}', "{path}, line 2 must be a JSON text such as"),
         (b"", "a prompt must be given: --prompt TEXT, --prompt-file FILE"),
-        (None, "No such file or directory: '{path}'"),
+        (b"\n", "--prompt-file must hold a prompt, got nothing from {path}"),
+        (None, "--prompt-file: No such file or directory: '{path}'"),
     ],
 )
 def test_files_without_prompts_are_refused_before_a_model_is_opened(capsys, tmp_path, monkeypatch, content, message):
     monkeypatch.setattr(session, "open_with_progress", None)  # would fail if it were called
-    path = tmp_path / "prompts.jsonl"
+    path = tmp_path / ("prompts.txt" if content == b"\n" else "prompts.jsonl")
     if content is not None:
         path.write_bytes(content)
     status, lines, error = run(capsys, "--prompt-file", str(path))
@@ -247,6 +254,45 @@ def test_the_default_limit_is_what_the_positions_leave():
     assert [check_room(config, length, None) for length in (10, 872, 990)] == [128, 128, 10]
 
 
+def test_a_reduction_that_needs_gpus_is_refused_before_a_model_is_opened(capsys, monkeypatch):
+    monkeypatch.setattr(session, "open_with_progress", None)
+    status, _, error = run(capsys, "--prompt", "x", "--reduction", "fused")
+    message = "--reduction fused needs NVIDIA GPUs, got 'cpu' devices"
+    assert (status, error) == (2, f"tree-attn generate: error: {message}\n")
+
+
+def test_the_reduction_that_is_picked_is_noted_for_the_document():
+    request = types.SimpleNamespace(facts={"reduction": None})
+    q, keys = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 16, 2, 8))
+    decode = lambda q, k, v: tree_decode(q, k, v, mesh=make_mesh({"seq": 2}), axis_name="seq")
+    with noting_reduction(request):
+        jax.eval_shape(decode, q, keys, keys)
+    assert request.facts == {"reduction": "gather"}
+
+
+@pytest.mark.parametrize(
+    ("model", "titles"),
+    [
+        ("smollm2", ["finding smollm2 (the first time, it is downloaded) ...", "opening smollm2.gguf ..."]),
+        ("no/such", ["finding no/such (the first time, it is downloaded) ...", "opening smollm2.gguf ..."]),
+        (".", ["finding . ...", "opening folder ..."]),
+        ("./nope", ["finding ./nope ..."]),
+    ],
+)
+def test_only_what_is_downloaded_is_said_to_be(monkeypatch, tmp_path, model, titles):
+    said = []
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    monkeypatch.setattr(session, "phase", lambda title: said.append(title) or contextlib.nullcontext())
+    monkeypatch.setattr(session.hub, "fetch_packaged", lambda file: pathlib.Path("smollm2.gguf"))
+    monkeypatch.setattr(session.hub, "_fetch_huggingface", lambda model: pathlib.Path("smollm2.gguf"))
+    monkeypatch.setattr(session, "open_checkpoint", lambda path: types.SimpleNamespace(config=None))
+    monkeypatch.setattr(session.processes, "agree_on_model", lambda path, config: None)
+    with contextlib.suppress(session.hub.ModelNotFoundError):
+        session.open_with_progress(model)
+    assert said == titles
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -255,7 +301,7 @@ def test_the_default_limit_is_what_the_positions_leave():
             ["--attention", "ring", "--reduction", "gather"],
             "got 'gather': --attention='ring' does not reduce",
         ),
-        (["--attention", "single", "--devices", "2"], "attention='single' keeps all keys on one device"),
+        (["--attention", "single", "--devices", "2"], "--devices must be 1 with --attention single, which keeps all"),
         (["--reduction", "star"], "reduction must be one of"),
         (["--reduction", "hierarchical", "--devices", "7"], "--devices must be a product of two numbers"),
         (["--save-every", "0"], "--save-every must be at least 1, got 0"),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 
 import pytest
 
@@ -85,8 +86,19 @@ def test_a_line_that_does_not_follow_is_refused_by_its_number(tmp_path, rows, li
 
 
 def test_more_tokens_than_the_limit_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="line 2: ids must end at token 5, the limit of this generation, got 6"):
+    message = f"--max-new-tokens must be at least 7, got 5: {tmp_path} has 7 tokens already"
+    with pytest.raises(ValueError, match=re.escape(message)):
         opened(tmp_path, ROWS, max_new_tokens=5)
+
+
+def test_another_prompt_is_refused_in_words(tmp_path):
+    args = argparse.Namespace(out=tmp_path, save_every=3, max_new_tokens=12)
+    SavedTokens(args, {"seed": 0, "prompt_ids": [1, 2]}, vocab_size=256)
+    message = f"{tmp_path} holds the tokens of another prompt: give that --prompt, or another --out"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SavedTokens(args, {"seed": 0, "prompt_ids": [1, 3]}, vocab_size=256)
+    with pytest.raises(ValueError, match="seed is 0 there and 1 here"):
+        SavedTokens(args, {"seed": 1, "prompt_ids": [1, 3]}, vocab_size=256)
 
 
 def test_an_interrupt_saves_the_tokens_of_an_unfinished_batch(tmp_path):

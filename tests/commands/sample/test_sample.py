@@ -1,6 +1,7 @@
 """`tree-attn sample`: the best of many samples, the bytes that a shared prompt takes, and what is refused."""
 
 import contextlib
+import itertools
 import json
 import types
 
@@ -77,7 +78,9 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
     for i in range(2):
         header = f"--- {i + 1} of {len(samples)} different samples: mean log-probability {means[i]:.3f}"
         assert lines[2 * i : 2 * i + 2] == [header, samples[i]["text"]]
-    assert lines[5].endswith("for each of 6 samples; held once here") and len(lines) == 6
+    assert lines[5] == "    640 B in all if held once (as here), 3.84 kB in all if each of 6 samples held them"
+    assert lines[6].startswith("--- 6 samples, 24 new tokens, ")
+    assert lines[6].endswith(" tokens a second together on 3 devices by tree (gather)") and len(lines) == 7
     prefix = {name: document[name] for name in document if "prefix" in name}
     assert prefix == {
         "shares_prefix": True,
@@ -93,14 +96,21 @@ def test_each_prompt_has_its_own_samples(capsys, monkeypatch):
     """The samples are those of the library's call, in its order; the model itself does not run."""
     monkeypatch.setattr(samples, "load_generator", lambda args, request: FakeGenerator())
     monkeypatch.setattr(samples.memory, "bytes_kept", lambda generator, num_tokens: 64 * num_tokens)
-    calls = []
+    calls, phases = [], []
+    real, ticks = session.phase, itertools.count()
+    record = lambda title, *options, **named: phases.append((title, *options)) or real(title, *options, **named)
+    monkeypatch.setattr(session, "phase", record)
+    monkeypatch.setattr(samples, "time", types.SimpleNamespace(perf_counter=lambda: 2 * next(ticks)))
 
     def draw(generator, prompts, max_new_tokens, *, num_samples, **options):
         calls.append((prompts, num_samples))
+        for _ in range(num_samples * len(prompts)):
+            options["on_token"](0, 1)
         return [sampled(prompt, token) for prompt in prompts for token in range(1, num_samples + 1)]
 
     monkeypatch.setattr(samples, "generate", draw)
     arguments = ["--prompt", "ab", "--prompt", "cde", "--num-samples", "2", "--top", "1", "--attention", "single"]
+    arguments += ["--max-new-tokens", "8"]
     status, lines, _ = run(capsys, *arguments)
     assert (status, calls) == (0, [([[1, 2], [3, 4, 5]], 2)])
     assert lines[:4] == [
@@ -109,6 +119,11 @@ def test_each_prompt_has_its_own_samples(capsys, monkeypatch):
         "--- prompt 2 of 2, 1 of 2 different samples: mean log-probability -1.000",
         "a",
     ]
+    assert lines[-2:] == [
+        "    192 B in all if held once, 384 B in all if each of 2 samples held them (as here)",
+        "--- 4 samples, 4 new tokens, 2.0 tokens a second together on 1 device by single",
+    ]
+    assert ("drawing tokens of 4 samples", 4 * 8) in phases
     _, (line,), _ = run(capsys, *arguments, "--json")
     document = json.loads(line)
     assert [one["prompt_ids"] for one in document["prompts"]] == [[1, 2], [3, 4, 5]]

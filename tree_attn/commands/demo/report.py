@@ -34,7 +34,10 @@ def print_outcomes(prompt: str, tokenizer, outcomes: Sequence[Outcome], *, is_em
             size(outcome.bytes_sent_attention),
         )
     console.print(table)
-    remark = "Weights are spread over the devices too, where they divide: the rest is sent for them."
+    remark = (
+        '"sent by attention" is the part of "sent" that attention needs; the rest is what the layers exchange whose '
+        "weights are split over the devices."
+    )
     if is_emulated:
         remark += " Emulated devices share this machine's cores: their times say nothing about GPUs."
     terminal.say(console, remark)

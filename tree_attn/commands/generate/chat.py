@@ -11,6 +11,7 @@ from tree_attn.cluster.join import steps
 from tree_attn.commands import prompting, session
 from tree_attn.commands.generate.described import described, place, reading, show
 from tree_attn.commands.request import Request, check_room, load_generator, messages
+from tree_attn.commands.terminal import counted
 from tree_attn.models.llama import Conversation
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream
 
@@ -65,7 +66,13 @@ def _lines() -> Iterator[str]:
         line = sys.stdin.buffer.readline()
         if not line:
             return
-        text = prompting.from_utf8("standard input", line).strip()
+        try:
+            text = prompting.from_utf8("standard input", line).strip()
+        except ValueError as error:
+            if not is_terminal:
+                raise
+            print(f"{error}: type the line again", file=sys.stderr)
+            continue
         if text:
             yield text
 
@@ -76,8 +83,8 @@ def _summary(turns: list[dict[str, Any]], request: Request) -> str:
     new = sum(len(turn["new_ids"]) for turn in turns)
     read, reused = sum(len(turn["prompt_ids"]) for turn in turns), sum(turn["reused_tokens"] for turn in turns)
     rates = [turn["tokens_per_s"] for turn in turns if turn["tokens_per_s"] is not None]
-    rate = f"; {rates[-1]:.1f} tokens a second at last" if rates else ""
+    rate = f"; {rates[-1]:.1f} tokens a second in the last turn" if rates else ""
     return (
-        f"{len(turns)} turns, {new} new tokens{rate} on {place(request)}\n"
+        f"{counted(len(turns), 'turn')}, {counted(new, 'new token')}{rate} on {place(request)}\n"
         f"{reused} of {read} prompt tokens were in the cache already"
     )

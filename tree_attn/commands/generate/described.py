@@ -7,6 +7,7 @@ from typing import Any
 
 from tree_attn.commands import session
 from tree_attn.commands.request import Request
+from tree_attn.commands.terminal import counted
 from tree_attn.models.llama import Generation
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
 from tree_attn.topology import is_first_process
@@ -55,7 +56,7 @@ def reading(num_tokens: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
     with contextlib.ExitStack() as after, contextlib.ExitStack() as before:
         if not is_shown:
             before.callback(lambda: after.enter_context(session.phase("generating")))
-        before.enter_context(session.phase(f"reading {num_tokens:,} tokens"))
+        before.enter_context(session.phase(f"reading {counted(num_tokens, 'token')}"))
         yield before.close
 
 
@@ -69,10 +70,10 @@ def show(text: str, is_shown: bool = True) -> None:
 def ending(document: dict[str, Any]) -> str:
     """Returns how many tokens there are, and why there are no more."""
     reason = "a stop token" if document["finish_reason"] == "stop" else "the limit of --max-new-tokens"
-    return f"{len(document['new_ids'])} new tokens up to {reason}"
+    return f"{counted(len(document['new_ids']), 'new token')} up to {reason}"
 
 
 def place(request: Request) -> str:
     """Returns the devices and the attention in words."""
     count, attention, reduction = (request.facts[name] for name in ("n_devices", "attention", "reduction"))
-    return f"{count} device{'s' * (count > 1)} by {attention}" + ("" if reduction is None else f" ({reduction})")
+    return f"{counted(count, 'device')} by {attention}" + ("" if reduction is None else f" ({reduction})")

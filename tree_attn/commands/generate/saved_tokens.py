@@ -1,7 +1,10 @@
 """The tokens of `tree-attn generate --out`: saved a few at a time, so that an interrupted run continues after them."""
 
 import argparse
+import contextlib
 import dataclasses
+import json
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,23 +43,31 @@ class SavedTokens:
           vocab_size: of the model; every saved token must be below it.
 
         Raises:
-          ValueError: the folder holds the tokens of another generation than `generation`; or a line of the file does
+          ValueError: the folder holds the tokens of another generation than `generation`, or more than
+            `args.max_new_tokens`; or a line of the file does
             not follow the lines before it: names the file and the line.
         """
         self._every, self._max_new_tokens, self._pending = args.save_every, args.max_new_tokens, []
         is_writer = is_first_process()
         options = dict(is_writer=is_writer, kind="generation")
+        if args.out is not None and is_writer:
+            _check_prompt((args.out / FILE).with_suffix(".sweep.json"), generation)
         self._writer = None if args.out is None else RowWriter(args.out / FILE, generation, **options)
         self._count = 0
         for number, row in enumerate([] if self._writer is None else self._writer.rows, start=1):
             is_end = number == len(self._writer.rows)
-            problem = _problem(row, self._count, self._max_new_tokens, vocab_size, is_end=is_end)
+            problem = _problem(row, self._count, vocab_size, is_end=is_end)
             if problem:
                 raise ValueError(
                     f"{self._writer.path}, line {number}: {problem}. Cut the file before that line to go on from "
                     "there, or take another folder"
                 )
             self._count += len(row["ids"])
+        if self._count > self._max_new_tokens:
+            raise ValueError(
+                f"--max-new-tokens must be at least {self._count}, got {self._max_new_tokens}: {args.out} has "
+                f"{self._count} tokens already"
+            )
 
     def load(self) -> Saved:
         """Returns the tokens that an earlier run saved, the same in every process."""
@@ -93,7 +104,18 @@ class SavedTokens:
             self._pending = []
 
 
-def _problem(row: Mapping[str, Any], count: int, max_new_tokens: int, vocab_size: int, *, is_end: bool) -> str | None:
+def _check_prompt(path: pathlib.Path, generation: Mapping[str, Any]) -> None:
+    """Raises ValueError where the folder holds the tokens of another prompt, in words: ids of tokens say nothing."""
+    is_prompt = False
+    with contextlib.suppress(OSError, ValueError, TypeError):  # `RowWriter` says what is wrong
+        there = dict(json.loads(path.read_bytes()))
+        others = [name for name in generation if there.get(name) != generation[name]]
+        is_prompt = others == ["prompt_ids"]
+    if is_prompt:
+        raise ValueError(f"{path.parent} holds the tokens of another prompt: give that --prompt, or another --out")
+
+
+def _problem(row: Mapping[str, Any], count: int, vocab_size: int, *, is_end: bool) -> str | None:
     """Returns the reason why a line cannot follow `count` tokens; None where it can.
 
     Args:
@@ -113,6 +135,4 @@ def _problem(row: Mapping[str, Any], count: int, max_new_tokens: int, vocab_size
         return "is_last must be false where lines follow, got true"
     if not ids and not is_last:
         return "ids must hold a token or more unless is_last is true, got none"
-    if count + len(ids) > max_new_tokens:
-        return f"ids must end at token {max_new_tokens}, the limit of this generation, got {count + len(ids)}"
     return None

@@ -15,7 +15,7 @@ from tree_attn.commands import interrupts, session, terminal
 from tree_attn.commands.generate.chat import converse
 from tree_attn.commands.generate.described import described, ending, from_saved, place, reading, show, summary
 from tree_attn.commands.generate.saved_tokens import SavedTokens
-from tree_attn.commands.request import Request, load_generator, open_request
+from tree_attn.commands.request import Request, load_generator, noting_reduction, open_request
 from tree_attn.models.llama import Generation, generate
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream
 from tree_attn.topology import is_first_process
@@ -24,13 +24,14 @@ from tree_attn.topology import is_first_process
 def write(args: argparse.Namespace) -> None:
     """Generates from the prompts and prints the text, or with `--json` one document of it."""
     request = open_request(args)
-    if args.chat:
-        document, words = converse(args, request)
-    elif len(request.prompts) > 1:
-        document, words = _generate_all(args, request)
-    else:
-        tokens = SavedTokens(args, _identity(args, request) | request.facts, request.checkpoint.config.vocab_size)
-        document, words = _generate_one(args, request, tokens)
+    with noting_reduction(request):
+        if args.chat:
+            document, words = converse(args, request)
+        elif len(request.prompts) > 1:
+            document, words = _generate_all(args, request)
+        else:
+            tokens = SavedTokens(args, _identity(args, request) | request.facts, request.checkpoint.config.vocab_size)
+            document, words = _generate_one(args, request, tokens)
     if is_first_process():
         if args.json:
             terminal.print_document(document | request.facts)
@@ -69,10 +70,13 @@ def _generate_all(args: argparse.Namespace, request: Request) -> tuple[dict[str,
     generator, tokenizer = load_generator(args, request), request.checkpoint.tokenizer
     options = dict(stop_ids=tokenizer.stop_ids, max_batch=args.max_batch)
     times: list[float] = []
-    with session.phase(f"generating from {len(request.prompts)} prompts ..."), steps() as step:
+    total = len(request.prompts) * args.max_new_tokens
+    title = f"generating tokens from {len(request.prompts)} prompts"
+    with session.phase(title, total) as generating, steps() as step:
 
         def on_token(*_) -> None:
             times.append(time.perf_counter())
+            generating.advance()
             step()
 
         results = generate(generator, request.prompts, args.max_new_tokens, **options, on_token=on_token)

@@ -1,12 +1,15 @@
 """The samples of `tree-attn sample`: drawn together, ranked, and printed by the first process."""
 
 import argparse
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from tree_attn.cluster.join import steps
 from tree_attn.commands import session, terminal
-from tree_attn.commands.request import Request, load_generator, open_request
+from tree_attn.commands.generate.described import place
+from tree_attn.commands.request import Request, load_generator, noting_reduction, open_request
+from tree_attn.commands.terminal import counted
 from tree_attn.models.llama import Generation, Generator, generate, rank_samples
 from tree_attn.models.llama.attention_choice import check_sharing
 from tree_attn.models.llama.generation import memory
@@ -17,11 +20,25 @@ def draw(args: argparse.Namespace) -> None:
     """Draws the samples and prints the best of each prompt, or with `--json` one document of all."""
     check_sharing(args.attention, args.share_prefix)
     request = open_request(args)
+    with noting_reduction(request):
+        _draw(args, request)
+
+
+def _draw(args: argparse.Namespace, request: Request) -> None:
     generator = load_generator(args, request)
     with session.phase("compiling ..."):
         generator.compile(_repeated(args, request.prompts), args.max_new_tokens, share_prefixes=args.share_prefix)
     count = args.num_samples * len(request.prompts)
-    with session.phase(f"drawing {count} samples ..."), steps() as step:
+    num_tokens, began = 0, time.perf_counter()
+    title = f"drawing tokens of {counted(count, 'sample')}"
+    with session.phase(title, count * args.max_new_tokens) as drawing, steps() as step:
+
+        def on_token(*_) -> None:
+            nonlocal num_tokens
+            num_tokens += 1
+            drawing.advance()
+            step()
+
         samples = generate(
             generator,
             request.prompts,
@@ -29,12 +46,16 @@ def draw(args: argparse.Namespace) -> None:
             num_samples=args.num_samples,
             stop_ids=request.checkpoint.tokenizer.stop_ids,
             share_prefixes=args.share_prefix,
-            on_token=lambda *_: step(),
+            on_token=on_token,
         )
+    seconds = time.perf_counter() - began
     if is_first_process():
         of_prompts = [samples[i : i + args.num_samples] for i in range(0, count, args.num_samples)]
         ranked = [rank_samples(of_prompt) for of_prompt in of_prompts]
         (_print_json if args.json else _print)(args, request, ranked, _prefix(args, request, generator))
+        if not args.json:
+            rate = f"{num_tokens / seconds:.1f} tokens a second together"
+            print(f"--- {counted(count, 'sample')}, {counted(num_tokens, 'new token')}, {rate} on {place(request)}")
 
 
 def _print(
@@ -42,9 +63,9 @@ def _print(
 ) -> None:
     for number, samples in enumerate(ranked, start=1):
         of_prompt = f"prompt {number} of {len(ranked)}, " if len(ranked) > 1 else ""
-        for place, sample in enumerate(samples[: args.top], start=1):
+        for rank, sample in enumerate(samples[: args.top], start=1):
             mean = f"mean log-probability {sample.mean_log_probability:.3f}"
-            print(f"--- {of_prompt}{place} of {len(samples)} different samples: {mean}")
+            print(f"--- {of_prompt}{rank} of {len(samples)} different samples: {mean}")
             print(request.checkpoint.tokenizer.decode(sample.new_ids))
     print(f"--- {_sentence(prefix, args.num_samples)}")
 
@@ -93,8 +114,8 @@ def _prefix(args: argparse.Namespace, request: Request, generator: Generator) ->
 
 def _sentence(prefix: dict[str, Any], num_samples: int) -> str:
     shared, unshared = (terminal.size(prefix[f"prefix_bytes_{name}"]) for name in ("shared", "unshared"))
-    place = "once" if prefix["shares_prefix"] else "for each sample"
+    once, each = (" (as here)", "") if prefix["shares_prefix"] else ("", " (as here)")
     return (
-        f"keys and values of {prefix['prefix_tokens']:,} common prompt tokens: {shared} held once,\n"
-        f"    {unshared} held for each of {num_samples} samples; held {place} here"
+        f"keys and values of {counted(prefix['prefix_tokens'], 'prompt token')} that samples share:\n"
+        f"    {shared} in all if held once{once}, {unshared} in all if each of {num_samples} samples held them{each}"
     )
