@@ -168,7 +168,7 @@ def test_a_context_that_no_memory_holds_is_refused_before_anything_is_made(capsy
     monkeypatch.setattr(parameters, "random", None)
     assert cli.main(bench("--context", "40,10000000000")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "--context 10000000000 needs" in error and "for keys and values, and 1 devices have" in error
+    assert "--context 10000000000 needs" in error and "for keys and values, and 1 device can hold" in error
 
 
 def test_a_context_beyond_a_models_own_positions_is_refused_before_it_is_read(tiny_checkpoint, capsys):

@@ -213,7 +213,9 @@ def test_the_words_of_a_run_are_those_of_people(finished, capsys):
     steps = [DecodeStep(**{name: rows[0][name] for name in SIZES}, num_keys=keys) for keys in (64, 128)]
     report.print_predictions(cases.plan(steps, [], ["xla"], "cpu"), "cpu", dict.fromkeys(steps, 2.0))
     report.print_results(rows)
-    text = " ".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 80  # only tables begin with a blank
+    text = " ".join(text.split())
     assert "equations 8 to 14 of the Tree Attention paper" in text and "tree allreduce 3 all-reduces;" in text
     assert "Over 64 keys each device reads" in text and "checked against attention in float64" in text
     assert not any(words in text for words in ("read rate", "oracle", "accelerators"))
@@ -358,6 +360,8 @@ def test_the_last_words_compare_the_best_of_both(finished):
     assert report.conclusions([row | {"hardware": "4 x NVIDIA H200"} for row in rows])[0] == words
     assert report.conclusions(rows)[0] == f"On these emulated devices, which say nothing about GPUs, {words}"
     slow = [row | {"latency_us_median": 20.0 if row["strategy"] == "tree" else 10.0} for row in finished[1]]
+    equal = [row | {"hardware": "4 x NVIDIA H200", "latency_us_median": 10.0} for row in finished[1]]
+    assert " is as fast as the best ring (ring overlapped) over 64 keys: " in report.conclusions(equal)[0]
     assert report.conclusions([row | {"hardware": "4 x NVIDIA H200"} for row in slow])[1].startswith(
         "ring overlapped is 2.0 times as fast as the best tree (tree allreduce)"
     )

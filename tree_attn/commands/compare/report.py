@@ -45,7 +45,7 @@ def _print_limit(console: Console, step: DecodeStep, device_kind: str, neighbour
         shard = size(step.key_value_bytes_per_device / 2)
         terminal.say(
             console,
-            f"  Sent alone, {shard} reach the next device at {neighbour_gb_per_s:.1f} GB/s here; the table's last "
+            f"Sent alone, {shard} reach the next device at {neighbour_gb_per_s:.1f} GB/s here; the table's last "
             "column is for this rate.",
         )
 
@@ -98,11 +98,11 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
             continue
         fast, slow = sorted((trees[0], rings[0]), key=latency)
         ratio = latency(slow) / latency(fast)
-        factor = terminal.times_as(ratio)
+        factor = "as fast as" if ratio < 1.05 else f"{terminal.times_as(ratio)} times as fast as"
         other = f"the best {'tree' if slow is trees[0] else 'ring'} ({_label(slow)})"
         times = f"{time(latency(fast))} against {time(latency(slow))}"
         where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""
-        sentences.append(f"{where}{_label(fast)} is {factor} times as fast as {other} over {num_keys:,} keys: {times}.")
+        sentences.append(f"{where}{_label(fast)} is {factor} {other} over {num_keys:,} keys: {times}.")
     return sentences
 
 
