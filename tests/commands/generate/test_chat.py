@@ -1,5 +1,6 @@
 """`tree-attn generate --chat`: turns from options or lines, each after those before it, and what it refuses."""
 
+import contextlib
 import io
 import json
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 
 from tree_attn.cli import main
-from tree_attn.commands import session
+from tree_attn.commands import phases, session
 from tree_attn.commands.generate import chat
 from tree_attn.models.llama import Generation
 
@@ -78,10 +79,15 @@ def test_on_a_terminal_a_line_that_is_no_text_ends_nothing(capsys, monkeypatch, 
 
 
 def test_without_text_on_stdout_it_is_said_that_tokens_are_generated(capsys, monkeypatch, no_model):
-    said, phase = [], session.phase
-    monkeypatch.setattr(session, "phase", lambda title, *options, **named: said.append(title) or phase(title))
-    run(capsys, "--prompt", "a", "--json")
-    assert said[-2:] == ["reading 7 tokens", "generating"]
+    shown = []
+
+    def record(*options):
+        shown.append(phases.Phase(*options))
+        return contextlib.nullcontext(shown[-1])
+
+    monkeypatch.setattr(session, "phase", record)
+    run(capsys, "--prompt", "a", "--json", "--max-new-tokens", "9")
+    assert [phase.text for phase in shown[-2:]] == ["reading 7 tokens", "generating, 3 of 9"]  # 2 are done
 
 
 @pytest.mark.slow

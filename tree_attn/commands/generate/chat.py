@@ -45,10 +45,10 @@ def _answer(
     with session.phase("compiling ..."):
         conversation.compile(prompt, limit)
     stream = TextStream(tokenizer)
-    with steps() as step, reading(len(prompt), is_shown=not args.json) as end_reading:
+    with steps() as step, reading(len(prompt), limit, is_shown=not args.json) as count_token:
 
         def on_token(_, token: int) -> None:
-            end_reading()
+            count_token()
             show(stream.push(token), not args.json)
             step()
 

@@ -47,17 +47,27 @@ def summary(document: dict[str, Any], request: Request, *, num_saved: int = 0) -
 
 
 @contextlib.contextmanager
-def reading(num_tokens: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Shows that a prompt is read, until the function that it gives is called at the first new token.
+def reading(num_tokens: int, max_new_tokens: int, *, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Shows that a prompt is read, until the function that it gives is called, which is to be at each new token.
 
     Args:
+      num_tokens: of the prompt.
+      max_new_tokens: the limit of new ones.
       is_shown: new tokens are printed; else it is shown that they are generated, while the block runs.
     """
     with contextlib.ExitStack() as after, contextlib.ExitStack() as before:
+        generating = []
         if not is_shown:
-            before.callback(lambda: after.enter_context(session.phase("generating")))
+            begin = lambda: after.enter_context(session.phase("generating", max_new_tokens))
+            before.callback(lambda: generating.append(begin()))
         before.enter_context(session.phase(f"reading {counted(num_tokens, 'token')}"))
-        yield before.close
+
+        def count_token() -> None:
+            before.close()
+            for phase in generating:
+                phase.advance()
+
+        yield count_token
 
 
 def show(text: str, is_shown: bool = True) -> None:

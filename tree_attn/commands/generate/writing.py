@@ -99,10 +99,11 @@ def _continue(
         prompts, first_step = generator.resume([request.prompts[0]], [done])
         generator.compile(prompts, args.max_new_tokens - first_step)
     stop_ids = request.checkpoint.tokenizer.stop_ids
-    with reading(len(prompts[0]), is_shown=not args.json) as end_reading:
+    limit = args.max_new_tokens - len(done)
+    with reading(len(prompts[0]), limit, is_shown=not args.json) as count_token:
 
         def on_any_token(row: int, token: int) -> None:
-            end_reading()
+            count_token()
             on_token(row, token)
 
         options = dict(stop_ids=stop_ids, on_token=on_any_token, done=[done])
