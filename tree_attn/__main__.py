@@ -15,7 +15,8 @@ def main() -> int:
 
 
 def _end(*_) -> None:
-    os.write(2, b"tree-attn: interrupted\n")
+    command = " ".join(["tree-attn", *[word for word in sys.argv[1:2] if not word.startswith("-")]])
+    os.write(2, f"{command}: interrupted; it had not begun\n".encode(errors="replace"))
     os._exit(130)
 
 

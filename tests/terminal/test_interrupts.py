@@ -77,8 +77,8 @@ def test_ctrl_c_in_a_terminal_leaves_nothing_of_the_bar():
 def test_ctrl_c_before_anything_is_imported_is_a_line_too():
     code = "import signal, runpy, sys\nsys.modules['tree_attn.cli'] = None\n"  # importing it fails
     code += "sys.excepthook = lambda *error: signal.raise_signal(signal.SIGINT)\n"
-    run = screens.run([], program=("-c", code + "runpy.run_module('tree_attn', run_name='__main__')"))
-    assert (run.status, run.out, run.err) == (130, "", "tree-attn: interrupted\n")
+    run = screens.run(["doctor"], program=("-c", code + "runpy.run_module('tree_attn', run_name='__main__')"))
+    assert (run.status, run.out, run.err) == (130, "", "tree-attn doctor: interrupted; it had not begun\n")
 
 
 BROKEN = """
