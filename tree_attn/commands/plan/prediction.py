@@ -73,7 +73,11 @@ def machine_of(path: pathlib.Path | None, device_kind: str, *, with_datasheets: 
     """
     if path is not None:
         with reading("--machine", path):
+            path.read_text(encoding="utf-8")
+        try:
             return machines.read(path)
+        except ValueError as error:
+            raise ValueError(f"--machine must be a file of a machine's parameters: {error}") from error
     found = machines.load(device_kind) or machines.load(f"NVIDIA {device_kind.upper()}")
     if found is None and with_datasheets:
         found = datasheets.load(device_kind)
