@@ -110,6 +110,7 @@ def test_a_datasheet_is_marked_and_a_short_name_is_the_measured_machine(capsys):
     "options, message",
     [
         (("--keys", "0"), "--keys must be an integer of at least 1, got 0"),
+        (("--keys", "8", "--machine", __file__), "--machine must be a file of a machine's parameters: "),
         (("--keys", "8", "--nodes", "0"), "--nodes must be at least 1, got 0"),
         (("--keys", "8", "--gpus-per-node", "-1"), "--gpus-per-node must be at least 1, got -1"),
         (("--keys", "8", "--dtype", "foo"), "--dtype must be a floating dtype such as 'bfloat16'"),
