@@ -78,9 +78,10 @@ def test_the_best_samples_are_printed_and_the_prompt_is_held_once(capsys):
     for i in range(2):
         header = f"--- {i + 1} of {len(samples)} different samples: mean log-probability {means[i]:.3f}"
         assert lines[2 * i : 2 * i + 2] == [header, samples[i]["text"]]
-    assert lines[5] == "    640 B in all if held once (as here), 3.84 kB in all if each of 6 samples held them"
-    assert lines[6].startswith("--- 6 samples, 24 new tokens, ")
-    assert lines[6].endswith(" tokens a second together on 3 devices by tree (gather)") and len(lines) == 7
+    assert lines[5] == "    640 B in all if held once (as here),"
+    assert lines[6] == "    3.84 kB in all if each of 6 samples held them"
+    assert lines[7].startswith("--- 6 samples, 24 new tokens, ")
+    assert lines[7].endswith(" tokens a second together on 3 devices by tree (gather)") and len(lines) == 8
     prefix = {name: document[name] for name in document if "prefix" in name}
     assert prefix == {
         "shares_prefix": True,
@@ -119,8 +120,9 @@ def test_each_prompt_has_its_own_samples(capsys, monkeypatch):
         "--- prompt 2 of 2, 1 of 2 different samples: mean log-probability -1.000",
         "a",
     ]
-    assert lines[-2:] == [
-        "    192 B in all if held once, 384 B in all if each of 2 samples held them (as here)",
+    assert lines[-3:] == [
+        "    192 B in all if held once,",
+        "    384 B in all if each of 2 samples held them (as here)",
         "--- 4 samples, 4 new tokens, 2.0 tokens a second together on 1 device by single",
     ]
     assert ("drawing tokens of 4 samples", 4 * 8) in phases

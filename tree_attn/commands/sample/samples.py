@@ -117,5 +117,6 @@ def _sentence(prefix: dict[str, Any], num_samples: int) -> str:
     once, each = (" (as here)", "") if prefix["shares_prefix"] else ("", " (as here)")
     return (
         f"keys and values of {counted(prefix['prefix_tokens'], 'prompt token')} that samples share:\n"
-        f"    {shared} in all if held once{once}, {unshared} in all if each of {num_samples} samples held them{each}"
+        f"    {shared} in all if held once{once},\n"
+        f"    {unshared} in all if each of {num_samples} samples held them{each}"
     )
