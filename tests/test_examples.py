@@ -38,6 +38,7 @@ NOT_HERE = {
     "tree_attn.commands.options.check_at_least": "needs a parsed command line",
     "tree_attn.devices.visible_gpus": "lists GPUs",
     "tree_attn.kernels.interpreter.interpreted_kernels": "runs minutes; tests/kernels interpret kernels",
+    "tree_attn.commands.phases.phase": "draws on stderr what some command does",
     "tree_attn.measure.device_time.device_time": "needs a GPU's profiler",
     "tree_attn.measure.hlo.summarize": "shows the numbers of one program",
     "tree_attn.measure.latency.latency_us": "times chains; tests/measure has shorter ones",
@@ -127,6 +128,9 @@ OF_ONE = {
     "tree_attn.cache.KVCache.with_sequence": {"cache": lambda: cache(4), "cache_of_the_prompt": lambda: cache(1)},
     "tree_attn.cache_reads.CacheReads.attend": {"cache": cache, "key": token, "value": token},
     "tree_attn.cache_reads.CacheReads.operands": {"cache": cache, "layer": lambda: None},
+    "tree_attn.models.llama.generation.conversation.Conversation": {
+        "tokenizer": lambda: types.SimpleNamespace(encode_chat=lambda messages: [1, 2, 3]), "messages": lambda: [],
+    },
     "tree_attn.models.llama.generation.generator.Generator": {
         "tokenizer": lambda: types.SimpleNamespace(encode=lambda text: [1, 2, 3])  # within the tiny model's vocabulary
     },

@@ -32,7 +32,7 @@ def load(name: str) -> Machine | None:
 
     Example:
       >>> load("h100").device_kind
-      'NVIDIA H100 80GB HBM3'
+      'NVIDIA H100 SXM'
     """
     sheet = next((sheet for sheet in _sheets().values() if _plain(name) in _names_of(sheet)), None)
     return None if sheet is None or sheet["device_kind"] == MEASURED else _machine(sheet)
