@@ -103,7 +103,7 @@ def test_rows_of_another_sweep_are_refused_and_left_alone(tmp_path):
     assert RowWriter(path, sweep).rows == [{"a": 1}]
     with pytest.raises(ValueError) as raised:
         RowWriter(path, {"seed": 1, "keys": (8, 16), "batch": 2})
-    assert f"{tmp_path} holds the results of another sweep: seed is 0 there and 1 here; batch is None there" in str(
+    assert f"{tmp_path} holds the results of another sweep: seed is 0 there and 1 here; batch is left out there" in str(
         raised.value
     )
     assert RowWriter(path, sweep).rows == [{"a": 1}]

@@ -1,16 +1,15 @@
 """A request to a Llama, checked before its model is read: prompts, sampling, attention and devices."""
 
 import argparse
-import contextlib
 import dataclasses
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
 from tree_attn.models.llama import Generator, Sampling, by_name
 from tree_attn.models.llama.attention_choice import (
+    REDUCING,
     check_cache_dtype,
     check_choice,
     check_model_options,
@@ -33,8 +32,8 @@ class Request:
       sampling: the choice of tokens.
       checkpoint: the opened model.
       prompts: token ids of each prompt, with the chat template's; none for a conversation.
-      facts: for `--json`: attention, the reduction that runs (None until it is picked, see `noting_reduction`), the
-        number of devices, and SparQ's options.
+      facts: for `--json`: attention, the reduction that runs (None until `note_reduction`), the number of
+        devices, and SparQ's options.
       sparq: SparQ's options; None for another attention.
     """
 
@@ -85,28 +84,10 @@ def load_generator(args: argparse.Namespace, request: Request) -> Generator:
     return Generator(model, attention, request.sampling, **options)
 
 
-@contextlib.contextmanager
-def noting_reduction(request: Request) -> Iterator[None]:
-    """Puts into the facts of the request the reduction that is picked while the block compiles."""
-    logger = logging.getLogger("tree_attn")
-    level, noting = logger.level, _Noting(request.facts)
-    logger.addHandler(noting)
-    logger.setLevel(min(logger.getEffectiveLevel(), logging.INFO))
-    try:
-        yield
-    finally:
-        logger.removeHandler(noting)
-        logger.setLevel(level)
-
-
-class _Noting(logging.Handler):
-    def __init__(self, facts: dict[str, Any]):
-        super().__init__()
-        self._facts = facts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.msg.startswith("reduction=None picked"):
-            self._facts["reduction"] = record.args[0]
+def note_reduction(request: Request, batch: int) -> None:
+    """Puts into the facts the reduction that was picked, where none was named, for `batch` sequences at a time."""
+    if request.facts["reduction"] is None and request.facts["attention"] in REDUCING:
+        request.facts["reduction"] = request.place.picked_reduction(request.checkpoint.config, batch)
 
 
 def sparq_options(args: argparse.Namespace, attentions: Sequence[str]) -> SparqOptions | None:

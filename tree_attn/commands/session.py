@@ -19,6 +19,7 @@ from tree_attn.models.llama.checkpoint.open import Checkpoint, open_checkpoint
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.model import Llama
 from tree_attn.models.llama.sharding import LlamaSharding, spread_over
+from tree_attn.reduce import Reduction, cheapest
 
 DEFAULT_DEVICES = 8
 
@@ -49,6 +50,11 @@ class Place:
     def axis_sizes(self) -> dict[str, int]:
         """Mesh axes of the sequence and their sizes, fastest links first."""
         return node_axes(self.devices) if self.has_two_axes else {"seq": len(self.devices)}
+
+    def picked_reduction(self, config: LlamaConfig, batch: int) -> Reduction:
+        """Returns the reduction that is taken where none is named, for a new token of each of `batch` sequences."""
+        elements = batch * config.num_heads * (config.head_dim + 1)
+        return cheapest(elements, self.axis_sizes, make_mesh(self.axis_sizes, self.devices))
 
     def sharding(self, config: LlamaConfig) -> LlamaSharding:
         """Returns the sharding with the sequence over all devices; MLP and vocabulary too where they divide."""

@@ -180,7 +180,7 @@ def _check_sweep(path: pathlib.Path, sweep: dict[str, Any], kind: str) -> None:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} should say which {kind} lies here, and is not a JSON object: {error}") from error
     differences = [
-        f"{name} is {there.get(name)!r} there and {sweep.get(name)!r} here"
+        f"{name} is {_words(there.get(name))} there and {_words(sweep.get(name))} here"
         for name in dict.fromkeys([*there, *sweep])
         if there.get(name) != sweep.get(name)
     ]
@@ -189,6 +189,10 @@ def _check_sweep(path: pathlib.Path, sweep: dict[str, Any], kind: str) -> None:
             f"{path.parent} holds the results of another {kind}: {'; '.join(differences)}. Give the same options to "
             f"continue that {kind}, or another folder to begin this one"
         )
+
+
+def _words(value: Any) -> str:
+    return "left out" if value is None else repr(value)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

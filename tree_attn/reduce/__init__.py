@@ -7,7 +7,7 @@ name, or the one that is predicted to cost least.
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 from jax.sharding import Mesh
@@ -21,7 +21,7 @@ from tree_attn.local import ShardAttention
 from tree_attn.reduce import allreduce, fused, gather, hierarchical
 from tree_attn.state import SoftmaxState
 
-__all__ = ["AXIS_REDUCTIONS", "REDUCTIONS", "Reduction", "check_reduction", "reduce_state"]
+__all__ = ["AXIS_REDUCTIONS", "REDUCTIONS", "Reduction", "cheapest", "check_reduction", "reduce_state"]
 
 REDUCTIONS = (*AXIS_REDUCTIONS, "hierarchical")
 Reduction = str | tuple[str, ...]
@@ -48,7 +48,9 @@ def reduce_state(
     """
     reduction = check_reduction(reduction, axes)
     if reduction is None:
-        reduction = _cheapest(state, axes, mesh)
+        is_run = isinstance(state, SoftmaxState)
+        elements = state.out.size + state.lse.size if is_run else state.num_elements
+        reduction = cheapest(elements, {axis: jax.lax.axis_size(axis) for axis in axes}, mesh)
     if reduction != "fused" and isinstance(state, ShardAttention):
         state = state.run()
     merge_over = {
@@ -86,12 +88,16 @@ def check_reduction(reduction: Reduction | None, axes: tuple[str, ...]) -> Reduc
     return ("gather",) * len(axes)
 
 
-def _cheapest(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mesh | None) -> Reduction:
-    """Returns the cheapest reduction that can run here, and logs it, and why a cheaper one cannot run."""
-    is_run = isinstance(state, SoftmaxState)
-    elements = state.out.size + state.lse.size if is_run else state.num_elements
-    for reduction in _by_cost(elements, axes):
-        reason = _why_not(reduction, elements, axes, mesh)
+def cheapest(elements: int, axis_sizes: Mapping[str, int], mesh: Mesh | None = None) -> Reduction:
+    """Returns the cheapest reduction that can run here, and logs it, and why a cheaper one cannot run.
+
+    Args:
+      elements: of the state, output and lse.
+      axis_sizes: by mesh axis, fastest link first.
+      mesh: the mesh of the axes where it is known; "fused" needs it unless it is of all devices in order.
+    """
+    for reduction in _by_cost(elements, tuple(axis_sizes.values())):
+        reason = _why_not(reduction, elements, tuple(axis_sizes), mesh)
         if reason is None:
             _log.info("reduction=None picked %r", reduction)
             return reduction
@@ -99,18 +105,18 @@ def _cheapest(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh:
     raise AssertionError("gather runs everywhere")
 
 
-def _by_cost(elements: int, axes: tuple[str, ...]) -> Iterator[Reduction]:
+def _by_cost(elements: int, sizes: tuple[int, ...]) -> Iterator[Reduction]:
     """Yields the reductions from the cheapest on; without measured costs, those with one latency per axis."""
     known = _machine()
     if known is None:
-        rest = ("gather",) * (len(axes) - 1)
+        rest = ("gather",) * (len(sizes) - 1)
         yield from ((first, *rest) if rest else first for first in ("fused", "gather"))
         return
-    left, sizes = candidates(len(axes)), tuple(map(jax.lax.axis_size, axes))
+    left = candidates(len(sizes))
     while left:
-        cheapest = cheapest_reduction(left, elements=elements, axis_sizes=sizes, machine=known)
-        left.remove(cheapest)
-        yield cheapest
+        best = cheapest_reduction(left, elements=elements, axis_sizes=sizes, machine=known)
+        left.remove(best)
+        yield best
 
 
 def _why_not(reduction: Reduction, elements: int, axes: tuple[str, ...], mesh: Mesh | None) -> str | None:

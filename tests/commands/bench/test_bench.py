@@ -35,7 +35,7 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
     first = (tmp_path / "results.jsonl").read_text()
     assert cli.main([*arguments, "--attention", "tree,single", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["attention"] for row in rows] == ["tree", "single"]
+    assert [(row["attention"], row["reduction"]) for row in rows] == [("tree", "gather"), ("single", None)]
     assert (tmp_path / "results.jsonl").read_text().startswith(first)
     for row in rows:
         assert row["prefill_s"] > 0 and row["per_token_ms_p10"] <= row["per_token_ms_median"] <= row["per_token_ms_p90"]

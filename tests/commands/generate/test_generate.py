@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tree_attn import make_mesh, tree_decode
+from tree_attn import make_mesh, reduce, tree_decode
 from tree_attn.cli import main
 from tree_attn.commands import session
 from tree_attn.commands.generate import writing
-from tree_attn.commands.request import check_room, noting_reduction
+from tree_attn.commands.request import check_room, note_reduction
 from tree_attn.models.llama import preset
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -123,7 +123,7 @@ def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys,
 
     status, _, error = run(capsys, *arguments, "10", "--top-k", "5")
     assert status == 2
-    assert f"{tmp_path} holds the results of another generation: --top-k is None there and 5 here" in error
+    assert f"{tmp_path} holds the results of another generation: --top-k is left out there and 5 here" in error
     monkeypatch.setattr("tree_attn.commands.session.load_with_progress", None)  # would fail if it were called
     _, _, summary = run(capsys, *arguments, "10")
     assert summary == "10 new tokens up to the limit of --max-new-tokens; 10 of them saved before\n"
@@ -261,13 +261,28 @@ def test_a_reduction_that_needs_gpus_is_refused_before_a_model_is_opened(capsys,
     assert (status, error) == (2, f"tree-attn generate: error: {message}\n")
 
 
-def test_the_reduction_that_is_picked_is_noted_for_the_document():
-    request = types.SimpleNamespace(facts={"reduction": None})
-    q, keys = jnp.zeros((1, 1, 2, 8)), jnp.zeros((1, 16, 2, 8))
+def test_the_reduction_that_is_noted_is_picked_as_the_one_that_runs(tiny_checkpoint, monkeypatch):
+    """Also by a second run of a process, which traces nothing anew."""
+    picks, by_cost = [], reduce._by_cost
+    monkeypatch.setattr(reduce, "_by_cost", lambda *setting: picks.append(setting) or by_cost(*setting))
+    q, keys = jnp.zeros((3, 1, 2, 8)), jnp.zeros((3, 16, 1, 8))
     decode = lambda q, k, v: tree_decode(q, k, v, mesh=make_mesh({"seq": 2}), axis_name="seq")
-    with noting_reduction(request):
-        jax.eval_shape(decode, q, keys, keys)
-    assert request.facts == {"reduction": "gather"}
+    jax.eval_shape(decode, q, keys, keys)
+    place = session.Place(devices=tuple(jax.devices()[:2]))
+    for attention, expected in (("tree", "gather"), ("ring", None)):
+        facts = {"attention": attention, "reduction": None}
+        request = types.SimpleNamespace(facts=facts, place=place, checkpoint=tiny_checkpoint)
+        note_reduction(request, 3)
+        assert facts["reduction"] == expected
+    assert len(picks) == 2 and picks[0] == picks[1] == (3 * 2 * 9, (2,))
+
+
+@pytest.mark.usefixtures("tiny_checkpoint")
+def test_a_rerun_whose_tokens_are_saved_says_which_reduction_is_picked(capsys, tmp_path):
+    arguments = ["--prompt", "x", "--devices", "2", "--max-new-tokens", "2", "--json", "--out", str(tmp_path)]
+    documents = [json.loads(run(capsys, *arguments)[1][0]) for _ in range(2)]
+    assert [document["reduction"] for document in documents] == ["gather"] * 2
+    assert documents[1]["per_token_s"] is None and documents[1]["new_ids"] == documents[0]["new_ids"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tree_attn.commands.bench import room
 from tree_attn.cost import limits
 from tree_attn.measure.memory import bytes_per_device, compiled_memory, runtime_peak_memory_bytes
 from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters
+from tree_attn.models.llama.attention_choice import REDUCING
 from tree_attn.models.llama.generation import memory
 
 COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
@@ -136,10 +137,13 @@ def _setting(
 ) -> dict[str, Any]:
     """Returns the fields of the row that say what is timed."""
     attention = generator.attention
+    reduction = attention.reduction
+    if reduction is None and name in REDUCING:
+        reduction = place.picked_reduction(model.config, len(prompts))
     return {
         "config": args.config if args.model is None else args.model,
         "problems": args.problems, "problem_tokens": args.problem_tokens,
-        "attention": name, "reduction": attention.reduction,
+        "attention": name, "reduction": reduction,
         "sparq": None if attention.sparq is None else dataclasses.asdict(attention.sparq),
         "n_devices": len(place.devices), "dtype": np.dtype(place.dtype).name, "batch": len(prompts),
         "cache_dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk if attention.prefills_in_chunks else None,

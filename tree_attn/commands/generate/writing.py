@@ -15,7 +15,7 @@ from tree_attn.commands import interrupts, session, terminal
 from tree_attn.commands.generate.chat import converse
 from tree_attn.commands.generate.described import described, ending, from_saved, place, reading, show, summary
 from tree_attn.commands.generate.saved_tokens import SavedTokens
-from tree_attn.commands.request import Request, load_generator, noting_reduction, open_request
+from tree_attn.commands.request import Request, load_generator, note_reduction, open_request
 from tree_attn.models.llama import Generation, generate
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream
 from tree_attn.topology import is_first_process
@@ -24,14 +24,16 @@ from tree_attn.topology import is_first_process
 def write(args: argparse.Namespace) -> None:
     """Generates from the prompts and prints the text, or with `--json` one document of it."""
     request = open_request(args)
-    with noting_reduction(request):
-        if args.chat:
-            document, words = converse(args, request)
-        elif len(request.prompts) > 1:
-            document, words = _generate_all(args, request)
-        else:
-            tokens = SavedTokens(args, _identity(args, request) | request.facts, request.checkpoint.config.vocab_size)
-            document, words = _generate_one(args, request, tokens)
+    identity = dict(request.facts)  # with the options as they were given
+    num_prompts = max(len(request.prompts), 1)
+    note_reduction(request, min(args.max_batch or num_prompts, num_prompts))
+    if args.chat:
+        document, words = converse(args, request)
+    elif len(request.prompts) > 1:
+        document, words = _generate_all(args, request)
+    else:
+        tokens = SavedTokens(args, _identity(args, request) | identity, request.checkpoint.config.vocab_size)
+        document, words = _generate_one(args, request, tokens)
     if is_first_process():
         if args.json:
             terminal.print_document(document | request.facts)

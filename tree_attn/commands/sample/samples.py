@@ -8,7 +8,7 @@ from typing import Any
 from tree_attn.cluster.join import steps
 from tree_attn.commands import session, terminal
 from tree_attn.commands.generate.described import place
-from tree_attn.commands.request import Request, load_generator, noting_reduction, open_request
+from tree_attn.commands.request import Request, load_generator, note_reduction, open_request
 from tree_attn.commands.terminal import counted
 from tree_attn.models.llama import Generation, Generator, generate, rank_samples
 from tree_attn.models.llama.attention_choice import check_sharing
@@ -20,15 +20,11 @@ def draw(args: argparse.Namespace) -> None:
     """Draws the samples and prints the best of each prompt, or with `--json` one document of all."""
     check_sharing(args.attention, args.share_prefix)
     request = open_request(args)
-    with noting_reduction(request):
-        _draw(args, request)
-
-
-def _draw(args: argparse.Namespace, request: Request) -> None:
     generator = load_generator(args, request)
     with session.phase("compiling ..."):
         generator.compile(_repeated(args, request.prompts), args.max_new_tokens, share_prefixes=args.share_prefix)
     count = args.num_samples * len(request.prompts)
+    note_reduction(request, count)
     num_tokens, began = 0, time.perf_counter()
     title = f"drawing tokens of {counted(count, 'sample')}"
     with session.phase(title, count * args.max_new_tokens) as drawing, steps() as step:
