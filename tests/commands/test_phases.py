@@ -47,7 +47,7 @@ def test_the_innermost_phase_is_the_one_that_is_said_again(capsys, monkeypatch):
         with phases.phase("reading", 2_000_000, is_bytes=True) as reading:
             reading.advance(1_000_000)
             time.sleep(0.35)
-        assert "reading, 50% of 2.0 MB (" in capsys.readouterr().err
+        assert "reading, 50% of 2 MB (" in capsys.readouterr().err
         time.sleep(0.35)
         lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith("case 1 of 2 (") for line in lines)

@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-STARTING = "starting JAX"
-_BEFORE_STARTING_S = 2.0  # a command that ends sooner has no phase
+from tree_attn.commands.units import size
+
 ROOM_FOR_CTRL_C = 3  # columns
 _REPEAT_S, _LATER_S, _LATER_REPEAT_S = 2.5, 30.0, 30.0
+STARTING = "starting JAX"
+_BEFORE_STARTING_S = 2.0  # a command that ends sooner has no phase
 
 
 @dataclasses.dataclass
@@ -53,7 +55,7 @@ class Phase:
         """The phase in words: "timing, 3 of 14: tree gather, 8,192 keys"."""
         count = ""
         if self.total and self.is_bytes:
-            count = f", {self.done / self.total:.0%} of {self.total / 1e6:,.1f} MB"
+            count = f", {self.done / self.total:.0%} of {size(self.total)}"
         elif self.total:
             count = f", {min(self.done + 1, self.total)} of {self.total}"
         return self.title + count + (f": {self.detail}" if self.detail else "")

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from tree_attn import topology
 from tree_attn.commands import processes
 from tree_attn.commands.phases import phase
-from tree_attn.commands.terminal import counted
+from tree_attn.commands.units import count
 from tree_attn.devices import ensure_devices, request_cpu_devices, started_devices
 from tree_attn.measure import provenance
 from tree_attn.mesh import make_mesh, node_axes
@@ -103,6 +103,6 @@ def open_with_progress(model: str) -> Checkpoint:
 
 def load_with_progress(checkpoint: Checkpoint, sharding: LlamaSharding, dtype: DTypeLike) -> Llama:
     """Returns `checkpoint.load(...)`; a bar on stderr shows its bytes."""
-    title, total = f"reading weights onto {counted(sharding.mesh.size, 'device')}", checkpoint.num_bytes(dtype)
+    title, total = f"reading weights onto {count(sharding.mesh.size, 'device')}", checkpoint.num_bytes(dtype)
     with phase(title, total, is_bytes=True) as reading:
         return checkpoint.load(sharding, dtype, reading.advance)

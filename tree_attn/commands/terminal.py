@@ -1,8 +1,8 @@
-"""Standard output: numbers in words, tables that fit 80 columns, and one JSON document instead."""
+"""Standard output: tables that fit 80 columns, sentences, and one JSON document instead."""
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -12,45 +12,6 @@ from rich.table import Table
 from tree_attn.commands import phases
 
 COLUMNS = 80
-
-
-def size(num_bytes: float | None) -> str:
-    """Formats a number of bytes: "3.6 kB", "1.31 GB"; "-" for None."""
-    if num_bytes is None:
-        return "-"
-    return _largest_unit(num_bytes, ("B", "kB", "MB", "GB", "TB", "PB", "EB"), lambda number: f"{number:.3g}")
-
-
-def time(microseconds: float | None) -> str:
-    """Formats a time: "35.2 us", "1.42 ms", "2.50 s"; "-" for None."""
-    if microseconds is None:
-        return "-"
-    return _largest_unit(microseconds, ("us", "ms", "s"), lambda number: f"{number:.{2 if number < 9.995 else 1}f}")
-
-
-def times_as(ratio: float) -> str:
-    """Formats a ratio, with two figures or all before the point: "1.3", "14", "5,666"."""
-    return f"{ratio:,.0f}" if ratio >= 9.95 else f"{ratio:.1f}"
-
-
-def count(number: int, noun: str) -> str:
-    """Formats a number of things: "1 device", "8 devices"."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def _largest_unit(number: float, units: Sequence[str], write: Callable[[float], str]) -> str:
-    """Returns a number in the largest unit in which it is 1 or more as it is written: 999,999 bytes are "1 MB"."""
-    *smaller, last = units
-    for unit in smaller:
-        if float(write(number)) < 1000:
-            return f"{write(number)} {unit}"
-        number /= 1000
-    return f"{write(number)} {last}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Formats a number of things: "1 device", "8 devices", "2,048 tokens"."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def output() -> Console:

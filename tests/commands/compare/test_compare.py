@@ -141,7 +141,7 @@ def test_continues_where_it_stopped_after_a_torn_line(tmp_path, capsys):
     again = path.read_text().splitlines(keepends=True)
     assert again[0] == lines[0]
     assert names(json.loads(line) for line in again) == ["tree gather", "ring_overlapped None", "ring_public None"]
-    assert "1 of 3 rows are in" in capsys.readouterr().out
+    assert "1 of 3 rows is in" in capsys.readouterr().out
 
 
 def test_other_options_need_another_folder(finished, capsys):

@@ -1,12 +1,16 @@
 """`tree-attn doctor` on emulated devices: everything is listed, and what cannot run says why."""
 
+import dataclasses
 import json
+import re
 
 import jax
 import pytest
 
 from tree_attn import cli
+from tree_attn.commands import terminal
 from tree_attn.commands.doctor import checks
+from tree_attn.commands.doctor.report import _print_machine
 from tree_attn.cost import machine
 from tree_attn.local import IMPLEMENTATIONS
 from tree_attn.reduce import REDUCTIONS
@@ -108,3 +112,11 @@ def test_machine_out_measures_what_plan_reads(capsys, tmp_path, monkeypatch):
 def test_machine_out_is_checked_first(options, capsys):
     assert cli.main(["doctor", *options]) == 2
     assert "--machine-out needs --distributed, and a folder that is there" in capsys.readouterr().err
+
+
+def test_a_machines_parameters_fit_80_columns(capsys):
+    """Several lines of a cost are lines of the table too."""
+    _print_machine(dataclasses.asdict(machine.load("NVIDIA H200")), terminal.output())
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines() if line.startswith(" ")) <= 80
+    assert re.search(r"neighbour +[0-9.]+ us +[0-9.]+ us +[0-9.]+ GB/s *\n +[0-9.]+ us +[0-9.]+ GB/s", text)

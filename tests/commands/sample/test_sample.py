@@ -133,6 +133,16 @@ def test_each_prompt_has_its_own_samples(capsys, monkeypatch):
     assert document["prefix_bytes_unshared"] == 2 * document["prefix_bytes_shared"] == 2 * 3 * 64
 
 
+def test_one_sample_is_one(capsys, monkeypatch):
+    monkeypatch.setattr(samples, "load_generator", lambda args, request: FakeGenerator())
+    monkeypatch.setattr(samples.memory, "bytes_kept", lambda generator, num_tokens: 64 * num_tokens)
+    monkeypatch.setattr(samples, "generate", lambda generator, prompts, *_, **__: [sampled(prompts[0], 1)])
+    status, lines, _ = run(capsys, "--prompt", "ab", "--num-samples", "1", "--attention", "single")
+    assert (status, lines[:2]) == (0, ["--- 1 of 1 different sample: mean log-probability -1.000", "a"])
+    assert lines[2] == "--- keys and values of 1 prompt token that samples share:"
+    assert lines[4] == "    64 B in all if the one sample held them (as here)"
+
+
 def sampled(prompt: list[int], token: int) -> Generation:
     """A sample of one token; the lower the token, the more likely."""
     times = dict(prefill_s=1.0, per_token_s=None)

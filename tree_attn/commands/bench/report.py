@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tree_attn.commands import terminal
-from tree_attn.commands.terminal import size, time
+from tree_attn.commands.units import size, time, times_as
 
 WEIGHTS = {"spread": "sharded over the devices", "replicated": "whole on each device"}
 
@@ -54,7 +54,7 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
             words += f", for each of {batch:,} sequences"
         if others:
             ratio = others[0]["per_token_ms_median"] / best["per_token_ms_median"]
-            factor = "as fast" if ratio < 1.05 else f"{terminal.times_as(ratio)} times as fast"
+            factor = "as fast" if ratio < 1.05 else f"{times_as(ratio)} times as fast"
             words += f", {factor} as by {_label(others[0])}"
         sentences.append(f"{words}.")
     return sentences

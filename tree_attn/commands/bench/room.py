@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from tree_attn.commands import phases, session, terminal
-from tree_attn.commands.terminal import size
+from tree_attn.commands import phases, session, units
+from tree_attn.commands.units import size
 from tree_attn.measure.memory import device_memory_bytes
 from tree_attn.models.llama import LlamaConfig
 from tree_attn.models.llama.checkpoint.open import num_parameters
@@ -44,6 +44,6 @@ def _check_memory(args: argparse.Namespace, config: LlamaConfig, place: session.
     if weights + cache > memory:
         raise ValueError(
             f"--context {context} needs {size(weights)} for weights and {size(cache)} for keys and values, and "
-            f"{terminal.count(count, 'device')} can hold {size(memory)}: take a shorter one, a smaller --config or "
+            f"{units.count(count, 'device')} can hold {size(memory)}: take a shorter one, a smaller --config or "
             "more devices"
         )

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.compare.cases import Case
-from tree_attn.commands.terminal import count, size, time
+from tree_attn.commands.units import count, rate, size, time, times_as
 from tree_attn.cost import limits, predict
 from tree_attn.cost.step import DecodeStep
 from tree_attn.measure.rows import strategy_label
@@ -27,8 +27,8 @@ def print_predictions(
     table = terminal.table(*headings, title=title, left=("strategy",))
     for case in cases:
         peak, sent = predict.peak_memory_bytes(case.step, case.strategy), case.bytes_sent
-        rate = neighbour_gb_per_s[case.step]
-        least_us = sent / rate / 1e3 if sent is not None and rate else None
+        gb_per_s = neighbour_gb_per_s[case.step]
+        least_us = sent / gb_per_s / 1e3 if sent is not None and gb_per_s else None
         table.add_row(f"{case.step.num_keys:,}", case.label, size(peak), size(sent), time(least_us))
     console = terminal.output()
     console.print(table)
@@ -45,7 +45,7 @@ def _print_limit(console: Console, step: DecodeStep, device_kind: str, neighbour
         shard = size(step.key_value_bytes_per_device / 2)
         terminal.say(
             console,
-            f"Sent alone, {shard} reach the next device at {neighbour_gb_per_s:.1f} GB/s here; the table's last "
+            f"Sent alone, {shard} reach the next device at {rate(neighbour_gb_per_s)} here; the table's last "
             "column is for this rate.",
         )
 
@@ -98,7 +98,7 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
             continue
         fast, slow = sorted((trees[0], rings[0]), key=latency)
         ratio = latency(slow) / latency(fast)
-        factor = "as fast as" if ratio < 1.05 else f"{terminal.times_as(ratio)} times as fast as"
+        factor = "as fast as" if ratio < 1.05 else f"{times_as(ratio)} times as fast as"
         other = f"the best {'tree' if slow is trees[0] else 'ring'} ({_label(slow)})"
         times = f"{time(latency(fast))} against {time(latency(slow))}"
         where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""

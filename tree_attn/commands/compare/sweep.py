@@ -10,7 +10,7 @@ import jax
 
 from tree_attn.arguments import one_of
 from tree_attn.cluster import join
-from tree_attn.commands import drawing, phases, processes, terminal
+from tree_attn.commands import drawing, phases, processes, terminal, units
 from tree_attn.commands.compare import cases, plots, report
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory, WrongResult
@@ -181,7 +181,8 @@ def _pending(all_cases: Sequence[Case], sweep: Sweep) -> Pending:
     finished = {cases.row_key(row) for row in sweep.writer.rows if row.get("error") is None}
     flags = processes.broadcast_flags([cases.row_key(row) in finished for row in rows])
     if sum(flags):
-        sweep.say(f"{sum(flags)} of {len(all_cases)} rows are in {sweep.writer.path} already, and are kept.")
+        of_all, verb = f"{sum(flags)} of {units.count(len(all_cases), 'row')}", "is" if sum(flags) == 1 else "are"
+        sweep.say(f"{of_all} {verb} in {sweep.writer.path} already, and {verb} kept.")
     return [(case, row) for case, row, is_done in zip(all_cases, rows, flags) if not is_done]
 
 

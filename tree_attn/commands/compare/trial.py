@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tree_attn.commands.compare import data
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.processes import broadcast
-from tree_attn.commands.terminal import count
+from tree_attn.commands.units import count
 from tree_attn.measure import hlo, latency
 from tree_attn.measure.memory import compiled_memory, runtime_peak_memory_bytes
 from tree_attn.tolerances import relative_out_tolerance

@@ -10,7 +10,7 @@ from rich.text import Text
 from tree_attn.commands import drawing, phases, terminal
 from tree_attn.commands.demo import measured, picture
 from tree_attn.commands.demo.answers import Outcome
-from tree_attn.commands.terminal import size, time
+from tree_attn.commands.units import count, size, time
 
 NEXT = "tree-attn compare --devices 8 --keys 8192 --out tree-attn-compare"
 
@@ -49,7 +49,7 @@ def compare(outcomes: Sequence[Outcome]) -> int:
     wrong = [outcome for outcome in outcomes if outcome.new_ids != expected]
     if not wrong:
         names = ", ".join(outcome.attention for outcome in outcomes)
-        terminal.say(terminal.output(), f"{names}: the same {len(expected)} tokens.")
+        terminal.say(terminal.output(), f"{names}: the same {count(len(expected), 'token')}.")
         return 0
     for outcome in wrong:
         step = _first_difference(expected, outcome.new_ids)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tree_attn import attend, reference, tree_decode
 from tree_attn.commands.doctor import calibrate, surroundings
 from tree_attn.commands.phases import phase
-from tree_attn.commands.terminal import count
+from tree_attn.commands.units import count
 from tree_attn.cost.machine import Machine
 from tree_attn.devices import ensure_devices, started_devices
 from tree_attn.local import IMPLEMENTATIONS

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tree_attn.commands import terminal
-from tree_attn.commands.terminal import count, size
+from tree_attn.commands.units import count, rate, size, time
 
 
 def print_distributed(report: dict[str, Any]) -> None:
@@ -27,12 +27,12 @@ def print_distributed(report: dict[str, Any]) -> None:
         console.print("one device: no links")
         return
     title = "links (4 kB per device; transfers to a neighbour, all at once)"
-    headings = ("links", "devices", "sum, us", "gather, us", "to a neighbour, GB/s")
+    headings = ("links", "devices", "sum", "gather", "to a neighbour")
     table = terminal.table(*headings, title=title, left=("links",))
     for axis in report["levels"]:
         where = "inside a node" if axis["axis"] == "device" else "across nodes"
-        times = (f"{axis[name]:.1f}" for name in ("sum_us", "gather_us"))
-        table.add_row(where, str(axis["size"]), *times, f"{axis['neighbour_gb_per_s']:.3g}")
+        times = (time(axis[name]) for name in ("sum_us", "gather_us"))
+        table.add_row(where, str(axis["size"]), *times, rate(axis["neighbour_gb_per_s"]))
     console.print(table)
     if "machine" in report:
         _print_machine(report["machine"], console)
@@ -40,19 +40,19 @@ def print_distributed(report: dict[str, Any]) -> None:
 
 def _print_machine(measured: dict[str, Any], console: Console) -> None:
     title = "the cost model's parameters (several lines: the cheapest holds)"
-    headings = ("links", "exchange", "launch, us", "per message, us", "GB/s")
+    headings = ("links", "exchange", "launch", "per message", "rate")
     table = terminal.table(*headings, title=title, left=("links", "exchange"))
     for name, where in (("node", "inside a node"), ("network", "across nodes")):
         if measured[name]["source"].startswith("measured"):
             for exchange, cost in measured[name]["costs"].items():
-                launches = ", ".join(f"{line['alpha_us']:.1f}" for line in cost["lines"])
-                rates = ", ".join(f"{line['bytes_per_s'] / 1e9:.3g}" for line in cost["lines"])
-                table.add_row(where, exchange, launches, f"{cost['round_us']:.1f}", rates)
+                launches = "\n".join(time(line["alpha_us"]) for line in cost["lines"])
+                rates = "\n".join(rate(line["bytes_per_s"] / 1e9) for line in cost["lines"])
+                table.add_row(where, exchange, launches, time(cost["round_us"]), rates)
     console.print(table)
-    console.print(
-        f"keys and values are read at {measured['read_bytes_per_s'] / 1e12:.3g} TB/s; beside that a step takes "
-        f"{measured['local_us']:.1f} us, and {measured['collective_us']:.1f} us more where NCCL takes part",
-        soft_wrap=True,
+    terminal.say(
+        console,
+        f"keys and values are read at {rate(measured['read_bytes_per_s'] / 1e9)}; beside that a step takes "
+        f"{time(measured['local_us'])}, and {time(measured['collective_us'])} more where NCCL takes part",
     )
 
 
@@ -66,8 +66,8 @@ def print_all(report: dict[str, Any]) -> None:
         memory = size(device["memory_bytes"])
         table.add_row(str(device["id"]), device["platform"], device["kind"], str(device["process"]), memory)
     console.print(table)
-    rate = report["links"]["neighbour_gb_per_s"]
-    console.print("one device: no links" if rate is None else f"to a neighbour: {rate:.1f} GB/s per device")
+    gb_per_s = report["links"]["neighbour_gb_per_s"]
+    console.print("one device: no links" if gb_per_s is None else f"to a neighbour: {rate(gb_per_s)} per device")
     if report["links"]["nvidia_smi_topo"]:
         console.print(report["links"]["nvidia_smi_topo"], markup=False, highlight=False)
     for title in ("implementations", "reductions"):

@@ -10,7 +10,7 @@ import jax
 
 from tree_attn import extras
 from tree_attn.commands import common
-from tree_attn.commands.terminal import count
+from tree_attn.commands.units import count
 
 
 def find_extras() -> dict[str, str | None]:

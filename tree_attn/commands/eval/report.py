@@ -19,8 +19,9 @@ def print_scores(rows: Sequence[dict]) -> None:
         scores: dict[str, dict[int, list[float]]] = {}
         for row in of_task:
             scores.setdefault(method_label(row), {}).setdefault(row["asked_ratio"], []).extend(row["scores"])
-        count = len(next(iter(next(iter(scores.values())).values())))
-        terminal.say(console, f"{task}: {of_task[0]['unit']}, mean and standard error of {count}, context {context:,}")
+        num_scores = len(next(iter(next(iter(scores.values())).values())))
+        words = f"mean and standard error of {num_scores}" if num_scores > 1 else "one sample"
+        terminal.say(console, f"{task}: {of_task[0]['unit']}, {words}, context {context:,}")
         ratios = [ratio for ratio in ratios if ratio != 1]
         dense = scores.pop("dense", None)
         if dense is not None:

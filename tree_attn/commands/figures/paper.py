@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tree_attn.commands import terminal
+from tree_attn.commands import units
 from tree_attn.commands.figures import rows
 from tree_attn.commands.plan.prediction import strategies_of
 from tree_attn.cost.machine import Machine
@@ -87,14 +87,14 @@ def figure_4(measured: Sequence[dict], machine: Machine) -> Figure:
     axes, points = {}, []
     for count in counts:
         steps = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for keys in LENGTHS]
-        axes[panel := f"{terminal.count(count, 'GPU')}, hidden size {shape.hidden_size:,}"] = ("keys", "bytes")
+        axes[panel := f"{units.count(count, 'GPU')}, hidden size {shape.hidden_size:,}"] = ("keys", "bytes")
         points += _points(panel, found, "num_keys", True, n_devices=count)
         points += _points(panel, _predicted_memory(steps), "num_keys", False)
     longest = dataclasses.replace(shape, num_keys=max(step.num_keys for _, step in found), n_devices=counts[0])
     group = shape.num_heads // shape.num_kv_heads
     kv_heads = sorted({-(-hidden // (shape.head_dim * group)) for hidden in HIDDEN_SIZES})
     wider = [dataclasses.replace(longest, num_heads=group * heads, num_kv_heads=heads) for heads in kv_heads]
-    axes[panel := f"{terminal.count(longest.n_devices, 'GPU')}, {longest.num_keys:,} keys"] = ("hidden size", "bytes")
+    axes[panel := f"{units.count(longest.n_devices, 'GPU')}, {longest.num_keys:,} keys"] = ("hidden size", "bytes")
     points += _points(panel, found, "hidden_size", True, n_devices=longest.n_devices, num_keys=longest.num_keys)
     points += _points(panel, _predicted_memory(wider), "hidden_size", False)
     return Figure(axes=axes, points=points, comparisons=_compared_memory(measured))
@@ -144,7 +144,7 @@ def _relative(panel: str, values: Values, n_devices: int, is_measured: bool, few
     points = _points(panel, values, "num_keys", is_measured, n_devices=n_devices)
     one = next((point for point in points if (point.series, point.x) == ("ring overlapped", fewest)), None)
     return [
-        dataclasses.replace(point, series=f"{point.series}, {terminal.count(n_devices, 'GPU')}", y=point.y / one.y)
+        dataclasses.replace(point, series=f"{point.series}, {units.count(n_devices, 'GPU')}", y=point.y / one.y)
         for point in points
         if one is not None and point.series in ("tree", "ring overlapped")
     ]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.figures.paper import Figure
-from tree_attn.commands.terminal import size, time
+from tree_attn.commands.units import size, time, times_as
 
 KINDS = ("tree", "ring")
 # By the name of the y axis: a ring beside the tree.
@@ -67,7 +67,7 @@ def conclusions(figure: Figure) -> list[str]:
                 continue
             tree, ring = (of_kind[max(shared)] for of_kind in both)
             ratio = ring.y / tree.y if tree.y else float("inf")
-            words = WORDS[y].format(terminal.times_as(ratio))
+            words = WORDS[y].format(times_as(ratio))
             where = f"{panel}, {max(shared):,} {x}" if x != "hidden size" else f"{panel}, hidden size {max(shared):,}"
             kind = "measured" if is_measured else "PREDICTED"
             sentences.append(f"{where}, {kind}: {ring.series} {words} {tree.series}.")
@@ -92,7 +92,8 @@ def _print_comparisons(comparisons: Sequence[dict], console: Console) -> None:
             errors.setdefault(predictor, {}).setdefault(kind, []).append(abs(one["error"]))
         console.print(table)
     for predictor, by_kind in sorted(errors.items()):
-        words = _median([error for of_kind in by_kind.values() for error in of_kind]) + " rows"
+        of_all = [error for of_kind in by_kind.values() for error in of_kind]
+        words = f"{_median(of_all)} row{'s' * (len(of_all) != 1)}"
         if len(by_kind) > 1:
             words += f" ({', '.join(f'{kind} {_median(by_kind[kind])}' for kind in KINDS)})"
         terminal.say(console, f"median error by {predictor}: {words}")

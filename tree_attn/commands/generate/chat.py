@@ -11,7 +11,7 @@ from tree_attn.cluster.join import steps
 from tree_attn.commands import prompting, session
 from tree_attn.commands.generate.described import described, place, reading, show
 from tree_attn.commands.request import Request, check_room, load_generator, messages
-from tree_attn.commands.terminal import counted
+from tree_attn.commands.units import count
 from tree_attn.models.llama import Conversation
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream
 
@@ -85,6 +85,6 @@ def _summary(turns: list[dict[str, Any]], request: Request) -> str:
     rates = [turn["tokens_per_s"] for turn in turns if turn["tokens_per_s"] is not None]
     rate = f"; {rates[-1]:.1f} tokens a second in the last turn" if rates else ""
     return (
-        f"{counted(len(turns), 'turn')}, {counted(new, 'new token')}{rate} on {place(request)}\n"
-        f"{reused} of {read} prompt tokens were in the cache already"
+        f"{count(len(turns), 'turn')}, {count(new, 'new token')}{rate} on {place(request)}\n"
+        f"{reused:,} of {count(read, 'prompt token')} {'was' if reused == 1 else 'were'} in the cache already"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from tree_attn.commands import session
 from tree_attn.commands.request import Request
-from tree_attn.commands.terminal import counted
+from tree_attn.commands.units import count, time
 from tree_attn.models.llama import Generation
 from tree_attn.models.llama.checkpoint.tokenizer import Tokenizer
 from tree_attn.topology import is_first_process
@@ -39,10 +39,8 @@ def summary(document: dict[str, Any], request: Request, *, num_saved: int = 0) -
     """Returns the lines after a text: how many tokens, why it ended, and how fast they came."""
     lines = [ending(document) + (f"; {num_saved} of them saved before" if num_saved else "")]
     if document["tokens_per_s"] is not None:
-        lines.append(
-            f"{document['tokens_per_s']:.1f} tokens a second on {place(request)}, "
-            f"{document['prefill_s']:.2f} s before the first"
-        )
+        before = time(document["prefill_s"] * 1e6)
+        lines.append(f"{document['tokens_per_s']:.1f} tokens a second on {place(request)}, {before} before the first")
     return "\n".join(lines)
 
 
@@ -60,7 +58,7 @@ def reading(num_tokens: int, max_new_tokens: int, *, is_shown: bool) -> Iterator
         if not is_shown:
             begin = lambda: after.enter_context(session.phase("generating", max_new_tokens))
             before.callback(lambda: generating.append(begin()))
-        before.enter_context(session.phase(f"reading {counted(num_tokens, 'token')}"))
+        before.enter_context(session.phase(f"reading {count(num_tokens, 'token')}"))
 
         def count_token() -> None:
             before.close()
@@ -80,10 +78,10 @@ def show(text: str, is_shown: bool = True) -> None:
 def ending(document: dict[str, Any]) -> str:
     """Returns how many tokens there are, and why there are no more."""
     reason = "a stop token" if document["finish_reason"] == "stop" else "the limit of --max-new-tokens"
-    return f"{counted(len(document['new_ids']), 'new token')} up to {reason}"
+    return f"{count(len(document['new_ids']), 'new token')} up to {reason}"
 
 
 def place(request: Request) -> str:
     """Returns the devices and the attention in words."""
-    count, attention, reduction = (request.facts[name] for name in ("n_devices", "attention", "reduction"))
-    return f"{counted(count, 'device')} by {attention}" + ("" if reduction is None else f" ({reduction})")
+    n_devices, attention, reduction = (request.facts[name] for name in ("n_devices", "attention", "reduction"))
+    return f"{count(n_devices, 'device')} by {attention}" + ("" if reduction is None else f" ({reduction})")

@@ -16,6 +16,7 @@ from tree_attn.commands.generate.chat import converse
 from tree_attn.commands.generate.described import described, ending, from_saved, place, reading, show, summary
 from tree_attn.commands.generate.saved_tokens import SavedTokens
 from tree_attn.commands.request import Request, load_generator, note_reduction, open_request
+from tree_attn.commands.units import count
 from tree_attn.models.llama import Generation, generate
 from tree_attn.models.llama.checkpoint.tokenizer import TextStream
 from tree_attn.topology import is_first_process
@@ -73,7 +74,7 @@ def _generate_all(args: argparse.Namespace, request: Request) -> tuple[dict[str,
     options = dict(stop_ids=tokenizer.stop_ids, max_batch=args.max_batch)
     times: list[float] = []
     total = len(request.prompts) * args.max_new_tokens
-    title = f"generating tokens from {len(request.prompts)} prompts"
+    title = f"generating tokens from {count(len(request.prompts), 'prompt')}"
     with session.phase(title, total) as generating, steps() as step:
 
         def on_token(*_) -> None:
@@ -87,7 +88,8 @@ def _generate_all(args: argparse.Namespace, request: Request) -> tuple[dict[str,
         show(f"--- prompt {number} of {len(results)}, {ending(one)}\n{one['text']}\n", not args.json)
     seconds = times[-1] - times[0] if times else 0.0
     rate = f", {len(times) / seconds:.1f} tokens a second together" if seconds else ""
-    return {"generations": generations}, f"{len(results)} prompts, {len(times)} new tokens{rate} on {place(request)}"
+    done = f"{count(len(results), 'prompt')}, {count(len(times), 'new token')}"
+    return {"generations": generations}, f"{done}{rate} on {place(request)}"
 
 
 def _continue(

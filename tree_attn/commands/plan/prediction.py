@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from tree_attn.commands.options import check_at_least, reading
-from tree_attn.commands.terminal import size, time, times_as
+from tree_attn.commands.units import size, time, times_as
 from tree_attn.cost import datasheets, predict
 from tree_attn.cost import machine as machines
 from tree_attn.cost.machine import EXCHANGES, Machine

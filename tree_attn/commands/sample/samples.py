@@ -9,7 +9,7 @@ from tree_attn.cluster.join import steps
 from tree_attn.commands import session, terminal
 from tree_attn.commands.generate.described import place
 from tree_attn.commands.request import Request, load_generator, note_reduction, open_request
-from tree_attn.commands.terminal import counted
+from tree_attn.commands.units import count, size
 from tree_attn.models.llama import Generation, Generator, generate, rank_samples
 from tree_attn.models.llama.attention_choice import check_sharing
 from tree_attn.models.llama.generation import memory
@@ -23,11 +23,11 @@ def draw(args: argparse.Namespace) -> None:
     generator = load_generator(args, request)
     with session.phase("compiling ..."):
         generator.compile(_repeated(args, request.prompts), args.max_new_tokens, share_prefixes=args.share_prefix)
-    count = args.num_samples * len(request.prompts)
-    note_reduction(request, count)
+    num_samples = args.num_samples * len(request.prompts)
+    note_reduction(request, num_samples)
     num_tokens, began = 0, time.perf_counter()
-    title = f"drawing tokens of {counted(count, 'sample')}"
-    with session.phase(title, count * args.max_new_tokens) as drawing, steps() as step:
+    title = f"drawing tokens of {count(num_samples, 'sample')}"
+    with session.phase(title, num_samples * args.max_new_tokens) as drawing, steps() as step:
 
         def on_token(*_) -> None:
             nonlocal num_tokens
@@ -46,12 +46,13 @@ def draw(args: argparse.Namespace) -> None:
         )
     seconds = time.perf_counter() - began
     if is_first_process():
-        of_prompts = [samples[i : i + args.num_samples] for i in range(0, count, args.num_samples)]
+        of_prompts = [samples[i : i + args.num_samples] for i in range(0, num_samples, args.num_samples)]
         ranked = [rank_samples(of_prompt) for of_prompt in of_prompts]
         (_print_json if args.json else _print)(args, request, ranked, _prefix(args, request, generator))
         if not args.json:
-            rate = f"{num_tokens / seconds:.1f} tokens a second together"
-            print(f"--- {counted(count, 'sample')}, {counted(num_tokens, 'new token')}, {rate} on {place(request)}")
+            drawn = f"{count(num_samples, 'sample')}, {count(num_tokens, 'new token')}"
+            rate = f"{num_tokens / seconds:.1f} tokens a second together on {place(request)}"
+            terminal.say(terminal.output(), f"--- {drawn}, {rate}")
 
 
 def _print(
@@ -61,7 +62,7 @@ def _print(
         of_prompt = f"prompt {number} of {len(ranked)}, " if len(ranked) > 1 else ""
         for rank, sample in enumerate(samples[: args.top], start=1):
             mean = f"mean log-probability {sample.mean_log_probability:.3f}"
-            print(f"--- {of_prompt}{rank} of {len(samples)} different samples: {mean}")
+            print(f"--- {of_prompt}{rank} of {count(len(samples), 'different sample')}: {mean}")
             print(request.checkpoint.tokenizer.decode(sample.new_ids))
     print(f"--- {_sentence(prefix, args.num_samples)}")
 
@@ -109,10 +110,11 @@ def _prefix(args: argparse.Namespace, request: Request, generator: Generator) ->
 
 
 def _sentence(prefix: dict[str, Any], num_samples: int) -> str:
-    shared, unshared = (terminal.size(prefix[f"prefix_bytes_{name}"]) for name in ("shared", "unshared"))
+    shared, unshared = (size(prefix[f"prefix_bytes_{name}"]) for name in ("shared", "unshared"))
     once, each = (" (as here)", "") if prefix["shares_prefix"] else ("", " (as here)")
+    all_samples = f"each of {num_samples} samples" if num_samples > 1 else "the one sample"
     return (
-        f"keys and values of {counted(prefix['prefix_tokens'], 'prompt token')} that samples share:\n"
+        f"keys and values of {count(prefix['prefix_tokens'], 'prompt token')} that samples share:\n"
         f"    {shared} in all if held once{once},\n"
-        f"    {unshared} in all if each of {num_samples} samples held them{each}"
+        f"    {unshared} in all if {all_samples} held them{each}"
     )

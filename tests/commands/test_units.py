@@ -2,7 +2,7 @@
 
 import pytest
 
-from tree_attn.commands import terminal
+from tree_attn.commands import units
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from tree_attn.commands import terminal
      (999_500, "1 MB"), (999_999_999, "1 GB"), (83_886_080, "83.9 MB"), (2e15, "2 PB")],
 )  # fmt: skip
 def test_sizes(num_bytes, written):
-    assert terminal.size(num_bytes) == written
+    assert units.size(num_bytes) == written
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,13 @@ def test_sizes(num_bytes, written):
      (999_960, "1.00 s"), (2_500_000, "2.50 s"), (4.2e9, "4200.0 s")],
 )  # fmt: skip
 def test_times(microseconds, written):
-    assert terminal.time(microseconds) == written
+    assert units.time(microseconds) == written
+
+
+def test_rates():
+    assert [units.rate(rate) for rate in (None, 349.6, 0.00131, 5_240.0)] == ["-", "350 GB/s", "1.31 MB/s", "5.24 TB/s"]
 
 
 def test_ratios_and_counts():
-    assert [terminal.times_as(ratio) for ratio in (1.34, 9.96, 14.4, 5665.5)] == ["1.3", "10", "14", "5,666"]
-    assert [terminal.count(number, "device") for number in (0, 1, 8000)] == ["0 devices", "1 device", "8,000 devices"]
+    assert [units.times_as(ratio) for ratio in (1.34, 9.96, 14.4, 5665.5)] == ["1.3", "10", "14", "5,666"]
+    assert [units.count(number, "device") for number in (0, 1, 8000)] == ["0 devices", "1 device", "8,000 devices"]
