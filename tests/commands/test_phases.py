@@ -65,6 +65,13 @@ def test_a_remark_is_a_line(capsys):
     assert capsys.readouterr().err == "compiling ...\na [remark]\n"
 
 
+def test_a_terminal_has_a_long_remark_with_line_ends_between_words(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    phases.say("a remark that is longer than --a-line")
+    assert capsys.readouterr().err == "a remark that is\nlonger than --a-line\n"
+
+
 def test_the_remark_of_a_command_comes_before_its_first_phase_and_not_without_one(capsys):
     with phases.command(is_quiet=False, remark="programs are kept in x"):
         pass

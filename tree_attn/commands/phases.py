@@ -7,8 +7,10 @@ Where stderr is no terminal, a phase that goes on says so every 2.5 s. In a file
 import contextlib
 import dataclasses
 import os
+import shutil
 import stat
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -127,7 +129,7 @@ class _Screen:
             if self._live is not None:
                 self._live.console.print(text, markup=False, highlight=False)
             else:
-                print(text, file=sys.stderr, flush=True)
+                print_wrapped(text)
 
     def _show_live(self) -> None:
         if not self._phases:
@@ -164,6 +166,14 @@ class _Screen:
         self._last_line = time.monotonic()
         with contextlib.suppress(OSError, ValueError):  # a closed pipe: the work is worth more than its lines
             print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+def print_wrapped(text: str) -> None:
+    """Prints lines on stderr; a terminal gets them with line ends between words."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(textwrap.fill(line, width, break_on_hyphens=False) for line in text.split("\n"))
+    print(text, file=sys.stderr, flush=True)
 
 
 def _is_file(stream) -> bool:

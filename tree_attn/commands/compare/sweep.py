@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +63,7 @@ class Sweep:
     def say(self, text: str) -> None:
         """Prints a sentence, in the first process."""
         if is_first_process():
-            terminal.say(terminal.output(), text) if self.prints_text else print(text, file=sys.stderr)
+            terminal.say(terminal.output(), text) if self.prints_text else phases.print_wrapped(text)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes a row, in the place of an earlier one of the same case, which has an error."""

@@ -14,15 +14,13 @@ def print_distributed(report: dict[str, Any]) -> None:
     """Prints the result of `examine_distributed`: processes by node, links, and the machine if it was measured."""
     launch, console = report["launch"], terminal.output()
     started = "" if launch["source"] == "single" else f", started by {launch['job'] or launch['source']}"
-    console.print(f"{report['hardware']}, processes: {launch['num_processes']}{started}", soft_wrap=True)
+    terminal.say(console, f"{report['hardware']}, processes: {launch['num_processes']}{started}")
     hosts = launch["hosts"]
     for host in dict.fromkeys(hosts):
         ranks = [str(rank) for rank, name in enumerate(hosts) if name == host]
-        console.print(f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}", highlight=False, soft_wrap=True)
+        terminal.say(console, f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
     if launch["num_processes"] > 1:
-        console.print(
-            "Variables, roll call, JAX's connection and a first sum over all devices: in order.", soft_wrap=True
-        )
+        terminal.say(console, "Variables, roll call, JAX's connection and a first sum over all devices: in order.")
     if not report["levels"]:
         console.print("one device: no links")
         return
@@ -59,7 +57,8 @@ def _print_machine(measured: dict[str, Any], console: Console) -> None:
 def print_all(report: dict[str, Any]) -> None:
     """Prints the result of `examine`."""
     console = terminal.output()
-    console.print(f"{report['hardware']}, tree-attn at commit {report['git_commit'] or 'unknown (not a git checkout)'}")
+    commit = report["git_commit"] or "unknown (not a git checkout)"
+    terminal.say(console, f"{report['hardware']}, tree-attn at commit {commit}")
     headings = ("id", "platform", "kind", "process", "memory")
     table = terminal.table(*headings, title="devices", left=("platform", "kind"))
     for device in report["devices"]:

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from tree_attn.commands import interrupts, session, terminal
 from tree_attn.commands.generate.chat import converse
 from tree_attn.commands.generate.described import described, ending, from_saved, place, reading, show, summary
 from tree_attn.commands.generate.saved_tokens import SavedTokens
+from tree_attn.commands.phases import print_wrapped
 from tree_attn.commands.request import Request, load_generator, note_reduction, open_request
 from tree_attn.commands.units import count
 from tree_attn.models.llama import Generation, generate
@@ -39,7 +39,7 @@ def write(args: argparse.Namespace) -> None:
         if args.json:
             terminal.print_document(document | request.facts)
         elif not args.quiet:
-            print(words, file=sys.stderr)
+            print_wrapped(words)
 
 
 def _generate_one(args: argparse.Namespace, request: Request, tokens: SavedTokens) -> tuple[dict[str, Any], str]:

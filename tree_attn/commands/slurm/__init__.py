@@ -5,6 +5,8 @@ import filecmp
 import pathlib
 import shutil
 
+from tree_attn.commands.units import count
+
 HELP = """\
 Copies the files for jobs under SLURM into DIR/slurm: the sbatch files, the settings that they source, a small cluster
 to try them on, and their README. A checkout has them already. A file that is there and differs is an error, before
@@ -26,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Copies and says how to go on; returns 0."""
+    from tree_attn.commands import terminal
+
     source, target = _source(), args.copy_to / "slurm"
     files = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file()]
     for file in files:
@@ -33,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
         if is_other:
             raise ValueError(f"--copy-to must be a folder without other SLURM files, got one with {target / file}")
     shutil.copytree(source, target, dirs_exist_ok=True)
-    print(f"{len(files)} files are in {target}; how to submit jobs from {args.copy_to}: {target / 'README.md'}")
+    words = f"{count(len(files), 'file')} {'is' if len(files) == 1 else 'are'}"
+    readme = target / "README.md"
+    terminal.say(terminal.output(), f"{words} in {target}; how to submit jobs from {args.copy_to}: {readme}")
     return 0
 
 
