@@ -124,11 +124,19 @@ def read_prompts(args: argparse.Namespace, *, may_be_none: bool = False) -> None
     for option, values in (("--prompt", texts), ("--system", [args.system or ""])):
         for text in values:
             from_utf8(option, text.encode("utf-8", "surrogateescape"))
+    check_not_empty(*texts)
     for name in args.prompt_file or ():
         texts += _read(name)
     if not texts and not may_be_none:
         raise ValueError("a prompt must be given: --prompt TEXT, --prompt-file FILE, or --prompt-file - for a pipe")
     args.prompt = texts
+
+
+def check_not_empty(*prompts: str) -> None:
+    """Raises ValueError where a value of `--prompt` has nothing to answer or to continue."""
+    for text in prompts:
+        if not text.strip():
+            raise ValueError(f"--prompt must be a text, got {text!r}")
 
 
 def _read(name: str) -> list[str]:
@@ -137,9 +145,9 @@ def _read(name: str) -> list[str]:
     content = sys.stdin.buffer.read() if is_input else pathlib.Path(name).expanduser().read_bytes()
     where = "standard input" if is_input else name
     text = from_utf8(where, content)
+    if not text.strip():
+        raise ValueError(f"--prompt-file must hold a prompt, got nothing from {where}")
     if not name.endswith(".jsonl"):
-        if not text.strip():
-            raise ValueError(f"--prompt-file must hold a prompt, got nothing from {where}")
         # An editor's last line end is no part of the prompt.
         return [text.removesuffix("\n").removesuffix("\r")]
     return [_json_text(f"{where}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -150,7 +158,7 @@ def _json_text(where: str, line: str) -> str:
         text = json.loads(line)
     except ValueError:
         text = None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not text.strip():
         raise ValueError(f'{where} must be a JSON text such as "Hello", got {line[:80]!r}')
     return text
 

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tree_attn.cli import main
-from tree_attn.commands import drawing
+from tree_attn.commands import drawing, session
 from tree_attn.commands.demo import measured, picture, report
 from tree_attn.commands.demo.answers import Outcome
 
@@ -46,6 +46,12 @@ def cells(output: str, attention: str) -> list[str]:
     """Returns the cells of an attention's line in the table; a number and its unit are one."""
     (found,) = [line for line in output.splitlines() if line.startswith(f" {attention} ")]
     return [cell.strip() for cell in re.split(r"  +", found.strip())]
+
+
+def test_an_empty_prompt_is_refused_before_a_model_is_opened(capsys, monkeypatch):
+    monkeypatch.setattr(session, "open_with_progress", None)
+    assert main(["demo", "--prompt", ""]) == 2
+    assert capsys.readouterr().err == "tree-attn demo: error: --prompt must be a text, got ''\n"
 
 
 @pytest.mark.slow

@@ -206,7 +206,8 @@ def test_a_model_with_a_window_is_refused_before_it_is_read(capsys, tiny_checkpo
     [
         (b"caf\xe9", "{path} must be UTF-8, got byte 0xe9 at 3"),
         (b'"a"\n{"prompt": 1}', "{path}, line 2 must be a JSON text such as"),
-        (b"", "a prompt must be given: --prompt TEXT, --prompt-file FILE"),
+        (b"", "--prompt-file must hold a prompt, got nothing from {path}"),
+        (b'"a"\n""', "{path}, line 2 must be a JSON text such as"),
         (b"\n", "--prompt-file must hold a prompt, got nothing from {path}"),
         (None, "--prompt-file: No such file or directory: '{path}'"),
     ],
@@ -226,6 +227,8 @@ def test_files_without_prompts_are_refused_before_a_model_is_opened(capsys, tmp_
     [
         (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", "hi\udcff"], "--prompt must be UTF-8, got byte 0xff at 2"),
+        (["--prompt", ""], "--prompt must be a text, got ''"),
+        (["--raw", "--prompt", " \n"], "--prompt must be a text, got ' \\n'"),
         (["--system", "\udcff"], "--system must be UTF-8, got byte 0xff at 0"),
         (["--system", "x", "--raw"], "--system needs the model's chat template: it must be left out with --raw"),
     ],
@@ -332,7 +335,6 @@ def test_only_what_is_downloaded_is_said_to_be(monkeypatch, tmp_path, model, tit
         (["--seed", "-3"], "seed must be in"),
         (["--model", "absent.gguf"], "model must be 'smollm2', a folder"),
         (["--max-new-tokens", "9000"], "--max-new-tokens must be at most 8161 after a prompt of 31 tokens, got 9000"),
-        (["--raw", "--prompt", ""], "prompts must be one or more, of one or more tokens each, got [1, 0]"),
     ],
 )
 def test_wrong_arguments_are_one_line_on_stderr(capsys, arguments, message):

@@ -3,6 +3,8 @@
 import argparse
 import pathlib
 
+from tree_attn.commands import prompting
+
 HELP = """\
 A real Llama (SmolLM2, 135M parameters) answers a prompt three times: its KV cache sharded over devices and read by Tree
 Attention, the same cache read by Ring Attention, and everything on one device. The tokens must be the same, or the
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the three, prints answer and table, draws a picture; returns 0, or 1 when their tokens differ."""
+    prompting.check_not_empty(args.prompt)
     from tree_attn.commands.demo import answers, report  # these load JAX, which --help does without
 
     outcomes, tokenizer, is_emulated = answers.answer(args)
