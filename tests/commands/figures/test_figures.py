@@ -89,7 +89,7 @@ def test_every_row_is_compared_with_the_model(measured):
 
 
 def test_figure_4_doubles_with_the_hidden_size(measured):
-    figure = paper.figure_4(measured, H200)
+    figure = paper.figure_4(measured)
     panel = "4 GPUs, 640,000 keys"
     predicted = values(figure, panel, "tree", False)
     assert predicted[4096] / predicted[2048] == pytest.approx(2, rel=1e-3)
@@ -99,7 +99,7 @@ def test_figure_4_doubles_with_the_hidden_size(measured):
 
 
 def test_equations_and_programs_send_the_same(measured):
-    figure = paper.equations(measured, H200)
+    figure = paper.equations(measured)
     by = {one["by"]: one["error"] for one in figure.comparisons}
     for name in ("equation 9", "equation 10", "equation 10, less one hop", "equation 14", "program_memory_bytes"):
         assert by[name] == pytest.approx(0, abs=0.002)
@@ -161,8 +161,9 @@ def test_the_last_words_compare_ring_and_tree(measured):
     assert re.search(r"takes [0-9],[0-9]{3} times as long as tree\.$", second)
     assert first == f"640,000 keys, 4 GPUs, measured: ring overlapped takes {ratio:.0f} times as long as tree."
     assert second.startswith("5,120,000 keys, 128 GPUs, PREDICTED: ring overlapped takes ")
-    memory = report.conclusions(paper.figure_4(measured, H200))
+    memory = report.conclusions(paper.figure_4(measured))
     assert memory[0].endswith("640,000 keys, measured: ring public holds 3.0 times as much as tree.")
+    assert len(memory) == 1  # over keys and over hidden sizes the largest rows are the same
 
 
 def test_the_error_is_that_of_all_and_of_each_kind(tmp_path, capsys):
@@ -172,6 +173,19 @@ def test_the_error_is_that_of_all_and_of_each_kind(tmp_path, capsys):
     assert "links across nodes: assumed: InfiniBand" in text
     assert cli.main(["figures", "3", "--rows", str(RESULTS), "--out", __file__]) == 2
     assert f"--out must be a folder, got {__file__}" in capsys.readouterr().err
+
+
+def test_emulated_devices_have_no_times_to_predict_and_bytes_as_any(tmp_path, measured, capsys):
+    hardware = [f"{count} emulated CPU devices on 2 cores (x86_64)" for count in (4, 8)]
+    rows = [measured[0] | {"hardware": hardware[i], "n_devices": count} for i, count in enumerate((4, 8))]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--rows", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert cli.main(["figures", "3", *options]) == 2
+    error = capsys.readouterr().err
+    assert "figure 3 needs rows of GPUs or TPUs, or --machine FILE; figure 4 and the equations need" in error
+    for figure in ("4", "equations"):
+        assert cli.main(["figures", figure, *options]) == 0
+        assert "compiled for emulated CPU devices, not for GPUs." in capsys.readouterr().out
 
 
 def test_rows_of_two_shapes_are_refused(tmp_path, measured, capsys):

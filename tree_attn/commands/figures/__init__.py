@@ -17,7 +17,8 @@ printed as well; drawing needs the extra 'plot'.
 examples:
   tree-attn figures 3 --rows docs/results/compare_4xh200_4processes --out figures/
   tree-attn figures 4 --rows results/2gpus results/8gpus --out figures/ --json
-  tree-attn figures equations --rows results/8gpus --machine machine.json --out figures/
+  tree-attn figures equations --rows results/8gpus --out figures/
+  tree-attn figures 3 --rows results/8gpus --machine machine.json --out figures/
 """
 
 
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=pathlib.Path, nargs="+", required=True, metavar="DIR", help="folders that `compare --out` wrote"
     )
-    parser.add_argument("--machine", type=pathlib.Path, metavar="FILE", help="parameters (default: the package's)")
+    parser.add_argument(
+        "--machine", type=pathlib.Path, metavar="FILE", help="parameters for figure 3 (default: the package's)"
+    )
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder of the drawing")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
 
@@ -46,21 +49,31 @@ def run(args: argparse.Namespace) -> int:
     if len(device_kinds) > 1 or len(shapes) > 1:
         found = f"{device_kinds} and {len(shapes)}"
         raise ValueError(f"--rows must be of one kind of device and one shape of heads, got {found}")
-    machine = machine_of(args.machine, device_kinds[0])
+    is_of_times = args.figure == "3"
+    if is_of_times and args.machine is None and device_kinds == [rows.EMULATED]:
+        raise ValueError(
+            "--rows of emulated devices have times that no cost model predicts: figure 3 needs rows of GPUs or TPUs, "
+            "or --machine FILE; figure 4 and the equations need neither"
+        )
     name = "equations" if args.figure == "equations" else f"figure_{args.figure}"
-    figure = getattr(paper, name)(measured, machine)
-    links = f"links across nodes: {machine.network.source}" if args.figure == "3" else ""
+    remark = rows.REMARK if device_kinds == [rows.EMULATED] else ""
+    if is_of_times or args.machine is not None:
+        machine = machine_of(args.machine, device_kinds[0])
+    if is_of_times:
+        figure, remark = paper.figure_3(measured, machine), f"links across nodes: {machine.network.source}"
+    else:
+        figure = getattr(paper, name)(measured)
     files = {}
     if drawing.has_matplotlib():
         args.out.mkdir(parents=True, exist_ok=True)
         files["drawing"] = str(args.out / f"{name}.png")
         with phases.phase("drawing"):
-            plots.draw(figure, args.out / f"{name}.png", f"full: measured; hollow, dashed: PREDICTED\n{links}".strip())
+            plots.draw(figure, args.out / f"{name}.png", f"full: measured; hollow, dashed: PREDICTED\n{remark}".strip())
     if args.json:
         points = [dataclasses.asdict(point) for point in figure.points]
         terminal.print_document({"points": points, "comparisons": figure.comparisons, "files": files})
         return 0
-    report.print_figure(figure, links)
+    report.print_figure(figure, remark)
     console = terminal.output()
     for sentence in report.conclusions(figure):
         terminal.say(console, sentence)

@@ -76,12 +76,11 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     return Figure(axes=axes, points=points, comparisons=_compared_times(measured, machine))
 
 
-def figure_4(measured: Sequence[dict], machine: Machine) -> Figure:
+def figure_4(measured: Sequence[dict]) -> Figure:
     """Returns the peak memory of a GPU over keys, for each number of GPUs with rows; over hidden sizes, for the fewest.
 
     Source: Tree Attention, section 6.2 and Figure 4 (two GPUs).
     """
-    del machine  # memory depends on no parameter
     shape, found = rows.step(measured[0]), _measured_memory(measured)
     counts = sorted({step.n_devices for _, step in found})
     axes, points = {}, []
@@ -100,12 +99,11 @@ def figure_4(measured: Sequence[dict], machine: Machine) -> Figure:
     return Figure(axes=axes, points=points, comparisons=_compared_memory(measured))
 
 
-def equations(measured: Sequence[dict], machine: Machine) -> Figure:
+def equations(measured: Sequence[dict]) -> Figure:
     """Returns the bytes that a GPU holds (equations 8, 9) and sends (10 to 14), over GPUs, for the most keys measured.
 
     Source: Tree Attention, sections 6.2 and 6.3.
     """
-    del machine  # bytes depend on no parameter
     shape, measured_memory = rows.step(measured[0]), _measured_memory(measured)
     keys = max(step.num_keys for _, step in measured_memory)
     steps = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]

@@ -29,11 +29,11 @@ WRITTEN = {
 PREDICTORS = {"program_memory_bytes": "what our programs keep (docs/peak_memory.md)"}
 
 
-def print_figure(figure: Figure, links: str) -> None:
+def print_figure(figure: Figure, remark: str) -> None:
     """Prints the points of each panel, measured ones marked, and the errors of the predictions.
 
     Args:
-      links: a sentence about links that predictions assume; empty for none.
+      remark: a sentence about links that predictions assume, or about the rows; empty for none.
     """
     console = terminal.output()
     for panel, (x, y) in figure.axes.items():
@@ -47,8 +47,8 @@ def print_figure(figure: Figure, links: str) -> None:
             rows.append((series, [cells.get(name, "") for name in names]))
         title = f"{panel}: {title}, by {x} (*: measured; others PREDICTED)"
         terminal.print_wide(console, title, "", [f"{name:,}" for name in names], rows)
-    if links:
-        terminal.say(console, links)
+    if remark:
+        terminal.say(console, remark)
     _print_comparisons(figure.comparisons, console)
 
 
@@ -57,7 +57,7 @@ def conclusions(figure: Figure) -> list[str]:
 
     A panel over keys relative to others' times has none. Measured points go before predicted ones.
     """
-    sentences = []
+    sentences, compared = [], set()
     for panel, (x, y) in figure.axes.items():
         for is_measured in (True, False):
             here = [point for point in figure.points if (point.panel, point.is_measured) == (panel, is_measured)]
@@ -66,6 +66,9 @@ def conclusions(figure: Figure) -> list[str]:
             if not shared or y not in WORDS:
                 continue
             tree, ring = (of_kind[max(shared)] for of_kind in both)
+            if (tree.y, ring.y) in compared:  # the same rows, over another axis
+                break
+            compared.add((tree.y, ring.y))
             ratio = ring.y / tree.y if tree.y else float("inf")
             words = WORDS[y].format(times_as(ratio))
             where = f"{panel}, {max(shared):,} {x}" if x != "hidden size" else f"{panel}, hidden size {max(shared):,}"

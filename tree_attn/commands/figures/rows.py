@@ -12,6 +12,8 @@ from tree_attn.measure import rows
 # The fixed cost of a program call, by device kind, which rows without a `long_chain` share among their steps: the
 # median `program_us` of the steps in docs/results/reduce_2xh200. The older rows have no measurement of it.
 PROGRAM_US = {"NVIDIA H200": 760.0}
+EMULATED = "emulated CPU devices"
+REMARK = "The measured bytes are those of programs compiled for emulated CPU devices, not for GPUs."
 
 
 def read(folders: Sequence[pathlib.Path]) -> list[dict]:
@@ -32,8 +34,9 @@ def read(folders: Sequence[pathlib.Path]) -> list[dict]:
 
 
 def device_kind(row: dict) -> str:
-    """Returns the device kind in a row's hardware: "NVIDIA H200" of "4 x NVIDIA H200"."""
-    return row["hardware"].split(" x ", 1)[-1]
+    """Returns the device kind in a row's hardware: "NVIDIA H200" of "4 x NVIDIA H200"; `EMULATED` on a CPU."""
+    kind = row["hardware"].split(" x ", 1)[-1]
+    return EMULATED if " emulated " in f" {kind}" else kind
 
 
 def step(row: dict) -> DecodeStep:
