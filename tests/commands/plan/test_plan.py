@@ -70,6 +70,10 @@ def test_fused_stays_in_a_node_and_among_small_states(capsys):
 def test_one_gpu_exchanges_nothing(capsys):
     document = planned(capsys, "--gpus-per-node", "1", "--keys", "1000")
     assert document["reason"].startswith("One GPU holds all keys and exchanges nothing")
+    assert len({one["latency_us"] for one in document["strategies"]}) == 1
+    assert cli.main(["plan", "--gpus-per-node", "1", "--keys", "1000"]) == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^ any .* us ", text, re.MULTILINE)) == 1 and not re.search("tree|ring|links", text)
     document = planned(capsys, "--gpus-per-node", "1", "--keys", "1000", "--device-kind", "TPU v5e")
     assert document["reason"].startswith("One chip holds all keys")
     assert document["left_out"] == {"tree fused": "fused is a kernel for NVIDIA GPUs"}

@@ -138,7 +138,10 @@ def _choose(strategies: list[dict[str, Any]], step: DecodeStep, machine: Machine
         return None, f"Nothing fits: keys and values alone take {needed} of each {device}, which has {capacity}."
     best, *others = fitting
     if step.n_devices == 1:
-        return best["label"], f"One {device} holds all keys and exchanges nothing: {time(best['latency_us'])}."
+        return best["label"], (
+            f"One {device} holds all keys and exchanges nothing: there is nothing to reduce, and every strategy takes "
+            f"{time(best['latency_us'])}."
+        )
     exchanged = best["latency_us"] - best["local_us"]
     reason = f"{best['label']} is predicted to be the fastest that fits: {time(best['latency_us'])}"
     reason += (
