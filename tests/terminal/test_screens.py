@@ -39,6 +39,7 @@ def test_a_terminal_of_80_columns_and_the_last_words(compared):
     assert max(len(line.rstrip()) for line in run.lines) <= screens.COLUMNS and "\u2026" not in run.out
     text = " ".join(" ".join(run.lines).split())
     assert "as fast as the best" in text and "Rows: " in text
+    assert "checking" not in run.out and "timing, " not in run.out  # all rows are there
     assert "{" not in run.out and run.out.rfind("\x1b[?25h") >= run.out.rfind("\x1b[?25l")
 
 

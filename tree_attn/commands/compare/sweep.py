@@ -188,6 +188,8 @@ def _pending(all_cases: Sequence[Case], sweep: Sweep) -> Pending:
 def _check_all(pending: Pending, sweep: Sweep) -> Pending:
     """Checks every case against the oracle; returns those that ran. The others are rows with their reason."""
     checked = []
+    if not pending:
+        return checked
     with phases.phase("checking", len(pending)) as checking:
         for case, row in pending:
             checking.describe(_title(case))
@@ -198,6 +200,8 @@ def _check_all(pending: Pending, sweep: Sweep) -> Pending:
 
 
 def _time_all(pending: Pending, sweep: Sweep) -> None:
+    if not pending:
+        return
     with phases.phase("timing", len(pending)) as timing:
         for case, row in pending:
             timing.describe(_title(case))
