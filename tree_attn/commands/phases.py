@@ -17,10 +17,10 @@ from collections.abc import Iterator
 
 from tree_attn.commands.units import size
 
-ROOM_FOR_CTRL_C = 3  # columns
-_REPEAT_S, _LATER_S, _LATER_REPEAT_S = 2.5, 30.0, 30.0
 STARTING = "starting JAX"
 _BEFORE_STARTING_S = 2.0  # a command that ends sooner has no phase
+ROOM_FOR_CTRL_C = 3  # columns
+_REPEAT_S, _LATER_S, _LATER_REPEAT_S = 2.5, 30.0, 30.0
 
 
 @dataclasses.dataclass
