@@ -139,8 +139,7 @@ def test_one_sample_is_one(capsys, monkeypatch):
     monkeypatch.setattr(samples, "generate", lambda generator, prompts, *_, **__: [sampled(prompts[0], 1)])
     status, lines, _ = run(capsys, "--prompt", "ab", "--num-samples", "1", "--attention", "single")
     assert (status, lines[:2]) == (0, ["--- 1 of 1 different sample: mean log-probability -1.000", "a"])
-    assert lines[2] == "--- keys and values of 1 prompt token that samples share:"
-    assert lines[4] == "    64 B in all if the one sample held them (as here)"
+    assert lines[2] == "--- keys and values of 1 prompt token: 64 B" and lines[3].startswith("--- 1 sample, ")
 
 
 def sampled(prompt: list[int], token: int) -> Generation:

@@ -112,9 +112,11 @@ def _prefix(args: argparse.Namespace, request: Request, generator: Generator) ->
 def _sentence(prefix: dict[str, Any], num_samples: int) -> str:
     shared, unshared = (size(prefix[f"prefix_bytes_{name}"]) for name in ("shared", "unshared"))
     once, each = (" (as here)", "") if prefix["shares_prefix"] else ("", " (as here)")
-    all_samples = f"each of {num_samples} samples" if num_samples > 1 else "the one sample"
+    tokens = count(prefix["prefix_tokens"], "prompt token")
+    if num_samples == 1:
+        return f"keys and values of {tokens}: {shared}"
     return (
-        f"keys and values of {count(prefix['prefix_tokens'], 'prompt token')} that samples share:\n"
+        f"keys and values of {tokens} that samples share:\n"
         f"    {shared} in all if held once{once},\n"
-        f"    {unshared} in all if {all_samples} held them{each}"
+        f"    {unshared} in all if each of {num_samples} samples held them{each}"
     )
