@@ -10,6 +10,8 @@ of the whole. The file gets one JSON row per case; each way must give the same c
 import argparse
 import pathlib
 
+from benching import origin, profile
+
 WRITES = 8
 SLOTS, KV_HEADS, HEAD_DIM = 72, 32, 128
 
@@ -24,11 +26,9 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from tree_attn.measure import provenance
-    from tree_attn.measure.device_time import device_time
     from tree_attn.measure.rows import RowWriter
 
-    writer = RowWriter(args.out)
+    writer, of_run = RowWriter(args.out), origin()
     rng = np.random.default_rng(0)
     for batch in map(int, args.batch.split(",")):
         cache = jnp.zeros((batch, SLOTS, KV_HEADS, HEAD_DIM), jnp.bfloat16)
@@ -47,11 +47,11 @@ def main() -> None:
             expected = result if expected is None else expected
             if not np.array_equal(result, expected):
                 raise AssertionError(f"{name}: another cache than by {next(iter(WAYS))!r}")
-            timed = device_time(run, cache, new, slots, calls=WRITES)
+            timed = profile(run, cache, new, slots, calls=WRITES, n_iters=10)
             row = dict(batch=batch, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", way=name)
-            row |= dict(us_per_write=timed.median_us, kernels=timed.kernels)
-            writer.append(row | provenance.of_script(jax.local_devices()[:1]))
-            print(f"{batch:,} sequences, {name}: {timed.median_us:.1f} us a write", flush=True)
+            row["us_per_write"] = timed["device_us_median"]
+            writer.append(row | timed | of_run)
+            print(f"{batch:,} sequences, {name}: {row['us_per_write']:.1f} us a write", flush=True)
 
 
 def _scatter(cache, new, slots, **hints):

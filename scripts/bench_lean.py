@@ -22,7 +22,7 @@ import sys
 import time
 
 import numpy as np
-from benching import READ_GB_PER_S, ROTATE_BYTES, TIMING, MissingRows, flashinfer_rows, torch_device_us
+from benching import READ_GB_PER_S, ROTATE_BYTES, MissingRows, flashinfer_rows, profile, torch_device_us
 from lean_tables import KEYS, markdown, plot
 
 
@@ -134,7 +134,6 @@ def _time_jax(case: LeanStep, implementation: str, n_iters: int, with_energy: bo
     import jax.numpy as jnp
 
     from tree_attn import attend
-    from tree_attn.measure.device_time import device_time
     from tree_attn.tolerances import lse_tolerance, max_abs_error
 
     batch, keys = len(case.lengths), max(case.lengths)
@@ -163,20 +162,10 @@ def _time_jax(case: LeanStep, implementation: str, n_iters: int, with_energy: bo
         wrong_by = max_abs_error(lse, np.asarray(expected))
         assert wrong_by <= 2 * lse_tolerance(np.asarray(expected)), f"lse is off by {wrong_by}"
         program = jax.jit(chain)
-        timed = device_time(program, query, caches, calls=calls, n_iters=n_iters)
+        row = profile(program, query, caches, calls=calls, n_iters=n_iters)
     except (NotImplementedError, ImportError, RuntimeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    row = {
-        "device_us_median": timed.median_us,
-        "device_us_p10": timed.p10_us,
-        "device_us_p90": timed.p90_us,
-        "n_iters": n_iters,
-        "calls": calls,
-        "caches": sets,
-        "timing": TIMING,
-        "kernels": timed.kernels,
-        "max_lse_error": wrong_by,
-    }
+    row |= {"caches": sets, "max_lse_error": wrong_by}
     return row | (_energy(program, (query, caches), calls) if with_energy else {})
 
 

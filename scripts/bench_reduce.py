@@ -142,6 +142,9 @@ def sharded(mesh, spec, shape, dtype):
 
 def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters: int) -> dict:
     """Returns medians per call of `turn`, which makes `calls_per_turn`; or the reason why it cannot run."""
+    import jax
+
+    from tree_attn.measure import provenance
     from tree_attn.measure.device_time import device_time
     from tree_attn.measure.latency import latency_us
 
@@ -159,6 +162,8 @@ def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters
     except NotImplementedError as error:
         return {"error": str(error)}
     on_device = device_time(programs[chain], *arrays, calls=chain * calls_per_turn, n_iters=5, warmup=1)
+    # A fixed number of runs: all processes have to make equally many.
+    clocks = provenance.clocks_during(lambda: jax.block_until_ready(programs[chain](*arrays)), repetitions=50)
     return {
         "us_median": timing.median_us / calls_per_turn,
         "us_p10": timing.p10_us / calls_per_turn,
@@ -169,7 +174,7 @@ def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters
         "long_calls": timing.long_chain * calls_per_turn,
         "device_us": on_device.median_us,
         "kernels": dict(itertools.islice(on_device.kernels.items(), 8)),
-    }
+    } | clocks
 
 
 def write(row: dict, writer, num_devices: int) -> None:

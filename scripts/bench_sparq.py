@@ -59,9 +59,8 @@ def main() -> int:
     parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
     args = parser.parse_args()
     if args.part == "markdown":
-        return markdown(args.out, _label, WAYS)
-    # The limit tells groups of query heads apart: the oldest rows do not name them.
-    missing = MissingRows(args.out, ("batch", "keys", "num_components", "num_keys", "limit_us", "way"))
+        return markdown(args.out, _label, WAYS, SparqStep)
+    missing = MissingRows(args.out, ("batch", "keys", "num_components", "num_keys", "num_kv_heads", "way"))
     for case in chosen(CASES, args.cases):
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
         for way in WAYS:

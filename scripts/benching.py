@@ -1,5 +1,6 @@
 """Shared parts of benchmarks on one GPU: rows that a rerun skips, chains of dependent steps, and their device time."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,11 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tree_attn.cost import machine
+from tree_attn.cost import datasheets
 from tree_attn.measure import provenance, rows
 
-# A plain copy's rate on an H200 (4300): the limits of committed tables refer to it. The machine's file says more.
-READ_GB_PER_S = machine.load("NVIDIA H200").copy_bytes_per_s / 1e9
+# Limits are those of the datasheet, which nothing exceeds: 4,800 GB/s and 989.5 TFLOP/s on an H200.
+_PEAKS = datasheets.rates("NVIDIA H200")
+READ_GB_PER_S = _PEAKS["read_bytes_per_s"] / 1e9
+PRODUCTS_TFLOPS = _PEAKS["product_flops_per_s"] / 1e12
 ROTATE_BYTES = 200e6  # three times the L2 cache
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 
@@ -28,11 +31,9 @@ class MissingRows:
 
     def __init__(self, path: pathlib.Path, keys: Sequence[str]):
         """Opens the file of rows, and notes which are there."""
-        import jax
-
         self.keys = keys
         self._writer = rows.RowWriter(path)
-        self._origin = provenance.of_script(jax.local_devices()[:1]) | {"n_devices": 1}
+        self._origin = origin()
 
     def has(self, labels: dict) -> bool:
         """Returns whether a row with these labels is in the file."""
@@ -49,14 +50,12 @@ class MissingRows:
         print(title or " ".join(f"{labels[key]!s:>8s}" for key in self.keys), result, flush=True)
 
     def _key(self, row: dict) -> tuple:
-        return tuple(row[key] for key in self.keys)
+        return tuple(row.get(key) for key in self.keys)
 
 
 def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
     """Measures the device time of `query = step(query, *cache)`, which runs on one cache after another."""
     import jax
-
-    from tree_attn.measure.device_time import device_time
 
     calls = len(caches) * max(1, 8 // len(caches))
     step = jax.jit(step)  # traced once for all steps
@@ -66,17 +65,33 @@ def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
             query = step(query, *caches[i % len(caches)])
         return query
 
-    timed = device_time(jax.jit(chain), query, caches, calls=calls, n_iters=n_iters)
-    return {
+    return profile(jax.jit(chain), query, caches, calls=calls, n_iters=n_iters) | {"caches": len(caches)}
+
+
+def profile(program: Callable, *args, calls: int, n_iters: int) -> dict:
+    """Returns a row's fields of the device time of a program of `calls` calls, and of the clocks while it runs."""
+    import jax
+
+    from tree_attn.measure.device_time import device_time
+
+    timed = device_time(program, *args, calls=calls, n_iters=n_iters)
+    fields = {
         "device_us_median": timed.median_us,
         "device_us_p10": timed.p10_us,
         "device_us_p90": timed.p90_us,
         "n_iters": n_iters,
         "calls": calls,
-        "caches": len(caches),
         "timing": TIMING,
         "kernels": timed.kernels,
     }
+    return fields | provenance.clocks_during(lambda: jax.block_until_ready(program(*args)))
+
+
+def origin() -> dict:
+    """Returns what every row of a benchmark on one GPU says of its run: date, host, driver, commit, command."""
+    import jax
+
+    return provenance.of_script(jax.local_devices()[:1]) | {"n_devices": 1}
 
 
 def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
@@ -130,8 +145,11 @@ def chosen(cases: Sequence, indices: str | None) -> list:
     return list(cases) if indices is None else [cases[int(i)] for i in indices.split(",")]
 
 
-def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str]) -> int:
-    """Prints device times, one line per case, in microseconds, with the commits that its rows were measured at."""
+def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str], step_type: type) -> int:
+    """Prints device times, one line per case, in microseconds, with the commits that its rows were measured at.
+
+    The limit is made from the row's shape, `step_type(...).limit_us`: rows of all days refer to the same rates.
+    """
     all_rows = rows.read(path)
     print(f"| step | {' | '.join(ways)} | limit | commit |")
     print("|---|" + "---|" * (len(ways) + 2))
@@ -140,5 +158,7 @@ def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[st
         times = {row["way"]: row.get("device_us_median") for row in of_case}
         cells = " | ".join(f"{times[way]:,.1f}" if times.get(way) else "" for way in ways)
         commits = ", ".join(dict.fromkeys(row["git_commit"] for row in of_case))
-        print(f"| {case} | {cells} | {of_case[0]['limit_us']:,.1f} | {commits} |")
+        shape = {field.name for field in dataclasses.fields(step_type)} & of_case[0].keys()
+        limit_us = step_type(**{name: of_case[0][name] for name in shape}).limit_us
+        print(f"| {case} | {cells} | {limit_us:,.1f} | {commits} |")
     return 0

@@ -77,7 +77,7 @@ def main() -> None:
         row = {"model_dtype": model_dtype, "cache_dtype": cache_dtype or model_dtype}
         row |= {"margin": margin, "scales_from": measured_over, "passages": args.passages}
         row |= {"answers": _errors(narrow[0], exact[0]), "passages_of_text": _errors(narrow[1], exact[1])}
-        row |= {"git_commit": provenance.git_commit(), "versions": provenance.versions()}
+        row |= provenance.of_script(jax.devices()[:1])
         print(json.dumps(row))
         writer.append(row)
 

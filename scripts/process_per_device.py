@@ -6,26 +6,21 @@ import os
 import pathlib
 import socket
 import subprocess
-import sys
 
 COORDINATOR_TIMEOUT_S = 120
 
 
 @functools.cache
 def environment(num_devices: int) -> dict:
-    """Returns the fields of a row that name devices, processes, hardware, version, commit and command."""
+    """Returns the fields of a row that name date, host, devices, processes, hardware, driver, commit and command."""
     import jax
 
     from tree_attn.measure import provenance
 
-    return dict(
-        n_devices=num_devices,
-        n_processes=jax.process_count(),
-        hardware=provenance.hardware(jax.devices()),
-        jax_version=jax.__version__,
-        git_commit=provenance.git_commit(),
-        command=" ".join(["python3", *sys.argv]),
-    )
+    counts = {"n_devices": num_devices, "n_processes": jax.process_count()}
+    fields = provenance.of_script(jax.devices())
+    del fields["versions"]  # checks write many small rows
+    return counts | fields | {"jax_version": jax.__version__}
 
 
 def writable(row: dict) -> dict:

@@ -12,7 +12,7 @@ import itertools
 import pathlib
 import sys
 
-from benching import chosen
+from benching import chosen, origin, profile
 
 CANDIDATES = tuple(itertools.product((1, 2, 3), (64, 128), (2, 3, 4)))  # CTAs per SM, keys per KV tile, stages
 # batch, keys, query heads, KV heads, head dim, dtype of K and V, ragged
@@ -36,20 +36,15 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--calls", help="which of CALLS, e.g. 0,3 (default: all)")
     args = parser.parse_args()
-    import jax
-
     from tree_attn.kernels import tuning
-    from tree_attn.measure import provenance
     from tree_attn.measure.rows import RowWriter
 
-    writer = RowWriter(args.out)
-    origin = {"hardware": provenance.hardware(jax.local_devices()[:1]), "git_commit": provenance.git_commit()}
-    origin |= {"versions": provenance.versions()}
+    writer, of_run = RowWriter(args.out), origin()
     best = {}
     for call in chosen(CALLS, args.calls):
         rows = list(_sweep(call))
         for row in rows:
-            writer.append(row | origin)
+            writer.append(row | of_run)
         fastest = min((row for row in rows if row["device_us_median"]), key=lambda row: row["device_us_median"])
         best[fastest["kind"]] = fastest["config"]
         print(fastest["kind"], fastest["config"], f"{fastest['device_us_median']:.1f} us", flush=True)
@@ -66,7 +61,6 @@ def _sweep(call):
     from tree_attn.kernels.lean_layout import LeanConfig, max_smem_bytes
     from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
     from tree_attn.local import mosaic_gpu
-    from tree_attn.measure.device_time import device_time
 
     batch, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call
     query = jax.random.normal(jax.random.key(0), (batch, 1, num_heads, head_dim), jnp.bfloat16)
@@ -92,7 +86,7 @@ def _sweep(call):
         step = lambda q, k, v, config=config: lean(q, k, v, spans, config=config).out
         chain = lambda q, k, v, step=step: jax.lax.scan(lambda q, _: (step(q, k, v), None), q, None, length=8)[0]
         try:
-            row["device_us_median"] = device_time(jax.jit(chain), query, key, value, calls=8).median_us
+            row |= profile(jax.jit(chain), query, key, value, calls=8, n_iters=10)
         except RuntimeError as error:
             row |= {"device_us_median": None, "error": str(error)[:500]}
         yield row

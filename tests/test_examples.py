@@ -44,6 +44,7 @@ NOT_HERE = {
     "tree_attn.measure.latency.latency_us": "times chains; tests/measure has shorter ones",
     "tree_attn.measure.links.measure_axes": "times transfers for seconds; tests/measure has shorter ones",
     "tree_attn.measure.links.neighbour_gb_per_s": "times transfers for seconds; tests/measure has shorter ones",
+    "tree_attn.measure.provenance.clocks_during": "needs a GPU",
     "tree_attn.reduce.activations.sum_activations": "runs within the model's shard_map",
     "tree_attn.models.llama.checkpoint.huggingface.from_safetensors": "needs a folder of weights",
     "tree_attn.models.llama.evaluation.scorer.Scorer": "needs samples of a text",

@@ -32,3 +32,10 @@ def test_each_is_found_by_its_names_and_says_that_it_was_not_measured(name):
 def test_the_measured_one_and_unknown_ones_have_none():
     assert datasheets.load("H200") is datasheets.load("abacus") is None
     assert "H200" not in datasheets.names()
+
+
+def test_rates_are_the_datasheets():
+    assert datasheets.rates("NVIDIA H200") == {"read_bytes_per_s": 4.8e12, "product_flops_per_s": 989.5e12}
+    assert datasheets.rates("h100")["read_bytes_per_s"] == 3.35e12
+    with pytest.raises(KeyError, match="Abacus"):
+        datasheets.rates("Abacus")

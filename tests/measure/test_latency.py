@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from tree_attn.measure import hlo
-from tree_attn.measure.latency import _split, chain_calls, latency_us
+from tree_attn.measure.latency import _split, chain_calls, latency_us, time_in_turn
 
 
 def test_latency_is_that_of_the_work_and_excludes_compiling():
@@ -63,6 +63,18 @@ def test_a_pair_is_split_by_its_difference():
     call_us, program_us = _split(np.array([[340.0, 1300.0], [345.0, 1305.0], [440.0, 1280.0]]), (32, 128))
     assert call_us.tolist() == [10.0, 10.0, 8.75]
     assert program_us == 25.0  # the median of 20, 25 and 160
+
+
+def test_two_programs_are_timed_in_turn():
+    runs = []
+    short = lambda: (runs.append("short"), time.sleep(0.005))
+    long = lambda: (runs.append("long"), time.sleep(0.045))
+    timing = time_in_turn(short, long, chain=2, long_chain=6, n_iters=4, warmup=1)
+    assert runs == ["short", "long"] * 5
+    assert 5_000 < timing.p10_us <= timing.median_us <= timing.p90_us < 40_000  # 10 ms a call
+    assert (timing.n_iters, timing.chain, timing.long_chain) == (4, 2, 6)
+    with pytest.raises(RuntimeError, match="6 calls took no longer than 2"):
+        time_in_turn(long, short, chain=2, long_chain=6, n_iters=3)
 
 
 def test_a_difference_that_noise_hides_is_an_error(monkeypatch):

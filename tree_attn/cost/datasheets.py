@@ -24,6 +24,25 @@ def names() -> tuple[str, ...]:
     return tuple(name for name, sheet in _sheets().items() if sheet["device_kind"] != MEASURED)
 
 
+def rates(name: str) -> dict[str, float]:
+    """Returns the peaks of a device's datasheet: `read_bytes_per_s`, dense bfloat16 `product_flops_per_s`.
+
+    Args:
+      name: a short name or a `jax.Device.device_kind`, as in `load`; the H200 too.
+
+    Raises:
+      KeyError: there is no such datasheet.
+
+    Example:
+      >>> rates("NVIDIA H200")["read_bytes_per_s"]
+      4800000000000
+    """
+    for sheet in _sheets().values():
+        if _plain(name) in _names_of(sheet):
+            return {rate: sheet[rate] for rate in ("read_bytes_per_s", "product_flops_per_s")}
+    raise KeyError(name)
+
+
 def load(name: str) -> Machine | None:
     """Returns the machine of a datasheet; None if there is none. Its sources begin with "assumed".
 

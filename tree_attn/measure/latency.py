@@ -7,6 +7,7 @@ bounded by that.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -119,12 +120,46 @@ def latency_us(
         compile_s += time.perf_counter() - start
         if on_compiled is not None:
             on_compiled(programs[-1], length)
+    runs = [functools.partial(lambda program: jax.block_until_ready(program(*args)), program) for program in programs]
     host_us = []
     for _ in range(warmup + n_iters):
-        host_us.append([_host_us(program, args) for program in programs])
+        host_us.append([_host_us(run) for run in runs])
         if on_sample is not None:
             on_sample()
-    call_us, program_us = _split(np.array(host_us[warmup:]), lengths)
+    return _timing(np.array(host_us[warmup:]), lengths, compile_s)
+
+
+def time_in_turn(
+    short: Callable[[], Any],
+    long: Callable[[], Any],
+    *,
+    chain: int,
+    long_chain: int,
+    n_iters: int = 32,
+    warmup: int = 3,
+) -> Timing:
+    """Times two programs of `chain` and `long_chain` dependent calls in turn; see `Timing`.
+
+        (us(long) - us(short)) / (long_chain - chain)
+
+    What a program costs beside its calls is in neither quantile. Gaps between the launches of a call, and between two
+    calls, are in both.
+
+    Args:
+      short, long: run a program to its end: they return when the device has finished.
+      n_iters: dispatches of each program.
+
+    Raises:
+      RuntimeError: the longer chain did not take longer, by the median.
+    """
+    host_us = np.array([[_host_us(short), _host_us(long)] for _ in range(warmup + n_iters)])[warmup:]
+    return _timing(host_us, (chain, long_chain), 0.0)
+
+
+def _timing(host_us: np.ndarray, lengths: tuple[int, ...], compile_s: float) -> Timing:
+    """Returns the timing of host times `[samples, programs]`."""
+    chain, long_chain = lengths[0], lengths[1] if len(lengths) > 1 else None
+    call_us, program_us = _split(host_us, lengths)
     p10, median, p90 = np.percentile(call_us, [10, 50, 90])
     if median <= 0:
         raise RuntimeError(f"{long_chain} calls took no longer than {chain}: noise hides what a call takes")
@@ -133,7 +168,7 @@ def latency_us(
         p10_us=float(p10),
         p90_us=float(p90),
         program_us=program_us,
-        n_iters=n_iters,
+        n_iters=len(host_us),
         chain=chain,
         long_chain=long_chain,
         compile_s=compile_s,
@@ -141,9 +176,9 @@ def latency_us(
     )
 
 
-def _host_us(program: Callable, args: tuple) -> float:
+def _host_us(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
-    jax.block_until_ready(program(*args))
+    run()
     return (time.perf_counter() - start) * 1e6
 
 

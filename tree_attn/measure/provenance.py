@@ -1,26 +1,35 @@
-"""Provenance of a measured number: hardware, commit, versions, command and NCCL settings."""
+"""Provenance of a measured number: date, host, hardware, driver, clocks, commit, versions, command, NCCL settings."""
 
+import datetime
 import os
 import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 import tree_attn
 
+MAX_WAIT_S = 20  # for nvidia-smi
+
 
 def of_script(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """Returns the fields of a row that say where and by what it was measured, for a script.
+    """Returns the fields of a row that say when, where and by what it was measured, for a script.
+
+    Clocks are not among them: they belong to the moment of a measurement, see `clocks_during`.
 
     Example:
       >>> sorted(of_script(jax.devices()))
-      ['command', 'git_commit', 'hardware', 'versions']
+      ['command', 'date', 'driver', 'git_commit', 'hardware', 'host', 'versions']
     """
     return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "driver": driver(),
         "hardware": hardware(devices),
         "git_commit": git_commit(),
         "versions": versions(),
@@ -35,6 +44,58 @@ def hardware(devices: Sequence[jax.Device]) -> str:
         plural = "s" * (len(devices) != 1)
         return f"{len(devices)} emulated CPU device{plural} on {os.cpu_count()} cores ({platform.machine()})"
     return f"{len(devices)} x {', '.join(device_kinds)}"
+
+
+def driver() -> str | None:
+    """Returns the version of the NVIDIA driver, or None without `nvidia-smi`."""
+    process = _start_nvidia_smi("driver_version")
+    return next(iter(_lines(process)), None)
+
+
+def clocks_during(run: Callable[[], Any], repetitions: int | None = None) -> dict[str, int | None]:
+    """Returns the clocks of the first GPU, read by `nvidia-smi` while `run()` is repeated; None where there is none.
+
+    Args:
+      run: keeps the GPU busy.
+      repetitions: a fixed number of runs, for processes that run together; default: until the clocks are there.
+
+    Example:
+      >>> clocks_during(lambda: jax.block_until_ready(program(query, key, value)))
+      {'clock_sm_mhz': 1980, 'clock_memory_mhz': 3201}
+    """
+    clocks: dict[str, int | None] = {"clock_sm_mhz": None, "clock_memory_mhz": None}
+    process = _start_nvidia_smi("clocks.sm,clocks.mem")
+    deadline = time.monotonic() + MAX_WAIT_S
+    for _ in range(repetitions or 0):
+        run()
+    while not repetitions and process is not None and process.poll() is None and time.monotonic() < deadline:
+        run()
+    for line in _lines(process)[:1]:
+        numbers = [int(word) if word.strip().isdigit() else None for word in line.split(",")]
+        clocks.update(zip(clocks, numbers))
+    return clocks
+
+
+def _start_nvidia_smi(query: str) -> subprocess.Popen | None:
+    """Starts `nvidia-smi` with a query of each GPU; None where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+
+
+def _lines(process: subprocess.Popen | None) -> list[str]:
+    """Returns the lines that a process printed; none if it failed or hangs."""
+    if process is None:
+        return []
+    try:
+        printed, _ = process.communicate(timeout=MAX_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return []
+    return [] if process.returncode else [line.strip() for line in printed.splitlines()]
 
 
 def git_commit() -> str | None:

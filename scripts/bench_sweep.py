@@ -1,0 +1,199 @@
+"""Times drawn decode steps on one GPU, as serving sees them: this library beside cuDNN and FlashInfer.
+
+    python3 scripts/bench_sweep.py --seed 7 --cases 100 --minutes 9 --out FILE.jsonl
+    python3 scripts/bench_sweep.py --table --go-on --out FILE.jsonl             # sixteen steps that do not change
+    python3 scripts/bench_sweep.py --seed 7 --cases 100 --dry-run               # prints the cases; needs no GPU
+    python3 scripts/bench_sweep.py --summary --out FILE.jsonl                   # of rows that are there
+
+The time that counts is a step's in a chain of dependent steps, gaps between launches included: a long chain less a
+short one, over the difference of their steps, by the host's clock. XLA programs are unrolled chains in one jit, with
+command buffers as JAX has them; `--options` adds the ways with options of XLA. FlashInfer's chains are CUDA graphs, in
+a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of kernel times.
+
+A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit. The first call
+of each kind of FlashInfer's kernels is compiled; `--build` does that for all cases, several at once, and times nothing.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import sys
+import time
+
+import sweep_flashinfer
+from benching import origin
+from sweep_cases import FAMILIES, Step, draw, table
+from sweep_summary import summary
+from sweep_ways import ways
+
+from tree_attn.measure.rows import RowWriter
+
+
+def main() -> int:
+    """Draws the cases and times them; see the module's docstring."""
+    args = _arguments()
+    if args.summary:
+        print(summary(_rows(args)))
+        return 0
+    # Another process shares the GPU: neither may take all memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    cases = [step for step in drawn(args) if args.only in (None, step.family)]
+    from tree_attn.devices import default_platform
+
+    if args.dry_run or default_platform() != "gpu":
+        for step in cases:
+            print(f"{step.case:18s} {step.family:8s} {step.bytes_us:7.1f} us  {step.title()}")
+        return 0
+    if args.build:
+        return build(cases, args)
+    if args.out.exists() and args.out.stat().st_size and not args.go_on:
+        sys.exit(f"--out must be a new file, or --go-on given, got {args.out}")
+    Sweep(args).run(cases)
+    print(summary(_rows(args)))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn cases")
+    parser.add_argument("--cases", type=int, default=0, help="number of drawn cases")
+    parser.add_argument("--table", action="store_true", help="the sixteen fixed steps, before the drawn ones")
+    parser.add_argument("--only", choices=FAMILIES, help="leave out the other families")
+    parser.add_argument("--ways", help='only ways with one of these in their name: "None,cudnn"')
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("sweep.jsonl"), help="JSONL file of rows")
+    parser.add_argument("--go-on", action="store_true", help="add the rows that the file lacks")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start no case after so many minutes")
+    parser.add_argument("--iters", type=int, default=32, help="dispatches of each chain")
+    parser.add_argument("--options", help='XLA options of a second set of ways: "name=value,name=value"')
+    parser.add_argument("--threads", type=int, default=4, help="programs compiled at the same time")
+    parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
+    parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the cases")
+    parser.add_argument("--summary", action="store_true", help="print the summary of the file's rows")
+    args = parser.parse_args()
+    if args.iters < 32:
+        parser.error(f"--iters must be at least 32, got {args.iters}")
+    return args
+
+
+def drawn(args: argparse.Namespace) -> list[Step]:
+    """Returns the cases that the arguments name."""
+    return (table() if args.table else []) + [draw(args.seed, i) for i in range(args.cases)]
+
+
+def parse_options(text: str | None) -> dict[str, str | bool | int]:
+    """Returns XLA's options from "name=value,name=value"; true, false and integers are taken as such.
+
+    Values with a comma are written with "+": "xla_gpu_enable_command_buffer=FUSION+CUSTOM_CALL".
+    """
+    found: dict[str, str | bool | int] = {}
+    for item in (text or "").split(","):
+        name, _, value = item.strip().removeprefix("--").partition("=")
+        if name:
+            words = {"true": True, "false": False}
+            found[name] = words.get(value, int(value) if value.isdigit() else value.replace("+", ","))
+    return found
+
+
+def build(cases: list[Step], args: argparse.Namespace) -> int:
+    """Compiles FlashInfer's kernels for all cases, eight at a time."""
+    needed = {}
+    for step in cases:
+        small = dataclasses.replace(
+            step, lengths=tuple(min(n, 256) for n in step.lengths[:2]), slots=0, prefix=min(step.prefix, 256)
+        )
+        for way in _chosen(sweep_flashinfer.ways(step), args.ways):
+            needed.setdefault(sweep_flashinfer.kernel_key(small, way), (small, way))
+
+    def make(item: tuple) -> str | None:
+        worker = sweep_flashinfer.Worker(args.flashinfer)
+        reply = worker.time(*item, n_iters=1, only_build=True)
+        worker.stop()
+        return reply.get("error")
+
+    start, failed = time.monotonic(), 0
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for key, error in zip(needed, pool.map(make, needed.values())):
+            failed += error is not None
+            print(f"{time.monotonic() - start:6.0f} s  {key}  {error or 'built'}", flush=True)
+    print(f"{len(needed) - failed} of {len(needed)} kinds of kernels are there")
+    return 0
+
+
+class Sweep:
+    """A run over cases: what is timed already, what rows have in common, and when to end."""
+
+    def __init__(self, args: argparse.Namespace):
+        """Opens the file of rows; no process is started yet."""
+        self._args, self._writer, self._origin = args, RowWriter(args.out), origin()
+        self._flashinfer = sweep_flashinfer.Worker(args.flashinfer)
+        self._has_flashinfer = bool(args.flashinfer or importlib.util.find_spec("flashinfer"))
+        if not self._has_flashinfer:
+            print("FlashInfer is not installed: its ways are left out (--flashinfer FOLDER)")
+        self._end = time.monotonic() + 60 * args.minutes
+        self._done = {self._key(row) for row in self._writer.rows}
+
+    def run(self, cases: list[Step]) -> None:
+        """Times all ways of each case that the file lacks, until the time is over; then says how many are left."""
+        for number, step in enumerate(cases):
+            if time.monotonic() > self._end:
+                print(f"the time is over: {len(cases) - number} of {len(cases)} cases are left (--go-on)")
+                break
+            self._case(step)
+        self._flashinfer.stop()
+
+    def _case(self, step: Step) -> None:
+        from sweep_ways import time_ways
+
+        start = time.monotonic()
+        labels = step.row() | {"title": step.title()}
+        print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)
+        for suffix, options in self._option_sets().items():
+            found = [way for way in ways(step) if self._is_missing(step, way.name + suffix)]
+            if found:
+                for name, fields in time_ways(step, found, options, self._args.iters, self._args.threads):
+                    self._add(labels, name + suffix, fields)
+        for name in sweep_flashinfer.ways(step):
+            if self._has_flashinfer and self._is_missing(step, name):
+                self._add(labels, name, self._flashinfer.time(step, name, self._args.iters))
+        print(f"  {time.monotonic() - start:.0f} s", flush=True)
+
+    def _option_sets(self) -> dict[str, dict]:
+        options = parse_options(self._args.options)
+        return {"": {}} | ({" + options": options} if options else {})
+
+    def _is_missing(self, step: Step, way: str) -> bool:
+        key = self._key({"case": step.case, "way": way, "git_commit": self._origin["git_commit"]})
+        return key not in self._done and bool(_chosen([way], self._args.ways))
+
+    def _add(self, labels: dict, way: str, fields: dict) -> None:
+        row = labels | {"way": way} | fields | self._origin
+        self._writer.append(row)
+        self._done.add(self._key(row))
+        us = fields.get("chain_us_median")
+        kernels = fields.get("device_us_median") or float("nan")
+        times = f"{us:8.1f} chain {kernels:8.1f} kernels" if us else fields["error"][:150]
+        print(f"  {way:42s} {times} {fields.get('picked') or ''}", flush=True)
+
+    @staticmethod
+    def _key(row: dict) -> tuple:
+        return row["case"], row["way"], row["git_commit"]
+
+
+def _chosen(names: list[str], wanted: str | None) -> list[str]:
+    """Returns the names that hold one of the comma-separated words; all for None."""
+    return [name for name in names if wanted is None or any(word in name for word in wanted.split(","))]
+
+
+def _rows(args: argparse.Namespace) -> list[dict]:
+    """Returns the file's rows, of the family asked for."""
+    from tree_attn.measure.rows import read
+
+    return [row for row in read(args.out) if args.only in (None, row["family"])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Summary of a sweep's rows: this library's time over the best peer's, by family, and the cases that are behind."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from sweep_ways import OURS, PICKED
+
+
+def is_peer(way: str) -> bool:
+    """Returns whether a way is somebody else's kernel."""
+    return way.startswith(("cudnn", "flashinfer"))
+
+
+def latest(rows: Iterable[dict]) -> list[dict]:
+    """Returns the last row of each case and way."""
+    return list({(row["case"], row["way"]): row for row in rows}.values())
+
+
+def ratios(rows: Sequence[dict], way: str) -> dict[str, float]:
+    """Returns case -> chain time of a way over that of the fastest peer, for the cases that have both.
+
+    A way's variants with options of XLA count as it: the fastest of them is taken.
+    """
+    found = {}
+    for case in dict.fromkeys(row["case"] for row in rows):
+        times = {row["way"]: row.get("chain_us_median") for row in rows if row["case"] == case}
+        ours = [us for name, us in times.items() if us and name.split(" + options")[0] == way]
+        peers = [us for name, us in times.items() if us and is_peer(name)]
+        if ours and peers:
+            found[case] = min(ours) / min(peers)
+    return found
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Returns the geometric mean of at least one positive number."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def summary(rows: Sequence[dict]) -> str:
+    """Returns the table of families, and the cases in which None is behind the best peer, worst first."""
+    rows = latest(rows)
+    by_way = {way: ratios(rows, way) for way in (PICKED, OURS)}
+    family_of = {row["case"]: row["family"] for row in rows}
+    lines = [
+        "chain time over the best peer's:",
+        f"{'family':10s} {'cases':>5s}"
+        + "".join(f" | {way:>10s}: mean, worst, over 1.00" for way in by_way)
+        + " | None over bytes",
+    ]
+    for family in [*dict.fromkeys(family_of.values()), "all"]:
+        cases = [case for case, name in family_of.items() if family in (name, "all")]
+        cells = [_cell([by_way[way][case] for case in cases if case in by_way[way]]) for way in by_way]
+        over_bytes = [
+            row["chain_us_median"] / max(row["bytes_us"], row["products_us"])
+            for row in rows
+            if row["way"] == PICKED and row["case"] in cases and row.get("chain_us_median")
+        ]
+        share = f"{geometric_mean(over_bytes):.2f}" if over_bytes else "-"
+        lines.append(f"{family:10s} {len(cases):5d}" + "".join(f" | {cell:>35s}" for cell in cells) + f" | {share}")
+    behind = sorted((item for item in by_way[PICKED].items() if item[1] > 1), key=lambda item: -item[1])
+    lines += [f"behind, by None: {len(behind)} of {len(by_way[PICKED])}"]
+    lines += [f"  {ratio:5.2f}  {describe(case, rows)}" for case, ratio in behind]
+    missing = [case for case in family_of if case not in by_way[PICKED]]
+    lines += [f"without a ratio, for want of a peer's time or ours: {', '.join(missing)}"] * bool(missing)
+    return "\n".join(lines)
+
+
+def describe(case: str, rows: Sequence[dict]) -> str:
+    """Returns a case in one line: the step, the time of its bytes, and each way's chain and kernel time."""
+    of_case = [row for row in rows if row["case"] == case]
+    timed = [row for row in of_case if row.get("chain_us_median")]
+    times = [_times(row) for row in sorted(timed, key=lambda row: row["chain_us_median"])]
+    bound = max(of_case[0]["bytes_us"], of_case[0]["products_us"])
+    return f"{case}: {of_case[0]['title']}; limit {bound:.1f}; chain/kernels {', '.join(times)}"
+
+
+def _times(row: dict) -> str:
+    picked = f" ({row['picked']})" if row.get("picked") else ""
+    kernels = row.get("device_us_median") or math.nan
+    return f"{row['way'].replace('flashinfer ', 'FI ')}{picked} {row['chain_us_median']:.1f}/{kernels:.1f}"
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{geometric_mean(values):.3f}, {max(values):.3f}, {sum(value > 1 for value in values)}"

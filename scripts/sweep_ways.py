@@ -1,0 +1,303 @@
+"""Ways of a decode step in JAX: this library's, and cuDNN's. Each is timed as a chain of dependent steps in one jit."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from benching import profile
+from sweep_cases import Step
+
+OURS, PICKED = "mosaic_gpu", "None"
+CHUNKS = (1, 4, 8, 16)  # parts of a shared prefix along cuDNN's batch axis
+MAX_ERROR = 0.05  # of the largest value of the result; bfloat16 and float8 weights reach 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way of a step.
+
+    Attributes:
+      name: in rows.
+      run: `run(query, *cache)` returns the output, in the query's shape.
+      cache: makes the arrays of one copy from those of `draw_cache`.
+    """
+
+    name: str
+    run: Callable
+    cache: Callable[[dict], tuple] = lambda arrays: tuple(arrays.values())
+
+
+def ways(step: Step) -> list[Way]:
+    """Returns the ways of a step, the library's two first."""
+    ours = {OURS: OURS, PICKED: None}
+    if step.prefix:
+        found = [Way(name=name, run=functools.partial(_prefix, name=named)) for name, named in ours.items()]
+        return found + [
+            Way(
+                name=f"cudnn, prefix in {chunks}",
+                run=functools.partial(_cudnn_prefix, step, chunks),
+                cache=functools.partial(_chunked, step, chunks),
+            )
+            for chunks in CHUNKS
+        ]
+    if step.page is not None:
+        found = [Way(name=name, run=functools.partial(_paged, step, name=named)) for name, named in ours.items()]
+        return [*found, Way(name="cudnn", run=functools.partial(_cudnn_paged, step))]
+    names = ours | {"cudnn": "cudnn"}
+    return [Way(name=name, run=functools.partial(_dense, step, name=named)) for name, named in names.items()]
+
+
+def draw_cache(step: Step, draw: Callable) -> dict:
+    """Returns the arrays of one copy: random keys and values, and lengths and pages where the call takes them."""
+    heads = (step.num_kv_heads, step.head_dim)
+    if step.page is not None:
+        names, shape = ("key_pages", "value_pages"), (sum(step.pages), step.page, *heads)
+    else:
+        names, shape = ("key", "value"), (step.batch, step.slots, *heads)
+    arrays = {}
+    if step.prefix:
+        arrays = {name: draw(step.prefix, *heads) for name in ("prefix_key", "prefix_value")}
+    return arrays | {name: draw(*shape) for name in names}
+
+
+def extras(step: Step) -> tuple:
+    """Returns what all copies share: the page table and the lengths, on the device, where the call takes them."""
+    import jax.numpy as jnp
+
+    found = ()
+    if step.page is not None:
+        table = np.zeros((step.batch, max(step.pages)), np.int32)
+        pages = iter(np.random.default_rng(0).permutation(sum(step.pages)))  # as a server that has run for a while
+        for b, count in enumerate(step.pages):
+            table[b, :count] = list(itertools.islice(pages, count))
+        found = (jnp.asarray(table),)
+    return (*found, jnp.asarray(step.lengths, jnp.int32)) if step.gives_lengths else found
+
+
+def time_ways(step: Step, chosen: list[Way], options: dict, n_iters: int, threads: int) -> Iterator[tuple[str, dict]]:
+    """Yields for each way its name and the fields of its row; "error" says why a way has no times.
+
+    Args:
+      options: XLA options of the programs.
+      n_iters: dispatches.
+      threads: programs that are compiled at the same time.
+    """
+    import jax
+
+    draw = _draw(step)
+    query = jax.jit(lambda: jax.random.normal(jax.random.key(1), query_shape(step), "bfloat16"))()
+    copies = [draw_cache(step, draw) for _ in range(step.copies)]
+    shared = extras(step)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        lowered = [(way, *_lower(step, way, query, copies, shared, options, pool)) for way in chosen]
+        for way, caches, picked, programs in lowered:
+            try:
+                if isinstance(programs, Exception):
+                    raise programs
+                compiled = {calls: program.result() for calls, program in programs.items()}
+                found = _time(step, compiled, query, caches, shared, n_iters)
+            except (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+                found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+            yield way.name, found | {"picked": picked, "xla_options": options}
+
+
+def query_shape(step: Step) -> tuple[int, ...]:
+    """Returns `(B, T, N, H)`."""
+    return step.batch, step.num_queries, step.num_heads, step.head_dim
+
+
+def chains(step: Step) -> tuple[int, int]:
+    """Returns the calls of the short and the long chain; both rotate over whole rounds of all copies."""
+    rounds = lambda calls: -(-calls // step.copies) * step.copies
+    short = rounds(4)
+    return short, short + rounds(32 if step.bytes_us < 100 else 16)
+
+
+def _lower(step: Step, way: Way, query, copies, shared, options, pool):
+    """Returns the way's caches, what None picked, and its programs in the making by their calls, or an error."""
+    import jax
+
+    run = jax.jit(way.run)  # traced once for all steps
+
+    def chain(query, caches, shared, calls):
+        for i in range(calls):
+            query = run(query, *caches[i % len(caches)], *shared)
+        return query
+
+    try:
+        caches = [way.cache(arrays) for arrays in copies]
+        programs = {}
+        with _picks() as picked:
+            for calls in (1, *chains(step)):
+                lowered = jax.jit(functools.partial(chain, calls=calls)).lower(query, caches, shared)
+                programs[calls] = pool.submit(lowered.compile, options or None)
+        return caches, (picked or [None])[0], programs
+    except (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+        return None, None, error
+
+
+def _time(step: Step, compiled: dict, query, caches, shared, n_iters: int) -> dict:
+    """Checks the result of one step, times the chains, and profiles the short one."""
+    import jax
+
+    from tree_attn.measure.latency import time_in_turn
+
+    single, short, long = (functools.partial(program, query, caches, shared) for program in compiled.values())
+    error = _max_error(step, query, single(), copy_of(step, caches[0], shared))
+    assert error <= MAX_ERROR, f"the result is off by {error:.3g} of its largest value"
+    calls, long_calls = chains(step)
+    timing = time_in_turn(
+        lambda: jax.block_until_ready(short()), lambda: jax.block_until_ready(long()),
+        chain=calls, long_chain=long_calls, n_iters=n_iters,
+    )  # fmt: skip
+    kernels = profile(compiled[calls], query, caches, shared, calls=calls, n_iters=5)
+    return kernels | chain_fields(timing) | {"max_error": error}
+
+
+def chain_fields(timing) -> dict:
+    """Returns a row's fields of the timing of two chains."""
+    return {
+        "chain_us_median": timing.median_us,
+        "chain_us_p10": timing.p10_us,
+        "chain_us_p90": timing.p90_us,
+        "program_us": timing.program_us,
+        "n_iters": timing.n_iters,
+        "calls": timing.chain,
+        "long_calls": timing.long_chain,
+        "chain_timing": timing.method,
+    }
+
+
+@contextlib.contextmanager
+def _picks() -> Iterator[list[str]]:
+    """Collects the backends that `implementation=None` picks meanwhile, from the log."""
+    picked: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.msg.startswith("implementation=None picked"):
+                picked.append(record.getMessage().removeprefix("implementation=None picked "))
+
+    log, handler = logging.getLogger("tree_attn"), Handler(logging.INFO)
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield picked
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _draw(step: Step) -> Callable:
+    """Returns `draw(*shape)`: normal numbers in the dtype of keys and values."""
+    import jax
+
+    make = jax.jit(lambda key, shape: jax.random.normal(key, shape, "bfloat16").astype(step.dtype), static_argnums=1)
+    numbers = itertools.count()
+    return lambda *shape: make(jax.random.fold_in(jax.random.key(0), next(numbers)), shape)
+
+
+def copy_of(step: Step, cache: tuple, shared: tuple):
+    """Returns the index of the shortest sequence, and its keys and values `[S, K, H]` with the prefix."""
+    import jax.numpy as jnp
+
+    b = int(np.argmin(step.lengths))
+    length = step.lengths[b]
+    if step.page is not None:
+        pages = shared[0][b, : step.pages[b]]
+        parts = [x[pages].reshape(-1, *x.shape[2:])[:length] for x in cache[:2]]
+    else:
+        parts = [x[b, :length] for x in cache[-2:]]
+    if step.prefix:
+        # cuDNN's prefix lies in chunks, the last of them padded.
+        prefixes = [x.reshape(-1, step.num_kv_heads, step.head_dim)[: step.prefix] for x in cache[:2]]
+        parts = [jnp.concatenate(pair) for pair in zip(prefixes, parts)]
+    return b, *parts
+
+
+def _max_error(step: Step, query, out, sequence: tuple) -> float:
+    """Returns the largest error of one sequence's output, over the largest value that XLA computes for it."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import attend
+
+    b, key, value = sequence
+    reference = jax.jit(functools.partial(attend, implementation="xla", **_options(step)))
+    expected = reference(query[b : b + 1], key[None], value[None]).out[0].astype(jnp.float32)
+    return float(jnp.abs(out[b].astype(jnp.float32) - expected).max() / jnp.abs(expected).max())
+
+
+def _options(step: Step) -> dict:
+    options = {"is_causal": True} if step.num_queries > 1 else {}
+    return options if step.window is None else options | {"local_window_size": (step.window - 1, None)}
+
+
+def _dense(step: Step, query, key, value, lengths=None, *, name: str | None):
+    from tree_attn import attend
+
+    return attend(query, key, value, key_value_seq_lengths=lengths, implementation=name, **_options(step)).out
+
+
+def _paged(step: Step, query, key_pages, value_pages, table, lengths, *, name: str | None):
+    from tree_attn import paged_decode
+
+    return paged_decode(query, key_pages, value_pages, table, lengths, implementation=name, **_options(step))
+
+
+def _prefix(query, prefix_key, prefix_value, key, value, lengths=None, *, name: str | None):
+    from tree_attn import bifurcated_decode
+
+    return bifurcated_decode(
+        query, prefix_key, prefix_value, key, value, key_value_seq_lengths=lengths, implementation=name
+    )
+
+
+def _cudnn_paged(step: Step, query, key_pages, value_pages, table, lengths):
+    """Runs cuDNN's paged attention, which `jax.nn` does not offer."""
+    import jax.numpy as jnp
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    if step.num_queries > 1:
+        raise NotImplementedError("cuDNN's causal mask of several queries begins at the first key")
+    table = table[:, None, :, None]
+    queries = jnp.full(lengths.shape, step.num_queries, jnp.int32)
+    return fused.paged_attention(
+        query, key_pages, value_pages, queries, lengths, table, table, scale=step.head_dim**-0.5,
+        mask_type=fused.MaskType.PADDING,
+    )  # fmt: skip
+
+
+def _chunked(step: Step, chunks: int, arrays: dict) -> tuple:
+    """Returns the arrays with the prefix as `[chunks, S, K, H]`; zeros fill the last chunk up."""
+    import jax.numpy as jnp
+
+    size = -(-step.prefix // chunks)
+    padding = [(0, size * chunks - step.prefix), (0, 0), (0, 0)]
+    cut = lambda x: jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
+    return cut(arrays["prefix_key"]), cut(arrays["prefix_value"]), arrays["key"], arrays["value"]
+
+
+def _cudnn_prefix(step: Step, chunks: int, query, prefix_key, prefix_value, key, value, lengths=None):
+    """Attends to a prefix cut along the batch axis and to the suffixes, both by cuDNN, and merges the states."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import attend, merge_states
+
+    size = prefix_key.shape[1]
+    ends = np.minimum(size, step.prefix - size * np.arange(chunks)).astype(np.int32)
+    part_lengths = None if (ends == size).all() else jnp.asarray(ends)
+    queries = jnp.broadcast_to(query.reshape(1, -1, *query.shape[2:]), (chunks, step.batch, *query.shape[2:]))
+    parts = attend(queries, prefix_key, prefix_value, key_value_seq_lengths=part_lengths, implementation="cudnn")
+    suffix = attend(query, key, value, key_value_seq_lengths=lengths, implementation="cudnn")
+    stacked = jax.tree.map(
+        lambda part, alone: jnp.concatenate([part[:, :, None], alone[None]]).astype(alone.dtype), parts, suffix
+    )
+    return merge_states(stacked, axis=0).out

@@ -1,0 +1,175 @@
+"""The sweep: cases follow from the seed and stay within bounds, and the summary counts as it says."""
+
+import dataclasses
+import json
+import sys
+import types
+
+import bench_sweep
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sweep_cases
+import sweep_flashinfer
+import sweep_flashinfer_worker
+import sweep_summary
+import sweep_ways
+from sweep_cases import FAMILIES, Step
+
+DRAWN = [sweep_cases.draw(11, i) for i in range(210)]
+
+
+def test_cases_follow_from_the_seed_alone():
+    assert [sweep_cases.draw(11, i) for i in (5, 3)] == [DRAWN[5], DRAWN[3]]
+    assert all(sweep_cases.draw(12, i) != DRAWN[i] for i in range(7))
+
+
+def test_families_take_turns_and_are_what_their_names_say():
+    assert [step.family for step in DRAWN[:8]] == [*FAMILIES, FAMILIES[0]]
+    by_family = {family: [step for step in DRAWN if step.family == family] for family in FAMILIES}
+    assert all(len(set(step.lengths)) == 1 for step in by_family["dense"])
+    assert all(len(set(step.lengths)) > 1 for step in by_family["ragged"])
+    assert all(step.page is not None and step.gives_lengths for step in by_family["paged"])
+    assert all(2 <= step.num_queries <= 8 for step in by_family["queries"])
+    assert all(max(step.lengths) > step.window for step in by_family["window"])
+    assert all(step.dtype == "float8_e4m3fn" for step in by_family["float8"])
+    assert all(step.prefix >= 512 for step in by_family["prefix"])
+
+
+def test_cases_are_within_bounds():
+    for step in DRAWN:
+        assert 1 <= step.batch <= 512 and (len(set(step.lengths)) == 1 or step.gives_lengths)
+        assert step.num_queries <= min(step.lengths) and max(step.lengths) <= step.slots
+        assert step.copies >= 2 and step.copies * step.bytes_held <= 10e9 and step.bytes_held <= 4e9
+        assert step.copies * step.bytes_read >= 3 * 60e6
+        assert max(step.bytes_us, step.products_us) <= 1000
+
+
+def test_cases_are_as_various_as_serving():
+    assert {step.head_dim for step in DRAWN} == {64, 128, 256}
+    assert {step.batch for step in DRAWN} >= {1} and max(step.batch for step in DRAWN) > 300
+    assert any(step.slots > max(step.lengths) for step in DRAWN)
+    assert {step.gives_lengths for step in DRAWN if step.family == "dense"} == {True, False}
+    assert any(step.prefix % 8 for step in DRAWN) and any(max(step.lengths) % 8 for step in DRAWN)
+
+
+def test_the_table_has_the_sixteen_steps_that_it_had():
+    """Bytes at 4.8 TB/s in microseconds; no entry may change, or runs of different days could not be compared."""
+    steps = sweep_cases.table()
+    assert [step.case for step in steps] == [f"table {i}" for i in range(16)]
+    expected = [306, 125, 164, 224, 171, 17, 64, 56, 112, 285, 112, 28]
+    assert [step.bytes_us for step in steps[:12]] == pytest.approx(expected, rel=0.03)
+    assert {step.family for step in steps[12:]} == {"prefix"}
+    assert sum(map(sum, (step.lengths for step in steps))) == 3_256_093
+    # The products of a prefix of 16,384 keys with 1,024 x 8 queries take longer than its bytes.
+    assert steps[13].products_us > steps[13].bytes_us
+
+
+def test_bytes_count_what_a_step_has_to_read():
+    step = Step(family="", case="", lengths=(10, 3), gives_lengths=True, num_heads=2, num_kv_heads=1)
+    assert (step.key_value_bytes, step.bytes_read, step.slots, step.bytes_held) == (512, 13 * 512, 10, 20 * 512)
+    narrow = dataclasses.replace(step, dtype="float8_e4m3fn", window=4, num_queries=2)
+    assert narrow.bytes_read == (5 + 3) * 256
+    shared = dataclasses.replace(step, prefix=100, page=None)
+    assert shared.bytes_read == 113 * 512
+    # Each of two sequences and two heads multiplies with the prefix: 4 H flops for each pair of query and key.
+    assert shared.products_us * 989.5e6 == pytest.approx(4 * 128 * 2 * (200 + 13))
+    assert dataclasses.replace(step, page=8).bytes_held == (2 + 1) * 8 * 512
+
+
+def row(case, way, us, **fields):
+    return dict(case=case, way=way, chain_us_median=us, family="dense", title="t", bytes_us=4, products_us=1) | fields
+
+
+def test_the_summary_takes_the_best_peer_of_each_case():
+    rows = [
+        row("a", "None", 9.0, picked="'cudnn'"),
+        row("a", "mosaic_gpu", 12.0),
+        row("a", "cudnn", 10.0),
+        row("a", "flashinfer XQA", 20.0),
+        row("b", "None", 99.0),
+        row("b", "None", 8.0),  # a later row of the same way counts
+        row("b", "None + options", 5.0),
+        row("b", "cudnn", None, error="none"),
+        row("b", "flashinfer XQA", 4.0),
+        row("c", "None", 1.0, family="ragged"),
+    ]
+    rows = sweep_summary.latest(rows)
+    assert sweep_summary.ratios(rows, "None") == {"a": 0.9, "b": 1.25}
+    assert sweep_summary.ratios(rows, "mosaic_gpu") == {"a": 1.2}
+    assert sweep_summary.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2)
+    text = sweep_summary.summary(rows)
+    mean = np.sqrt(0.9 * 1.25)
+    assert f"{mean:.3f}, 1.250, 1" in text and "1.200, 1.200, 1" in text
+    behind = text[text.index("behind, by None: 1 of 2") :]
+    assert "1.25  b: t; limit 4.0; chain/kernels FI XQA 4.0/nan, None + options 5.0/nan, None 8.0/nan" in behind
+    assert "for want of a peer's time or ours: c" in behind
+
+
+@pytest.mark.parametrize("text, options", [(None, {}), ("--a=true,b=3,c=X+Y", {"a": True, "b": 3, "c": "X,Y"})])
+def test_options_of_xla(text, options):
+    assert bench_sweep.parse_options(text) == options
+
+
+SMALL = dict(family="", case="", num_heads=4, num_kv_heads=2, head_dim=8)
+STEPS = [
+    dict(lengths=(9, 9), gives_lengths=False),
+    dict(lengths=(9, 4), gives_lengths=True, slots=12, num_queries=3, window=4),
+    dict(lengths=(9, 4), gives_lengths=True, dtype="float8_e4m3fn"),
+    dict(lengths=(9, 4), gives_lengths=True, page=4),
+    dict(lengths=(9, 4), gives_lengths=True, prefix=7),
+]
+
+
+@pytest.mark.parametrize("fields", STEPS, ids=["dense", "queries, window, slots", "float8", "paged", "prefix"])
+def test_the_ways_of_a_step_run(fields, monkeypatch):
+    """None's way is timed on emulated devices too, with XLA; cuDNN's says why it has no time."""
+    monkeypatch.setattr(sweep_ways, "profile", lambda *args, **kwargs: {"device_us_median": 1.0})
+    timing = types.SimpleNamespace(median_us=3.0, p10_us=2.0, p90_us=4.0, program_us=1.0, n_iters=32)
+    timing.chain, timing.long_chain, timing.method = 2, 4, ""
+    monkeypatch.setattr("tree_attn.measure.latency.time_in_turn", lambda short, long, **_: (short(), long(), timing)[2])
+    monkeypatch.setattr(Step, "copies", 2)
+    monkeypatch.setattr(sweep_ways, "chains", lambda step: (2, 4))
+    step = Step(**SMALL | fields)
+    chosen = [way for way in sweep_ways.ways(step) if way.name not in ("mosaic_gpu", "cudnn, prefix in 8")]
+    found = dict(sweep_ways.time_ways(step, chosen, {}, 32, threads=2))
+    assert found["None"]["picked"] == "'xla'" and found["None"]["chain_us_median"] == 3.0
+    assert found["None"]["max_error"] < 0.02
+    assert all("error" in fields for name, fields in found.items() if name.startswith("cudnn"))
+
+
+def test_cudnn_takes_a_prefix_in_chunks(monkeypatch):
+    """The chunks' states and the suffix's merge to the whole, also where chunks do not divide the prefix."""
+    import tree_attn
+
+    step = Step(**SMALL, lengths=(9, 4), gives_lengths=True, prefix=250)
+    arrays = sweep_ways.draw_cache(step, sweep_ways._draw(step))
+    query = jax.random.normal(jax.random.key(1), sweep_ways.query_shape(step), "bfloat16")
+    expected = sweep_ways._prefix(query, *arrays.values(), *sweep_ways.extras(step), name="xla")
+    attend = tree_attn.attend
+    monkeypatch.setattr(
+        tree_attn, "attend", lambda *args, **options: attend(*args, **options | {"implementation": "xla"})
+    )
+    found = sweep_ways._cudnn_prefix(step, 4, query, *sweep_ways._chunked(step, 4, arrays), *sweep_ways.extras(step))
+    assert jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)).max() < 0.02
+
+
+def test_flashinfers_ways_are_those_that_its_process_knows():
+    names = {way for step in DRAWN for way in sweep_flashinfer.ways(step)}
+    assert names == set(sweep_flashinfer_worker.RUNS)
+
+
+def test_a_process_that_ends_is_an_error_of_its_way():
+    worker = sweep_flashinfer.Worker(None)
+    reply = worker.time(sweep_cases.table()[0], "flashinfer XQA", 32)  # there is no torch here, or no GPU
+    worker.stop()
+    assert "error" in reply
+
+
+def test_without_a_gpu_the_cases_are_printed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--seed", "11", "--cases", "9", "--only", "dense"])
+    assert bench_sweep.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" us  ")[1] for line in printed] == [DRAWN[0].title(), DRAWN[7].title()]
+    assert json.dumps(DRAWN[0].row())
