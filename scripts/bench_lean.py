@@ -6,9 +6,8 @@
     python3 scripts/bench_lean.py plot --out docs/results/lean_h200/figures.jsonl       # plots beside the rows
     python3 scripts/bench_lean.py markdown --out docs/results/lean_h200/table.jsonl     # docs/results.md's table
 
-Device time is the profiler's, without host launches and gaps between kernels. Each of 8 or more unrolled steps depends
-on the one before, and K and V rotate over more memory than the L2 cache holds. FlashInfer (optional) runs in a process
-of its own and is timed by torch's profiler; the better of its two kernels counts, and its time to plan does not. The
+A step is timed as by `bench_sweep.py`: in a chain of dependent steps, and by the profiler, without launches and gaps.
+FlashInfer (optional) runs in a process of its own, the fastest of its ways counts, and its time to plan does not. The
 file gets one JSON row per case and implementation. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both fit.
 """
 
@@ -16,14 +15,16 @@ import argparse
 import ctypes
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 import time
 
 import numpy as np
-from benching import READ_GB_PER_S, ROTATE_BYTES, MissingRows, flashinfer_rows, profile, torch_device_us
+import sweep_flashinfer
+import sweep_ways
+from benching import READ_GB_PER_S, MissingRows, chained
 from lean_tables import KEYS, markdown, plot
+from sweep_cases import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,18 @@ class LeanStep:
     def limit_us(self) -> float:
         """The time to read all keys and values once."""
         return self.key_value_bytes / READ_GB_PER_S / 1e3
+
+    def step(self) -> Step:
+        """Returns the step as the sweep times it."""
+        return Step(
+            family="ragged" if self.is_ragged else "dense",
+            case=self.figure,
+            lengths=self.lengths,
+            gives_lengths=self.is_ragged,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
 
     def row(self) -> dict:
         """Returns the fields of a row that name this step."""
@@ -92,13 +105,12 @@ def figure_cases() -> list[LeanStep]:
 def main() -> int:
     """Runs one of the parts; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("table", "figures", "energy", "plot", "markdown", "flashinfer"))
+    parser.add_argument("part", choices=("table", "figures", "energy", "plot", "markdown"))
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; cases in it are not run again")
-    parser.add_argument("--iters", type=int, default=15, help="profiled runs per row")
+    parser.add_argument("--iters", type=int, default=32, help="dispatches of each chain")
+    parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     parser.add_argument("--budget-s", type=float, default=1e9, help="start no further case after so many seconds")
     args = parser.parse_args()
-    if args.part == "flashinfer":
-        return _flashinfer_worker()
     if args.part in ("plot", "markdown"):
         return {"plot": plot, "markdown": markdown}[args.part](args.out)
     cases = {"table": table_cases, "figures": figure_cases, "energy": lambda: table_cases()[-2:] + table_cases()[1:2]}
@@ -108,18 +120,17 @@ def main() -> int:
 def run(cases: list[LeanStep], args: argparse.Namespace, with_energy: bool) -> int:
     """Times every implementation on every case; prints a line and writes a row for each."""
     missing, start = MissingRows(args.out, KEYS), time.monotonic()
-    is_done = lambda case: all(missing.has(case.row() | {"implementation": name}) for name in _implementations())
-    cases = [case for case in cases if not is_done(case)]
-    request = json.dumps([dataclasses.asdict(case) for case in cases])
-    peers = [] if with_energy else flashinfer_rows(__file__, request)
-    for i, case in enumerate(cases):
-        ways = {name: functools.partial(_time_jax, case, name, args.iters, with_energy) for name in _implementations()}
-        if peers:
-            ways["flashinfer"] = functools.partial(peers.__getitem__, i)
+    flashinfer = None if with_energy else sweep_flashinfer.find(args.flashinfer)
+    for case in cases:
+        ways = {name: functools.partial(_time, case, name, args.iters, with_energy) for name in _implementations()}
+        if flashinfer is not None:
+            ways["flashinfer"] = functools.partial(flashinfer.fastest, case.step(), args.iters)
         for name, measured in ways.items():
             if time.monotonic() - start <= args.budget_s:
                 labels = case.row() | {"implementation": name}
                 missing.add(labels, measured, title=f"{_title(labels)}  {name:12s}")
+    if flashinfer is not None:
+        flashinfer.stop()
     return 0
 
 
@@ -129,50 +140,21 @@ def _implementations() -> list[str]:
     return ["mosaic_gpu", "cudnn", *(["flash_attn"] if flash_attn.unavailable() is None else [])]
 
 
-def _time_jax(case: LeanStep, implementation: str, n_iters: int, with_energy: bool) -> dict:
-    import jax
-    import jax.numpy as jnp
-
-    from tree_attn import attend
-    from tree_attn.tolerances import lse_tolerance, max_abs_error
-
-    batch, keys = len(case.lengths), max(case.lengths)
-    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes)))
-    rng = iter(jax.random.split(jax.random.key(0), 1 + 2 * sets))
-    query = jax.random.normal(next(rng), (batch, 1, case.num_heads, case.head_dim), jnp.bfloat16)
-    shape = (batch, keys, case.num_kv_heads, case.head_dim)
-    draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-    caches = [(draw(next(rng)), draw(next(rng))) for _ in range(sets)]
-    lengths = jnp.asarray(case.lengths, jnp.int32) if case.is_ragged else None
-
-    def step(query, key, value, implementation=implementation):
-        return attend(query, key, value, key_value_seq_lengths=lengths, implementation=implementation)
-
-    calls = sets * max(1, 8 // sets)
-
-    def chain(query, caches):
-        # Unrolled, as the layers of a model: what depends on lengths alone is then computed once for all of them.
-        for i in range(calls):
-            query = step(query, *caches[i % sets]).out
-        return query
-
-    try:
-        lse = jax.jit(lambda q, k, v: step(q, k, v).lse)(query, *caches[0])
-        expected = jax.jit(lambda q, k, v: step(q, k, v, implementation="xla").lse)(query, *caches[0])
-        wrong_by = max_abs_error(lse, np.asarray(expected))
-        assert wrong_by <= 2 * lse_tolerance(np.asarray(expected)), f"lse is off by {wrong_by}"
-        program = jax.jit(chain)
-        row = profile(program, query, caches, calls=calls, n_iters=n_iters)
-    except (NotImplementedError, ImportError, RuntimeError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    row |= {"caches": sets, "max_lse_error": wrong_by}
-    return row | (_energy(program, (query, caches), calls) if with_energy else {})
+def _time(case: LeanStep, implementation: str, n_iters: int, with_energy: bool) -> dict:
+    step = case.step()
+    way = sweep_ways.named(step, implementation)
+    ((_, row),) = sweep_ways.time_ways(step, [way], n_iters=n_iters)
+    return row | (_energy(step, way) if with_energy and "error" not in row else {})
 
 
-def _energy(program, args, calls: int, seconds: float = 3.0) -> dict:
+def _energy(step: Step, way: sweep_ways.Way, seconds: float = 3.0) -> dict:
     """Measures joules per call and mean watts, by NVML's energy counter, over seconds of back-to-back calls."""
     import jax
 
+    (query, copies, shared), calls = sweep_ways.inputs(step), sweep_ways.chains(step)[0]
+    args = query, [way.cache(arrays) for arrays in copies], shared
+    program = jax.jit(chained(jax.jit(way.run), calls))
+    jax.block_until_ready(program(*args))
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     device, before, after = ctypes.c_void_p(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
     nvml.nvmlInit_v2()
@@ -188,54 +170,6 @@ def _energy(program, args, calls: int, seconds: float = 3.0) -> dict:
     read(after)
     joules = (after.value - before.value) / 1e3
     return {"energy_mj_per_call": joules / count * 1e3, "power_w_mean": joules / elapsed, "energy_calls": count}
-
-
-def _flashinfer_worker() -> int:
-    """Reads cases from stdin, times FlashInfer's batch decode on each, prints a JSON list of rows."""
-    print(json.dumps([_time_flashinfer(LeanStep(**case)) for case in json.loads(sys.stdin.read())]))
-    return 0
-
-
-def _time_flashinfer(case: LeanStep) -> dict:
-    import flashinfer
-    import torch
-
-    page, lengths = 64, list(case.lengths)
-    pages = [-(-n // page) for n in lengths]
-    starts = np.concatenate([[0], np.cumsum(pages)])
-    on_gpu = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
-    indptr, indices = on_gpu(starts), on_gpu(np.arange(starts[-1]))
-    last = on_gpu([n - page * (p - 1) for n, p in zip(lengths, pages)])
-    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes)))
-    draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    query = draw(len(lengths), case.num_heads, case.head_dim)
-    caches = [draw(int(starts[-1]), 2, page, case.num_kv_heads, case.head_dim) for _ in range(sets)]
-    heads = (case.num_heads, case.num_kv_heads, case.head_dim, page)
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times, errors = {}, []
-
-    def run(decode):
-        for cache in caches:
-            decode.run(query, cache)
-
-    for use_tensor_cores in (True, False):
-        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
-        try:
-            decode.plan(indptr, indices, last, *heads, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
-            times[use_tensor_cores] = torch_device_us(functools.partial(run, decode), sets)
-        except (RuntimeError, ValueError) as error:
-            errors.append(str(error))
-    if not times:
-        return {"error": f"flashinfer: {errors[0]}"}
-    best = min(times, key=times.get)
-    return {
-        "device_us_median": times[best],
-        "device_us_tensor_cores": times.get(True),
-        "device_us_cuda_cores": times.get(False),
-        "caches": sets,
-        "flashinfer": flashinfer.__version__,
-        "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
-    }
 
 
 def _title(row: dict) -> str:

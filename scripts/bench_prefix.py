@@ -12,24 +12,14 @@ for each. Device time is measured as by `bench_lean.py`. Set XLA_PYTHON_CLIENT_P
 import argparse
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 
 import numpy as np
-from benching import (
-    PRODUCTS_TFLOPS,
-    READ_GB_PER_S,
-    ROTATE_BYTES,
-    MissingRows,
-    chosen,
-    flashinfer_rows,
-    markdown,
-    max_errors,
-    normals,
-    time_steps,
-    torch_device_us,
-)
+import sweep_flashinfer
+import sweep_ways
+from benching import PRODUCTS_TFLOPS, READ_GB_PER_S, MissingRows, chosen, fastest, markdown
+from sweep_cases import Step
 
 # Way -> (whether it shares the prefix, implementation).
 WAYS = {
@@ -60,6 +50,20 @@ class SharedPrefixStep:
     def key_value_bytes(self, keys: int) -> int:
         """Returns the bytes of so many keys and values, in bfloat16."""
         return 2 * 2 * keys * self.num_kv_heads * self.head_dim
+
+    def step(self, is_shared: bool) -> Step:
+        """Returns the step as the sweep times it; without sharing, each sequence has the prefix before its suffix."""
+        before = 0 if is_shared else self.prefix
+        return Step(
+            family="prefix",
+            case="",
+            lengths=tuple(int(n) + before for n in self.lengths),
+            gives_lengths=self.ragged,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            prefix=self.prefix if is_shared else 0,
+        )
 
     @property
     def limit_us(self) -> float:
@@ -93,30 +97,31 @@ SWITCH_CASES = [SharedPrefixStep(batch=b, prefix=p, suffix=64, num_heads=32, num
 def main() -> int:
     """Runs one of the parts; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("table", "switch", "llama", "markdown", "flashinfer"))
+    parser.add_argument("part", choices=("table", "switch", "llama", "markdown"))
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file, appended to; rows in it are not made again")
     parser.add_argument("--ways", help="only those with this in their name")
     parser.add_argument("--cases", help="which of the part's cases, e.g. 0,3 (default: all)")
-    parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
+    parser.add_argument("--iters", type=int, default=32, help="dispatches of each chain")
+    parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     args = parser.parse_args()
-    if args.part == "flashinfer":
-        print(json.dumps([_time_flashinfer(case) for case in CASES]))
-        return 0
     if args.part == "markdown":
         return markdown(args.out, _label, [*WAYS, "flashinfer"], SharedPrefixStep)
     missing = MissingRows(args.out, ("batch", "prefix", "num_kv_heads", "way"))
     cases = {"table": CASES, "switch": SWITCH_CASES, "llama": LLAMA_CASES}[args.part]
     names = {"table": tuple(WAYS), "switch": ("mosaic_gpu", "mosaic_gpu, not shared"), "llama": ("mosaic_gpu", "cudnn")}
     ways = {name: WAYS[name] for name in names[args.part]}
-    peers = [] if args.ways or args.part != "table" else flashinfer_rows(__file__)
-    for i, case in chosen(list(enumerate(cases)), args.cases):
+    flashinfer = None if args.ways or args.part != "table" else sweep_flashinfer.find(args.flashinfer)
+    for case in chosen(cases, args.cases):
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
         for way, (is_shared, implementation) in ways.items():
             if (args.ways or "") in way:
                 measure = functools.partial(_time, case, is_shared, implementation, args.iters)
                 missing.add(labels | {"way": way}, measure)
-        if peers:
-            missing.add(labels | {"way": "flashinfer"}, functools.partial(peers.__getitem__, i))
+        if flashinfer is not None:
+            measure = functools.partial(flashinfer.fastest, case.step(is_shared=True), args.iters)
+            missing.add(labels | {"way": "flashinfer"}, measure)
+    if flashinfer is not None:
+        flashinfer.stop()
     return 0
 
 
@@ -127,91 +132,28 @@ def _label(row: dict) -> str:
 
 
 def _time(case: SharedPrefixStep, is_shared: bool, implementation: str, n_iters: int) -> dict:
-    import jax
+    """Times one way; of cuDNN's cuts of the prefix into chunks the fastest counts."""
+    step = case.step(is_shared)
+    if not is_shared:
+        ways = [sweep_ways.named(step, implementation)]
+    else:
+        ways = [way for way in sweep_ways.ways(step) if way.name.split(",")[0] == implementation]
+    if case.ragged and implementation == sweep_ways.OURS:
+        ways = [_with_prefix_length(way, case.prefix) for way in ways]
+    return fastest(dict(sweep_ways.time_ways(step, ways, n_iters=n_iters)))
+
+
+def _with_prefix_length(way: sweep_ways.Way, prefix: int) -> sweep_ways.Way:
+    """Returns the way with the prefix's length as a value on the device, as in a Llama."""
     import jax.numpy as jnp
 
-    from tree_attn import attend, bifurcated_decode
+    def run(query, prefix_key, prefix_value, prefix_length, key, value, lengths):
+        return way.run(query, prefix_key, prefix_value, key, value, lengths, prefix_length=prefix_length)
 
-    heads = (case.num_kv_heads, case.head_dim)
-    own_keys = case.suffix if is_shared else case.prefix + case.suffix
-    shared_keys = case.prefix if is_shared else 0
-    sets = int(np.ceil(ROTATE_BYTES / case.key_value_bytes(shared_keys + case.batch * own_keys)))
-    draw = normals()
-    query = draw(case.batch, 1, case.num_heads, case.head_dim)
+    def cache(arrays: dict) -> tuple:
+        return arrays["prefix_key"], arrays["prefix_value"], jnp.int32(prefix), arrays["key"], arrays["value"]
 
-    lengths = {"key_value_seq_lengths": jnp.asarray(case.lengths)} if case.ragged else {}
-    prefix_length = jnp.int32(case.prefix) if case.ragged else None  # a value on the device, as in a Llama
-
-    def step(query, prefix, suffix, prefix_length, lengths, implementation=implementation):
-        if is_shared:
-            return bifurcated_decode(
-                query,
-                *prefix,
-                *suffix,
-                implementation=implementation,
-                return_lse=True,
-                prefix_length=prefix_length,
-                **lengths,
-            )
-        return attend(query, *suffix, implementation=implementation)
-
-    caches = []
-    for _ in range(sets):
-        prefix = tuple(draw(case.prefix, *heads) for _ in range(2 * is_shared))
-        caches.append((prefix, tuple(draw(case.batch, own_keys, *heads) for _ in range(2)), prefix_length, lengths))
-    try:
-        few = slice(0, 16)  # a comparison of all queries would take the reference too long
-        prefix, suffix, *_ = caches[0]
-        expected = jax.jit(functools.partial(step, implementation="xla"))(
-            query[few],
-            prefix,
-            tuple(x[few] for x in suffix),
-            prefix_length,
-            {name: x[few] for name, x in lengths.items()},
-        )
-        errors = max_errors(jax.jit(step)(query, *caches[0]), expected, few)
-        timed = time_steps(lambda *args: step(*args)[0], query, caches, n_iters)
-    except (NotImplementedError, RuntimeError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return timed | {"max_errors": errors}
-
-
-def _time_flashinfer(case: SharedPrefixStep) -> dict:
-    import flashinfer
-    import torch
-
-    page = 64
-    sets = max(1, int(np.ceil(ROTATE_BYTES / case.key_value_bytes(case.batch * case.suffix))))
-    on_gpu = functools.partial(torch.tensor, dtype=torch.int32, device="cuda")
-    prefix_pages, own_pages = case.prefix // page, case.suffix // page
-    draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    query = draw(case.batch, case.num_heads, case.head_dim)
-    pages = prefix_pages + case.batch * own_pages
-    caches = [draw(pages, 2, page, case.num_kv_heads, case.head_dim) for _ in range(sets)]
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    cascade = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace, "NHD")
-    try:
-        cascade.plan(
-            [on_gpu([0, case.batch]), on_gpu(range(case.batch + 1))],
-            [on_gpu([0, prefix_pages]), on_gpu(range(0, case.batch * own_pages + 1, own_pages))],
-            [on_gpu(range(prefix_pages)), on_gpu(range(prefix_pages, pages))],
-            [on_gpu([page]), on_gpu([page] * case.batch)],
-            case.num_heads, case.num_kv_heads, case.head_dim, page, q_data_type=torch.bfloat16,
-        )  # fmt: skip
-
-        def run():
-            for cache in caches:
-                cascade.run(query, cache)
-
-        median = torch_device_us(run, sets)
-    except (RuntimeError, ValueError, TypeError) as error:
-        return {"error": f"flashinfer: {error}"}
-    return {
-        "device_us_median": median,
-        "caches": sets,
-        "flashinfer": flashinfer.__version__,
-        "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
-    }
+    return dataclasses.replace(way, run=run, cache=cache)
 
 
 if __name__ == "__main__":

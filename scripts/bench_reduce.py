@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--parts", default="exchange,step")
     parser.add_argument("--heads", type=int, default=16, help="query and key heads of a step")
-    parser.add_argument("--iters", type=int, default=30, help="timed samples per row")
+    parser.add_argument("--iters", type=int, default=32, help="timed samples per row")
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
     args = parser.parse_args()
@@ -161,7 +161,7 @@ def timed(turn, arrays, *, chain: int, calls_per_turn: int, warmup: int, n_iters
         )
     except NotImplementedError as error:
         return {"error": str(error)}
-    on_device = device_time(programs[chain], *arrays, calls=chain * calls_per_turn, n_iters=5, warmup=1)
+    on_device = device_time(programs[chain], *arrays, calls=chain * calls_per_turn, n_iters=32, warmup=1)
     # A fixed number of runs: all processes have to make equally many.
     clocks = provenance.clocks_during(lambda: jax.block_until_ready(programs[chain](*arrays)), repetitions=50)
     return {

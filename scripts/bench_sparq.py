@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("part", choices=("table", "markdown"))
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--cases", help="which of CASES, e.g. 0,3 (default: all)")
-    parser.add_argument("--iters", type=int, default=10, help="profiled runs per row")
+    parser.add_argument("--iters", type=int, default=32, help="dispatches of each chain")
     args = parser.parse_args()
     if args.part == "markdown":
         return markdown(args.out, _label, WAYS, SparqStep)

@@ -3,7 +3,7 @@
     python3 scripts/bench_sweep.py --seed 7 --cases 100 --minutes 9 --out FILE.jsonl
     python3 scripts/bench_sweep.py --table --go-on --out FILE.jsonl             # sixteen steps that do not change
     python3 scripts/bench_sweep.py --seed 7 --cases 100 --dry-run               # prints the cases; needs no GPU
-    python3 scripts/bench_sweep.py --summary --out FILE.jsonl                   # of rows that are there
+    python3 scripts/bench_sweep.py --summary --out FILE.jsonl                   # of rows that are there; or --markdown
 
 The time that counts is a step's in a chain of dependent steps, gaps between launches included: a long chain less a
 short one, over the difference of their steps, by the host's clock. XLA programs are unrolled chains in one jit, with
@@ -17,7 +17,6 @@ of each kind of FlashInfer's kernels is compiled; `--build` does that for all ca
 import argparse
 import concurrent.futures
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import sys
@@ -26,7 +25,7 @@ import time
 import sweep_flashinfer
 from benching import origin
 from sweep_cases import FAMILIES, Step, draw, table
-from sweep_summary import summary
+from sweep_summary import markdown, summary
 from sweep_ways import ways
 
 from tree_attn.measure.rows import RowWriter
@@ -35,8 +34,8 @@ from tree_attn.measure.rows import RowWriter
 def main() -> int:
     """Draws the cases and times them; see the module's docstring."""
     args = _arguments()
-    if args.summary:
-        print(summary(_rows(args)))
+    if args.summary or args.markdown:
+        print((summary if args.summary else markdown)(_rows(args)))
         return 0
     # Another process shares the GPU: neither may take all memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -73,6 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the cases")
     parser.add_argument("--summary", action="store_true", help="print the summary of the file's rows")
+    parser.add_argument("--markdown", action="store_true", help="print a table of the file's rows")
     args = parser.parse_args()
     if args.iters < 32:
         parser.error(f"--iters must be at least 32, got {args.iters}")
@@ -99,7 +99,7 @@ def parse_options(text: str | None) -> dict[str, str | bool | int]:
 
 
 def build(cases: list[Step], args: argparse.Namespace) -> int:
-    """Compiles FlashInfer's kernels for all cases, eight at a time."""
+    """Compiles FlashInfer's kernels for all cases, several at a time."""
     needed = {}
     for step in cases:
         small = dataclasses.replace(
@@ -115,7 +115,7 @@ def build(cases: list[Step], args: argparse.Namespace) -> int:
         return reply.get("error")
 
     start, failed = time.monotonic(), 0
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
         for key, error in zip(needed, pool.map(make, needed.values())):
             failed += error is not None
             print(f"{time.monotonic() - start:6.0f} s  {key}  {error or 'built'}", flush=True)
@@ -129,10 +129,7 @@ class Sweep:
     def __init__(self, args: argparse.Namespace):
         """Opens the file of rows; no process is started yet."""
         self._args, self._writer, self._origin = args, RowWriter(args.out), origin()
-        self._flashinfer = sweep_flashinfer.Worker(args.flashinfer)
-        self._has_flashinfer = bool(args.flashinfer or importlib.util.find_spec("flashinfer"))
-        if not self._has_flashinfer:
-            print("FlashInfer is not installed: its ways are left out (--flashinfer FOLDER)")
+        self._flashinfer = sweep_flashinfer.find(args.flashinfer)
         self._end = time.monotonic() + 60 * args.minutes
         self._done = {self._key(row) for row in self._writer.rows}
 
@@ -143,7 +140,8 @@ class Sweep:
                 print(f"the time is over: {len(cases) - number} of {len(cases)} cases are left (--go-on)")
                 break
             self._case(step)
-        self._flashinfer.stop()
+        if self._flashinfer is not None:
+            self._flashinfer.stop()
 
     def _case(self, step: Step) -> None:
         from sweep_ways import time_ways
@@ -157,7 +155,7 @@ class Sweep:
                 for name, fields in time_ways(step, found, options, self._args.iters, self._args.threads):
                     self._add(labels, name + suffix, fields)
         for name in sweep_flashinfer.ways(step):
-            if self._has_flashinfer and self._is_missing(step, name):
+            if self._flashinfer is not None and self._is_missing(step, name):
                 self._add(labels, name, self._flashinfer.time(step, name, self._args.iters))
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
 

@@ -3,13 +3,8 @@
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from tree_attn.cost import datasheets
 from tree_attn.measure import provenance, rows
@@ -18,7 +13,7 @@ from tree_attn.measure import provenance, rows
 _PEAKS = datasheets.rates("NVIDIA H200")
 READ_GB_PER_S = _PEAKS["read_bytes_per_s"] / 1e9
 PRODUCTS_TFLOPS = _PEAKS["product_flops_per_s"] / 1e12
-ROTATE_BYTES = 200e6  # three times the L2 cache
+ROTATE_BYTES = 200e6  # three times the L2 cache of an H200
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 
 
@@ -45,8 +40,9 @@ class MissingRows:
             return
         row = labels | measure() | self._origin
         self._writer.append(row)
-        us = row.get("device_us_median")
-        result = f"{us:8.1f} us, {us / row['limit_us']:5.2f} x limit" if us else row["error"][:200]
+        chain, us = row.get("chain_us_median"), row.get("device_us_median")
+        times = f"{us:8.1f} us" + (f", chain {chain:8.1f} us, {chain / row['limit_us']:5.2f} x limit" if chain else "")
+        result = times if us else row["error"][:200]
         print(title or " ".join(f"{labels[key]!s:>8s}" for key in self.keys), result, flush=True)
 
     def _key(self, row: dict) -> tuple:
@@ -54,18 +50,64 @@ class MissingRows:
 
 
 def time_steps(step: Callable, query, caches: list, n_iters: int) -> dict:
-    """Measures the device time of `query = step(query, *cache)`, which runs on one cache after another."""
+    """Measures `query = step(query, *cache)` in chains of dependent steps, which run on one cache after another."""
     import jax
 
-    calls = len(caches) * max(1, 8 // len(caches))
     step = jax.jit(step)  # traced once for all steps
+    counts = chain_lengths(len(caches))
+    programs = [jax.jit(chained(step, calls)).lower(query, caches, ()).compile() for calls in counts]
+    return time_chains(programs, (query, caches, ()), counts, n_iters) | {"caches": len(caches)}
 
-    def chain(query, caches):
+
+def chain_lengths(copies: int, further: int = 32) -> tuple[int, int]:
+    """Returns the calls of a short and a long chain: whole rounds of all copies, and about `further` more."""
+    rounds = lambda calls: -(-calls // copies) * copies
+    short = rounds(4)
+    return short, short + rounds(further)
+
+
+def chained(step: Callable, calls: int) -> Callable:
+    """Returns `chain(query, caches, shared)`: `query = step(query, *cache, *shared)`, `calls` times, unrolled.
+
+    It is unrolled as the layers of a model are: what depends on lengths alone is computed once for all of them.
+    """
+
+    def chain(query, caches, shared):
         for i in range(calls):
-            query = step(query, *caches[i % len(caches)])
+            query = step(query, *caches[i % len(caches)], *shared)
         return query
 
-    return profile(jax.jit(chain), query, caches, calls=calls, n_iters=n_iters) | {"caches": len(caches)}
+    return chain
+
+
+def time_chains(programs: Sequence[Callable], args: tuple, counts: tuple[int, int], n_iters: int) -> dict:
+    """Returns a row's fields of a step's time in a chain, launch gaps included, and of its kernels' time.
+
+    Args:
+      programs: a short and a long chain of `counts` calls, compiled.
+      n_iters: dispatches of each.
+    """
+    import jax
+
+    from tree_attn.measure.latency import time_in_turn
+
+    short, long = (lambda program=program: jax.block_until_ready(program(*args)) for program in programs)
+    timing = time_in_turn(short, long, chain=counts[0], long_chain=counts[1], n_iters=n_iters)
+    return profile(programs[0], *args, calls=counts[0], n_iters=n_iters) | chain_fields(timing)
+
+
+def chain_fields(timing) -> dict:
+    """Returns a row's fields of the timing of two chains."""
+    return {
+        "chain_us_median": timing.median_us,
+        "chain_us_p10": timing.p10_us,
+        "chain_us_p90": timing.p90_us,
+        "program_us": timing.program_us,
+        "n_iters": timing.n_iters,
+        "calls": timing.chain,
+        "long_calls": timing.long_chain,
+        "chain_timing": timing.method,
+    }
 
 
 def profile(program: Callable, *args, calls: int, n_iters: int) -> dict:
@@ -94,33 +136,6 @@ def origin() -> dict:
     return provenance.of_script(jax.local_devices()[:1]) | {"n_devices": 1}
 
 
-def torch_device_us(call, calls: int, n_iters: int = 15) -> float:
-    """Returns microseconds of kernels, copies and memsets for each of the `calls` in `call()`; a median of three."""
-    import torch
-
-    for _ in range(5):
-        call()
-    torch.cuda.synchronize()
-    samples = []
-    for _ in range(3):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(n_iters):
-                call()
-            torch.cuda.synchronize()
-        events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        samples.append(sum(event.time_range.elapsed_us() for event in events) / n_iters / calls)
-    return float(np.median(samples))
-
-
-def flashinfer_rows(script: str, request: str = "") -> list[dict]:
-    """Returns FlashInfer's row of each case, from `script flashinfer` as a process; none where it is not installed."""
-    worker = subprocess.run([sys.executable, script, "flashinfer"], input=request, capture_output=True, text=True)
-    if worker.returncode:
-        print(f"flashinfer did not run: {(worker.stderr.strip().splitlines() or ['no message'])[-1]}")
-        return []
-    return json.loads(worker.stdout.strip().splitlines()[-1])
-
-
 def max_errors(found, expected, sequences: slice) -> list[float]:
     """Returns the largest errors of out and lse, `found[sequences]` beside `expected`; raises if one is too large."""
     import jax.numpy as jnp
@@ -145,6 +160,22 @@ def chosen(cases: Sequence, indices: str | None) -> list:
     return list(cases) if indices is None else [cases[int(i)] for i in indices.split(",")]
 
 
+def cell(row: dict) -> str:
+    """Returns a row's time in a table: of the kernels, and after a slash in a chain, where that was measured."""
+    times = [row[name] for name in ("device_us_median", "chain_us_median") if row.get(name)]
+    return " / ".join(f"{us:,.1f}" for us in times)
+
+
+def fastest(found: dict[str, dict]) -> dict:
+    """Returns the fields of the fastest of several variants of a way, by the chain, with the times of all of them."""
+    times = {name: fields.get("chain_us_median") for name, fields in found.items()}
+    timed = {name: us for name, us in times.items() if us}
+    if not timed:
+        return next(iter(found.values()))
+    best = min(timed, key=timed.__getitem__)
+    return found[best] | {"variant": best, "variants_chain_us": times}
+
+
 def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str], step_type: type) -> int:
     """Prints device times, one line per case, in microseconds, with the commits that its rows were measured at.
 
@@ -155,8 +186,7 @@ def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[st
     print("|---|" + "---|" * (len(ways) + 2))
     for case in dict.fromkeys(map(label, all_rows)):
         of_case = [row for row in all_rows if label(row) == case]
-        times = {row["way"]: row.get("device_us_median") for row in of_case}
-        cells = " | ".join(f"{times[way]:,.1f}" if times.get(way) else "" for way in ways)
+        cells = " | ".join(cell(next((row for row in of_case if row["way"] == way), {})) for way in ways)
         commits = ", ".join(dict.fromkeys(row["git_commit"] for row in of_case))
         shape = {field.name for field in dataclasses.fields(step_type)} & of_case[0].keys()
         limit_us = step_type(**{name: of_case[0][name] for name in shape}).limit_us

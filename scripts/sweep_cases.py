@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 import numpy as np
-from benching import PRODUCTS_TFLOPS, READ_GB_PER_S
+from benching import PRODUCTS_TFLOPS, READ_GB_PER_S, ROTATE_BYTES
 
 FAMILIES = ("dense", "ragged", "paged", "queries", "window", "float8", "prefix")
 # Query heads, KV heads and head dim of published models, or of a device's part of one.
@@ -32,7 +32,6 @@ MAX_BATCH, MAX_KEYS = 512, 524_288
 MAX_BYTES, MAX_BYTES_OF_COPIES = 4e9, 10e9  # of all slots of K and V, in one copy and in all that rotate
 MIN_BYTES = 8e6  # read in a step
 MAX_LIMIT_US = 1000
-ROTATE_BYTES = 200e6  # three times the L2 cache of an H200
 MAX_COPIES = 32
 
 

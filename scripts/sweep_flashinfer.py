@@ -1,6 +1,7 @@
 """FlashInfer's ways of a decode step: their names, and the process that times them (`sweep_flashinfer_worker.py`)."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+from benching import fastest
 from sweep_cases import Step
 
 REPLY = "reply: "
@@ -70,6 +72,10 @@ class Worker:
             self.stop()  # such an error stays with a process
         return reply
 
+    def fastest(self, step: Step, n_iters: int) -> dict:
+        """Returns the fields of the fastest of all ways of a step."""
+        return fastest({way: self.time(step, way, n_iters) for way in ways(step)})
+
     def stop(self) -> None:
         """Ends the process."""
         if self._process is not None:
@@ -84,6 +90,14 @@ class Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment, text=True
         )
         threading.Thread(target=_collect, args=(self._process, self._lines), daemon=True).start()
+
+
+def find(path: str | None) -> "Worker | None":
+    """Returns a process for FlashInfer's ways, or None, with a line that says so, where it is not installed."""
+    if path or importlib.util.find_spec("flashinfer"):
+        return Worker(path)
+    print("FlashInfer is not installed: its ways are left out (--flashinfer FOLDER)")
+    return None
 
 
 def _paths(path: str) -> str:

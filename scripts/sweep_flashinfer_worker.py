@@ -100,7 +100,8 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     """Checks one step, times graphs of a short and a long chain in turn, and profiles the short one."""
     import flashinfer
     import torch
-    from sweep_ways import chain_fields, chains
+    from benching import chain_fields
+    from sweep_ways import chains
 
     from tree_attn.measure.latency import time_in_turn
     from tree_attn.measure.provenance import clocks_during
@@ -114,7 +115,7 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     short, long = (_replay(functools.partial(_chain, run, data, count)) for count in (calls, long_calls))
     timing = time_in_turn(short, long, chain=calls, long_chain=long_calls, n_iters=n_iters)
     versions = {"flashinfer": flashinfer.__version__, "torch": torch.__version__}
-    kernels = _kernels(functools.partial(_chain, run, data, calls), calls) | clocks_during(short)
+    kernels = _kernels(functools.partial(_chain, run, data, calls), calls, n_iters) | clocks_during(short)
     return kernels | chain_fields(timing) | {"max_error": error, "peer_versions": versions}
 
 
@@ -145,8 +146,9 @@ def _replay(chain: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def _kernels(chain: Callable[[], None], calls: int, n_iters: int = 5) -> dict:
+def _kernels(chain: Callable[[], None], calls: int, n_iters: int) -> dict:
     """Returns the sum of kernel times of a step, by torch's profiler, without the graph."""
+    import numpy as np
     import torch
 
     from tree_attn.measure.device_time import by_name
@@ -156,9 +158,10 @@ def _kernels(chain: Callable[[], None], calls: int, n_iters: int = 5) -> dict:
             chain()
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    times = [(1e3 * event.time_range.start, 1e3 * event.time_range.end, event.name) for event in events]
+    times = sorted((1e3 * event.time_range.start, 1e3 * event.time_range.end, event.name) for event in events)
+    runs = np.array_split([end - start for start, end, _ in times], n_iters)
     return {
-        "device_us_median": sum(end - start for start, end, _ in times) / 1e3 / n_iters / calls,
+        "device_us_median": float(np.median([run.sum() for run in runs])) / 1e3 / calls,
         "timing": "torch.profiler: kernel, copy and memset times summed over calls; planning excluded",
         "kernels": by_name(times, n_iters * calls),
     }

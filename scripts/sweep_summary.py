@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from benching import cell
 from sweep_ways import OURS, PICKED
 
 
@@ -64,6 +65,31 @@ def summary(rows: Sequence[dict]) -> str:
     missing = [case for case in family_of if case not in by_way[PICKED]]
     lines += [f"without a ratio, for want of a peer's time or ours: {', '.join(missing)}"] * bool(missing)
     return "\n".join(lines)
+
+
+def markdown(rows: Sequence[dict]) -> str:
+    """Returns a table of the cases: kernels and chain of each side, the limit, None over the best peer, the commit."""
+    rows = latest(rows)
+    over = ratios(rows, PICKED)
+    lines = ["| step | None | mosaic_gpu | cuDNN | FlashInfer (way) | limit | None over the best peer | commit |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        of_case = [row for row in rows if row["case"] == case]
+        shown = [_fastest(of_case, start) for start in (PICKED, OURS, "cudnn", "flashinfer")]
+        cells = [cell(row) for row in shown]
+        cells[2] += shown[2].get("way", "").removeprefix("cudnn")
+        cells[3] += f" ({shown[3]['way'].removeprefix('flashinfer ')})" if shown[3] else ""
+        limit = f"{max(of_case[0]['bytes_us'], of_case[0]['products_us']):,.1f}"
+        ratio = f"{over[case]:.2f}" if case in over else ""
+        commits = ", ".join(dict.fromkeys(row["git_commit"][:7] for row in of_case))
+        lines.append("| " + " | ".join([of_case[0]["title"], *cells, limit, ratio, commits]) + " |")
+    return "\n".join(lines)
+
+
+def _fastest(rows: Sequence[dict], start: str) -> dict:
+    """Returns the row of the least chain time among the ways that begin so; empty without one."""
+    timed = [row for row in rows if row["way"].startswith(start) and row.get("chain_us_median")]
+    return min(timed, key=lambda row: row["chain_us_median"], default={})
 
 
 def describe(case: str, rows: Sequence[dict]) -> str:

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from benching import profile
+from benching import chain_lengths, chained, time_chains
 from sweep_cases import Step
 
 OURS, PICKED = "mosaic_gpu", "None"
 CHUNKS = (1, 4, 8, 16)  # parts of a shared prefix along cuDNN's batch axis
+FAILURES = (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)
 MAX_ERROR = 0.05  # of the largest value of the result; bfloat16 and float8 weights reach 0.02
 
 
@@ -36,7 +37,7 @@ def ways(step: Step) -> list[Way]:
     """Returns the ways of a step, the library's two first."""
     ours = {OURS: OURS, PICKED: None}
     if step.prefix:
-        found = [Way(name=name, run=functools.partial(_prefix, name=named)) for name, named in ours.items()]
+        found = [Way(name=way, run=functools.partial(_prefix, name=name)) for way, name in ours.items()]
         return found + [
             Way(
                 name=f"cudnn, prefix in {chunks}",
@@ -46,10 +47,14 @@ def ways(step: Step) -> list[Way]:
             for chunks in CHUNKS
         ]
     if step.page is not None:
-        found = [Way(name=name, run=functools.partial(_paged, step, name=named)) for name, named in ours.items()]
+        found = [Way(name=way, run=functools.partial(_paged, step, name=name)) for way, name in ours.items()]
         return [*found, Way(name="cudnn", run=functools.partial(_cudnn_paged, step))]
-    names = ours | {"cudnn": "cudnn"}
-    return [Way(name=name, run=functools.partial(_dense, step, name=named)) for name, named in names.items()]
+    return [named(step, implementation) for implementation in (OURS, None, "cudnn")]
+
+
+def named(step: Step, implementation: str | None) -> Way:
+    """Returns the way of `attend` by an implementation."""
+    return Way(name=str(implementation), run=functools.partial(_dense, step, name=implementation))
 
 
 def draw_cache(step: Step, draw: Callable) -> dict:
@@ -79,7 +84,18 @@ def extras(step: Step) -> tuple:
     return (*found, jnp.asarray(step.lengths, jnp.int32)) if step.gives_lengths else found
 
 
-def time_ways(step: Step, chosen: list[Way], options: dict, n_iters: int, threads: int) -> Iterator[tuple[str, dict]]:
+def inputs(step: Step) -> tuple:
+    """Returns the query, the arrays of each copy, and what all copies share."""
+    import jax
+
+    draw = _draw(step)
+    query = jax.jit(lambda: jax.random.normal(jax.random.key(1), query_shape(step), "bfloat16"))()
+    return query, [draw_cache(step, draw) for _ in range(step.copies)], extras(step)
+
+
+def time_ways(
+    step: Step, chosen: list[Way], options: dict | None = None, n_iters: int = 32, threads: int = 4
+) -> Iterator[tuple[str, dict]]:
     """Yields for each way its name and the fields of its row; "error" says why a way has no times.
 
     Args:
@@ -87,21 +103,17 @@ def time_ways(step: Step, chosen: list[Way], options: dict, n_iters: int, thread
       n_iters: dispatches.
       threads: programs that are compiled at the same time.
     """
-    import jax
-
-    draw = _draw(step)
-    query = jax.jit(lambda: jax.random.normal(jax.random.key(1), query_shape(step), "bfloat16"))()
-    copies = [draw_cache(step, draw) for _ in range(step.copies)]
-    shared = extras(step)
+    query, copies, shared = inputs(step)
+    options = options or {}
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         lowered = [(way, *_lower(step, way, query, copies, shared, options, pool)) for way in chosen]
         for way, caches, picked, programs in lowered:
             try:
                 if isinstance(programs, Exception):
                     raise programs
-                compiled = {calls: program.result() for calls, program in programs.items()}
-                found = _time(step, compiled, query, caches, shared, n_iters)
-            except (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+                compiled = [program.result() for program in programs]
+                found = _time(step, compiled, (query, caches, shared), n_iters)
+            except FAILURES as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
             yield way.name, found | {"picked": picked, "xla_options": options}
 
@@ -112,65 +124,36 @@ def query_shape(step: Step) -> tuple[int, ...]:
 
 
 def chains(step: Step) -> tuple[int, int]:
-    """Returns the calls of the short and the long chain; both rotate over whole rounds of all copies."""
-    rounds = lambda calls: -(-calls // step.copies) * step.copies
-    short = rounds(4)
-    return short, short + rounds(32 if step.bytes_us < 100 else 16)
+    """Returns the calls of the short and the long chain of a step."""
+    return chain_lengths(step.copies, 32 if step.bytes_us < 100 else 16)
 
 
 def _lower(step: Step, way: Way, query, copies, shared, options, pool):
-    """Returns the way's caches, what None picked, and its programs in the making by their calls, or an error."""
+    """Returns the way's caches, what None picked, and its programs in the making, or an error.
+
+    The programs are one call, a short chain and a long one.
+    """
     import jax
 
     run = jax.jit(way.run)  # traced once for all steps
-
-    def chain(query, caches, shared, calls):
-        for i in range(calls):
-            query = run(query, *caches[i % len(caches)], *shared)
-        return query
-
     try:
-        caches = [way.cache(arrays) for arrays in copies]
-        programs = {}
+        caches, programs = [way.cache(arrays) for arrays in copies], []
         with _picks() as picked:
             for calls in (1, *chains(step)):
-                lowered = jax.jit(functools.partial(chain, calls=calls)).lower(query, caches, shared)
-                programs[calls] = pool.submit(lowered.compile, options or None)
+                lowered = jax.jit(chained(run, calls)).lower(query, caches, shared)
+                programs.append(pool.submit(lowered.compile, options or None))
         return caches, (picked or [None])[0], programs
-    except (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError) as error:
+    except FAILURES as error:
         return None, None, error
 
 
-def _time(step: Step, compiled: dict, query, caches, shared, n_iters: int) -> dict:
-    """Checks the result of one step, times the chains, and profiles the short one."""
-    import jax
-
-    from tree_attn.measure.latency import time_in_turn
-
-    single, short, long = (functools.partial(program, query, caches, shared) for program in compiled.values())
-    error = _max_error(step, query, single(), copy_of(step, caches[0], shared))
+def _time(step: Step, compiled: list, args: tuple, n_iters: int) -> dict:
+    """Checks the result of one step, and times the chains."""
+    query, caches, shared = args
+    single, *programs = compiled
+    error = _max_error(step, query, single(*args), copy_of(step, caches[0], shared))
     assert error <= MAX_ERROR, f"the result is off by {error:.3g} of its largest value"
-    calls, long_calls = chains(step)
-    timing = time_in_turn(
-        lambda: jax.block_until_ready(short()), lambda: jax.block_until_ready(long()),
-        chain=calls, long_chain=long_calls, n_iters=n_iters,
-    )  # fmt: skip
-    kernels = profile(compiled[calls], query, caches, shared, calls=calls, n_iters=5)
-    return kernels | chain_fields(timing) | {"max_error": error}
-
-
-def chain_fields(timing) -> dict:
-    """Returns a row's fields of the timing of two chains."""
-    return {
-        "chain_us_median": timing.median_us,
-        "chain_us_p10": timing.p10_us,
-        "chain_us_p90": timing.p90_us,
-        "program_us": timing.program_us,
-        "n_iters": timing.n_iters,
-        "calls": timing.chain,
-        "long_calls": timing.long_chain,
-        "chain_timing": timing.method,
-    }
+    return time_chains(programs, args, chains(step), n_iters) | {"max_error": error}
 
 
 @contextlib.contextmanager
@@ -251,12 +234,13 @@ def _paged(step: Step, query, key_pages, value_pages, table, lengths, *, name: s
     return paged_decode(query, key_pages, value_pages, table, lengths, implementation=name, **_options(step))
 
 
-def _prefix(query, prefix_key, prefix_value, key, value, lengths=None, *, name: str | None):
+def _prefix(query, prefix_key, prefix_value, key, value, lengths=None, *, name: str | None, prefix_length=None):
     from tree_attn import bifurcated_decode
 
     return bifurcated_decode(
-        query, prefix_key, prefix_value, key, value, key_value_seq_lengths=lengths, implementation=name
-    )
+        query, prefix_key, prefix_value, key, value, prefix_length=prefix_length, key_value_seq_lengths=lengths,
+        implementation=name,
+    )  # fmt: skip
 
 
 def _cudnn_paged(step: Step, query, key_pages, value_pages, table, lengths):

@@ -5,7 +5,10 @@ import json
 import sys
 import types
 
+import bench_lean
+import bench_prefix
 import bench_sweep
+import benching
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,11 +108,25 @@ def test_the_summary_takes_the_best_peer_of_each_case():
     behind = text[text.index("behind, by None: 1 of 2") :]
     assert "1.25  b: t; limit 4.0; chain/kernels FI XQA 4.0/nan, None + options 5.0/nan, None 8.0/nan" in behind
     assert "for want of a peer's time or ours: c" in behind
+    table = sweep_summary.markdown([row | {"git_commit": "0123456789"} for row in rows])
+    assert "| t | 5.0 |  |  | 4.0 (XQA) | 4.0 | 1.25 | 0123456 |" in table
 
 
 @pytest.mark.parametrize("text, options", [(None, {}), ("--a=true,b=3,c=X+Y", {"a": True, "b": 3, "c": "X,Y"})])
 def test_options_of_xla(text, options):
     assert bench_sweep.parse_options(text) == options
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Runs all programs of a chain and makes their times up: there is no profiler, and a difference means nothing."""
+    monkeypatch.setattr(benching, "profile", lambda *args, **kwargs: {"device_us_median": 1.0})
+    timing = types.SimpleNamespace(median_us=3.0, p10_us=2.0, p90_us=4.0, program_us=1.0, n_iters=32)
+    timing.chain, timing.long_chain, timing.method = 2, 4, ""
+    monkeypatch.setattr("tree_attn.measure.latency.time_in_turn", lambda short, long, **_: (short(), long(), timing)[2])
+    monkeypatch.setattr(Step, "copies", 2)
+    for module in (benching, sweep_ways):
+        monkeypatch.setattr(module, "chain_lengths", lambda *_: (2, 4))
 
 
 SMALL = dict(family="", case="", num_heads=4, num_kv_heads=2, head_dim=8)
@@ -123,20 +140,42 @@ STEPS = [
 
 
 @pytest.mark.parametrize("fields", STEPS, ids=["dense", "queries, window, slots", "float8", "paged", "prefix"])
-def test_the_ways_of_a_step_run(fields, monkeypatch):
+def test_the_ways_of_a_step_run(fields, on_cpu):
     """None's way is timed on emulated devices too, with XLA; cuDNN's says why it has no time."""
-    monkeypatch.setattr(sweep_ways, "profile", lambda *args, **kwargs: {"device_us_median": 1.0})
-    timing = types.SimpleNamespace(median_us=3.0, p10_us=2.0, p90_us=4.0, program_us=1.0, n_iters=32)
-    timing.chain, timing.long_chain, timing.method = 2, 4, ""
-    monkeypatch.setattr("tree_attn.measure.latency.time_in_turn", lambda short, long, **_: (short(), long(), timing)[2])
-    monkeypatch.setattr(Step, "copies", 2)
-    monkeypatch.setattr(sweep_ways, "chains", lambda step: (2, 4))
     step = Step(**SMALL | fields)
     chosen = [way for way in sweep_ways.ways(step) if way.name not in ("mosaic_gpu", "cudnn, prefix in 8")]
-    found = dict(sweep_ways.time_ways(step, chosen, {}, 32, threads=2))
+    found = dict(sweep_ways.time_ways(step, chosen, threads=2))
     assert found["None"]["picked"] == "'xla'" and found["None"]["chain_us_median"] == 3.0
     assert found["None"]["max_error"] < 0.02
     assert all("error" in fields for name, fields in found.items() if name.startswith("cudnn"))
+
+
+@pytest.mark.parametrize("is_ragged, is_shared", [(False, False), (True, True)])
+def test_a_shared_prefix_is_timed_as_in_the_sweep(is_ragged, is_shared, on_cpu, monkeypatch):
+    case = bench_prefix.SharedPrefixStep(
+        batch=3, prefix=11, suffix=8, num_heads=4, num_kv_heads=2, head_dim=8, ragged=is_ragged
+    )
+    monkeypatch.setattr(sweep_ways, "OURS", "xla")
+    row = bench_prefix._time(case, is_shared, "xla", 32)
+    assert row["chain_us_median"] == 3.0 and row["max_error"] < 0.02
+
+
+def test_a_lean_step_is_timed_as_in_the_sweep(on_cpu):
+    case = bench_lean.LeanStep(lengths=(9, 4), num_heads=4, num_kv_heads=2, head_dim=8)
+    assert bench_lean._time(case, "xla", 32, with_energy=False)["chain_us_median"] == 3.0
+
+
+def test_the_fastest_variant_counts():
+    found = {"a": {"chain_us_median": 3.0}, "b": {"chain_us_median": 2.0, "x": 1}, "c": {"error": "none"}}
+    times = {"a": 3.0, "b": 2.0, "c": None}
+    assert benching.fastest(found) == {"chain_us_median": 2.0, "x": 1, "variant": "b", "variants_chain_us": times}
+    assert benching.fastest({"c": {"error": "none"}}) == {"error": "none"}
+
+
+def test_chains_are_whole_rounds():
+    assert benching.chain_lengths(2) == (4, 36)
+    assert benching.chain_lengths(25) == (25, 75)
+    assert benching.chain_lengths(3, 16) == (6, 24)
 
 
 def test_cudnn_takes_a_prefix_in_chunks(monkeypatch):
@@ -173,3 +212,8 @@ def test_without_a_gpu_the_cases_are_printed(monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(" us  ")[1] for line in printed] == [DRAWN[0].title(), DRAWN[7].title()]
     assert json.dumps(DRAWN[0].row())
+
+
+def test_steps_of_other_benchmarks_are_timed_in_chains(on_cpu):
+    row = benching.time_steps(lambda query, key: query * key, jnp.ones(3), [(jnp.ones(3),), (jnp.ones(3),)], 32)
+    assert (row["chain_us_median"], row["device_us_median"], row["caches"]) == (3.0, 1.0, 2)
