@@ -87,10 +87,10 @@ def test_what_the_two_columns_of_bytes_count_is_said(capsys, tiny_checkpoint):
 @pytest.mark.slow
 def test_it_ends_with_gpus_a_picture_and_the_next_command(shown, folder):
     _, output = shown
-    last = output.splitlines()[-2:]
+    last = output.splitlines()[-3:]
     assert "took 311.8 us by tree and 12.1 ms by the best ring on four H200s" in last[0]
     assert last[0].endswith("Tree was 39 times as fast.")
-    assert last[1] == f"Picture: tree-attn-demo.png. Next: {report.NEXT}"
+    assert last[1:] == ["Picture: tree-attn-demo.png.", f"Next: {report.NEXT}"]
     assert (folder / "tree-attn-demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -114,10 +114,12 @@ def test_an_answer_stands_without_its_picture(tmp_path, monkeypatch, capsys):
     ring = dataclasses.replace(OUTCOME, attention="ring", bytes_sent_attention=70000.0)
     picture.draw([OUTCOME, ring], tmp_path / "drawn.png")
     report.conclude([OUTCOME, ring], tmp_path / "absent" / "picture.png")
-    assert "No picture: [Errno 2] No such file or directory" in capsys.readouterr().out
+    assert f"No picture: No such file or directory: {tmp_path / 'absent' / 'picture.png'}." in capsys.readouterr().out
     monkeypatch.setattr(drawing, "has_matplotlib", lambda: False)
     report.conclude([OUTCOME, ring], tmp_path / "picture.png")
-    assert "No picture: plots need matplotlib: python3 -m pip install" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "No picture: plots need matplotlib: python3 -m pip install" in text
+    assert text.splitlines()[-1] == f"Next: {report.NEXT}" and len(text.splitlines()[-1]) <= 80
 
 
 def test_tokens_that_differ_are_reported_and_fail(capsys):

@@ -67,7 +67,8 @@ def conclude(outcomes: Sequence[Outcome], path: pathlib.Path) -> None:
         f"{time(largest.ring_us)} by the best ring on {measured.MACHINE} ({measured.STEP}; measured at commit "
         f"{measured.COMMIT}, {measured.FOLDER}). Tree was {ratio:.0f} times as fast.",
     )
-    terminal.say(console, f"{_drawn(outcomes, path)} Next: {NEXT}")
+    terminal.say(console, _drawn(outcomes, path))
+    terminal.say(console, f"Next: {NEXT}")  # a line of its own, to be copied whole
 
 
 def _drawn(outcomes: Sequence[Outcome], path: pathlib.Path) -> str:
@@ -77,7 +78,7 @@ def _drawn(outcomes: Sequence[Outcome], path: pathlib.Path) -> str:
         with phases.phase("drawing"):
             picture.draw(outcomes, path)
     except OSError as error:  # the answer stands without its picture
-        return f"No picture: {error}."
+        return f"No picture: {error.strerror or error}: {path}."
     return f"Picture: {path}."
 
 
