@@ -23,6 +23,12 @@ def test_times(microseconds, written):
     assert units.time(microseconds) == written
 
 
+def test_numbers_have_no_exponents():
+    numbers = [units.number(x) for x in (0.0, 0.03151, 1.4, 99.96, 100.4, 5665.5, -1234.0)]
+    assert numbers == ["0", "0.0315", "1.4", "100", "100", "5,666", "-1,234"]
+    assert [units.number(x, 2) for x in (1.06, 9.96, 10.4, 109.8)] == ["1.1", "10", "10", "110"]
+
+
 def test_rates():
     assert [units.rate(rate) for rate in (None, 349.6, 0.00131, 5_240.0)] == ["-", "350 GB/s", "1.31 MB/s", "5.24 TB/s"]
 

@@ -22,6 +22,11 @@ def rate(gb_per_s: float | None) -> str:
     return "-" if gb_per_s is None else f"{size(gb_per_s * 1e9)}/s"
 
 
+def number(x: float, figures: int = 3) -> str:
+    """Formats a number with so many figures, or all before the point: "0.0315", "1.4", "5,666"."""
+    return f"{x:,.0f}" if abs(x) >= 10 ** (figures - 1) else f"{x:.{figures}g}"
+
+
 def times_as(ratio: float) -> str:
     """Formats a ratio, with two figures or all before the point: "1.3", "14", "5,666"."""
     return f"{ratio:,.0f}" if ratio >= 9.95 else f"{ratio:.1f}"

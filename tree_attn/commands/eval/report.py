@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tree_attn.commands import terminal
 from tree_attn.commands.eval.plots import method_label
+from tree_attn.commands.units import number
 
 
 def print_scores(rows: Sequence[dict]) -> None:
@@ -51,15 +52,15 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
             continue
         best, *others = sorted(sparse, key=lambda one: sign * one[0])
         words = f"{task}, {context:,} tokens: at 1/{ratio} of the bytes of dense attention {best[1]} is the best: "
-        words += f"{best[0]:.3g} {unit}, dense attention {dense:.3g}"
-        words += f", next {others[0][1]} with {others[0][0]:.3g}" if others else ""
+        words += f"{number(best[0])} {unit}, dense attention {number(dense)}"
+        words += f", next {others[0][1]} with {number(others[0][0])}" if others else ""
         sentences.append(f"{words}.")
     return sentences
 
 
 def _cell(scores: Sequence[float]) -> str:
     error = standard_error(scores)
-    return f"{statistics.fmean(scores):.3g}" + ("" if error is None else f" ± {error:.2g}")
+    return number(statistics.fmean(scores)) + ("" if error is None else f" ± {number(error, 2)}")
 
 
 def standard_error(scores: Sequence[float]) -> float | None:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.figures.paper import Figure
-from tree_attn.commands.units import size, time, times_as
+from tree_attn.commands.units import number, size, time, times_as
 
 KINDS = ("tree", "ring")
 # By the name of the y axis: a ring beside the tree.
@@ -37,7 +37,7 @@ def print_figure(figure: Figure, remark: str) -> None:
     """
     console = terminal.output()
     for panel, (x, y) in figure.axes.items():
-        title, write = WRITTEN.get(y, (y, lambda number: f"{number:.3g}"))
+        title, write = WRITTEN.get(y, (y, number))
         points = [point for point in figure.points if point.panel == panel]
         names = sorted({point.x for point in points})
         rows = []
