@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import logging
 
+from tree_attn.commands import phases
 from tree_attn.extras import how_to_install
 
 
@@ -21,7 +22,8 @@ def _why_not() -> str | None:
     if importlib.util.find_spec("matplotlib") is None:
         return ""
     try:
-        importlib.import_module("matplotlib.figure")
+        with phases.phase("loading matplotlib"):  # seconds, where its files are not in memory
+            importlib.import_module("matplotlib.figure")
     except Exception as error:  # a broken package, or one that it needs, may fail in any way
         return f", which is here and cannot be imported ({type(error).__name__}: {error})"
     return None

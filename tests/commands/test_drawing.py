@@ -1,0 +1,26 @@
+"""matplotlib, which is loaded in a phase of its own: a cold import takes seconds."""
+
+import importlib
+
+import pytest
+
+from tree_attn.commands import drawing, phases
+
+
+def test_loading_matplotlib_is_a_phase(capsys, monkeypatch):
+    shown, load = [], importlib.import_module
+    show = lambda *names: shown.append(phases._screen._phases[-1].title) or load(*names)
+    with monkeypatch.context() as patched, phases.command(is_quiet=False):
+        patched.setattr(importlib, "import_module", show)
+        assert drawing.has_matplotlib()
+    assert set(shown) == {"loading matplotlib"} and capsys.readouterr().err == "loading matplotlib ...\n"
+
+
+@pytest.mark.parametrize("error", [ImportError("no libfreetype"), RuntimeError("broken")])
+def test_a_broken_matplotlib_leaves_no_phase(monkeypatch, error):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert not drawing.has_matplotlib() and str(error) in drawing.advice()
+    assert phases._screen._phases == []
