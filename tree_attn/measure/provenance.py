@@ -26,15 +26,18 @@ def of_script(devices: Sequence[jax.Device]) -> dict[str, Any]:
       >>> sorted(of_script(jax.devices()))
       ['command', 'date', 'driver', 'git_commit', 'hardware', 'host', 'versions']
     """
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "driver": driver(),
+    return place() | {
         "hardware": hardware(devices),
         "git_commit": git_commit(),
         "versions": versions(),
         "command": " ".join(["python3", *sys.argv]),
     }
+
+
+def place() -> dict[str, str | None]:
+    """Returns date (UTC), host and driver."""
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": date, "host": platform.node(), "driver": driver()}
 
 
 def hardware(devices: Sequence[jax.Device]) -> str:
@@ -50,6 +53,11 @@ def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without `nvidia-smi`."""
     process = _start_nvidia_smi("driver_version")
     return next(iter(_lines(process)), None)
+
+
+def clocks() -> dict[str, int | None]:
+    """Returns the clocks of the first GPU as they are; right after a program they are still those that it ran at."""
+    return clocks_during(lambda: None, repetitions=1)
 
 
 def clocks_during(run: Callable[[], Any], repetitions: int | None = None) -> dict[str, int | None]:

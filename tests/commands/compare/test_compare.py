@@ -50,6 +50,11 @@ FIELDS = [
     "nccl",
     "git_commit",
     "command",
+    "date",
+    "host",
+    "driver",
+    "clock_sm_mhz",
+    "clock_memory_mhz",
 ]
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float32", "--iters", "2"]
 SIZES = ("batch", "num_heads", "num_kv_heads", "head_dim", "dtype", "n_devices")

@@ -158,6 +158,6 @@ def _timed(args: argparse.Namespace, plan: Plan, place: session.Place, rows: lis
             fields = timing.time_case(args, model, place, prompts, case.attention, options)
         yield {"context": case.context, "levels": case.num_levels} | fields | {
             "hardware": provenance.hardware(list(place.devices)), "versions": provenance.versions(),
-            "nccl": provenance.nccl_settings(),
+            "nccl": provenance.nccl_settings(), **provenance.place(), **provenance.clocks(),
             "git_commit": provenance.git_commit(), "command": args.command_line,
         }  # fmt: skip

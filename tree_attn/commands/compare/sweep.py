@@ -66,7 +66,12 @@ class Sweep:
             terminal.say(terminal.output(), text) if self.prints_text else phases.print_wrapped(text)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes a row, in the place of an earlier one of the same case, which has an error."""
+        """Writes a row, in the place of an earlier one of the same case, which has an error.
+
+        When and where it was measured joins it here, with the clocks right after.
+        """
+        if self.writer.is_writer:
+            row |= provenance.place() | provenance.clocks()
         keys = [cases.row_key(one) for one in self.writer.rows]
         if cases.row_key(row) in keys:
             self.writer.replace(keys.index(cases.row_key(row)), row)
