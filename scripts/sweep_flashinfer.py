@@ -16,7 +16,7 @@ from sweep_cases import Step
 REPLY = "reply: "
 DEFAULT_PAGE = 64
 CUDA_CORE_GROUPS = (1, 2, 4, 8)  # query heads of a KV head that decoding without tensor cores takes
-FIRST_S, NEXT_S = 600, 120  # patience: the first call of a kind is compiled
+FIRST_S, NEXT_S = 300, 120  # patience: the first call of a kind is compiled
 
 
 def ways(step: Step) -> list[str]:

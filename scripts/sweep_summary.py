@@ -81,7 +81,7 @@ def markdown(rows: Sequence[dict]) -> str:
         cells[3] += f" ({shown[3]['way'].removeprefix('flashinfer ')})" if shown[3] else ""
         limit = f"{max(of_case[0]['bytes_us'], of_case[0]['products_us']):,.1f}"
         ratio = f"{over[case]:.2f}" if case in over else ""
-        commits = ", ".join(dict.fromkeys(row["git_commit"][:7] for row in of_case))
+        commits = ", ".join(dict.fromkeys((row["git_commit"] or "unknown")[:7] for row in of_case))
         lines.append("| " + " | ".join([of_case[0]["title"], *cells, limit, ratio, commits]) + " |")
     return "\n".join(lines)
 

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import sweep_cudnn
 from benching import chain_lengths, chained, time_chains
 from sweep_cases import Step
 
 OURS, PICKED = "mosaic_gpu", "None"
-CHUNKS = (1, 4, 8, 16)  # parts of a shared prefix along cuDNN's batch axis
 FAILURES = (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)
 MAX_ERROR = 0.05  # of the largest value of the result; bfloat16 and float8 weights reach 0.02
 
@@ -41,15 +41,19 @@ def ways(step: Step) -> list[Way]:
         return found + [
             Way(
                 name=f"cudnn, prefix in {chunks}",
-                run=functools.partial(_cudnn_prefix, step, chunks),
-                cache=functools.partial(_chunked, step, chunks),
+                run=functools.partial(sweep_cudnn.with_prefix, step, chunks),
+                cache=functools.partial(sweep_cudnn.chunked, step, chunks),
             )
-            for chunks in CHUNKS
+            for chunks in sweep_cudnn.CHUNKS
         ]
     if step.page is not None:
         found = [Way(name=way, run=functools.partial(_paged, step, name=name)) for way, name in ours.items()]
-        return [*found, Way(name="cudnn", run=functools.partial(_cudnn_paged, step))]
-    return [named(step, implementation) for implementation in (OURS, None, "cudnn")]
+        cudnn = functools.partial(sweep_cudnn.paged, step)
+        return [*found, Way(name="cudnn", run=cudnn, cache=functools.partial(sweep_cudnn.padded_pages, step))]
+    found = [named(step, implementation) for implementation in (OURS, None, "cudnn")]
+    if step.num_queries > 1 or step.window is not None:
+        return found  # jax.nn counts positions from the first key, as in a prompt
+    return [*found, Way(name="cudnn, jax.nn", run=sweep_cudnn.by_jax)]
 
 
 def named(step: Step, implementation: str | None) -> Way:
@@ -104,7 +108,7 @@ def time_ways(
       threads: programs that are compiled at the same time.
     """
     query, copies, shared = inputs(step)
-    options = options or {}
+    options, expected = options or {}, _expected(step, query, copies[0], shared)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         lowered = [(way, *_lower(step, way, query, copies, shared, options, pool)) for way in chosen]
         for way, caches, picked, programs in lowered:
@@ -112,7 +116,7 @@ def time_ways(
                 if isinstance(programs, Exception):
                     raise programs
                 compiled = [program.result() for program in programs]
-                found = _time(step, compiled, (query, caches, shared), n_iters)
+                found = _time(step, compiled, (query, caches, shared), expected, n_iters)
             except FAILURES as error:
                 found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
             yield way.name, found | {"picked": picked, "xla_options": options}
@@ -147,11 +151,10 @@ def _lower(step: Step, way: Way, query, copies, shared, options, pool):
         return None, None, error
 
 
-def _time(step: Step, compiled: list, args: tuple, n_iters: int) -> dict:
+def _time(step: Step, compiled: list, args: tuple, expected: tuple, n_iters: int) -> dict:
     """Checks the result of one step, and times the chains."""
-    query, caches, shared = args
     single, *programs = compiled
-    error = _max_error(step, query, single(*args), copy_of(step, caches[0], shared))
+    error = _max_error(single(*args), *expected)
     assert error <= MAX_ERROR, f"the result is off by {error:.3g} of its largest value"
     return time_chains(programs, args, chains(step), n_iters) | {"max_error": error}
 
@@ -186,34 +189,32 @@ def _draw(step: Step) -> Callable:
     return lambda *shape: make(jax.random.fold_in(jax.random.key(0), next(numbers)), shape)
 
 
-def copy_of(step: Step, cache: tuple, shared: tuple):
-    """Returns the index of the shortest sequence, and its keys and values `[S, K, H]` with the prefix."""
-    import jax.numpy as jnp
-
-    b = int(np.argmin(step.lengths))
-    length = step.lengths[b]
-    if step.page is not None:
-        pages = shared[0][b, : step.pages[b]]
-        parts = [x[pages].reshape(-1, *x.shape[2:])[:length] for x in cache[:2]]
-    else:
-        parts = [x[b, :length] for x in cache[-2:]]
-    if step.prefix:
-        # cuDNN's prefix lies in chunks, the last of them padded.
-        prefixes = [x.reshape(-1, step.num_kv_heads, step.head_dim)[: step.prefix] for x in cache[:2]]
-        parts = [jnp.concatenate(pair) for pair in zip(prefixes, parts)]
-    return b, *parts
-
-
-def _max_error(step: Step, query, out, sequence: tuple) -> float:
-    """Returns the largest error of one sequence's output, over the largest value that XLA computes for it."""
+def _expected(step: Step, query, arrays: dict, shared: tuple) -> tuple:
+    """Returns the index of the shortest sequence, and its output by XLA, in float32."""
     import jax
     import jax.numpy as jnp
 
     from tree_attn import attend
 
-    b, key, value = sequence
+    b = int(np.argmin(step.lengths))
+    length = step.lengths[b]
+    if step.page is not None:
+        pages = shared[0][b, : step.pages[b]]
+        parts = [arrays[name][pages].reshape(1, -1, *arrays[name].shape[2:]) for name in ("key_pages", "value_pages")]
+    else:
+        parts = [arrays[name][b : b + 1] for name in ("key", "value")]
+    parts = [x[:, :length] for x in parts]
+    if step.prefix:
+        prefixes = (arrays[name][None] for name in ("prefix_key", "prefix_value"))
+        parts = [jnp.concatenate(pair, axis=1) for pair in zip(prefixes, parts)]
     reference = jax.jit(functools.partial(attend, implementation="xla", **_options(step)))
-    expected = reference(query[b : b + 1], key[None], value[None]).out[0].astype(jnp.float32)
+    return b, reference(query[b : b + 1], *parts).out[0].astype(jnp.float32)
+
+
+def _max_error(out, b: int, expected) -> float:
+    """Returns the largest error of a sequence's output, over the largest value that is expected."""
+    import jax.numpy as jnp
+
     return float(jnp.abs(out[b].astype(jnp.float32) - expected).max() / jnp.abs(expected).max())
 
 
@@ -241,47 +242,3 @@ def _prefix(query, prefix_key, prefix_value, key, value, lengths=None, *, name: 
         query, prefix_key, prefix_value, key, value, prefix_length=prefix_length, key_value_seq_lengths=lengths,
         implementation=name,
     )  # fmt: skip
-
-
-def _cudnn_paged(step: Step, query, key_pages, value_pages, table, lengths):
-    """Runs cuDNN's paged attention, which `jax.nn` does not offer."""
-    import jax.numpy as jnp
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
-    if step.num_queries > 1:
-        raise NotImplementedError("cuDNN's causal mask of several queries begins at the first key")
-    table = table[:, None, :, None]
-    queries = jnp.full(lengths.shape, step.num_queries, jnp.int32)
-    return fused.paged_attention(
-        query, key_pages, value_pages, queries, lengths, table, table, scale=step.head_dim**-0.5,
-        mask_type=fused.MaskType.PADDING,
-    )  # fmt: skip
-
-
-def _chunked(step: Step, chunks: int, arrays: dict) -> tuple:
-    """Returns the arrays with the prefix as `[chunks, S, K, H]`; zeros fill the last chunk up."""
-    import jax.numpy as jnp
-
-    size = -(-step.prefix // chunks)
-    padding = [(0, size * chunks - step.prefix), (0, 0), (0, 0)]
-    cut = lambda x: jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
-    return cut(arrays["prefix_key"]), cut(arrays["prefix_value"]), arrays["key"], arrays["value"]
-
-
-def _cudnn_prefix(step: Step, chunks: int, query, prefix_key, prefix_value, key, value, lengths=None):
-    """Attends to a prefix cut along the batch axis and to the suffixes, both by cuDNN, and merges the states."""
-    import jax
-    import jax.numpy as jnp
-
-    from tree_attn import attend, merge_states
-
-    size = prefix_key.shape[1]
-    ends = np.minimum(size, step.prefix - size * np.arange(chunks)).astype(np.int32)
-    part_lengths = None if (ends == size).all() else jnp.asarray(ends)
-    queries = jnp.broadcast_to(query.reshape(1, -1, *query.shape[2:]), (chunks, step.batch, *query.shape[2:]))
-    parts = attend(queries, prefix_key, prefix_value, key_value_seq_lengths=part_lengths, implementation="cudnn")
-    suffix = attend(query, key, value, key_value_seq_lengths=lengths, implementation="cudnn")
-    stacked = jax.tree.map(
-        lambda part, alone: jnp.concatenate([part[:, :, None], alone[None]]).astype(alone.dtype), parts, suffix
-    )
-    return merge_states(stacked, axis=0).out

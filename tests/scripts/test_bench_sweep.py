@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sweep_cases
+import sweep_cudnn
 import sweep_flashinfer
 import sweep_flashinfer_worker
 import sweep_summary
@@ -190,8 +191,18 @@ def test_cudnn_takes_a_prefix_in_chunks(monkeypatch):
     monkeypatch.setattr(
         tree_attn, "attend", lambda *args, **options: attend(*args, **options | {"implementation": "xla"})
     )
-    found = sweep_ways._cudnn_prefix(step, 4, query, *sweep_ways._chunked(step, 4, arrays), *sweep_ways.extras(step))
+    found = sweep_cudnn.with_prefix(step, 4, query, *sweep_cudnn.chunked(step, 4, arrays), *sweep_ways.extras(step))
     assert jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)).max() < 0.02
+
+
+def test_cudnn_has_as_many_pages_as_its_table_has_entries():
+    step = Step(**SMALL, lengths=(9, 4), gives_lengths=True, page=4)
+    arrays = sweep_ways.draw_cache(step, sweep_ways._draw(step))
+    table, _ = sweep_ways.extras(step)
+    key, value = sweep_cudnn.padded_pages(step, arrays)
+    assert key.shape == value.shape == (table.size, 4, 2, 8) and (key[:4] == arrays["key_pages"]).all()
+    with pytest.raises(NotImplementedError, match="too much memory"):
+        sweep_cudnn.padded_pages(dataclasses.replace(step, lengths=(10**6,) * 200), arrays)
 
 
 def test_flashinfers_ways_are_those_that_its_process_knows():
