@@ -16,6 +16,7 @@ import sys
 
 from benching import READ_GB_PER_S, MissingRows, chosen, markdown, max_errors, normals, time_steps
 
+MIN_GAIN = 1.5  # SparQ is an approximation: below this it is not worth its error
 WAYS = ("sparq", "sparq, no mean", "sparq, xla", "dense, mosaic_gpu", "dense, cudnn")
 
 
@@ -59,7 +60,7 @@ def main() -> int:
     parser.add_argument("--iters", type=int, default=32, help="dispatches of each chain")
     args = parser.parse_args()
     if args.part == "markdown":
-        return markdown(args.out, _label, WAYS, SparqStep)
+        return markdown(args.out, _label, WAYS, SparqStep, ("dense over SparQ", _gain))
     missing = MissingRows(args.out, ("batch", "keys", "num_components", "num_keys", "num_kv_heads", "way"))
     for case in chosen(CASES, args.cases):
         labels = dataclasses.asdict(case) | {"dtype": "bfloat16", "limit_us": case.limit_us}
@@ -72,6 +73,15 @@ def _label(row: dict) -> str:
     kv_heads = row.get("num_kv_heads", row["num_heads"])
     heads = "" if kv_heads == row["num_heads"] else f", {row['num_heads']}/{kv_heads} heads"
     return f"{row['batch']} x {row['keys']:,}, r {row['num_components']}, k {row['num_keys']}{heads}"
+
+
+def _gain(chain_us: dict[str, float]) -> str:
+    """Returns the time of the faster dense way over SparQ's, in a chain, and whether SparQ pays."""
+    sparq, dense = ([us for way, us in chain_us.items() if way.startswith(name)] for name in ("sparq", "dense"))
+    if not sparq or not dense:
+        return ""
+    gain = min(dense) / min(sparq)
+    return f"{gain:.2f}" + (": does not pay" if gain < MIN_GAIN else "")
 
 
 def _time(case: SparqStep, way: str, n_iters: int) -> dict:

@@ -96,7 +96,7 @@ def time_chains(programs: Sequence[Callable], args: tuple, counts: tuple[int, in
     try:
         kernels = profile(programs[0], *args, calls=counts[0], n_iters=n_iters)
     except RuntimeError as error:  # the profiler lost events: the chain's time stands without it
-        kernels = {"device_error": str(error)}
+        kernels = {"device_error": str(error)} | provenance.clocks()
     return kernels | chain_fields(timing)
 
 
@@ -180,19 +180,34 @@ def fastest(found: dict[str, dict]) -> dict:
     return found[best] | {"variant": best, "variants_chain_us": times}
 
 
-def markdown(path: pathlib.Path, label: Callable[[dict], str], ways: Sequence[str], step_type: type) -> int:
-    """Prints device times, one line per case, in microseconds, with the commits that its rows were measured at.
+def markdown(
+    path: pathlib.Path,
+    label: Callable[[dict], str],
+    ways: Sequence[str],
+    step_type: type,
+    verdict: tuple[str, Callable[[dict[str, float]], str]] | None = None,
+) -> int:
+    """Prints times, one line per case, in microseconds, with the commits that its rows were measured at.
 
     The limit is made from the row's shape, `step_type(...).limit_us`: rows of all days refer to the same rates.
+
+    Args:
+      verdict: title and text of one more column, made from the chain time of each way; it is left out where rows have
+        no such times.
     """
     all_rows = rows.read(path)
-    print(f"| step | {' | '.join(ways)} | limit | commit |")
-    print("|---|" + "---|" * (len(ways) + 2))
+    if not any("chain_us_median" in row for row in all_rows):
+        verdict = None
+    titles = ["step", *ways, "limit", *([verdict[0]] if verdict else []), "commit"]
+    print(f"| {' | '.join(titles)} |")
+    print("|" + "---|" * len(titles))
     for case in dict.fromkeys(map(label, all_rows)):
         of_case = [row for row in all_rows if label(row) == case]
-        cells = " | ".join(cell(next((row for row in of_case if row["way"] == way), {})) for way in ways)
-        commits = ", ".join(dict.fromkeys(row["git_commit"] for row in of_case))
+        cells = [cell(next((row for row in of_case if row["way"] == way), {})) for way in ways]
         shape = {field.name for field in dataclasses.fields(step_type)} & of_case[0].keys()
-        limit_us = step_type(**{name: of_case[0][name] for name in shape}).limit_us
-        print(f"| {case} | {cells} | {limit_us:,.1f} | {commits} |")
+        cells.append(f"{step_type(**{name: of_case[0][name] for name in shape}).limit_us:,.1f}")
+        if verdict:
+            cells.append(verdict[1]({row["way"]: us for row in of_case if (us := row.get("chain_us_median"))}))
+        commits = ", ".join(dict.fromkeys(row["git_commit"] for row in of_case))
+        print(f"| {' | '.join([case, *cells, commits])} |")
     return 0

@@ -45,7 +45,7 @@ def main() -> None:
         row = {"config": args.config, "context": args.context, "samples": samples, "new_tokens": args.new_tokens}
         row |= {"layers": args.layers, "us_per_step": sum(us * count for us, count in kernels.values())}
         row |= {"kernels": kernels}
-        writer.append(row | origin)
+        writer.append(row | provenance.clocks() | origin)
         print(f"{samples:,} x {args.context:,}: {row['us_per_step']:,.0f} us a step of {args.layers} layers")
         for name, (us, count) in itertools.islice(kernels.items(), 15):
             print(f"{us * count / args.layers:10.2f} us a layer in {count / args.layers:5.2f} launches  {name}")

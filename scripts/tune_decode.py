@@ -56,7 +56,7 @@ def main() -> None:
     for batch, name in itertools.product(map(int, args.batch.split(",")), names):
         for found in cases(config, batch, args.context, OPTIONS[name]):
             row = {"config": args.config, "layers": config.num_layers, "rows": batch, "told": name} | found
-            writer.append(row | origin)
+            writer.append(row | provenance.clocks() | origin)
             print({key: value for key, value in (row | {"kernels": None}).items() if key in ("rows", "told", *found)})
 
 

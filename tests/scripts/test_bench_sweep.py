@@ -7,6 +7,7 @@ import types
 
 import bench_lean
 import bench_prefix
+import bench_sparq
 import bench_sweep
 import benching
 import jax
@@ -223,6 +224,24 @@ def test_without_a_gpu_the_cases_are_printed(monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert [line.split(" us  ")[1] for line in printed] == [DRAWN[0].title(), DRAWN[7].title()]
     assert json.dumps(DRAWN[0].row())
+
+
+def test_tables_of_other_benchmarks_show_chains_and_say_what_does_not_pay(tmp_path, capsys):
+    rows = [dict(batch=1, keys=64, num_heads=4, num_kv_heads=4, num_components=8, num_keys=16) for _ in range(3)]
+    for row, way, us in zip(rows, ("sparq", "dense, cudnn", "dense, mosaic_gpu"), (10.0, 14.0, 16.0)):
+        row |= dict(way=way, chain_us_median=us, device_us_median=us - 1, git_commit="0123456")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    benching.markdown(
+        tmp_path / "rows.jsonl",
+        bench_sparq._label,
+        bench_sparq.WAYS,
+        bench_sparq.SparqStep,
+        ("gain", bench_sparq._gain),
+    )
+    title, _, line = capsys.readouterr().out.splitlines()
+    assert title.endswith("| limit | gain | commit |")
+    assert line.startswith("| 1 x 64, r 8, k 16 | 9.0 / 10.0 |") and "| 1.40: does not pay | 0123456 |" in line
+    assert bench_sparq._gain({"sparq": 2.0, "sparq, no mean": 1.0, "dense, cudnn": 3.0}) == "3.00"
 
 
 def test_steps_of_other_benchmarks_are_timed_in_chains(on_cpu):
