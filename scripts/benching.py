@@ -69,13 +69,15 @@ def chain_lengths(copies: int, further: int = 32) -> tuple[int, int]:
 def chained(step: Callable, calls: int) -> Callable:
     """Returns `chain(query, caches, shared)`: `query = step(query, *cache, *shared)`, `calls` times, unrolled.
 
-    It is unrolled as the layers of a model are: what depends on lengths alone is computed once for all of them.
+    It is unrolled as the layers of a model are: what depends on lengths alone is computed once for all of them. The
+    last result and the first are returned: the first can be checked.
     """
 
     def chain(query, caches, shared):
+        results = [query]
         for i in range(calls):
-            query = step(query, *caches[i % len(caches)], *shared)
-        return query
+            results.append(step(results[-1], *caches[i % len(caches)], *shared))
+        return results[-1], results[1]
 
     return chain
 

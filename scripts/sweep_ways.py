@@ -110,7 +110,8 @@ def time_ways(
     query, copies, shared = inputs(step)
     options, expected = options or {}, _expected(step, query, copies[0], shared)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        lowered = [(way, *_lower(step, way, query, copies, shared, options, pool)) for way in chosen]
+        made: dict = {}
+        lowered = [(way, *_lower(step, way, query, copies, shared, options, pool, made)) for way in chosen]
         for way, caches, picked, programs in lowered:
             try:
                 if isinstance(programs, Exception):
@@ -132,10 +133,11 @@ def chains(step: Step) -> tuple[int, int]:
     return chain_lengths(step.copies, 32 if step.bytes_us < 100 else 16)
 
 
-def _lower(step: Step, way: Way, query, copies, shared, options, pool):
-    """Returns the way's caches, what None picked, and its programs in the making, or an error.
+def _lower(step: Step, way: Way, query, copies, shared, options, pool, made: dict):
+    """Returns the way's caches, what None picked, and its short and long chain in the making, or an error.
 
-    The programs are one call, a short chain and a long one.
+    Args:
+      made: program's text -> its compilation, of all ways: None's programs are often those of a named backend.
     """
     import jax
 
@@ -143,20 +145,23 @@ def _lower(step: Step, way: Way, query, copies, shared, options, pool):
     try:
         caches, programs = [way.cache(arrays) for arrays in copies], []
         with _picks() as picked:
-            for calls in (1, *chains(step)):
+            for calls in chains(step):
                 lowered = jax.jit(chained(run, calls)).lower(query, caches, shared)
-                programs.append(pool.submit(lowered.compile, options or None))
+                text = hash(lowered.as_text())
+                if text not in made:
+                    made[text] = pool.submit(lowered.compile, options or None)
+                programs.append(made[text])
         return caches, (picked or [None])[0], programs
     except FAILURES as error:
         return None, None, error
 
 
 def _time(step: Step, compiled: list, args: tuple, expected: tuple, n_iters: int) -> dict:
-    """Checks the result of one step, and times the chains."""
-    single, *programs = compiled
-    error = _max_error(single(*args), *expected)
+    """Checks the result of the first step, and times the chains."""
+    _, first = compiled[0](*args)
+    error = _max_error(first, *expected)
     assert error <= MAX_ERROR, f"the result is off by {error:.3g} of its largest value"
-    return time_chains(programs, args, chains(step), n_iters) | {"max_error": error}
+    return time_chains(compiled, args, chains(step), n_iters) | {"max_error": error}
 
 
 @contextlib.contextmanager
