@@ -110,8 +110,8 @@ def time_ways(
     query, copies, shared = inputs(step)
     options, expected = options or {}, _expected(step, query, copies[0], shared)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        made: dict = {}
-        lowered = [(way, *_lower(step, way, query, copies, shared, options, pool, made)) for way in chosen]
+        compiling: dict = {}
+        lowered = [(way, *_lower(step, way, query, copies, shared, options, pool, compiling)) for way in chosen]
         for way, caches, picked, programs in lowered:
             try:
                 if isinstance(programs, Exception):
@@ -133,11 +133,11 @@ def chains(step: Step) -> tuple[int, int]:
     return chain_lengths(step.copies, 32 if step.bytes_us < 100 else 16)
 
 
-def _lower(step: Step, way: Way, query, copies, shared, options, pool, made: dict):
+def _lower(step: Step, way: Way, query, copies, shared, options, pool, compiling: dict):
     """Returns the way's caches, what None picked, and its short and long chain in the making, or an error.
 
     Args:
-      made: program's text -> its compilation, of all ways: None's programs are often those of a named backend.
+      compiling: program's text -> its compilation, of all ways: None's programs are often those of a named backend.
     """
     import jax
 
@@ -148,9 +148,9 @@ def _lower(step: Step, way: Way, query, copies, shared, options, pool, made: dic
             for calls in chains(step):
                 lowered = jax.jit(chained(run, calls)).lower(query, caches, shared)
                 text = hash(lowered.as_text())
-                if text not in made:
-                    made[text] = pool.submit(lowered.compile, options or None)
-                programs.append(made[text])
+                if text not in compiling:
+                    compiling[text] = pool.submit(lowered.compile, options or None)
+                programs.append(compiling[text])
         return caches, (picked or [None])[0], programs
     except FAILURES as error:
         return None, None, error
