@@ -8,6 +8,10 @@ import functools
 import os
 import pathlib
 
+# One thread for NumPy's and PyTorch's matrix products, before either starts its own: the workers share the cores, and
+# two threads in each spend most of their time waiting for one another, in loops that keep a core busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import jax
 import jaxtyping
 import pytest
