@@ -5,8 +5,10 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from . import attention, caches, minimal
 
@@ -28,6 +30,30 @@ def assert_nothing_wrong(subject, case):
         pytest.fail("{1}\n{0!r}".format(*minimal(subject, case, fault, seconds=60)))
 
 
+@pytest.fixture
+def compiled_once(request, tmp_path):
+    """Keeps what a case compiles until it ends: each eager gradient asks for most of the last one's programs again."""
+    if PROGRAMS[request.getfixturevalue("number")][1] != "eager":
+        yield
+        return
+    cached = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in cached}
+    configure(cached)
+    yield
+    configure(before)
+
+
+def configure(options):
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX reads them at the first compilation
+
+
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_attention(number):
     function, mode, gradient = PROGRAMS[number]
