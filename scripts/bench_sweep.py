@@ -10,8 +10,9 @@ short one, over the difference of their steps, by the host's clock. XLA programs
 command buffers as JAX has them; `--options` adds the ways with options of XLA. FlashInfer's chains are CUDA graphs, in
 a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of kernel times.
 
-A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit. The first call
-of each kind of FlashInfer's kernels is compiled; `--build` does that for all cases, several at once, and times nothing.
+A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit, but for those
+that a second try may mend. The first call of each kind of FlashInfer's kernels is compiled; `--build` does that for all
+cases, several at once, and times nothing.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from sweep_summary import markdown, summary
 from sweep_ways import ways
 
 from tree_attn.measure.rows import RowWriter
+
+TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
 
 
 def main() -> int:
@@ -123,6 +126,11 @@ def build(cases: list[Step], args: argparse.Namespace) -> int:
     return 0
 
 
+def is_transient(row: dict) -> bool:
+    """Returns whether a row's error may go away: a process that ended, memory that another one held, noise."""
+    return any(word in row.get("error", "") for word in TRANSIENT)
+
+
 class Sweep:
     """A run over cases: what is timed already, what rows have in common, and when to end."""
 
@@ -131,7 +139,7 @@ class Sweep:
         self._args, self._writer, self._origin = args, RowWriter(args.out), origin()
         self._flashinfer = sweep_flashinfer.find(args.flashinfer)
         self._end = time.monotonic() + 60 * args.minutes
-        self._done = {self._key(row) for row in self._writer.rows}
+        self._done = {self._key(row) for row in self._writer.rows if not is_transient(row)}
 
     def run(self, cases: list[Step]) -> None:
         """Times all ways of each case that the file lacks, until the time is over; then says how many are left."""

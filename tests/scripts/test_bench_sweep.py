@@ -131,6 +131,21 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(module, "chain_lengths", lambda *_: (2, 4))
 
 
+def test_a_run_goes_on_where_it_ended(tmp_path, monkeypatch):
+    """Rows of this commit are kept, errors too, but for those that a second try may mend."""
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setenv("TREE_ATTN_GIT_COMMIT", "new")
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--out", str(out)])
+    errors = {"None": "the process of FlashInfer ended", "cudnn": "NotImplementedError: no", "mosaic_gpu": None}
+    rows = [dict(case="table 0", way=way, error=error or "", git_commit="new") for way, error in errors.items()]
+    rows.append(dict(case="table 1", way="cudnn", git_commit="old"))
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sweep = bench_sweep.Sweep(bench_sweep._arguments())
+    first, second = sweep_cases.table()[:2]
+    assert [sweep._is_missing(first, way) for way in errors] == [True, False, False]
+    assert sweep._is_missing(second, "cudnn")
+
+
 SMALL = dict(family="", case="", num_heads=4, num_kv_heads=2, head_dim=8)
 STEPS = [
     dict(lengths=(9, 9), gives_lengths=False),
