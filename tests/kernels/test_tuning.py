@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from tree_attn.kernels import lean, tuning
-from tree_attn.kernels.lean_call import column_blocks
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, max_smem_bytes, scratch_bytes
+from tree_attn.kernels.lean_call import column_blocks, schedule_tables
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, max_smem_bytes, partial_spans, scratch_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+from tree_attn.kernels.schedule import lean_schedule
 from tree_attn.kernels.tuning import even_ctas, formula, lean_config, table_key, write_table
 
 SHAPE = LeanShape(
@@ -58,7 +59,8 @@ def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim,
     monkeypatch.setattr(lean.pl, "run_scoped", lambda body, **arrays: scratch.update(arrays))
     shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), whole_output_tiles=whole)
     config = LeanConfig()
-    lean._attend_runs(("sequences",), shape, config, None, *[None] * 6)
+    num_outputs = 2 if whole else 4
+    lean._attend_runs(("sequences",), shape, config, None, *[None] * (4 + num_outputs))
     arrays = [x for name, x in scratch.items() if name.endswith("_smem") or name.startswith("wide_")]
     allocated = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
     assert len(arrays) >= 6 and 0 < allocated <= max_smem_bytes(shape, config) - scratch_bytes(shape)
@@ -113,3 +115,16 @@ def test_a_layout_that_cannot_be_is_named(field, value):
 def test_a_layout_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         LeanConfig().block_kv = 128
+
+
+@pytest.mark.parametrize("lengths, runs", [((4096, 4090), 256), ((4096, 2048), 264)])
+def test_equal_lengths_are_cut_alike_though_only_the_device_knows_them(lengths, runs):
+    starts, ends = jnp.zeros((2, 1), jnp.int32), jnp.array(lengths)[:, None]
+    config = LeanConfig(block_kv=64, num_ctas=264)
+    sequences, table = schedule_tables(starts, ends, SHAPE, config)
+    spans = partial_spans(SHAPE, config, {"sequences": sequences})
+    kv_tiles = [-(-length // 64) for length in lengths for _ in range(8)]
+    segments = [segment.output_tile for run in lean_schedule(kv_tiles, runs) for segment in run]
+    assert int((table[:, 3] > 0).sum()) == runs
+    assert (spans[:, 1] - spans[:, 0]).tolist() == [segments.count(i) for i in range(16)]
+    assert len(set(segments.count(i) for i in range(16))) == 1 or runs == 264

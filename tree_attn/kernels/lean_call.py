@@ -209,10 +209,15 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig):
     # At least one, to write the result of an output tile that sees nothing.
     kv_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)
     offsets = sequence_offsets(kv_tiles, shape.output_tiles_per_sequence)
-    sequences = jnp.stack([first_slot, kv_tiles, offsets, span_start, span_end], axis=1).astype(jnp.int32)
+    # Output tiles of one length are cut alike, as where that is known when compiling.
+    even = tuning.even_ctas(shape, config.num_ctas, is_static=True)
+    max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, config.num_ctas)
+    columns = first_slot, kv_tiles, offsets, span_start, span_end, jnp.broadcast_to(max_runs, kv_tiles.shape)
+    sequences = jnp.stack(columns, axis=1).astype(jnp.int32)
     runs = run_table(
-        kv_tiles, offsets, shape.output_tiles_per_sequence, config.num_ctas, whole_output_tiles=shape.whole_output_tiles
-    )
+        kv_tiles, offsets, shape.output_tiles_per_sequence, config.num_ctas, max_runs=max_runs,
+        whole_output_tiles=shape.whole_output_tiles,
+    )  # fmt: skip
     return sequences, runs
 
 

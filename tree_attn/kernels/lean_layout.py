@@ -21,7 +21,7 @@ ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; the lean kernel has at most 64 columns
 
 # Columns of the table of sequences.
-FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END = range(5)
+FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS = range(6)
 
 
 def is_many_query(num_queries: int, group: int) -> bool:
@@ -122,8 +122,8 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
     stages = config.num_stages * kv_tile * jnp.dtype(shape.key_dtype).itemsize + shape.is_widened * kv_tile * itemsize
     queries = shape.cols * (2 * shape.head_dim + config.block_kv) * itemsize
-    results = shape.cols * (shape.padded_head_dim + 2) * 4
-    return stages + queries + results + scratch_bytes(shape) + 1024
+    states = shape.cols * ((shape.padded_head_dim + 2) * 4 + shape.padded_head_dim * itemsize + 4)
+    return stages + queries + states + scratch_bytes(shape) + 1024
 
 
 def scratch_bytes(shape: LeanShape) -> int:
@@ -157,7 +157,8 @@ def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, output_tile
     first = sequences_ref[sequence, OFFSET] + within * kv_tiles
     last = shape.batch - 1
     total = sequences_ref[last, OFFSET] + shape.output_tiles_per_sequence * sequences_ref[last, NUM_KV_TILES]
-    return partials_of_output_tile(output_tile, first, kv_tiles, total, num_runs(total, config.num_ctas))
+    runs = num_runs(total, sequences_ref[last, MAX_RUNS])
+    return partials_of_output_tile(output_tile, first, kv_tiles, total, runs)
 
 
 def partial_spans(shape: LeanShape, config: LeanConfig, tables):

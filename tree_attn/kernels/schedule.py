@@ -73,6 +73,7 @@ def run_table(
     output_tiles_per_sequence: int,
     num_ctas: int,
     *,
+    max_runs: Count | None = None,
     whole_output_tiles: bool = False,
 ) -> Int[Array, "C 4"]:
     """Returns where each CTA's run begins, from lengths that only the device knows: int32 `[num_ctas, 4]`.
@@ -82,11 +83,12 @@ def run_table(
 
     Args:
       kv_tiles, offsets: as in `sequence_offsets`, and its result.
+      max_runs: at most `num_ctas`; default: that.
       whole_output_tiles: a run that would begin within an output tile begins with the next one, so that none is cut. A
         run may then have no KV tile, or more than the others by up to an output tile's.
     """
     total = offsets[-1] + kv_tiles[-1] * output_tiles_per_sequence
-    runs = num_runs(total, num_ctas)
+    runs = num_runs(total, num_ctas if max_runs is None else max_runs)
     cta = jnp.arange(num_ctas, dtype=jnp.int32)
     start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
 
