@@ -134,6 +134,30 @@ def test_output_tiles_that_no_run_cuts_need_no_merge(call):
     check(call, num_kernels=1)
 
 
+CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut others once or twice
+    Call(batch=4, slots=192, kv_heads=3, group=2),
+    Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4),
+    Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
+    Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
+    Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
+]
+
+
+@pytest.mark.parametrize("call", CUT, ids=str)
+def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
+    check(call)
+
+
+def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
+    monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, written, *rest: written)
+    call = Call(lengths=(60, 500), slots=512, kv_heads=1, head_dim=128)  # the first has one KV tile, the second eight
+    state = interpreted(call, num_kernels=1)
+    expected = [x[:1] for x in call.arrays()]
+    assert_attention([x[:1] for x in state], *expected, key_value_seq_lengths=np.array([60]))
+    with pytest.raises(AssertionError):
+        assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.lengths))
+
+
 @pytest.mark.parametrize(
     "call",
     [

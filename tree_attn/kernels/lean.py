@@ -5,12 +5,12 @@ The shape of the first kernel, `_attend_runs`, per CTA:
   is in use;
 - operands are swapped, S^T = K Q^T and O^T = V^T P^T: the 64 rows that a tensor core wants are keys; the few query
   columns of a decode step (T x G) are padded to a multiple of 8 only;
-- the CTA walks its run over the output tiles it touches (`lean_walk.py`) and leaves one unnormalised partial state
-  `(acc, max, sum)` for each.
-The second, `lean_merge.py`, folds each output tile's partials in a fixed order: results are the same in every run. It
-is a launch of its own (docs/log/lean.md: "The merge stays a launch of its own"). Where every run is known to hold
-whole output tiles, nothing is merged: the first kernel writes the results and is the only one. Nor is there a second
-where an exchange with other devices ends the first (`tree_attn/kernels/epilogue.py`).
+- the CTA walks its run over the output tiles it touches (`lean_walk.py`). It writes the results of those that it holds
+  whole, and leaves one unnormalised partial state `(acc, max, sum)` for each of the others.
+The second, `lean_merge.py`, folds the partials of each output tile that runs cut, in a fixed order: results are the
+same in every run. It is a launch of its own (docs/log/lean.md: "The merge stays a launch of its own"). Where every run
+is known to hold whole output tiles, the first kernel is the only one. Nor is there a second where an exchange with
+other devices ends the first (`tree_attn/kernels/epilogue.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a KV tile,
 `cols` query columns, H head dim (Hp: padded to 64).
@@ -34,7 +34,7 @@ from tree_attn.kernels.lean_layout import (
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import finish, merge_partials
+from tree_attn.kernels.lean_merge import finish, merge_cut, merge_partials
 from tree_attn.kernels.lean_walk import (
     Barriers,
     move_tiles,
@@ -46,6 +46,9 @@ from tree_attn.kernels.lean_walk import (
 )
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOWEST, full, launch, load, scaled_logits, spread, store_transposed, tiling
+
+WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
+MAX_COLS_OF_BOTH = 32  # query columns; with 64 a kernel that writes results and partial states spills
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -59,8 +62,8 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
       merge_with: `(out, lse)` over other keys to merge with, in the layouts of the results, or None. It needs
         `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
       tables: arrays by name; None, or left out, where there is none:
-        sequences: int32 `[B, 5]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
-          slots), or None where all slots are visible, so that `shape.static_kv_tiles` is known.
+        sequences: int32 `[B, 6]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
+          slots, most runs), or None where all slots are visible, so that `shape.static_kv_tiles` is known.
         runs: int32 `[num_ctas, 4]` from `tree_attn.kernels.schedule.run_table`, or None if `shape.static_kv_tiles`.
         columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
         pages: int32 `[B, pages per sequence]`, if paged.
@@ -68,10 +71,17 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
     Returns:
       out like `query`, lse float32 `[output tiles, cols]`.
     """
-    attended = _launch_runs(query, key, value, tables, shape, config)
+    results = _results(query, shape)
     if has_whole_output_tiles(shape, config):
-        return attended
-    return merge_partials(attended, _results(query, shape), tables.get("sequences"), merge_with, shape, config)
+        return _launch_runs(query, key, value, tables, shape, config, results)
+    # A state to merge with joins in the merge, which then has all output tiles.
+    if merge_with is not None or not _has_registers_for_both(shape) or jax.__version_info__ < WRITES_IN_PLACE:
+        partials = _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
+        return merge_partials(partials, results, tables, merge_with, shape, config)
+    *written, accs, stats = _launch_runs(
+        query, key, value, tables, shape, config, (*results, *_partials(shape, config))
+    )
+    return merge_cut((accs, stats), written, tables, shape, config)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))
@@ -90,23 +100,17 @@ def lean_exchange(query, key, value, rank, *, shape: LeanShape, config: LeanConf
     return _launch_runs(query, key, value, tables, shape, config, (result, lse), epilogue)
 
 
-def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, results=None, epilogue=None):
+def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, outputs, epilogue=None):
     """Launches the first kernel.
 
-    Returns:
-      With an `epilogue`, its `results`. Where no run cuts an output tile, out and lse. Otherwise partial states:
-      float32 `[partials, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2, and
-      `[partials, 2, cols]`, max, and the sum of those weights.
+    Args:
+      outputs: shapes and dtypes of what it writes: `_results`, where no run cuts an output tile or with an `epilogue`;
+        else `_partials`, after `_results` if it writes the results of output tiles that its runs hold whole.
     """
     tables = {name: table for name, table in tables.items() if table is not None}
-    partials = (
-        jax.ShapeDtypeStruct((num_partials(shape, config), shape.padded_head_dim, shape.cols), jnp.float32),
-        jax.ShapeDtypeStruct((num_partials(shape, config), 2, shape.cols), jnp.float32),
-    )
-    results = results or (_results(query, shape) if has_whole_output_tiles(shape, config) else partials)
     return launch(
         functools.partial(_attend_runs, tuple(tables), shape, config, epilogue),
-        out_type=results,
+        out_type=outputs,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
@@ -116,9 +120,29 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
     )(query, key, value, *tables.values())
 
 
+def _partials(shape: LeanShape, config: LeanConfig):
+    """Returns the partial states' shapes and dtypes.
+
+    They are sums of values weighted by `2^(x - max)`, x logits in base 2, and then max and the sum of those weights.
+    """
+    count = num_partials(shape, config)
+    accs = jax.ShapeDtypeStruct((count, shape.padded_head_dim, shape.cols), jnp.float32)
+    return accs, jax.ShapeDtypeStruct((count, 2, shape.cols), jnp.float32)
+
+
 def _results(query, shape: LeanShape):
     lse = jax.ShapeDtypeStruct((shape.num_output_tiles, shape.cols), jnp.float32)
     return jax.ShapeDtypeStruct(query.shape, query.dtype), lse
+
+
+def _has_registers_for_both(shape: LeanShape) -> bool:
+    """Returns whether the first kernel has registers for two ends of a segment: a result, and a partial state."""
+    return not shape.is_widened and shape.cols <= MAX_COLS_OF_BOTH
+
+
+def writes_results(shape: LeanShape, config: LeanConfig, outputs) -> bool:
+    """Returns whether a kernel of these outputs writes results: all of them, or those of uncut output tiles."""
+    return has_whole_output_tiles(shape, config) or len(outputs) > 2
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
@@ -129,20 +153,20 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
     stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=tiling(shape.key_dtype, shape.head_dim))
     stored = stored if shape.is_widened else smem
-    # An output tile of a KV tile or two takes less time than its query's copy, which so begins one output tile earlier.
-    num_queries = 2 if has_whole_output_tiles(shape, config) else 1
+    # An output tile's query is copied while the one before it is attended to, where there are registers for that.
+    has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_COLS_OF_BOTH
+    num_queries = 2 if epilogue is None and has_registers else 1
     widened = {}
     if shape.is_widened:
         widened = {"wide_key": smem((block_kv, shape.head_dim)), "wide_value": smem((block_kv, shape.padded_head_dim))}
-    if has_whole_output_tiles(shape, config):
-        results_smem = {
-            "acc_smem": smem((cols, shape.padded_head_dim), transforms=tiling(dtype, math.gcd(shape.head_dim, 64))),
-            "stats_smem": plgpu.SMEM((cols,), jnp.float32),
+    states_smem = {}
+    if epilogue is None and writes_results(shape, config, outputs):
+        states_smem |= {
+            "out_smem": smem((cols, shape.padded_head_dim), transforms=tiling(dtype, math.gcd(shape.head_dim, 64))),
+            "lse_smem": plgpu.SMEM((cols,), jnp.float32),
         }
-    elif epilogue is not None:
-        results_smem = {}
-    else:
-        results_smem = {
+    if epilogue is None and not has_whole_output_tiles(shape, config):
+        states_smem |= {
             "acc_smem": plgpu.SMEM((shape.padded_head_dim, cols), jnp.float32),
             "stats_smem": plgpu.SMEM((2, cols), jnp.float32),
         }
@@ -160,7 +184,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         key_free=plgpu.Barrier(num_barriers=stages),
         value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + trims_tiles(tables, shape, config)),
         value_free=plgpu.Barrier(num_barriers=stages),
-        **results_smem,
+        **states_smem,
         **widened,
         collective_axes="warpgroup",
     )
@@ -169,7 +193,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
 def _attend_runs_scoped(
     tables, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *outputs,
     query_smem, key_smem, value_smem, weights_smem, query_full, query_free, key_full, key_free, value_full, value_free,
-    acc_smem=None, stats_smem=None, wide_key=None, wide_value=None,
+    out_smem=None, lse_smem=None, acc_smem=None, stats_smem=None, wide_key=None, wide_value=None,
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
     padded = shape.padded_head_dim
@@ -271,22 +295,32 @@ def _attend_runs_scoped(
                 columns = outputs[0].shape[1]
                 epilogue.leave(tables.get("rank"), step, partial, acc, top, total.sum(axis=0), columns)
                 return
-            accs_ref, stats_ref = outputs
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's partial has left
-            if has_whole_output_tiles(shape, config):
-                finish(acc, top, total.sum(axis=0), acc_smem, stats_smem)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's state has left
+
+            def write_result():
+                finish(acc, top, total.sum(axis=0), out_smem, lse_smem)
                 # Columns beyond G' and head dims beyond H are out of bounds, and not written.
                 head_dims = pl.ds(output_tile.index * 0, padded)
-                acc_gmem = accs_ref.at[*column_index(shape, output_tile.index), head_dims]
-                stats_gmem = stats_ref.at[output_tile.index]
-            else:
+                plgpu.copy_smem_to_gmem(out_smem, outputs[0].at[*column_index(shape, output_tile.index), head_dims])
+                plgpu.copy_smem_to_gmem(lse_smem, outputs[1].at[output_tile.index])
+
+            def leave_partial():
                 acc_smem[...] = acc
                 stats_smem[0] = top
                 stats_smem[1] = total.sum(axis=0)
                 plgpu.commit_smem()
-                acc_gmem, stats_gmem = accs_ref.at[partial], stats_ref.at[partial]
-            plgpu.copy_smem_to_gmem(acc_smem, acc_gmem)
-            plgpu.copy_smem_to_gmem(stats_smem, stats_gmem)
+                accs_ref, stats_ref = outputs[-2:]
+                plgpu.copy_smem_to_gmem(acc_smem, accs_ref.at[partial])
+                plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[partial])
+
+            if acc_smem is None:
+                write_result()
+            elif out_smem is None:
+                leave_partial()
+            else:
+                is_whole = segment.num_kv_tiles == output_tile.num_kv_tiles
+                pl.when(is_whole)(write_result)
+                pl.when(~is_whole)(leave_partial)
 
         walk(run, tables, shape, attend_segment)
         plgpu.wait_smem_to_gmem(0)

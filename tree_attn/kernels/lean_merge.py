@@ -14,32 +14,86 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, partials_of, scratch_bytes
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
+from tree_attn.kernels.schedule import num_runs, run_start
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 
 
-def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, config: LeanConfig):
-    """Launches the merge of each output tile's partial states.
+def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
+    """Launches the merge of every output tile's partial states.
 
     Args:
       partials: as `lean.lean_attention`'s first kernel leaves them.
       results: shapes and dtypes of out and lse.
-      sequences, merge_with: as in `lean.lean_attention`.
+      tables, merge_with: as in `lean.lean_attention`.
     """
     other_out, other_lse = merge_with or (None, None)
-    optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
+    optional = {"sequences": tables.get("sequences"), "other_out": other_out, "other_lse": other_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
+    launched = _launch_merge(optional, results, shape.num_output_tiles, _output_tile, shape, config)
+    return launched(*partials, *optional.values())
+
+
+def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
+    """Launches the merge of the output tiles that runs cut, into the results, which hold the others already.
+
+    Args:
+      partials, tables: as in `merge_partials`.
+      written: out and lse, as `lean.lean_attention`'s first kernel leaves them.
+    """
+    by_run = shape.num_output_tiles > config.num_ctas
+    names = ("sequences", "runs") if by_run else ("sequences",)
+    optional = {name: tables[name] for name in names if tables.get(name) is not None}
+    count, of_place = (config.num_ctas, _first_cut) if by_run else (shape.num_output_tiles, _if_cut)
+    merge = _launch_merge(optional, (), count, of_place, shape, config)
+    return tuple(pl.run_state(lambda refs: merge(*refs))((*partials, *optional.values(), *written))[-2:])
+
+
+def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, config: LeanConfig):
+    """Returns the launch of the merge.
+
+    Args:
+      optional: tables and the other state, by name, of which names count here.
+      results: shapes and dtypes of out and lse; none where they are the last arguments.
+      count: of places.
+      of_place: `(tables, place, shape, config)`, returns the output tile that a place merges, and whether it does.
+    """
     groups = _merge_warpgroups(shape, config)
     return launch(
-        functools.partial(_merge_partials, tuple(optional), groups, shape, config),
+        functools.partial(_merge_partials, tuple(optional), of_place, groups, shape, config),
         out_type=results,
-        grid=(shape.num_output_tiles, shape.padded_head_dim // MERGE_HEAD_DIMS),
-        grid_names=("output_tile", "head_dims"),
+        grid=(count, shape.padded_head_dim // MERGE_HEAD_DIMS),
+        grid_names=("place", "head_dims"),
         num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="lean_merge",
-    )(*partials, *optional.values())
+    )
+
+
+def _output_tile(tables, place, shape: LeanShape, config: LeanConfig):
+    return place, True
+
+
+def _if_cut(tables, place, shape: LeanShape, config: LeanConfig):
+    _, count = partials_of(shape, config, tables.get("sequences"), place)
+    return place, count > 1
+
+
+def _first_cut(tables, place, shape: LeanShape, config: LeanConfig):
+    """Returns the output tile that run number `place` begins within, and whether it is the first to begin there."""
+    run, before = place, jnp.maximum(place - 1, 0)
+    if shape.static_kv_tiles is None:
+        runs = tables["runs"]
+        sequence, within, kv_tile, num_kv_tiles = (runs[run, i] for i in range(4))
+        output_tile = sequence * shape.output_tiles_per_sequence + within
+        return output_tile, (num_kv_tiles > 0) & (kv_tile > 0) & (runs[before, 3] >= kv_tile)
+    total = shape.num_output_tiles * shape.static_kv_tiles
+    runs = num_runs(total, config.num_ctas)
+    start = run_start(run, total, runs)
+    output_tile = lax.div(start, shape.static_kv_tiles)
+    first = output_tile * shape.static_kv_tiles
+    return output_tile, (run < runs) & (start > first) & (run_start(before, total, runs) <= first)
 
 
 def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
@@ -51,7 +105,7 @@ def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
     return max_warpgroups if shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
 
 
-def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+def _merge_partials(names, of_place, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
     block_smem = plgpu.SMEM((shape.cols, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
@@ -61,17 +115,19 @@ def _merge_partials(names, groups: int, shape: LeanShape, config: LeanConfig, ac
         scratch["folded"] = accs, plgpu.SMEM((groups, 2, shape.cols), jnp.float32), plgpu.Barrier(num_arrivals=groups)
     if "other_out" in optional:
         scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier()}
-    merge = functools.partial(_merge_scoped, optional, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref)
+    merge = functools.partial(
+        _merge_scoped, optional, of_place, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref
+    )
     pl.run_scoped(merge, **scratch, collective_axes="warpgroup")
 
 
 def _merge_scoped(
-    optional, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
+    optional, of_place, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
     out_smem, lse_smem, folded=None, other_smem=None, other_full=None,
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
-    output_tile, block, group = (lax.axis_index(name) for name in ("output_tile", "head_dims", "warpgroup"))
-    first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+    place, block, group = (lax.axis_index(name) for name in ("place", "head_dims", "warpgroup"))
+    output_tile, merges = of_place(optional, place, shape, config)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
     cols = shape.cols
     # Columns beyond G' and head dims beyond H are out of bounds: read as zeros, and not written.
@@ -82,8 +138,6 @@ def _merge_scoped(
         @pl.when(group == 0)
         def _():
             plgpu.copy_gmem_to_smem(block_of(optional["other_out"]), other_smem, other_full)
-
-    partial_of = lambda i: (accs_ref.at[first + i, head_dims], stats_ref.at[first + i])
 
     def end(state):
         if other_smem is not None:
@@ -98,8 +152,12 @@ def _merge_scoped(
 
         plgpu.wait_smem_to_gmem(0)
 
-    at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
-    fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, folded=folded)
+    @pl.when(merges)
+    def _():
+        first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+        partial_of = lambda i: (accs_ref.at[first + i, head_dims], stats_ref.at[first + i])
+        at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
+        fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, folded=folded)
 
 
 def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, folded=None) -> None:

@@ -20,6 +20,7 @@ from tree_attn.kernels.lean_layout import (
 from tree_attn.kernels.registers import load
 from tree_attn.kernels.schedule import num_runs, run_start
 
+MAX_TRIMMED_COLS = 32  # query columns
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 
 
@@ -35,13 +36,14 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OutputTile:
-    """One output tile: its number, sequence, KV head, block of columns, and the slot its first KV tile begins at."""
+    """One output tile: its number, sequence, KV head, block of columns, first KV tile's first slot, and KV tiles."""
 
     index: Any
     sequence: Any
     head: Any
     col_block: Any
     first_slot: Any
+    num_kv_tiles: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,7 @@ def walk(run: _Run, tables, shape: LeanShape, attend_segment) -> Any:
                 head=lax.div(within, shape.col_blocks),
                 col_block=lax.rem(within, shape.col_blocks),
                 first_slot=first_slot,
+                num_kv_tiles=kv_tiles,
             ),
             _Segment(
                 kv_tile=kv_tile,
@@ -228,9 +231,12 @@ def move_tiles(
 def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     """Returns whether an output tile's last KV tile is read up to the last visible slot only.
 
-    That saves much where output tiles are short.
+    That saves much where output tiles are short. Kernels with many query columns, or with an exchange, have no
+    registers for it.
     """
-    return "sequences" in tables and has_whole_output_tiles(shape, config) and not shape.is_many_query
+    if "sequences" not in tables or shape.is_many_query:
+        return False
+    return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_TRIMMED_COLS and "spans" not in tables)
 
 
 def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
