@@ -11,6 +11,7 @@ import pathlib
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection
 
 from . import screens
@@ -108,31 +109,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interrupts", type=int, default=20, help="of each command; default 20")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--within", type=float, default=20.0, metavar="S", help="seconds after the start; default 20")
     parser.add_argument("--commands", help="names, separated by commas; default: all")
-    parser.add_argument("--no-screens", action="store_true", help="interrupts only")
+    parser.add_argument("--no-screens", action="store_true", help="in a pipe only, and interrupted")
     args = parser.parse_args()
     moments, faults, longest = random.Random(args.seed), 0, collections.defaultdict(Longest)
     with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
         # A folder each: a run of what another has saved would do nothing.
-        calls = {kind: commands(pathlib.Path(name) / kind) for kind in (*KINDS, "interrupted")}
+        calls = {kind: commands(folder / kind) for kind in KINDS}
         chosen = args.commands.split(",") if args.commands else list(calls["json"])
-        for command in () if args.no_screens else chosen:
+        for command in chosen:
             text: set[str] = set()
-            for kind in KINDS[command in WITHOUT_JSON :]:
+            for kind in KINDS[command in WITHOUT_JSON :] if not args.no_screens else KINDS[-1:]:
                 call = [command, *calls[kind][command], *(["--json"] if kind == "json" else [])]
+                began = time.monotonic()
                 run = screens.run(call, is_terminal=kind == "terminal")
+                took_s = time.monotonic() - began
                 longest[command].add(run)
                 is_fault = show(f"{command}, {kind}", check_screen, run, kind, text)
                 faults += is_fault
                 if kind == "json" and not is_fault:
                     text = written_by_the_model(json.loads(run.out))
-        for command in chosen:
-            for number in range(args.interrupts):
+            for attempt in range(3 * args.interrupts):
+                if longest[command].num_interrupts == args.interrupts:
+                    break
                 # Python itself has not begun with the program before 0.3 s.
-                moment = moments.uniform(0.3, args.within if number % 2 else 3.0)
-                call = [command, *calls["interrupted"][command]]
-                run = screens.run(call, is_terminal=number % 3 == 0, interrupt_s=moment)
+                moment = moments.uniform(0.3, max(took_s, 0.4))
+                call = [command, *commands(folder / f"{command} {attempt}")[command]]
+                run = screens.run(call, is_terminal=attempt % 3 == 0, interrupt_s=moment)
                 if run.ended_s is not None and run.status != 0:  # else it was done before, or at that moment
                     longest[command].add(run)
                     words = f"{command} after {moment:.2f} s, ended in {run.ended_s:.2f} s"
