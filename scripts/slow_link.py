@@ -103,7 +103,9 @@ def measure_steps(program, data, num_steps: int) -> dict:
     seconds, near, far = [], [], []
     for _ in range(ROUNDS):
         multihost_utils.sync_global_devices("before")
-        before, start = (sent_bytes("lo"), sent_bytes("eth0")), time.perf_counter()
+        before = sent_bytes("lo"), sent_bytes("eth0")
+        multihost_utils.sync_global_devices("counted")  # no process sends before every one has read its counters
+        start = time.perf_counter()
         for _ in range(num_steps):
             jax.block_until_ready(step(*data))
         multihost_utils.sync_global_devices("after")  # this node's other process has sent everything too
