@@ -148,6 +148,18 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
     check(call)
 
 
+@pytest.mark.parametrize("lengths", [None, (250, 70)], ids=str)
+def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths):
+    call = Call(batch=2, lengths=lengths, kv_heads=3)
+    query, key, value, *rest = call.inputs()
+    both = [jnp.stack([x, x * 0.5]) for x in (query, key, value)]
+    with interpreter():
+        states = jax.jit(jax.vmap(call.run, in_axes=(0, 0, 0, *[None] * len(rest))))(*both, *rest)
+    for i, arrays in enumerate(zip(*both)):
+        options = {} if lengths is None else {"key_value_seq_lengths": np.array(lengths)}
+        assert_attention([x[i] for x in jax.tree.leaves(states)], *(jnp.nan_to_num(x) for x in arrays), **options)
+
+
 def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
     monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, written, *rest: written)
     call = Call(lengths=(60, 500), slots=512, kv_heads=1, head_dim=128)  # the first has one KV tile, the second eight

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
+    MAX_SPARE_COLUMNS,
     LeanConfig,
     LeanShape,
     has_whole_output_tiles,
@@ -48,7 +49,6 @@ from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOWEST, full, launch, load, scaled_logits, spread, store_transposed, tiling
 
 WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
-MAX_COLS_OF_BOTH = 32  # query columns; with 64 a kernel that writes results and partial states spills
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -137,7 +137,7 @@ def _results(query, shape: LeanShape):
 
 def _has_registers_for_both(shape: LeanShape) -> bool:
     """Returns whether the first kernel has registers for two ends of a segment: a result, and a partial state."""
-    return not shape.is_widened and shape.cols <= MAX_COLS_OF_BOTH
+    return not shape.is_widened and shape.cols <= MAX_SPARE_COLUMNS
 
 
 def writes_results(shape: LeanShape, config: LeanConfig, outputs) -> bool:
@@ -154,7 +154,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=tiling(shape.key_dtype, shape.head_dim))
     stored = stored if shape.is_widened else smem
     # An output tile's query is copied while the one before it is attended to, where there are registers for that.
-    has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_COLS_OF_BOTH
+    has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_SPARE_COLUMNS
     num_queries = 2 if epilogue is None and has_registers else 1
     widened = {}
     if shape.is_widened:

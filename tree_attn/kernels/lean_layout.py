@@ -15,6 +15,7 @@ MANY_QUERY_GROUPS = (1, 2, 4, 8)  # query heads that share a block's rows; movin
 MAX_QUERIES, MAX_GROUP = 8, 16
 # With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
 MAX_LEAN_COLUMNS = 32
+MAX_SPARE_COLUMNS = 32  # query columns with which the lean kernel has registers to spare; with 64 more of it spills
 SLOT_MULTIPLE = 8  # TMA moves K and V by 8 slots
 PAGE_MULTIPLE = 64  # a KV tile lies within one page
 ROWS = 64  # of a tensor core's left operand

@@ -6,6 +6,7 @@ An output tile's partial states are folded in a fixed order, so that results are
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -45,8 +46,13 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
     names = ("sequences", "runs") if by_run else ("sequences",)
     optional = {name: tables[name] for name in names if tables.get(name) is not None}
     count, of_place = (config.num_ctas, _first_cut) if by_run else (shape.num_output_tiles, _if_cut)
-    merge = _launch_merge(optional, (), count, of_place, shape, config)
-    return tuple(pl.run_state(lambda refs: merge(*refs))((*partials, *optional.values(), *written))[-2:])
+    launched = _launch_merge(optional, (), count, of_place, shape, config)
+
+    @jax.custom_batching.sequential_vmap  # what writes in place has no rule for `jax.vmap`
+    def merge(*arrays):
+        return tuple(pl.run_state(lambda refs: launched(*refs))(arrays)[-2:])
+
+    return merge(*partials, *optional.values(), *written)
 
 
 def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, config: LeanConfig):
@@ -72,10 +78,12 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
 
 
 def _output_tile(tables, place, shape: LeanShape, config: LeanConfig):
+    """Returns the output tile of that number, which is merged."""
     return place, True
 
 
 def _if_cut(tables, place, shape: LeanShape, config: LeanConfig):
+    """Returns the output tile of that number, and whether runs cut it."""
     _, count = partials_of(shape, config, tables.get("sequences"), place)
     return place, count > 1
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_layout import (
     FIRST_SLOT,
+    MAX_SPARE_COLUMNS,
     NUM_KV_TILES,
     SPAN_END,
     SPAN_START,
@@ -20,7 +21,6 @@ from tree_attn.kernels.lean_layout import (
 from tree_attn.kernels.registers import load
 from tree_attn.kernels.schedule import num_runs, run_start
 
-MAX_TRIMMED_COLS = 32  # query columns
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 
 
@@ -236,7 +236,7 @@ def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     """
     if "sequences" not in tables or shape.is_many_query:
         return False
-    return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_TRIMMED_COLS and "spans" not in tables)
+    return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_SPARE_COLUMNS and "spans" not in tables)
 
 
 def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
