@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-from oracle_case import LEAN_SHAPES, OPTIONS, SHAPES, OracleCase
+from oracle_case import LEAN_SHAPES, OPTIONS, SHAPES, OracleCase, refused
 
 
 def ragged_checks() -> Iterator[dict]:
@@ -60,7 +60,7 @@ def gradient_checks() -> Iterator[dict]:
         try:
             found, expected = (run(case.query, *stored) for stored in (case.spoiled(), (case.key, case.value)))
         except (NotImplementedError, ImportError) as error:
-            yield row | dict(passed=None, reason=str(error))
+            yield row | refused(error)
             continue
         pairs = zip(*(jax.tree.leaves(jax.tree.map(np.asarray, x)) for x in (found, expected)))
         # The products of garbage, zeros now, and of other numbers may be summed in another order.

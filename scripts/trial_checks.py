@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+from oracle_case import refused
 
 TESTS = pathlib.Path(__file__).parent.parent / "tests"
 
@@ -23,7 +24,7 @@ def trial_checks(num_devices: int, num_draws: int, seed: int) -> Iterator[dict]:
         try:
             fault = attention.fault(case)
         except NotImplementedError as error:
-            yield row | dict(passed=None, reason=str(error))
+            yield row | refused(error)
             continue
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"

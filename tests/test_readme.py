@@ -101,3 +101,9 @@ def test_links_lead_to_files(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def test_rows_name_no_path_of_the_machine_that_made_them():
+    absolute = re.compile(r"(?<![\w.\]])/[A-Za-z]\w+/\w")
+    found = [path.name for path in (ROOT / "docs" / "results").rglob("*.jsonl") if absolute.search(path.read_text())]
+    assert found == []
