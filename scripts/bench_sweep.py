@@ -6,9 +6,11 @@
     python3 scripts/bench_sweep.py --summary --out FILE.jsonl                   # of rows that are there; or --markdown
 
 The time that counts is a step's in a chain of dependent steps, gaps between launches included: a long chain less a
-short one, over the difference of their steps, by the host's clock. XLA programs are unrolled chains in one jit, with
-command buffers as JAX has them; `--options` adds the ways with options of XLA. FlashInfer's chains are CUDA graphs, in
-a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of kernel times.
+short one, over the difference of their steps, by the host's clock. Each is dispatched several times before the host
+waits, as a decode loop does: enqueueing a program hides behind the one before. XLA programs are unrolled chains in one
+jit, with command buffers as JAX has them; `--options` adds the ways with options of XLA. FlashInfer's chains are CUDA
+graphs, in a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of
+kernel times.
 
 A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit, but for those
 that a second try may mend. The first call of each kind of FlashInfer's kernels is compiled; `--build` does that for all
@@ -68,7 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("sweep.jsonl"), help="JSONL file of rows")
     parser.add_argument("--go-on", action="store_true", help="add the rows that the file lacks")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case after so many minutes")
-    parser.add_argument("--iters", type=int, default=32, help="dispatches of each chain")
+    parser.add_argument("--iters", type=int, default=32, help="samples of each chain")
     parser.add_argument("--options", help='XLA options of a second set of ways: "name=value,name=value"')
     parser.add_argument("--threads", type=int, default=4, help="programs compiled at the same time")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")

@@ -100,7 +100,7 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     """Checks one step, times graphs of a short and a long chain in turn, and profiles the short one."""
     import flashinfer
     import torch
-    from benching import chain_fields
+    from benching import IN_FLIGHT, chain_fields
     from sweep_ways import chains
 
     from tree_attn.measure.latency import time_in_turn
@@ -113,7 +113,7 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     assert error <= allowed, f"the result is off by {error:.3g} of its largest value"
     calls, long_calls = chains(data.step)
     short, long = (_replay(functools.partial(_chain, run, data, count)) for count in (calls, long_calls))
-    timing = time_in_turn(short, long, chain=calls, long_chain=long_calls, n_iters=n_iters)
+    timing = time_in_turn(short, long, chain=calls, long_chain=long_calls, in_flight=IN_FLIGHT, n_iters=n_iters)
     versions = {"flashinfer": flashinfer.__version__, "torch": torch.__version__}
     kernels = _kernels(functools.partial(_chain, run, data, calls), calls, n_iters) | clocks_during(short)
     return kernels | chain_fields(timing) | {"max_error": error, "peer_versions": versions}
@@ -127,8 +127,9 @@ def _chain(run: Callable, data: Data, calls: int) -> None:
 
 
 def _replay(chain: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that replays a CUDA graph of `chain()` and waits for its end."""
+    """Returns a function that replays a CUDA graph of `chain()` IN_FLIGHT times and waits for its end."""
     import torch
+    from benching import IN_FLIGHT
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -140,7 +141,8 @@ def _replay(chain: Callable[[], None]) -> Callable[[], None]:
     torch.cuda.synchronize()
 
     def replay():
-        graph.replay()
+        for _ in range(IN_FLIGHT):
+            graph.replay()
         torch.cuda.synchronize()
 
     return replay

@@ -73,6 +73,9 @@ def test_two_programs_are_timed_in_turn():
     assert runs == ["short", "long"] * 5
     assert 5_000 < timing.p10_us <= timing.median_us <= timing.p90_us < 40_000  # 10 ms a call
     assert (timing.n_iters, timing.chain, timing.long_chain) == (4, 2, 6)
+    assert timing.method.endswith("divided by 4")
+    two = time_in_turn(short, long, chain=2, long_chain=6, in_flight=2, n_iters=3, warmup=1)
+    assert 2_500 < two.median_us < 20_000 and two.method.endswith("2 of each dispatched before the host waits")
     with pytest.raises(RuntimeError, match="6 calls took no longer than 2"):
         time_in_turn(long, short, chain=2, long_chain=6, n_iters=3)
 

@@ -135,6 +135,7 @@ def time_in_turn(
     *,
     chain: int,
     long_chain: int,
+    in_flight: int = 1,
     n_iters: int = 32,
     warmup: int = 3,
 ) -> Timing:
@@ -143,17 +144,21 @@ def time_in_turn(
         (us(long) - us(short)) / (long_chain - chain)
 
     What a program costs beside its calls is in neither quantile. Gaps between the launches of a call, and between two
-    calls, are in both.
+    calls, are in both. With `in_flight` of 1 the host's time to enqueue a call is in both as well, where it exceeds
+    the device's. With more the host enqueues a program while the device runs the one before, as a decode loop does.
 
     Args:
-      short, long: run a program to its end: they return when the device has finished.
-      n_iters: dispatches of each program.
+      short, long: dispatch a program `in_flight` times, and return when the device has finished all.
+      in_flight: programs that are dispatched before the host waits.
+      n_iters: samples: waits for each program.
 
     Raises:
       RuntimeError: the longer chain did not take longer, by the median.
     """
-    host_us = np.array([[_host_us(short), _host_us(long)] for _ in range(warmup + n_iters)])[warmup:]
-    return _timing(host_us, (chain, long_chain), 0.0)
+    host_us = np.array([[_host_us(short), _host_us(long)] for _ in range(warmup + n_iters)])[warmup:] / in_flight
+    timing = _timing(host_us, (chain, long_chain), 0.0)
+    words = f"; {in_flight} of each dispatched before the host waits" if in_flight > 1 else ""
+    return dataclasses.replace(timing, method=timing.method + words)
 
 
 def _timing(host_us: np.ndarray, lengths: tuple[int, ...], compile_s: float) -> Timing:
