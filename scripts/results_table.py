@@ -15,7 +15,10 @@ import re
 from bench_reduce import HEAD_DIM
 from benching import READ_GB_PER_S
 
+from tree_attn.commands.bench.roofline import roofline_ms
+from tree_attn.commands.figures.rows import device_kind
 from tree_attn.measure.rows import read, strategy_label
+from tree_attn.models.llama.presets import preset
 
 
 def compare_table(rows: list[dict]) -> str:
@@ -73,7 +76,8 @@ def llama_table(rows: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        median, roofline = row["per_token_ms_median"], row["roofline_ms"]
+        median = row["per_token_ms_median"]
+        roofline = roofline_ms(row, preset(row["config"]), device_kind(row))  # rows of all days refer to the same rates
         is_papers = row["config"] == "llama-3.1-8b" and row["batch"] == 1
         papers = PAPERS_S.get(row["context"] // 1024 * 1000) if is_papers else None
         processes = re.search(r"--num-processes (\d+)", row["command"])

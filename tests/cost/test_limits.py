@@ -1,21 +1,22 @@
-"""Limits of the hardware, from the rates in the machines' files."""
+"""Limits of the hardware, by the peaks of datasheets."""
+
+import functools
 
 import pytest
 from steps import make_step
 
-from tree_attn.cost import limits, machine
+from tree_attn.cost import limits
 
 
 def test_limits():
     step = make_step()
-    assert limits.read_limit_us(step, "NVIDIA H200") == pytest.approx(2 * 80_000 * 2048 * 2 / 4.3e12 * 1e6)
+    assert limits.read_limit_us(step, "NVIDIA H200") == pytest.approx(2 * 80_000 * 2048 * 2 / 4.8e12 * 1e6)
     assert limits.read_limit_us(step, "cpu") is None
 
 
-def test_limits_use_the_rate_that_committed_tables_name():
-    """The tables of docs/results.md have limits at 4.3 TB/s; predictions use the kernel's own, higher rate."""
-    h200 = machine.load("NVIDIA H200")
-    assert (h200.copy_bytes_per_s, h200.read_bytes_per_s) == (4.3e12, 4.53e12)
-    assert limits.memory_limit_us(4.3e12, "NVIDIA H200") == 1e6
-    assert limits.products_limit_us(790e12, "NVIDIA H200") == 1e6
-    assert limits.products_limit_us(1, "cpu") is None
+def test_limits_are_the_datasheets_and_the_longer_one_counts():
+    """Bytes and products take their maximum, never their sum: 4.8 TB/s and 989.5 TFLOP/s of an H200."""
+    limit = functools.partial(limits.limit_us, "NVIDIA H200")
+    assert limit(num_bytes=4.8e12) == limit(num_bytes=4.8e12, num_flops=989.5e12) == 1e6
+    assert limit(num_bytes=1, num_flops=989.5e12) == 1e6
+    assert limits.limit_us("cpu", num_bytes=1, num_flops=1) is None

@@ -1,13 +1,16 @@
 """`tree-attn bench llama`: its rows, which a rerun goes on from, its table, and its errors. Times are not tested."""
 
+import argparse
 import contextlib
 import json
 import re
+import statistics
 
 import jax
 import pytest
 
 from tree_attn import cli
+from tree_attn.commands import bench as bench_command
 from tree_attn.commands import phases, session
 from tree_attn.commands.bench import report, room, timing
 from tree_attn.models.llama import LlamaConfig, parameters, presets
@@ -22,7 +25,8 @@ def tiny(monkeypatch):
 
 
 def bench(*options):
-    return ["bench", "llama", "--config", "tiny", "--devices", "1", "--context", "40", "--new-tokens", "5", *options]
+    few = ["--new-tokens", "5", "--prefill-trials", "1"]
+    return ["bench", "llama", "--config", "tiny", "--devices", "1", "--context", "40", *few, *options]
 
 
 def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
@@ -74,6 +78,17 @@ def test_phases_name_the_prefill(tmp_path, monkeypatch):
     assert [title for title in titles if "prefill" in title] == [
         f"single: {phase}, prefill of 40 tokens" for phase in ("warming up", "timing")
     ]
+
+
+def test_a_prefill_has_trials_and_medians_are_over_32_calls(capsys):
+    """By default 257 tokens: one of the prefill, and 32 calls of the 8 that a call makes on GPUs."""
+    parser = argparse.ArgumentParser()
+    bench_command.add_arguments(parser)
+    defaults = parser.parse_args(["llama"])
+    assert (defaults.new_tokens - 1) / 8 == 32 and defaults.prefill_trials == 3
+    assert cli.main(bench("--attention", "single", "--json", "--prefill-trials", "3")) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert len(row["prefill_trials_s"]) == 3 and row["prefill_s"] == statistics.median(row["prefill_trials_s"])
 
 
 def test_samples_share_their_prompt(tmp_path, capsys):
@@ -139,6 +154,7 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
         (["--prefill-chunk", "9", "--devices", "2"], "--prefill-chunk must be a multiple of 2 shards, got 9"),
         (["--new-tokens", "1"], "--new-tokens must be at least 2, got 1"),
+        (["--prefill-trials", "0"], "--prefill-trials must be at least 1, got 0"),
         (["--attention", "star"], "--attention must be one of 'tree', 'ring', 'single', 'sparq', got 'star'"),
         (["--attention", "tree,sparq"], "--attention sparq needs --num-components and --num-keys, got neither"),
         (

@@ -11,8 +11,9 @@ Times a Llama of a published shape over long contexts: prefill, each new token, 
 The prompt is random, and so are weights unless --model names some: times do not depend on them. Keys and values are
 sharded by sequence and weights by heads and columns over the same devices; --replicate-weights gives every device all
 weights, as in the paper's Table 1. The roofline of a token is the time to read a device's weights and its part of the
-keys and values once (with SparQ, of as many of them as it reads; with --samples, of the shared prompt once for all).
-Where the products with the weights take longer, it is their time.
+keys and values once, at the datasheet's rate. They are those of the prompt (with --samples once for all) and of each
+sequence's own tokens, half-way through; with SparQ as many as it reads. Where products take longer, those with weights
+and those of attention, it is their time.
 
 examples:
   tree-attn bench llama --context 32768,131072 --out results/llama
@@ -61,7 +62,13 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", default="32768,131072", metavar="N,M", help="tokens of the prompt; default 32768,131072"
     )
-    parser.add_argument("--new-tokens", type=int, default=33, metavar="N", help="tokens to generate; default 33")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=257,
+        metavar="N",
+        help="tokens to generate; default 257: one of the prefill, and 32 program calls of 8",
+    )
     parser.add_argument(
         "--samples", default="1", metavar="N,M", help="sequences that continue the one prompt, which they share"
     )
@@ -104,6 +111,9 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="run a case once before it is timed (default); without it, first use (not compilation) is in its prefill",
+    )
+    parser.add_argument(
+        "--prefill-trials", type=int, default=3, metavar="N", help="prefills of each case; the median counts; default 3"
     )
 
 

@@ -32,7 +32,7 @@ from tree_attn.topology import is_first_process
 # Options that the rows of one file have in common.
 COMMON = (
     "config", "model", "cache_dtype", "prefill_chunk", "new_tokens", "problems", "problem_tokens", "reduction",
-    "replicate_weights", "tokens_per_dispatch", "unroll_layers", "warm_up",
+    "replicate_weights", "tokens_per_dispatch", "unroll_layers", "warm_up", "prefill_trials",
 )  # fmt: skip
 
 
@@ -109,6 +109,7 @@ def _checked(args: argparse.Namespace) -> Plan:
         check_sharing(name, True if max(samples) * args.problems > 1 else None)
     shortest_problem = min(args.problems - 1, 1)  # one problem may have no text of its own
     check_at_least(args, new_tokens=2, tokens_per_dispatch=1, problems=1, problem_tokens=shortest_problem)
+    check_at_least(args, prefill_trials=1)
     for num_levels in levels:
         one_of("--levels", num_levels, (1, 2))
     if 1 in levels and not args.problem_tokens:

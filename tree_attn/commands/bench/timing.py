@@ -13,7 +13,7 @@ from flax import nnx
 from tree_attn.cluster.join import steps
 from tree_attn.commands import session
 from tree_attn.commands.bench import room
-from tree_attn.cost import limits
+from tree_attn.commands.bench.roofline import roofline_ms
 from tree_attn.measure.memory import bytes_per_device, compiled_memory, runtime_peak_memory_bytes
 from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters
 from tree_attn.models.llama.attention_choice import REDUCING
@@ -87,12 +87,18 @@ def time_case(
             count = 2 + generator.tokens_per_dispatch
             _run_steps(generator, prompts, args.new_tokens, count, f"{name}: warming up", end_step)
         seconds = _run_steps(generator, prompts, args.new_tokens, args.new_tokens, f"{name}: timing", end_step)
+        prefill_s = [seconds[0]]
+        for trial in range(2, args.prefill_trials + 1):
+            title = f"{name}: trial {trial} of {args.prefill_trials}"
+            prefill_s += _run_steps(generator, prompts, args.new_tokens, 1, title, end_step)
     weights, cache = _bytes_per_token(model, generator, prompts)
     compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = runtime_peak_memory_bytes(devices)
-    return _setting(args, place, model, generator, prompts, name) | _times(seconds, len(prompts)) | {
-        "roofline_ms": _roofline_ms(place, weights, cache, len(prompts)),
-        "weights_bytes_per_device": weights, "cache_bytes_per_device": cache,
+    setting = _setting(args, place, model, generator, prompts, name)
+    read = {"weights_bytes_per_device": weights, "cache_bytes_per_device": cache}
+    shape = setting | read | {"context": len(prompts[0]) - args.problem_tokens}
+    return setting | _times(prefill_s, seconds[1:], len(prompts)) | read | {
+        "roofline_ms": roofline_ms(shape, model.config, place.devices[0].device_kind),
         "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in compiled.items()},
         "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
         "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
@@ -112,6 +118,8 @@ def _run_steps(
     with session.phase(f"{title}, prefill of {len(prompts[0]):,} tokens"):
         seconds = [next(steps).seconds]
         end_step()
+    if count == 1:
+        return seconds
     with session.phase(f"{title}, token", count - 1) as decoding:
         for step in itertools.islice(steps, count - 1):
             seconds.append(step.seconds)
@@ -153,11 +161,12 @@ def _setting(
     }  # fmt: skip
 
 
-def _times(seconds: Sequence[float], batch: int) -> dict[str, float]:
-    """Returns the fields of the row that come from the seconds of the prefill and of each token."""
-    prefill_s, token_s = seconds[0], seconds[1:]
+def _times(trials_s: Sequence[float], token_s: Sequence[float], batch: int) -> dict[str, Any]:
+    """Returns the fields of the row that come from the seconds of each trial of the prefill, and of each token."""
+    prefill_s = statistics.median(trials_s)
     return {
         "prefill_s": prefill_s,
+        "prefill_trials_s": list(trials_s),
         "per_token_ms_median": statistics.median(token_s) * 1e3,
         "per_token_ms_p10": float(np.percentile(token_s, 10)) * 1e3,
         "per_token_ms_p90": float(np.percentile(token_s, 90)) * 1e3,
@@ -179,13 +188,3 @@ def _bytes_per_token(model: Llama, generator: Generator, prompts: Sequence[Seque
     texts = [*(node.tokens for level in tree.levels for node in level), *tree.remainders]
     cache = sum(memory.bytes_read(generator, len(text)) for text in texts)
     return weights, cache // model.sharding.num_shards("sequence")
-
-
-def _roofline_ms(place: session.Place, weights: int, cache: int, batch: int) -> float | None:
-    """Returns the least time of a token: to read its bytes, or of its products; None for an unknown device kind."""
-    device_kind = place.devices[0].device_kind
-    limits_us = (
-        limits.memory_limit_us(weights + cache, device_kind),
-        limits.products_limit_us(2 * batch * weights / np.dtype(place.dtype).itemsize, device_kind),
-    )
-    return None if None in limits_us else max(limits_us) / 1e3
