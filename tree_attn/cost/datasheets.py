@@ -78,9 +78,8 @@ def _machine(sheet: dict[str, Any]) -> Machine:
         gpus_per_node=sheet["devices_per_node"],
         memory_bytes=sheet["memory_bytes"],
         read_bytes_per_s=known.read_bytes_per_s * part("read_bytes_per_s"),
-        copy_bytes_per_s=known.copy_bytes_per_s * part("read_bytes_per_s"),
-        product_flops_per_s=known.product_flops_per_s * part("product_flops_per_s"),
         node=LinkClass(source=f"assumed: {rate} by the datasheet, latencies of H200s; not measured", costs=costs),
+        fitted_devices=0,
         provenance={
             "datasheet": f"{sheet['source']}: {sheet['memory_bytes'] / 1e9:g} GB, "
             f"{sheet['read_bytes_per_s'] / 1e9:,g} GB/s. Predictions take the share of it that an H200 "

@@ -143,13 +143,13 @@ class Machine:
       memory_bytes: of one device.
       read_bytes_per_s: rate at which local attention reads keys and values; predictions use it.
       local_us: time of a step beside reading and exchanging: launches, merges, waiting for the slowest device.
-      collective_us: time that the first of NCCL's collectives in a step adds to its own. An exchange by a kernel of
-        ours does not pay it.
+      collective_us: time that a reduction over one mesh axis by NCCL's collectives adds to theirs: packing the state
+        before, merging after, and waiting for its peers. Each axis pays it; an exchange by a kernel of ours does not.
       node, network: the links inside a node, and across nodes.
-      copy_bytes_per_s: rate at which a plain copy reads device memory; limits in tables and rows refer to it. Local
-        attention may read faster than a copy. None if unknown.
-      product_flops_per_s: operations per second of large bfloat16 matrix products. None if unknown.
-      provenance: method, place and time of the measurement; free form.
+      fitted_devices: the most devices of any row that the numbers were fitted to; 0 for a machine by its datasheet.
+        None: `gpus_per_node`. Predictions for more are extrapolated (`tree_attn.cost.ranges`).
+      provenance: method, place and time of the measurement; free form. "fitted_rows", where it is there, has the lines
+        of the results files that the numbers were fitted to.
     """
 
     device_kind: str
@@ -160,8 +160,7 @@ class Machine:
     collective_us: float
     node: LinkClass
     network: LinkClass = ASSUMED_NETWORK
-    copy_bytes_per_s: float | None = None
-    product_flops_per_s: float | None = None
+    fitted_devices: int | None = None
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):

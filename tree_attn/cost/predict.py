@@ -106,7 +106,7 @@ def reduction_us(
 ) -> tuple[float, ...]:
     """Predicts the microseconds of each exchange of a reduction: one over all axes, or one per axis if hierarchical.
 
-    Beside these a step with any of NCCL's collectives takes `machine.collective_us` once.
+    Beside these each exchange by NCCL's collectives takes `machine.collective_us` (`num_collectives`).
 
     Args:
       reduction: one of `AXIS_REDUCTIONS`, "hierarchical", or a tuple of `AXIS_REDUCTIONS`, one per axis.
@@ -128,9 +128,9 @@ def reduction_us(
     )
 
 
-def needs_collective(reduction: Reduction, axis_sizes: Sequence[int]) -> bool:
-    """Returns whether any exchange of a reduction is one of NCCL's collectives."""
-    return any(EXCHANGES[name].is_collective and size > 1 for name, size, _ in _exchanges(reduction, axis_sizes))
+def num_collectives(reduction: Reduction, axis_sizes: Sequence[int]) -> int:
+    """Returns how many exchanges of a reduction are by NCCL's collectives: at most one for each axis."""
+    return sum(EXCHANGES[name].is_collective and size > 1 for name, size, _ in _exchanges(reduction, axis_sizes))
 
 
 def candidates(num_axes: int) -> list[Reduction]:
@@ -169,7 +169,7 @@ def cheapest_reduction(
         except NotImplementedError as error:
             reasons.append(str(error))
             continue
-        times.append((sum(exchanges) + machine.collective_us * needs_collective(candidate, axis_sizes), candidate))
+        times.append((sum(exchanges) + machine.collective_us * num_collectives(candidate, axis_sizes), candidate))
     if not times:
         raise NotImplementedError("; ".join(reasons))
     return min(times, key=lambda timed: timed[0])[1]
@@ -181,7 +181,7 @@ class Prediction:
 
     Attributes:
       local_us: attention to all the keys that a device meets, and everything that no other field has.
-      collective_us: time that NCCL's first collective adds to its own.
+      collective_us: time that exchanges by NCCL's collectives add to their own: packing, merging, waiting for peers.
       exchanges_us: each exchange of a reduction; for a ring, the time that its transfers add to the attention.
       bytes_sent: by each exchange; for a ring, by all of its hops.
       memory_bytes: see `program_memory_bytes`.
@@ -209,7 +209,7 @@ def predict_step(
 ) -> Prediction:
     """Predicts the time of one step. With `local = 2 b t d_kv / read rate + machine.local_us`, of one shard:
 
-        tree              local + collective_us + the exchanges of the reduction (`reduction_us`)
+        tree              local + the exchanges of the reduction (`reduction_us`), + collective_us for each by NCCL
         ring_overlapped   local + (p - 1) max(transfer, local):  a hop ends when both are done
         ring_public       p (transfer + local + copy):  its loop copies each arrival into the carry, read and written
 
@@ -238,7 +238,7 @@ def predict_step(
         bytes_sent = exchange_bytes_sent_per_device(step, reduction, axis_sizes=sizes)
         return Prediction(
             local_us=local_us,
-            collective_us=machine.collective_us * needs_collective(reduction, sizes),
+            collective_us=machine.collective_us * num_collectives(reduction, sizes),
             exchanges_us=reduction_us(
                 reduction, elements=step.packed_state_bytes // STATE_BYTES, axis_sizes=sizes, machine=machine
             ),

@@ -48,6 +48,29 @@ def test_the_choice_is_the_librarys(capsys, sizes):
     assert best["reduction"] == (list(cheapest) if isinstance(cheapest, tuple) else cheapest)
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--gpus-per-node", "2"), None),  # as many as were measured
+        (("--gpus-per-node", "8"), "constants fitted to 2 GPUs stand for more"),
+        (CLUSTER[:4], "constants fitted to 2 GPUs stand for more"),
+        (("--device-kind", "H100"), "no constant was measured on such a device"),
+        (("--device-kind", "A100", "--gpus-per-node", "1"), "no constant was measured on such a device"),
+    ],
+)
+def test_assumed_constants_give_a_range(capsys, options, said):
+    document = planned(capsys, *options, "--keys", "81920")
+    for one in document["strategies"]:
+        low_high = one["latency_range_us"]
+        assert low_high is None if said is None else low_high[0] < one["latency_us"] < low_high[1]
+    assert cli.main(["plan", *options, "--keys", "81920"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        ("Below each time is its range" in text) == (said is not None) == bool(re.search(r"[0-9.]+ to [0-9.]+", text))
+    )
+    assert said is None or said in " ".join(text.split())
+
+
 def test_a_machine_of_ones_own_and_what_does_not_fit(capsys, tmp_path):
     machine.write(make_machine(memory_bytes=4_000_000), tmp_path / "machine.json")
     options = ("--machine", str(tmp_path / "machine.json"), "--heads", "2")

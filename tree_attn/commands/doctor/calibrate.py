@@ -63,6 +63,7 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
         collective_us=collective_us,
         node=link_classes["device"],
         network=link_classes["node"] if mesh.shape["node"] > 1 else ASSUMED_NETWORK,
+        fitted_devices=len(devices),
         provenance={axis: [point.saved() for point in found] for axis, found in points.items()},
     )
 

@@ -32,14 +32,18 @@ class Point:
         return {"kind": self.exchange, "size": self.size, "payload_bytes": self.payload_bytes, "us": self.us}
 
 
-def fit_collectives(points: Mapping[str, Sequence[Point]]) -> tuple[float, dict[str, ExchangeCost]]:
-    """Returns the cost of the first of NCCL's collectives in a step, and the cost of each by axis ("device", "node").
+def fit_collectives(
+    points: Mapping[str, Sequence[Point]], round_us: float = 0.0
+) -> tuple[float, dict[str, ExchangeCost]]:
+    """Returns what a reduction costs beside NCCL's collectives, and the cost of each by axis ("device", "node").
 
-    All collectives share an axis's launch, latency and rate. Otherwise the cost of the first in a step could not be
+    All collectives share an axis's launch, latency and rate. Otherwise what a reduction costs beside them could not be
     separated from a launch.
 
     Args:
       points: by axis; only `COLLECTIVES` count.
+      round_us: latency of a message that waits for another, for an axis with one size of groups. Launch and latency
+        cannot be separated there; by default the launch has both.
     """
     chosen = [(axis, point) for axis, found in points.items() for point in found if point.exchange in COLLECTIVES]
     axes = list(dict.fromkeys(axis for axis, _ in chosen))
@@ -51,8 +55,13 @@ def fit_collectives(points: Mapping[str, Sequence[Point]]) -> tuple[float, dict[
         first = 1 + 3 * axes.index(axis)
         on_axis = [other for other_axis, other in chosen if other_axis == axis]
         row[first : first + 3] = _counts(point, on_axis, is_across=axis == "node")
-    collective_us, *costs = _least_squares(rows, [point.us for _, point in chosen])
-    return collective_us, {axis: _cost(*costs[3 * i : 3 * i + 3]) for i, axis in enumerate(axes)}
+    assumed = {axis: round_us for i, axis in enumerate(axes) if not rows[:, 2 + 3 * i].any()}
+    us = [point.us - assumed.get(axis, 0.0) * _num_rounds(point, is_across=axis == "node") for axis, point in chosen]
+    collective_us, *costs = _least_squares(rows, us)
+    fitted = {axis: _cost(*costs[3 * i : 3 * i + 3]) for i, axis in enumerate(axes)}
+    return collective_us, fitted | {
+        axis: dataclasses.replace(fitted[axis], round_us=us) for axis, us in assumed.items()
+    }
 
 
 def fit_exchange(points: Sequence[Point], *, is_across: bool) -> ExchangeCost:
@@ -95,10 +104,15 @@ def rate(us_per_mb: float) -> float:
 def _counts(point: Point, points: Sequence[Point], *, is_across: bool) -> list[float]:
     """Returns launches, messages that wait for one another, and megabytes of an exchange."""
     pattern = EXCHANGES[point.exchange]
-    rounds = pattern.rounds(1, point.size)[1] if is_across else pattern.rounds(point.size, 1)[0]
-    rounds *= len({other.size for other in points}) > 1
+    rounds = _num_rounds(point, is_across=is_across) * (len({other.size for other in points}) > 1)
     megabytes = pattern.payloads_sent(point.size) * point.payload_bytes / 1e6
-    return [pattern.num_exchanges, pattern.num_exchanges * rounds, megabytes]
+    return [pattern.num_exchanges, rounds, megabytes]
+
+
+def _num_rounds(point: Point, *, is_across: bool) -> int:
+    """Returns the messages of all exchanges of a reduction that wait for one another."""
+    pattern = EXCHANGES[point.exchange]
+    return pattern.num_exchanges * (pattern.rounds(1, point.size)[1] if is_across else pattern.rounds(point.size, 1)[0])
 
 
 def _least_squares(rows: np.ndarray, us: Sequence[float]) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tree_attn.commands.options import check_at_least, reading
 from tree_attn.commands.units import size, time, times_as
-from tree_attn.cost import datasheets, predict
+from tree_attn.cost import datasheets, predict, ranges
 from tree_attn.cost import machine as machines
 from tree_attn.cost.machine import EXCHANGES, Machine
 from tree_attn.cost.step import STATE_BYTES, DecodeStep
@@ -19,8 +19,10 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
 
     Returns:
       `machine`, `datasheet` (None without one) and `links` (the sources of their parameters), `step`, `axis_sizes`,
-      `strategies` (the fastest first: the fields of `tree_attn.cost.predict.Prediction`, `latency_us` and `fits`),
-      `left_out` (label -> why it cannot run there), `choice` (a label, or None where nothing fits) and `reason`.
+      `fitted_devices` (the most devices that a constant was fitted to; 0: none was measured), `strategies` (the
+      fastest first: the fields of `tree_attn.cost.predict.Prediction`, `latency_us`, `latency_range_us` as in
+      `tree_attn.cost.ranges`, and `fits`), `left_out` (label -> why it cannot run there), `choice` (a label, or None
+      where nothing fits) and `reason`.
 
     Raises:
       ValueError: an option out of range, named.
@@ -32,7 +34,9 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
             f"--nodes must be 1 for a {machine.device_kind}, got {args.nodes}: chips of a slice have one kind of link; "
             "--gpus-per-node says how many there are"
         )
-    machine = dataclasses.replace(machine, gpus_per_node=args.gpus_per_node or machine.gpus_per_node)
+    fitted = machine.gpus_per_node if machine.fitted_devices is None else machine.fitted_devices
+    gpus_per_node = args.gpus_per_node or machine.gpus_per_node
+    machine = dataclasses.replace(machine, gpus_per_node=gpus_per_node, fitted_devices=fitted)
     step = DecodeStep(
         batch=args.batch,
         num_keys=args.keys,
@@ -51,6 +55,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "machine": machine.device_kind,
         "datasheet": machine.provenance.get("datasheet"),
+        "fitted_devices": machine.fitted_devices,
         "links": dict(list(links.items())[: len(axis_sizes)]),
         "step": dataclasses.asdict(step),
         "axis_sizes": axis_sizes,
@@ -102,11 +107,13 @@ def strategies_of(
         names = {"label": strategy_label(strategy, reduction), "strategy": strategy, "reduction": reduction}
         try:
             _check_exchanges(step, reduction, axis_sizes, machine)
-            predicted = predict.predict_step(step, strategy, reduction, machine=machine, axis_sizes=axis_sizes)
+            options = dict(machine=machine, axis_sizes=axis_sizes)
+            predicted = predict.predict_step(step, strategy, reduction, **options)
+            times = {"latency_range_us": ranges.latency_range_us(step, strategy, reduction, **options)}
         except NotImplementedError as error:
             left_out[names["label"]] = str(error)
             continue
-        times = {"latency_us": predicted.latency_us, **dataclasses.asdict(predicted)}
+        times |= {"latency_us": predicted.latency_us, **dataclasses.asdict(predicted)}
         found.append(names | times | {"fits": predicted.memory_bytes <= machine.memory_bytes})
     return sorted(found, key=lambda one: one["latency_us"]), left_out
 

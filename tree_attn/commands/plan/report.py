@@ -18,11 +18,14 @@ def print_document(document: dict[str, Any]) -> None:
     for one in document["strategies"][: 1 if is_alone else None]:
         label = "any" if is_alone else one["label"]
         sent = " + ".join(map(size, one["bytes_sent"]))
-        times = map(time, (one["latency_us"], one["local_us"], one["latency_us"] - one["local_us"]))
-        table.add_row(label, *times, sent, size(one["memory_bytes"]), "yes" if one["fits"] else "NO")
+        parts = map(time, (one["local_us"], one["latency_us"] - one["local_us"]))
+        fits = "yes" if one["fits"] else "NO"
+        table.add_row(label, _time_and_range(one), *parts, sent, size(one["memory_bytes"]), fits)
     console.print(table)
     if len(sizes) > 1:
         terminal.say(console, "sent: inside a node + across nodes")
+    if document["strategies"][0]["latency_range_us"] is not None:
+        terminal.say(console, _why_ranges(document))
     if document["datasheet"] is not None:
         terminal.say(console, f"FROM A DATASHEET, NOT MEASURED: {document['datasheet']}.")
     left_out = {} if is_alone else document["left_out"]
@@ -32,3 +35,25 @@ def print_document(document: dict[str, Any]) -> None:
     for where, source in () if is_alone else document["links"].items():
         terminal.say(console, f"links {where}: {source}")
     terminal.say(console, document["reason"])
+
+
+def _time_and_range(one: dict[str, Any]) -> str:
+    """Returns a strategy's time, and below it its range in the same unit, where it has one."""
+    latency, spread = time(one["latency_us"]), one["latency_range_us"]
+    if spread is None:
+        return latency
+    microseconds = {"us": 1.0, "ms": 1e3, "s": 1e6}[latency.split()[1]]
+    low, high = (us / microseconds for us in spread)
+    digits = 0 if high >= 100 else 1
+    return f"{latency}\n{low:,.{digits}f} to {high:,.{digits}f}"
+
+
+def _why_ranges(document: dict[str, Any]) -> str:
+    """Returns the sentence that says what the ranges rest on."""
+    fitted = document["fitted_devices"]
+    if not fitted:
+        return "Below each time is its range: no constant was measured on such a device."
+    return (
+        f"Below each time is its range: constants fitted to {fitted} GPU{'s' * (fitted != 1)} stand for more, or for "
+        "links that were not measured."
+    )
