@@ -26,9 +26,9 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
 
-    writer, of_run = RowWriter(args.out), origin()
+    writer, of_run = MeasuredRows(args.out), origin()
     rng = np.random.default_rng(0)
     for batch in map(int, args.batch.split(",")):
         cache = jnp.zeros((batch, SLOTS, KV_HEADS, HEAD_DIM), jnp.bfloat16)
@@ -47,7 +47,7 @@ def main() -> None:
             expected = result if expected is None else expected
             if not np.array_equal(result, expected):
                 raise AssertionError(f"{name}: another cache than by {next(iter(WAYS))!r}")
-            timed = profile(run, cache, new, slots, calls=WRITES, n_iters=10)
+            timed = profile(run, cache, new, slots, calls=WRITES, n_iters=32)
             row = dict(batch=batch, slots=SLOTS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="bfloat16", way=name)
             row["us_per_write"] = timed["device_us_median"]
             writer.append(row | timed | of_run)

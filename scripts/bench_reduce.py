@@ -46,9 +46,9 @@ def main() -> int:
     if args.worker:
         join(args.worker)
     from tree_attn import make_mesh
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
 
-    mesh, writer = make_mesh({"seq": args.devices}), RowWriter(args.out)
+    mesh, writer = make_mesh({"seq": args.devices}), MeasuredRows(args.out)
     parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads)}
     for part in args.parts.split(","):
         if part == "transfer":
@@ -68,7 +68,8 @@ def transfers(mesh, n_iters: int):
 
     for num_bytes in TRANSFER_BYTES:
         rate = neighbour_gb_per_s(mesh, num_bytes, n_iters=n_iters)
-        yield {"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": provenance.nccl_settings()}
+        row = {"what": "transfer", "bytes": num_bytes, "gb_per_s": rate, "nccl": provenance.nccl_settings()}
+        yield row | provenance.clocks()
 
 
 def exchanges(mesh):
@@ -183,7 +184,7 @@ def write(row: dict, writer, num_devices: int) -> None:
 
     if not writer.is_writer:
         return
-    writer.append(row | environment(num_devices) | {"versions": provenance.versions()})
+    writer.append(environment(num_devices) | row | {"versions": provenance.versions()})
     if row["what"] == "transfer":
         print(f"transfer {row['bytes']:11,d} bytes {row['gb_per_s'] or 0:6.1f} GB/s", flush=True)
         return

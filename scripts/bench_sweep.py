@@ -31,7 +31,7 @@ from sweep_cases import FAMILIES, Step, draw, table
 from sweep_summary import markdown, summary
 from sweep_ways import ways
 
-from tree_attn.measure.rows import RowWriter
+from tree_attn.measure.rows import MeasuredRows
 
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
 
@@ -138,7 +138,7 @@ class Sweep:
 
     def __init__(self, args: argparse.Namespace):
         """Opens the file of rows; no process is started yet."""
-        self._args, self._writer, self._origin = args, RowWriter(args.out), origin()
+        self._args, self._writer, self._origin = args, MeasuredRows(args.out), origin()
         self._flashinfer = sweep_flashinfer.find(args.flashinfer)
         self._end = time.monotonic() + 60 * args.minutes
         self._done = {self._key(row) for row in self._writer.rows if not is_transient(row)}

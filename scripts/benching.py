@@ -28,7 +28,7 @@ class MissingRows:
     def __init__(self, path: pathlib.Path, keys: Sequence[str]):
         """Opens the file of rows, and notes which are there."""
         self.keys = keys
-        self._writer = rows.RowWriter(path)
+        self._writer = rows.MeasuredRows(path)
         self._origin = origin()
 
     def has(self, labels: dict) -> bool:

@@ -22,7 +22,7 @@ from flax import nnx
 
 from tree_attn import make_mesh
 from tree_attn.measure import provenance
-from tree_attn.measure.rows import RowWriter
+from tree_attn.measure.rows import MeasuredRows
 from tree_attn.models.llama import Generator, Llama, by_name, generate, parameters, spread_over
 from tree_attn.models.llama.checkpoint import hub
 from tree_attn.models.llama.checkpoint.open import open_checkpoint
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=2)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
-    writer = RowWriter(args.out)
+    writer = MeasuredRows(args.out)
     checkpoint = open_checkpoint(hub.resolve(hub.SMOLLM2))
     sharding = spread_over(checkpoint.config, make_mesh({"seq": 1}, jax.devices()[:1]), "seq")
     wide = checkpoint.load(sharding, jnp.float32)

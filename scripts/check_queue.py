@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     from tree_attn.commands import session
     from tree_attn.measure import provenance
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
     from tree_attn.models.llama.generation.queue import stream_queue
     from tree_attn.models.llama.presets import preset
@@ -50,7 +50,7 @@ def main() -> int:
                         (int(step.tokens[batch_slot]), np.asarray(step.logits[batch_slot], np.float32))
                     )
         queue_s = time.perf_counter() - start
-    failed, writer, origin = 0, RowWriter(args.out), provenance.of_script(list(place.devices))
+    failed, writer, origin = 0, MeasuredRows(args.out), provenance.of_script(list(place.devices))
     for prompt, of_queue in zip(prompts, outputs):
         steps = generator.stream([prompt], args.new_tokens)
         row = _compared(of_queue, [(int(step.tokens[0]), np.asarray(step.logits[0], np.float32)) for step in steps])

@@ -80,9 +80,9 @@ def run_checks(
     go_on: bool = False,
 ) -> int:
     """Runs these checks, or every check over `num_devices` devices, or those of `only`; returns the exit status."""
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
 
-    writer = RowWriter(out)
+    writer = MeasuredRows(out)
     done = {_key(row) for row in writer.rows} if go_on else set()
     rows = []
     for row in checks or _checks(num_devices, only, done):

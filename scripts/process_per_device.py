@@ -12,7 +12,10 @@ COORDINATOR_TIMEOUT_S = 120
 
 @functools.cache
 def environment(num_devices: int) -> dict:
-    """Returns the fields of a row that name date, host, devices, processes, hardware, driver, commit and command."""
+    """Returns the fields of a row that name date, host, devices, processes, hardware, driver, commit and command.
+
+    Clocks are those of the run's start: a check has no time that they could explain. A measurement has its own.
+    """
     import jax
 
     from tree_attn.measure import provenance
@@ -20,7 +23,7 @@ def environment(num_devices: int) -> dict:
     counts = {"n_devices": num_devices, "n_processes": jax.process_count()}
     fields = provenance.of_script(jax.devices())
     del fields["versions"]  # checks write many small rows
-    return counts | fields | {"jax_version": jax.__version__}
+    return counts | fields | provenance.clocks() | {"jax_version": jax.__version__}
 
 
 def writable(row: dict) -> dict:

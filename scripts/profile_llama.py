@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     from tree_attn.commands import session
     from tree_attn.measure import provenance
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
     from tree_attn.models.llama.presets import preset
 
@@ -38,7 +38,7 @@ def main() -> None:
     generator = Generator(
         Llama(config, sharding, parameters.random(sharding, place.dtype)), by_name("single", sharding)
     )
-    writer, origin = RowWriter(args.out), provenance.of_script(list(place.devices))
+    writer, origin = MeasuredRows(args.out), provenance.of_script(list(place.devices))
     prompt = [i % config.vocab_size for i in range(args.context)]
     for samples in map(int, args.samples.split(",")):
         kernels = profile(generator, [prompt] * samples, args.new_tokens)

@@ -15,10 +15,7 @@ import re
 from bench_reduce import HEAD_DIM
 from benching import READ_GB_PER_S
 
-from tree_attn.commands.bench.roofline import roofline_ms
-from tree_attn.commands.figures.rows import device_kind
 from tree_attn.measure.rows import read, strategy_label
-from tree_attn.models.llama.presets import preset
 
 
 def compare_table(rows: list[dict]) -> str:
@@ -70,6 +67,10 @@ PAPERS_S = {32_000: 0.60, 64_000: 1.08, 128_000: 2.68, 256_000: 2.89}
 
 def llama_table(rows: list[dict]) -> str:
     """Returns a Markdown table: prefill, a token's time, its roofline, the paper's time on other hardware, memory."""
+    from tree_attn.commands.bench.roofline import roofline_ms  # these load a model's code, which takes seconds
+    from tree_attn.commands.figures.rows import device_kind
+    from tree_attn.models.llama.presets import preset
+
     lines = [
         "| GPUs | context | attention | new tokens | prefill, s | ms per token (p10 to p90) | roofline, ms | over it "
         "| prefill + 10, s | the paper's, 8 H100 | GB predicted (measured) | commit |",

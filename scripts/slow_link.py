@@ -18,7 +18,7 @@ import os
 import pathlib
 import time
 
-from tree_attn.measure.rows import RowWriter, read, strategy_label
+from tree_attn.measure.rows import MeasuredRows, read, strategy_label
 
 ROUNDS = 3  # the median of the rounds counts: emulated devices share their cores with other programs
 NODES, TASKS, DEVICES_PER_TASK = 2, 2, 2
@@ -158,7 +158,7 @@ def run(out: pathlib.Path, num_steps: int, link: str) -> None:
         "hardware": f"{NODES} nodes, network namespaces of one machine: {provenance.hardware(devices)}",
         "jax_version": jax.__version__,
     }
-    writer = RowWriter(out / "results.jsonl", facts)
+    writer = MeasuredRows(out / "results.jsonl", facts)
     cases = plan([step], (), [None], "cpu")
     (hierarchical,) = (case for case in cases if case.reduction == "hierarchical")
     rows = [measure_case(case, devices, num_steps) for case in cases]

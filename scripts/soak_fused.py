@@ -51,7 +51,7 @@ def soak(num_devices: int, steps: int, out: pathlib.Path) -> int:
     from jax.sharding import PartitionSpec as P
 
     from tree_attn import make_mesh
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
 
     mesh = make_mesh({"seq": num_devices})
     on_device = functools.partial(_steps, mesh=mesh, steps=min(steps, 1000))
@@ -75,7 +75,7 @@ def soak(num_devices: int, steps: int, out: pathlib.Path) -> int:
         "exchange_ends_attention": ends_attention,
         "passed": wrong == 0 and ends_attention,
     } | environment(num_devices)
-    writer = RowWriter(out)
+    writer = MeasuredRows(out)
     if writer.is_writer:
         print(json.dumps(row))
         writer.append(writable(row))

@@ -30,7 +30,7 @@ OPTIONS = {
     "PDL": {"xla_gpu_enable_pdl": True},
 }
 LAYERS = {"products": 4, "options": 8}
-CALLS = 10
+CALLS = 32
 
 
 def main() -> None:
@@ -45,14 +45,14 @@ def main() -> None:
     args = parser.parse_args()
     from tree_attn.commands.session import choose_devices
     from tree_attn.measure import provenance
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
     from tree_attn.models.llama.presets import preset
 
     parts = {"products": (products, ",no Triton"), "options": (options, ",CONCURRENT")}
     cases, usual_names = parts[args.part]
     config = dataclasses.replace(preset(args.config), num_layers=LAYERS[args.part])
     names = (usual_names if args.options is None else args.options).split(",")
-    writer, origin = RowWriter(args.out), provenance.of_script(choose_devices(1))
+    writer, origin = MeasuredRows(args.out), provenance.of_script(choose_devices(1))
     for batch, name in itertools.product(map(int, args.batch.split(",")), names):
         for found in cases(config, batch, args.context, OPTIONS[name]):
             row = {"config": args.config, "layers": config.num_layers, "rows": batch, "told": name} | found
@@ -115,7 +115,7 @@ def options(config, batch: int, context: int, xla_options: dict):
     from tree_attn.commands import session
     from tree_attn.models.llama import Generator, Llama, by_name, parameters
 
-    new_tokens = 65
+    new_tokens = 265  # 32 calls of 8 after the first, which is left out
     config = dataclasses.replace(config, max_position=context + new_tokens)
     place = session.Place(devices=session.choose_devices(1), has_two_axes=False)
     sharding = place.sharding(config)

@@ -37,9 +37,9 @@ def main() -> int:
     parser.add_argument("--calls", help="which of CALLS, e.g. 0,3 (default: all)")
     args = parser.parse_args()
     from tree_attn.kernels import tuning
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
 
-    writer, of_run = RowWriter(args.out), origin()
+    writer, of_run = MeasuredRows(args.out), origin()
     best = {}
     for call in chosen(CALLS, args.calls):
         rows = list(_sweep(call))
@@ -86,7 +86,7 @@ def _sweep(call):
         step = lambda q, k, v, config=config: lean(q, k, v, spans, config=config).out
         chain = lambda q, k, v, step=step: jax.lax.scan(lambda q, _: (step(q, k, v), None), q, None, length=8)[0]
         try:
-            row |= profile(jax.jit(chain), query, key, value, calls=8, n_iters=10)
+            row |= profile(jax.jit(chain), query, key, value, calls=8, n_iters=32)
         except RuntimeError as error:
             row |= {"device_us_median": None, "error": str(error)[:500]}
         yield row

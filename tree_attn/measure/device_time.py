@@ -30,7 +30,7 @@ class DeviceTime:
     kernels: dict[str, tuple[float, float]]
 
 
-def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 10, warmup: int = 3) -> DeviceTime:
+def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 32, warmup: int = 3) -> DeviceTime:
     """Profiles `fn(*args)`, a jitted program that makes `calls` timed calls one after another.
 
     Raises:

@@ -73,7 +73,7 @@ def chain_calls(fn: Callable, length: int) -> Callable:
 def latency_us(
     fn: Callable,
     *args: Any,
-    n_iters: int = 20,
+    n_iters: int = 32,
     warmup: int = 3,
     chain: int = 1,
     long_chain: int | None = None,

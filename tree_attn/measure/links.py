@@ -77,8 +77,9 @@ def _collective_us(mesh: Mesh, collective) -> float:
     axes = tuple(mesh.axis_names)
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(lambda: jnp.ones((1, 1024), jnp.float32), in_specs=()))()
-    long_chain = None if is_emulated(mesh) else 64
-    return latency_us(shard_map(collective, in_specs=P(axes)), whole, chain=16, long_chain=long_chain).median_us
+    long_chain, n_iters = (None, 20) if is_emulated(mesh) else (64, 32)
+    program = shard_map(collective, in_specs=P(axes))
+    return latency_us(program, whole, n_iters=n_iters, chain=16, long_chain=long_chain).median_us
 
 
 def is_emulated(mesh: Mesh) -> bool:
@@ -87,7 +88,7 @@ def is_emulated(mesh: Mesh) -> bool:
 
 
 def neighbour_gb_per_s(
-    mesh: Mesh, num_bytes: int | None = None, n_iters: int = 10, axis_name: str | None = None
+    mesh: Mesh, num_bytes: int | None = None, n_iters: int | None = None, axis_name: str | None = None
 ) -> float | None:
     """Returns the rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device.
 
@@ -97,7 +98,7 @@ def neighbour_gb_per_s(
       mesh: the devices.
       num_bytes: size of one transfer; default 256 MB, and 4 MB between emulated devices. A device needs memory for a
         few such buffers.
-      n_iters: samples.
+      n_iters: samples; default 32, and 10 between emulated devices.
       axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
 
     Returns:
@@ -128,6 +129,6 @@ def neighbour_gb_per_s(
 
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(fill, in_specs=()))()
-    long_chain = None if emulated else 4
-    timing = latency_us(shard_map(send, in_specs=P(axes)), whole, n_iters=n_iters, long_chain=long_chain)
+    long_chain, usual = (None, 10) if emulated else (4, 32)
+    timing = latency_us(shard_map(send, in_specs=P(axes)), whole, n_iters=n_iters or usual, long_chain=long_chain)
     return num_hops * num_elements * 4 / timing.median_us / 1e3

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ import jax
 import tree_attn
 
 MAX_WAIT_S = 20  # for nvidia-smi
+# Every row of a measurement or check has these.
+ORIGIN = ("date", "host", "driver", "clock_sm_mhz", "clock_memory_mhz", "git_commit")
 
 
 def of_script(devices: Sequence[jax.Device]) -> dict[str, Any]:
@@ -32,6 +34,23 @@ def of_script(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "versions": versions(),
         "command": " ".join(["python3", *sys.argv]),
     }
+
+
+def completed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row with those fields of `ORIGIN` that it lacks; clocks are those of this moment.
+
+    Example:
+      >>> sorted(completed({"us_median": 3.2}))
+      ['clock_memory_mhz', 'clock_sm_mhz', 'date', 'driver', 'git_commit', 'host', 'us_median']
+    """
+    missing, found = set(ORIGIN) - row.keys(), {}
+    if missing & {"date", "host", "driver"}:
+        found |= place()
+    if missing & {"clock_sm_mhz", "clock_memory_mhz"}:
+        found |= clocks()
+    if "git_commit" in missing:
+        found["git_commit"] = git_commit()
+    return dict(row) | {name: found[name] for name in ORIGIN if name in missing}
 
 
 def place() -> dict[str, str | None]:

@@ -13,6 +13,7 @@ from tree_attn import cli
 from tree_attn.commands import bench as bench_command
 from tree_attn.commands import phases, session
 from tree_attn.commands.bench import report, room, timing
+from tree_attn.measure import provenance
 from tree_attn.models.llama import LlamaConfig, parameters, presets
 from tree_attn.models.llama.generation.programs import Programs
 
@@ -42,6 +43,7 @@ def test_rows_and_a_rerun_that_times_only_what_is_missing(tmp_path, capsys):
     assert [(row["attention"], row["reduction"]) for row in rows] == [("tree", "gather"), ("single", None)]
     assert (tmp_path / "results.jsonl").read_text().startswith(first)
     for row in rows:
+        assert set(provenance.ORIGIN) <= row.keys()
         assert row["prefill_s"] > 0 and row["per_token_ms_p10"] <= row["per_token_ms_median"] <= row["per_token_ms_p90"]
         assert row["cache_bytes_per_device"] == 2 * 2 * 2 * 8 * 4 * 40  # K and V, layers, heads, head dim, float32
         per_layer = 2 * (4 + 2) * 8 * 16 + 3 * 16 * 32  # query, output, key and value; gate, up and down

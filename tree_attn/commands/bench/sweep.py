@@ -14,7 +14,7 @@ from tree_attn.commands.bench.report import print_rows
 from tree_attn.commands.options import check_at_least, check_folder, integers_in
 from tree_attn.commands.request import sparq_options
 from tree_attn.measure import provenance
-from tree_attn.measure.rows import RowWriter
+from tree_attn.measure.rows import MeasuredRows
 from tree_attn.models.llama import LlamaConfig
 from tree_attn.models.llama.attention_choice import (
     ATTENTIONS,
@@ -81,7 +81,7 @@ def bench(args: argparse.Namespace) -> None:
     writer, rows = None, []
     if args.out is not None:
         common = _common(args, len(devices), plan.sparq)
-        writer = RowWriter(args.out / "results.jsonl", sweep=common, is_writer=is_first_process())
+        writer = MeasuredRows(args.out / "results.jsonl", sweep=common, is_writer=is_first_process())
         rows = writer.rows
     for row in _timed(args, plan, place, rows):
         rows.append(row) if writer is None else writer.append(row)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--implementation", type=words, nargs="+", help="local kernels (default: the best that can run)"
     )
     measured = parser.add_argument_group("how it is measured")
-    measured.add_argument("--iters", type=int, default=20, help="timed samples per row (default 20)")
+    measured.add_argument("--iters", type=int, default=32, help="timed samples per row (default 32)")
     measured.add_argument(
         "--chain",
         type=int,

@@ -18,7 +18,7 @@ from tree_attn.cost.step import DecodeStep
 from tree_attn.devices import ensure_devices
 from tree_attn.local import IMPLEMENTATIONS, check_implementation
 from tree_attn.measure import links, provenance
-from tree_attn.measure.rows import RowWriter
+from tree_attn.measure.rows import MeasuredRows
 from tree_attn.mesh import make_mesh
 from tree_attn.reduce import REDUCTIONS
 from tree_attn.topology import is_first_process, node_by_node
@@ -46,7 +46,7 @@ class Sweep:
     requested_chain: int | None
     is_emulated: bool
     neighbour_gb_per_s: dict[DecodeStep, float | None]
-    writer: RowWriter
+    writer: MeasuredRows
     command: str
     prints_text: bool = True
 
@@ -66,12 +66,7 @@ class Sweep:
             terminal.say(terminal.output(), text) if self.prints_text else phases.print_wrapped(text)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes a row, in the place of an earlier one of the same case, which has an error.
-
-        When and where it was measured joins it here, with the clocks right after.
-        """
-        if self.writer.is_writer:
-            row |= provenance.place() | provenance.clocks()
+        """Writes a row, in the place of an earlier one of the same case, which has an error."""
         keys = [cases.row_key(one) for one in self.writer.rows]
         if cases.row_key(row) in keys:
             self.writer.replace(keys.index(cases.row_key(row)), row)
@@ -165,7 +160,7 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementation
         requested_chain=args.chain,
         is_emulated=is_emulated,
         neighbour_gb_per_s=rates,
-        writer=RowWriter(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
+        writer=MeasuredRows(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
         command=args.command_line,
         prints_text=not args.json,
     )

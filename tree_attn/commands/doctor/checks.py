@@ -50,7 +50,7 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
         "devices": [_describe(device) for device in devices],
         "links": found,
         "versions": provenance.versions(),
-        "git_commit": provenance.git_commit(),
+        **provenance.completed({}),
         "implementations": implementations,
         "reductions": reductions,
         "extras": surroundings.find_extras(),
@@ -81,7 +81,7 @@ def measure_machine(n_devices: int | None, command: str) -> Machine:
     devices = _devices(n_devices)
     measured = calibrate.measure_machine(devices)
     facts = {"hardware": provenance.hardware(devices), "n_processes": jax.process_count(), "command": command}
-    facts |= {"git_commit": provenance.git_commit(), "versions": provenance.versions()}
+    facts |= provenance.completed({}) | {"versions": provenance.versions()}
     return dataclasses.replace(measured, provenance=facts | {"points": measured.provenance})
 
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from tree_attn.commands.eval import evaluation, plots, report
     from tree_attn.commands.eval.plan import make_plan
     from tree_attn.commands.options import check_folder, reading
-    from tree_attn.measure.rows import RowWriter
+    from tree_attn.measure.rows import MeasuredRows
 
     plan = make_plan(args)
     check_folder("--out", args.out)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = session.open_with_progress(args.model)
     facts = {"model": args.model, "seed": args.seed, "text_sha256": hashlib.sha256(text.encode()).hexdigest()}
     facts |= {} if args.cache_dtype is None else {"cache_dtype": args.cache_dtype}
-    writer = RowWriter(args.out / "results.jsonl", sweep=plan.sweep() | facts)
+    writer = MeasuredRows(args.out / "results.jsonl", sweep=plan.sweep() | facts)
     evaluation.evaluate(args, checkpoint, text, plan, writer)
     files = {}
     if not args.no_plots and drawing.has_matplotlib():

@@ -13,7 +13,7 @@ from tree_attn.commands.eval.plan import Group, Plan
 from tree_attn.commands.eval.report import standard_error
 from tree_attn.devices import started_devices
 from tree_attn.measure import provenance
-from tree_attn.measure.rows import RowWriter
+from tree_attn.measure.rows import MeasuredRows
 from tree_attn.models.llama.checkpoint.open import Checkpoint
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.evaluation.methods import Method
@@ -22,7 +22,7 @@ from tree_attn.models.llama.evaluation.tasks import TASKS, make_samples, score
 from tree_attn.sparq.transfers import dense_transfer_elements
 
 
-def evaluate(args: argparse.Namespace, checkpoint: Checkpoint, text: str, plan: Plan, writer: RowWriter) -> None:
+def evaluate(args: argparse.Namespace, checkpoint: Checkpoint, text: str, plan: Plan, writer: MeasuredRows) -> None:
     """Scores the methods without a row, and appends their rows."""
     config = checkpoint.config
     cases = {sizes.context: plan.cases(sizes.context, config.head_dim) for sizes in plan.sizes}
