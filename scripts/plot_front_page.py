@@ -13,8 +13,9 @@ KEYS = (640_000, 81_920)
 # Rows name the commit that they were measured at; this is the day of those commits.
 DATE_OF_COMMIT = {"d6a7619": "22 November 2026", "d649ccb": "22 November 2026"}
 BARS = {  # (strategy, reduction) -> label, colour
-    ("tree", "fused"): ("tree (fused reduction)", "#1b7837"),
-    ("ring_overlapped", None): ("ring, transfers overlapped", "#9970ab"),
+    ("tree", "fused"): ("tree, fused", "#1b7837"),
+    ("tree", "gather"): ("tree, gather", "#7fbf7b"),
+    ("ring_overlapped", None): ("ring, overlapped", "#9970ab"),
     ("ring_public", None): ("ring, public form", "#c2a5cf"),
 }
 GROUP = len(BARS) + 1  # bars of one group, and a gap
@@ -31,8 +32,11 @@ def main(path: pathlib.Path) -> None:
     figure, axes = plt.subplots(figsize=(8.4, 5), layout="constrained")
     for place, rows in enumerate(groups):
         for bar, (strategy, (label, colour)) in enumerate(BARS.items()):
-            us = rows[strategy]["latency_us_median"]
             y = place * GROUP + bar
+            if strategy not in rows:
+                axes.text(10.8, y, f"{label}: not in this run", va="center", fontsize=8, color="#555555")
+                continue
+            us = rows[strategy]["latency_us_median"]
             axes.barh(y, us, height=0.9, color=colour, label=label if place == 0 else None)
             axes.text(us * 1.08, y, f"{us:,.0f}", va="center", fontsize=9)
     middles = [place * GROUP + (len(BARS) - 1) / 2 for place in range(len(groups))]

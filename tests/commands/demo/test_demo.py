@@ -108,6 +108,13 @@ def test_what_gpus_take_is_what_the_rows_say():
     for row in measured.ROWS:
         assert (row.tree_us, row.ring_us) == (round(of("tree", row.num_keys), 1), round(of("ring", row.num_keys), 1))
     assert [row.num_keys for row in measured.ROWS] == sorted({row["num_keys"] for row in rows})
+    other = path.parents[1] / pathlib.Path(measured.GATHER_FOLDER).name / "results.jsonl"
+    (gathered,) = (
+        row["latency_us_median"]
+        for row in map(json.loads, other.read_text().splitlines())
+        if row["reduction"] == "gather" and row["num_keys"] == measured.ROWS[-1].num_keys
+    )
+    assert round(gathered, 1) == measured.GATHER_US
 
 
 def test_an_answer_stands_without_its_picture(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,8 @@ FOLDER = "docs/results/compare_4xh200_4processes_spread"
 MACHINE = "four H200s"
 STEP = "batch 1, 16 heads of 128, bfloat16"
 COMMIT = "d649ccb"
+GATHER_FOLDER = "docs/results/compare_4xh200_4processes_pairs"
+GATHER_US = 323.7  # by a gather, over as many keys as the last of `ROWS`
 
 
 @dataclasses.dataclass(frozen=True)

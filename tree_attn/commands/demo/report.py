@@ -63,7 +63,8 @@ def conclude(outcomes: Sequence[Outcome], path: pathlib.Path) -> None:
     ratio = largest.ring_us / largest.tree_us
     terminal.say(
         console,
-        f"On GPUs: one step of attention over {largest.num_keys:,} keys took {time(largest.tree_us)} by tree and "
+        f"On GPUs: one step of attention over {largest.num_keys:,} keys took {time(largest.tree_us)} by tree "
+        f"(with gather {time(measured.GATHER_US)}, in another run) and "
         f"{time(largest.ring_us)} by the best ring on {measured.MACHINE} ({measured.STEP}; measured at commit "
         f"{measured.COMMIT}, {measured.FOLDER}). Tree was {ratio:.0f} times as fast.",
     )
