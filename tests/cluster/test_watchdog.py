@@ -20,7 +20,7 @@ from ranks import SILENCE_S, STARTS_S, endings, running
 from tree_attn.cluster.ending import INTERRUPTED_STATUS, LOST_STATUS
 
 LOOP = """
-    import os, sys, jax, jax.numpy as jnp
+    import os, sys, time, jax, jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec as P
     from tree_attn import initialize, make_mesh
 
@@ -30,6 +30,7 @@ LOOP = """
     add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P()))
     for turn in range(10**9):
         jax.block_until_ready(add(ones))
+        time.sleep(0.005)
         if turn == 0:
             print("running", flush=True)
         if turn == 50:
