@@ -12,6 +12,8 @@ import pathlib
 import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+# XLA's own kernels beside ours are compiled once each, for no GPU is here to time candidates on.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 import jax
 import numpy as np
