@@ -31,7 +31,7 @@ def compare_table(rows: list[dict]) -> str:
         rate = f"{row['sent_gb_per_s']:.0f} ({row['neighbour_gb_per_s']:.0f})" if is_ring else ""
         cells = (
             f"{row['num_keys']:,}",
-            strategy_label(row["strategy"], row["reduction"]),
+            strategy_label(row["strategy"], row["reduction"]) + _setting(row),
             f"{row['latency_us_median']:.0f} ({row['latency_us_p10']:.0f} to {row['latency_us_p90']:.0f})",
             f"{row['latency_us_median'] / fastest:.2f}",
             _sent(row),
@@ -106,6 +106,11 @@ def _context(row: dict) -> str:
     problem_tokens = row.get("problem_tokens")
     levels = f" + {problem_tokens} a {'problem' if row['levels'] == 2 else 'sequence'}" if problem_tokens else ""
     return f"{row['context']:,}{levels}" + (f", {row['batch']:,} sequences" if row["batch"] > 1 else "")
+
+
+def _setting(row: dict) -> str:
+    """Returns the name of NCCL's setting, where a row was measured under several."""
+    return f", NCCL {row['nccl_setting']}" if row.get("nccl_setting") else ""
 
 
 def _sent(row: dict) -> str:

@@ -35,13 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def join(args: argparse.Namespace, n_devices: int | None):
     """Calls `tree_attn.initialize` with these options, and has NCCL use all channels of a link; returns the Launch.
 
-    All ranks must have the same command and options, but for those in `_OF_A_RANK`.
+    An option `nccl` names another setting of NCCL. All ranks must have the same command and options, but for those in
+    `_OF_A_RANK`.
     """
     from tree_attn.cluster import facts
     from tree_attn.cluster.join import initialize
-    from tree_attn.measure import links
+    from tree_attn.measure import links, transfer_settings
 
-    links.spread_transfers()
+    if getattr(args, "nccl", None) is None:
+        links.spread_transfers()
+    else:
+        transfer_settings.apply(args.nccl)
     return initialize(
         args.coordinator_address,
         args.num_processes,

@@ -23,6 +23,7 @@ examples:
   tree-attn compare --devices 4 --keys 16384 --heads 32 --kv-heads 8 --reduction allreduce,gather --out gqa/
 
 one process per GPU, or per node (process 0 writes and prints; --devices counts those of all):
+  tree-attn compare --nccl search --devices 4 --keys 81920 --out results/      (starts them by itself, on one host)
   srun --ntasks-per-node=4 tree-attn compare --devices 8 --keys 81920 --out results/
   torchrun --nproc-per-node=4 -m tree_attn.cli compare --devices 4 --keys 81920 --out results/
 or, without any of them:
@@ -62,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "On GPUs each sample also runs a program of 4 times as many, and the difference gives the time of a step. 1: "
         "single steps, their launch included",
     )
+    measured.add_argument(
+        "--nccl",
+        metavar="NAME",
+        help="NCCL's setting for transfers. own: its defaults; search: start one process per GPU of this host, time "
+        "bare transfers of the rings' sizes under several, and compare under the fastest and under NCCL's own; or the "
+        "name of one of these (default: chunks of 64 KiB, which spread a transfer over the channels)",
+    )
+    measured.add_argument("--links-only", action="store_true", help=argparse.SUPPRESS)  # of a search: bare transfers
     measured.add_argument("--seed", type=int, default=0, help="seed of the random data (default 0)")
     measured.add_argument("--out", type=pathlib.Path, required=True, metavar="DIR", help="where results and plots go")
     measured.add_argument("--no-plots", action="store_true", help="do not draw (drawing needs the extra 'plot')")

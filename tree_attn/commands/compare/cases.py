@@ -28,7 +28,7 @@ _log = logging.getLogger("tree_attn")
 # The fields of a row that name its case; the others are results.
 KEY_FIELDS = (
     "strategy", "reduction", "implementation", "n_devices", "n_processes", "batch", "num_keys", "num_heads",
-    "num_kv_heads", "head_dim", "dtype", "hardware", "jax_version",
+    "num_kv_heads", "head_dim", "dtype", "hardware", "jax_version", "nccl_setting",
 )  # fmt: skip
 _RESULT_FIELDS = (
     "latency_us_median", "latency_us_p10", "latency_us_p90", "program_us", "n_iters", "chain", "long_chain", "timing",
@@ -114,8 +114,14 @@ def plan(
     return cases
 
 
-def new_row(case: Case, *, hardware: str, git_commit: str | None, command: str) -> dict[str, Any]:
-    """Returns the row of a case before it has run: the case and its predictions; results are None."""
+def new_row(
+    case: Case, *, hardware: str, git_commit: str | None, command: str, nccl_setting: str | None = None
+) -> dict[str, Any]:
+    """Returns the row of a case before it has run: the case and its predictions; results are None.
+
+    Args:
+      nccl_setting: of `tree_attn.measure.transfer_settings`; None where none was named.
+    """
     step = case.step
     sizes = dataclasses.asdict(step)
     row = {"strategy": case.strategy, "reduction": case.reduction, "implementation": case.implementation}
@@ -125,7 +131,8 @@ def new_row(case: Case, *, hardware: str, git_commit: str | None, command: str) 
     row["peak_memory_bytes_predicted"] = predict.peak_memory_bytes(step, case.strategy)
     row["bytes_sent_per_device_predicted"] = case.bytes_sent
     return row | {
-        "hardware": hardware, "jax_version": jax.__version__, "nccl": provenance.nccl_settings(),
+        "hardware": hardware, "jax_version": jax.__version__,
+        "nccl_setting": nccl_setting, "nccl": provenance.nccl_settings(),
         "git_commit": git_commit, "command": command,
     }  # fmt: skip
 

@@ -107,7 +107,8 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
 
 
 def _label(row: dict) -> str:
-    return strategy_label(row["strategy"], row["reduction"])
+    setting = row.get("nccl_setting")
+    return strategy_label(row["strategy"], row["reduction"]) + (f", NCCL {setting}" if setting else "")
 
 
 def _counted(collectives: dict[str, int]) -> str:

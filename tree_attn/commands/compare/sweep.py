@@ -10,14 +10,14 @@ import jax
 from tree_attn.arguments import one_of
 from tree_attn.cluster import join
 from tree_attn.commands import drawing, phases, processes, terminal, units
-from tree_attn.commands.compare import cases, plots, report
+from tree_attn.commands.compare import cases, plots, report, search
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory, WrongResult
 from tree_attn.commands.options import check_at_least, check_folder
 from tree_attn.cost.step import DecodeStep
 from tree_attn.devices import ensure_devices
 from tree_attn.local import IMPLEMENTATIONS, check_implementation
-from tree_attn.measure import links, provenance
+from tree_attn.measure import links, provenance, transfer_settings
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.mesh import make_mesh
 from tree_attn.reduce import REDUCTIONS
@@ -38,6 +38,7 @@ class Sweep:
       neighbour_gb_per_s: by step, the rate of bare transfers of one shard's keys; None for one device.
       writer: the rows; process 0 writes them.
       command: the command line, for the rows.
+      nccl_setting: the name of NCCL's setting, for the rows; None where none was named.
       prints_text: sentences go to stdout; else, with `--json`, to stderr.
     """
 
@@ -48,6 +49,7 @@ class Sweep:
     neighbour_gb_per_s: dict[DecodeStep, float | None]
     writer: MeasuredRows
     command: str
+    nccl_setting: str | None = None
     prints_text: bool = True
 
     @property
@@ -58,7 +60,8 @@ class Sweep:
     def new_rows(self, all_cases: Sequence[Case]) -> list[dict[str, Any]]:
         """Returns the rows of the cases before they have run."""
         facts = {"hardware": provenance.hardware(self.devices), "git_commit": provenance.git_commit()}
-        return [cases.new_row(case, **facts, command=self.command) for case in all_cases]
+        facts |= {"command": self.command, "nccl_setting": self.nccl_setting}
+        return [cases.new_row(case, **facts) for case in all_cases]
 
     def say(self, text: str) -> None:
         """Prints a sentence, in the first process."""
@@ -77,7 +80,12 @@ class Sweep:
 def compare(args: argparse.Namespace) -> int:
     """Compares, prints, writes; returns 0, or 1 if a result was wrong."""
     steps, reductions, implementations = _checked(args)
+    if args.nccl == "search":
+        return search.compare(args, steps)
     sweep = _start(args, steps, implementations)
+    if args.links_only:
+        _write_links(args, sweep)
+        return 0
     all_cases = cases.plan(steps, reductions, implementations, sweep.devices[0].platform)
     pending = _pending(all_cases, sweep)
     try:
@@ -112,6 +120,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[DecodeStep], list[str], lis
     implementations = _flat(args.implementation) or [None]
     for implementation in implementations:
         check_implementation(implementation)
+    if args.nccl is not None:
+        one_of("--nccl", args.nccl, ("search", *transfer_settings.SETTINGS))
     steps = [_step(args, num_keys) for num_keys in _flat(args.keys)]
     return steps, list(dict.fromkeys(reductions)), list(dict.fromkeys(implementations))
 
@@ -162,8 +172,19 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementation
         neighbour_gb_per_s=rates,
         writer=MeasuredRows(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
         command=args.command_line,
+        nccl_setting=args.nccl,
         prints_text=not args.json,
     )
+
+
+def _write_links(args: argparse.Namespace, sweep: Sweep) -> None:
+    """Writes a row for each size of a bare transfer between neighbours, which `_start` has timed."""
+    writer = MeasuredRows(args.out / search.TRANSFERS, is_writer=is_first_process())
+    for step, gb_per_s in sweep.neighbour_gb_per_s.items():
+        setting = {"nccl_setting": args.nccl, "nccl": provenance.nccl_settings()}
+        size = {"n_devices": args.devices, "bytes": step.key_value_bytes_per_device // 2}
+        place = {"hardware": provenance.hardware(sweep.devices), "command": args.command_line}
+        writer.append({"what": "transfer"} | size | {"gb_per_s": gb_per_s} | setting | place)
 
 
 def _common(args: argparse.Namespace, devices: Sequence[jax.Device]) -> dict[str, Any]:
