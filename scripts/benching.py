@@ -195,7 +195,8 @@ def markdown(
 ) -> int:
     """Prints times, one line per case, in microseconds, with the commits that its rows were measured at.
 
-    The limit is made from the row's shape, `step_type(...).limit_us`: rows of all days refer to the same rates.
+    The limit is made from the row's shape, `step_type(...).limit_us`: rows of all days refer to the same rates. The
+    share is what the first way reaches of it, in the chain where that was measured.
 
     Args:
       verdict: title and text of one more column, made from the chain time of each way; it is left out where rows have
@@ -204,16 +205,22 @@ def markdown(
     all_rows = rows.read(path)
     if not any("chain_us_median" in row for row in all_rows):
         verdict = None
-    titles = ["step", *ways, "limit", *([verdict[0]] if verdict else []), "commit"]
+    titles = ["step", *ways, "limit", "share", *([verdict[0]] if verdict else []), "commit"]
     print(f"| {' | '.join(titles)} |")
     print("|" + "---|" * len(titles))
     for case in dict.fromkeys(map(label, all_rows)):
         of_case = [row for row in all_rows if label(row) == case]
         cells = [cell(next((row for row in of_case if row["way"] == way), {})) for way in ways]
         shape = {field.name for field in dataclasses.fields(step_type)} & of_case[0].keys()
-        cells.append(f"{step_type(**{name: of_case[0][name] for name in shape}).limit_us:,.1f}")
+        limit_us = step_type(**{name: of_case[0][name] for name in shape}).limit_us
+        cells += [f"{limit_us:,.1f}", _share(limit_us, next((row for row in of_case if row["way"] == ways[0]), {}))]
         if verdict:
             cells.append(verdict[1]({row["way"]: us for row in of_case if (us := row.get("chain_us_median"))}))
         commits = ", ".join(dict.fromkeys(row["git_commit"] for row in of_case))
         print(f"| {' | '.join([case, *cells, commits])} |")
     return 0
+
+
+def _share(limit_us: float, row: dict) -> str:
+    us = row.get("chain_us_median") or row.get("device_us_median")
+    return f"{limit_us / us:.0%}" if us else ""

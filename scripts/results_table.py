@@ -44,12 +44,15 @@ def compare_table(rows: list[dict]) -> str:
 
 
 def steps_table(rows: list[dict]) -> str:
-    """Returns a Markdown table: steps by keys per GPU, without a reduction and with each, and what "fused" adds."""
+    """Returns a Markdown table: steps by keys per GPU, without a reduction and with each, and what "fused" adds.
+
+    The share is what the step without a reduction reaches of reading K and V at the datasheet's rate.
+    """
     reductions = list(dict.fromkeys(row["reduction"] for row in rows))
     named = ["local only" if name == "none" else name or "picked" for name in reductions]
     lines = [
-        "| " + " | ".join(["GPUs", "keys per GPU", *named, "fused adds", "reading K and V", "commit"]) + " |",
-        "|---" * (len(named) + 5) + "|",
+        "| " + " | ".join(["GPUs", "keys per GPU", *named, "fused adds", "reading K and V", "share", "commit"]) + " |",
+        "|---" * (len(named) + 6) + "|",
     ]
     for setting in dict.fromkeys((row["n_devices"], row["keys_per_device"], row["git_commit"][:7]) for row in rows):
         gpus, keys, commit = setting
@@ -57,7 +60,8 @@ def steps_table(rows: list[dict]) -> str:
         us = {row["reduction"]: row["us_median"] for row in same}
         limit = 4 * keys * same[0]["heads"] * HEAD_DIM / READ_GB_PER_S / 1e3
         shown = [*(us[name] for name in reductions), us["fused"] - us["none"], limit]
-        lines.append("| " + " | ".join([f"{gpus}", f"{keys:,}", *(f"{x:,.1f}" for x in shown), commit]) + " |")
+        share = f"{limit / us['none']:.0%}"
+        lines.append("| " + " | ".join([f"{gpus}", f"{keys:,}", *(f"{x:,.1f}" for x in shown), share, commit]) + " |")
     return "\n".join(lines)
 
 
