@@ -8,28 +8,37 @@ import numpy as np
 from oracle_case import LEAN_SHAPES, OPTIONS, SHAPES, OracleCase, refused
 
 
-def ragged_checks() -> Iterator[dict]:
-    """Checks packed and paged batches on one device, among slots and pages of NaN."""
+def packed(query, key, value, *, key_value_seq_lengths, spare=None, **options):
+    """Returns `lean_decode` of a padded batch packed end to end, then `spare` NaN; None: up to a multiple of 8."""
     import jax.numpy as jnp
 
-    from tree_attn import lean_decode, paged_decode
+    from tree_attn import lean_decode
 
-    def packed(query, key, value, *, key_value_seq_lengths, **options):
-        ends = np.cumsum(key_value_seq_lengths)
-        spoiled = lambda x: jnp.full((8 + -ends[-1] % 8, *x.shape[2:]), jnp.nan, x.dtype)
-        parts = lambda x: [x[b, :length] for b, length in enumerate(key_value_seq_lengths)]
-        key, value = (jnp.concatenate([*parts(x), spoiled(x)]) for x in (key, value))
-        return lean_decode(query, key, value, np.array([0, *ends], np.int32), **options)
+    ends = np.cumsum(key_value_seq_lengths)
+    spare = 8 + -ends[-1] % 8 if spare is None else spare
+    spoiled = lambda x: jnp.full((spare, *x.shape[2:]), jnp.nan, x.dtype)
+    parts = lambda x: [x[b, :length] for b, length in enumerate(key_value_seq_lengths)]
+    key, value = (jnp.concatenate([*parts(x), spoiled(x)]) for x in (key, value))
+    return lean_decode(query, key, value, np.array([0, *ends], np.int32), **options)
 
-    def paged(query, key, value, *, key_value_seq_lengths, **options):
-        pages = key.shape[0] * key.shape[1] // 64
-        order = np.random.default_rng(1).permutation(pages + 1)
-        in_pages = lambda x: x.reshape(pages, 64, *x.shape[2:])
-        spoiled = lambda x: jnp.concatenate([in_pages(x), jnp.full((1, 64, *x.shape[2:]), jnp.nan, x.dtype)])
-        table = np.argsort(order)[:pages].astype(np.int32).reshape(key.shape[0], -1)
-        arrays = [spoiled(x)[order] for x in (key, value)]
-        return paged_decode(query, *arrays, table, key_value_seq_lengths, **options)
 
+def paged(query, key, value, *, key_value_seq_lengths, page_size=64, **options):
+    """Returns `paged_decode` of a padded batch in pages in some order, one of them NaN."""
+    import jax.numpy as jnp
+
+    from tree_attn import paged_decode
+
+    pages = key.shape[0] * key.shape[1] // page_size
+    order = np.random.default_rng(1).permutation(pages + 1)
+    in_pages = lambda x: x.reshape(pages, page_size, *x.shape[2:])
+    spoiled = lambda x: jnp.concatenate([in_pages(x), jnp.full((1, page_size, *x.shape[2:]), jnp.nan, x.dtype)])
+    table = np.argsort(order)[:pages].astype(np.int32).reshape(key.shape[0], -1)
+    arrays = [spoiled(x)[order] for x in (key, value)]
+    return paged_decode(query, *arrays, table, key_value_seq_lengths, **options)
+
+
+def ragged_checks() -> Iterator[dict]:
+    """Checks packed and paged batches on one device, among slots and pages of NaN."""
     names = [name for name, options in OPTIONS.items() if "key_value_seq_lengths" in options]
     for shape, (way, call), name in itertools.product(
         SHAPES + LEAN_SHAPES, (("packed", packed), ("paged", paged)), names

@@ -32,6 +32,7 @@ from oracle_case import (
     inputs,
     is_same_everywhere,
 )
+from part_checks import part_checks
 from process_per_device import environment, has_gpu, join, spawn, writable
 from trial_checks import trial_checks
 
@@ -44,8 +45,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         "--how",
-        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, sparq or activations; or a part of the "
-        "name of a strategy, e.g. fused (default: all checks)",
+        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, sparq or activations; or part of "
+        "the name of a strategy, e.g. fused (default: all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
@@ -104,7 +105,9 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
     """Returns the rows of all checks, or of those that `only` names, each made on demand."""
     from tree_attn.local import IMPLEMENTATIONS
 
-    on_one = {"prefix": prefix_checks, "ragged": ragged_checks, "gradients": gradient_checks}
+    on_one = {
+        "prefix": prefix_checks, "ragged": ragged_checks, "gradients": gradient_checks, "parts": part_checks
+    }  # fmt: skip
     if only in on_one:
         return on_one[only]()
     if only == "sparq":

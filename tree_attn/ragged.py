@@ -71,7 +71,7 @@ def lean_decode(
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence; bfloat16 or float16 (float32 too under "xla").
       key, value: `[total, K, H]` with `N = K * G`, in the dtype of `query`, float8_e4m3fn, or int8 under
-        "xla"; the kernel needs `total` to be a multiple of 8.
+        "xla".
       cu_seqlens: int32 `[B + 1]`, ascending from 0 to at most `total`. What lies beyond is not read into any result.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
       options: the attention options of `tree_attn.attend`, but for lengths and positions. `implementation` is
@@ -99,7 +99,7 @@ def lean_decode(
     scales = attention.head_scales(key.shape[-2])
     name = _choose(query, key[None], value[None], view, attention, scales)
     if key.shape[0] == 0:
-        state = _no_keys(query)
+        state = mosaic_gpu.no_keys(query)
     elif name == "xla":
         state = _packed_by_xla(query, key, value, starts, ends, spans, scale=scale, soft_cap=soft_cap, scales=scales)
     else:
@@ -146,7 +146,7 @@ def paged_decode(
 
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence.
-      key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 64 keys.
+      key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 8 keys.
       page_table: int32 `[B, pages]`; entries beyond a sequence's length may be anything.
       key_value_seq_lengths: int32 `[B]`, at most `pages * page`.
       return_lse, options: as in `lean_decode`.
@@ -176,7 +176,7 @@ def paged_decode(
     scales = attention.head_scales(key_pages.shape[-2])
     name = _choose(query, key_pages, value_pages, view, attention, scales, page_size=page_size)
     if num_slots == 0:
-        state = _no_keys(query)
+        state = mosaic_gpu.no_keys(query)
     elif name == "xla":
         gather = lambda pages: pages[table].reshape(query.shape[0], num_slots, *pages.shape[2:])
         keys, values = gather(key_pages), gather(value_pages)
@@ -239,10 +239,6 @@ def _check_page_numbers(page_table, lengths, num_pages: int, page_size: int) -> 
     wrong = table[is_needed & ((table < 0) | (table >= num_pages))]
     if wrong.size:
         raise ValueError(f"page_table must hold pages in [0, {num_pages}) up to each length, got {wrong.tolist()}")
-
-
-def _no_keys(query) -> SoftmaxState:
-    return SoftmaxState(jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
 
 
 def _choose(query, key, value, view: Visibility, options: AttentionOptions, scales, page_size: int = 0) -> str:

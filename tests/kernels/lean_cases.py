@@ -22,7 +22,11 @@ HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call. `lengths` None means that every slot is valid, which only the padded layout can say."""
+    """One call. `lengths` None means that every slot is valid, which only the padded layout can say.
+
+    `page` is for the paged layout. `spare` is for the packed one: slots of garbage at the end, default up to a multiple
+    of 8.
+    """
 
     layout: str = "padded"
     lengths: tuple[int, ...] | None = None
@@ -35,6 +39,8 @@ class Call:
     dtype: str = "bfloat16"
     stored_dtype: str | None = None  # of key and value, where it is not the query's
     logit_size: float = 1.0
+    page: int = PAGE
+    spare: int | None = None
     options: dict = dataclasses.field(default_factory=dict)
 
     def __str__(self):
@@ -62,10 +68,10 @@ class Call:
         query, key, value = self.arrays(GARBAGE)
         lengths = np.array(self.valid, np.int32)
         if self.layout == "packed":
-            key, value = (_packed(np.asarray(x), lengths) for x in (key, value))
+            key, value = (_packed(np.asarray(x), lengths, self.spare) for x in (key, value))
             return query, key, value, jnp.asarray([0, *np.cumsum(lengths)], jnp.int32)
         if self.layout == "paged":
-            (key, table), (value, _) = (_paged(np.asarray(x)) for x in (key, value))
+            (key, table), (value, _) = (_paged(np.asarray(x), self.page) for x in (key, value))
             return query, key, value, table, jnp.asarray(lengths)
         return query, key, value, *([] if self.lengths is None else [jnp.asarray(lengths)])
 
@@ -174,21 +180,43 @@ def variants() -> list[Call]:
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),
+        *in_parts(),
     ]
 
 
-def _packed(stored, lengths):
-    """Returns `[total, K, H]`, ending in garbage up to a multiple of 8."""
+def in_parts() -> list[Call]:
+    """Returns those of `variants` that copy KV tiles in parts: odd numbers of slots, and small pages."""
+    odd, pages = {"slots": 251, "lengths": (250, 70)}, {"layout": "paged", "lengths": (250, 70)}
+    causal, wide = {"queries": 5, "options": {"is_causal": True}}, {"queries": 8, "group": 16}
+    float8 = {"stored_dtype": "float8_e4m3fn"}
+    return [
+        *(Call(head_dim=head_dim, slots=251) for head_dim in (64, 256)),
+        *(Call(head_dim=head_dim, **odd, **wide) for head_dim in (128, 256)),
+        *(Call(head_dim=head_dim, **odd, **float8) for head_dim in (80, 256)),
+        Call(head_dim=128, **odd, **causal),
+        Call(head_dim=128, slots=37, lengths=(37, 3)),
+        *(Call(**MANY, head_dim=head_dim, **odd) for head_dim in (64, 128, 256)),
+        *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
+        MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
+        *(Call(page=page, head_dim=128, **pages) for page in (8, 32)),
+        *(Call(page=16, head_dim=128, **pages, **options) for options in (causal, float8 | wide, MANY)),
+        *(Call(page=16, head_dim=256, **pages, **options) for options in (wide, float8, MANY)),
+    ]
+
+
+def _packed(stored, lengths, spare: int | None):
+    """Returns `[total, K, H]`, ending in garbage."""
     packed = np.concatenate([x[:length] for x, length in zip(stored, lengths)])
-    padding = np.full((8 + -len(packed) % 8, *packed.shape[1:]), GARBAGE, stored.dtype)
+    spare = 8 + -len(packed) % 8 if spare is None else spare
+    padding = np.full((spare, *packed.shape[1:]), GARBAGE, stored.dtype)
     return jnp.asarray(np.concatenate([packed, padding]))
 
 
-def _paged(stored):
+def _paged(stored, page: int):
     """Returns pages in some order with one of garbage among them, and the table that names them."""
     batch, slots, *rest = stored.shape
-    count = batch * slots // PAGE
+    count = batch * slots // page
     order = np.random.default_rng(1).permutation(count + 1)
-    pages = np.full((count + 1, PAGE, *rest), GARBAGE, stored.dtype)
-    pages[order[:count]] = stored.reshape(count, PAGE, *rest)
+    pages = np.full((count + 1, page, *rest), GARBAGE, stored.dtype)
+    pages[order[:count]] = stored.reshape(count, page, *rest)
     return jnp.asarray(pages), jnp.asarray(order[:count].reshape(batch, -1), jnp.int32)

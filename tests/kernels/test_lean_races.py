@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 from lean_interpreter import check, has_race, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
 
+from tree_attn.kernels import kv_parts, lean_merge, lean_walk
 from tree_attn.kernels import lean as lean_kernel
-from tree_attn.kernels import lean_merge, lean_walk
 from tree_attn.kernels import tall as tall_kernel
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watched_products")]
@@ -41,6 +41,8 @@ def watched_products(monkeypatch):
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short output tiles: two queries are on their way
+        (Call(slots=259, kv_heads=1), 2, 2),  # the last KV tile is copied in parts
+        (Call(layout="paged", page=32, lengths=(250, 77), slots=256, kv_heads=1), 2, 2),  # every one is
     ],
     ids=str,
 )
@@ -91,6 +93,13 @@ def test_a_wait_that_is_left_out_is_found_where_two_queries_are_on_their_way(mon
     set_layout(monkeypatch, num_ctas=1)
     leave_out_of_moving("query_free.at[query_place]", monkeypatch)
     assert has_race(SHORT_OUTPUT_TILES, or_is_unawaited=True)
+
+
+@pytest.mark.parametrize("call", [Call(slots=67), Call(layout="paged", page=32, lengths=(96, 70), slots=96)], ids=str)
+def test_a_barrier_that_does_not_wait_for_all_parts_of_a_tile_is_found(call, monkeypatch):
+    arrivals = kv_parts.num_arrivals
+    monkeypatch.setattr(kv_parts, "num_arrivals", lambda *args: arrivals(*args) - 1)
+    assert has_race(call, or_is_unawaited=True)
 
 
 def leave_out_of_moving(barrier: str, monkeypatch):

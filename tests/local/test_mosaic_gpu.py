@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from assertions import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from lean_cases import WHOLE, Call, variants
 
@@ -14,6 +15,7 @@ from tree_attn import Shard, attend, lean_decode, make_mesh, paged_decode, tree_
 from tree_attn.arguments import AttentionOptions
 from tree_attn.local import mosaic_gpu
 from tree_attn.masking import visibility
+from tree_attn.state import SoftmaxState
 
 
 @pytest.fixture
@@ -75,7 +77,8 @@ def test_a_checked_shard_map_is_refused_by_name_and_passed_over():
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_it_lowers_within_a_sharded_program():
+@pytest.mark.parametrize("keys", [512, 501])  # 251 on each device
+def test_it_lowers_within_a_sharded_program(keys):
     """Shapes carry the mesh there, and jax.numpy's use of it did once not lower."""
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     decode = partial(
@@ -83,9 +86,35 @@ def test_it_lowers_within_a_sharded_program():
     )
     text = lowered(
         lambda query, key, value, lengths: decode(query, key, value, key_value_seq_lengths=lengths),
-        shape(2, 1, 4, 128), shape(2, 512, 2, 128), shape(2, 512, 2, 128), jax.ShapeDtypeStruct((2,), jnp.int32),
+        shape(2, 1, 4, 128), shape(2, keys, 2, 128), shape(2, keys, 2, 128), jax.ShapeDtypeStruct((2,), jnp.int32),
     )  # fmt: skip
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("num_queries", [1, 40])
+def test_no_keys_take_no_kernel(num_queries):
+    """The state is empty, and so are the keys' gradients; a state to merge with stays as it is."""
+    query, keys = jnp.ones((2, num_queries, 4, 64), jnp.bfloat16), jnp.ones((2, 0, 2, 64), jnp.bfloat16)
+    out, lse = attend(query, keys, keys, implementation="mosaic_gpu")
+    assert out.dtype == query.dtype and (out == 0).all() and (lse == -jnp.inf).all()
+    arguments = dict(scale=1.0, logits_soft_cap=None, visible=visibility(
+        AttentionOptions(), batch=2, num_queries=num_queries, num_slots=0, shard=Shard()
+    ))  # fmt: skip
+    other = SoftmaxState(query, jnp.zeros(query.shape[:3], jnp.float32))
+    assert_same_bits(mosaic_gpu.attend(query, keys, keys, merge_with=other, **arguments), other)
+    loss = lambda *arrays: attend(*arrays, implementation="mosaic_gpu").out.astype(jnp.float32).sum()
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(query, keys, keys)
+    assert (gradients[0] == 0).all() and gradients[1].shape == gradients[2].shape == keys.shape
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_pages_that_8_does_not_divide_are_refused_by_name_and_passed_over():
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
+    shapes = shape(2, 1, 4, 64), *2 * (shape(9, 12, 2, 64),), shape(2, 4, dtype=jnp.int32), shape(2, dtype=jnp.int32)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu needs pages of a multiple of 8 keys, not 12"):
+        jax.eval_shape(partial(paged_decode, implementation="mosaic_gpu"), *shapes)
+    assert "@mosaic_gpu" not in lowered(paged_decode, *shapes)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -121,8 +150,6 @@ def refusal(arrays):
         (sizes(value_dim=128), "head dim .*not 64 for keys and 128 for values"),
         (sizes(queries=9, head_dim=80), "more than 8 queries .* head dim of .*, not 9 with 80"),
         (sizes(heads=34), "up to 16 query heads per key head, not 17"),
-        (sizes(keys=63), "S to be a positive multiple of 8, not 63"),
-        (sizes(keys=0), "S to be a positive multiple of 8, not 0"),
     ],
 )
 def test_what_it_cannot_do_is_named(arrays, named):
@@ -139,7 +166,7 @@ MANY = sizes(queries=9, heads=40)  # in groups of 20
 FULL = sizes(queries=8, heads=32, head_dim=256, dtype=jnp.float16)
 
 
-@pytest.mark.parametrize("arrays", [sizes(), FULL, MANY])
+@pytest.mark.parametrize("arrays", [sizes(), FULL, MANY, *(sizes(keys=keys) for keys in (63, 1, 0))])
 def test_what_it_can_do_is_not_refused(arrays):
     assert refusal(arrays) is None
 

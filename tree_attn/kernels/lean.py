@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
     MAX_SPARE_COLUMNS,
@@ -39,6 +40,7 @@ from tree_attn.kernels.lean_merge import finish, merge_cut, merge_partials
 from tree_attn.kernels.lean_walk import (
     Barriers,
     move_tiles,
+    num_arrivals,
     run_of_cta,
     span_of_keys,
     trims_tiles,
@@ -58,7 +60,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
 
     Args:
       query: `[output tiles, G', H]` with `G' <= cols` query columns; or `[B, T, K, H]`, if `shape.tokens`.
-      key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
+      key, value: `[B, S, K, H]`; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
       merge_with: `(out, lse)` over other keys to merge with, in the layouts of the results, or None. It needs
         `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
       tables: arrays by name; None, or left out, where there is none:
@@ -151,8 +153,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     # K, V and P meet in the tensor core with one swizzle, and P has the `block_kv` keys of a KV tile.
     swizzled = tiling(dtype, math.gcd(shape.head_dim, block_kv))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
-    stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype, transforms=tiling(shape.key_dtype, shape.head_dim))
-    stored = stored if shape.is_widened else smem
+    stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype)
+    key_tiling, value_tiling = kv_tilings(shape, config)
+    key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     # An output tile's query is copied while the one before it is attended to, where there are registers for that.
     has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_SPARE_COLUMNS
     num_queries = 2 if epilogue is None and has_registers else 1
@@ -175,14 +178,14 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
             _attend_runs_scoped, tables, shape, config, epilogue, query_ref, key_ref, value_ref, *outputs
         ),
         query_smem=smem((num_queries, cols, shape.head_dim)),
-        key_smem=stored((stages, block_kv, shape.head_dim)),
-        value_smem=stored((stages, block_kv, shape.padded_head_dim)),
+        key_smem=stored((stages, block_kv, shape.head_dim), transforms=key_tiling),
+        value_smem=stored((stages, block_kv, shape.padded_head_dim), transforms=value_tiling),
         weights_smem=smem((cols, block_kv)),
         query_full=plgpu.Barrier(num_barriers=num_queries),
         query_free=plgpu.Barrier(num_barriers=num_queries),
-        key_full=plgpu.Barrier(num_barriers=stages),
+        key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages),
-        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + trims_tiles(tables, shape, config)),
+        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=value_arrivals),
         value_free=plgpu.Barrier(num_barriers=stages),
         **states_smem,
         **widened,

@@ -16,7 +16,7 @@ from tree_attn.kernels.lean_layout import (
     MANY_QUERY_GROUPS,
     MANY_QUERY_ROWS,
     MAX_QUERIES,
-    PAGE_MULTIPLE,
+    ROWS,
     SLOT_MULTIPLE,
     LeanConfig,
     LeanShape,
@@ -134,8 +134,8 @@ def plan_call(
         is_packed=is_packed,
     )  # fmt: skip
     config = config or tuning.lean_config(shape, is_static=spans is None)
-    if page_size is not None and page_size % config.block_kv:
-        config = dataclasses.replace(config, block_kv=PAGE_MULTIPLE)
+    if page_size is not None and page_size % config.block_kv and page_size % ROWS == 0:
+        config = dataclasses.replace(config, block_kv=ROWS)  # a KV tile lies within one page
     tables = {"scales": scales, "pages": pages}
     if spans is None:
         mask = "none" if num_slots % config.block_kv == 0 else "span"

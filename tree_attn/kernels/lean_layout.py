@@ -16,8 +16,7 @@ MAX_QUERIES, MAX_GROUP = 8, 16
 # With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
 MAX_LEAN_COLUMNS = 32
 MAX_SPARE_COLUMNS = 32  # query columns with which the lean kernel has registers to spare; with 64 more of it spills
-SLOT_MULTIPLE = 8  # TMA moves K and V by 8 slots
-PAGE_MULTIPLE = 64  # a KV tile lies within one page
+SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
 ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; the lean kernel has at most 64 columns
 

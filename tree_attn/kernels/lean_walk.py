@@ -1,6 +1,7 @@
 """A CTA's walk along its run of KV tiles, and the warpgroup that moves queries, keys and values."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels import kv_parts
 from tree_attn.kernels.lean_layout import (
     FIRST_SLOT,
     MAX_SPARE_COLUMNS,
@@ -179,7 +181,8 @@ def move_tiles(
     (key_ref, value_ref), (key_smem, value_smem) = refs, smems
     query_free, key_full, key_free, value_full, value_free = barriers
     block_kv, stages = config.block_kv, config.num_stages
-    value_dims = value_smem.shape[-1]
+    value_dims, tilings = value_smem.shape[-1], kv_parts.kv_tilings(shape, config)
+    is_in_pages = shape.page_size is not None and kv_parts.is_in_parts(shape, config)
 
     def move_segment(output_tile, segment):
         query_place = segment.query_place(num_queries)
@@ -194,28 +197,27 @@ def move_tiles(
             kv_tile = segment.kv_tiles_done + i
             stage = lax.rem(kv_tile, stages)
             first = output_tile.first_slot + (segment.kv_tile + i) * block_kv
-            block, start, head = _locate(tables, shape, output_tile, first)
+            place = _locate(tables, shape, config, output_tile, first)
             is_refill = kv_tile >= stages
             num_seen = None
-            if trims_tiles(tables, shape, config):
+            if trims_tiles(tables, shape, config) or is_in_pages:
                 num_seen = tables["sequences"][output_tile.sequence, SPAN_END] - first
 
             @pl.when(is_refill)
             def _():
                 plgpu.barrier_wait(key_free.at[stage])
 
-            keys = lambda slots: key_ref.at[block, slots, head]
-            _copy_tile(keys, key_smem.at[stage], key_full.at[stage], start, num_seen)
+            copy = functools.partial(_copy_tile, shape, config, place, stage, num_seen)
+            copy(key_ref, key_smem, key_full, tilings[0], slice(None))
 
             @pl.when(is_refill)
             def _():
                 plgpu.barrier_wait(value_free.at[stage])
 
             columns = slice(None) if value_dims == shape.head_dim else pl.ds(output_tile.index * 0, value_dims)
-            values = lambda slots: value_ref.at[block, slots, head, columns]
             # A weight of zero does not make zero of what may be NaN, so what is not read of values is zero.
             beyond = value_ref.shape[1] + output_tile.index * 0
-            _copy_tile(values, value_smem.at[stage], value_full.at[stage], start, num_seen, zeros_from=beyond)
+            copy(value_ref, value_smem, value_full, tilings[1], columns, zeros_from=beyond)
 
         lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
 
@@ -236,17 +238,46 @@ def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     """
     if "sequences" not in tables or shape.is_many_query:
         return False
+    if shape.page_size is not None and GRAIN < kv_parts.slots_of_part(shape, config) < config.block_kv:
+        return False  # it is read up to a part's end
     return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_SPARE_COLUMNS and "spans" not in tables)
 
 
-def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
-    """Begins the copy of a KV tile from slot `start` on.
+def num_arrivals(tables, shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
+    """Returns how many copies arrive at the barrier of a KV tile of keys, and at that of values."""
+    if kv_parts.is_in_parts(shape, config):
+        return (kv_parts.num_arrivals(shape, config),) * 2
+    return 1, 1 + trims_tiles(tables, shape, config)
+
+
+def _copy_tile(
+    shape: LeanShape, config: LeanConfig, place, stage, num_seen, ref, smem, barriers, transforms, columns,
+    zeros_from=None,
+) -> None:  # fmt: skip
+    """Begins the copy of a KV tile.
 
     Args:
+      place: from `_locate`.
       num_seen: visible slots; fewer than `GRAIN` more are read. None: all slots of the KV tile are.
+      ref, smem, barriers, transforms: of keys or values; shared memory and barriers have an axis of stages.
+      columns: index of the head dims.
       zeros_from: a slot out of bounds, from which the rest is filled with zeros by a second copy. None: the rest of
         `smem` stays as it is.
     """
+    block, start, head = place
+    if kv_parts.has_broken_group(shape):
+        num_slots = ref.shape[1] - start
+        num_slots = num_slots if num_seen is None else jnp.minimum(num_slots, num_seen)
+        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_slots, columns, transforms)
+    elif isinstance(block, list):
+        kv_parts.copy_pages(ref, smem.at[stage], barriers.at[stage], block, start, num_seen, head, columns)
+    else:
+        ref_of = lambda slots: ref.at[block, slots, head, columns]
+        _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen, zeros_from)
+
+
+def _copy_seen(ref_of, smem, barrier, start, num_seen, zeros_from) -> None:
+    """Begins the copy of a KV tile from slot `start` on; arguments as in `_copy_tile`."""
     block_kv = smem.shape[0]
     copy = lambda start, at, size: plgpu.copy_gmem_to_smem(
         ref_of(pl.ds(start, size)), smem.at[pl.ds(at, size)], barrier
@@ -269,8 +300,13 @@ def _copy_tile(ref_of, smem, barrier, start, num_seen, zeros_from=None) -> None:
                 copy(start + block_kv // 2, block_kv // 2, block_kv // 2)
 
 
-def _locate(tables, shape: LeanShape, output_tile: _OutputTile, slot):
-    """Returns `(block, start, head)`: `key[block, start:]` holds the KV tile that begins at `slot` of the sequence."""
+def _locate(tables, shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, slot):
+    """Returns `(block, start, head)`: `key[block, start:]` holds the KV tile that begins at `slot` of the sequence.
+
+    Of a KV tile in several pages, `block` lists the pages, and `start` is that slot.
+    """
+    if shape.page_size is not None and kv_parts.is_in_parts(shape, config):
+        return kv_parts.pages_of_parts(tables, shape, config, output_tile, slot), slot, output_tile.head
     if shape.page_size is not None:
         page = tables["pages"][output_tile.sequence, lax.div(slot, shape.page_size)]
         return page, pl.multiple_of(lax.rem(slot, shape.page_size), 8), output_tile.head

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.kv_parts import is_in_parts
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
     MANY_QUERY_ROWS,
@@ -37,6 +38,7 @@ from tree_attn.kernels.lean_merge import finish
 from tree_attn.kernels.lean_walk import (
     Barriers,
     move_tiles,
+    num_arrivals,
     run_of_cta,
     span_of_keys,
     visible_slots,
@@ -47,8 +49,16 @@ from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_log
 from tree_attn.kernels.tall_merge import merge_partials
 
 COMPUTING = MANY_QUERY_ROWS // ROWS  # warpgroups
-# Of 512 registers per thread for the three warpgroups: those that compute need them for accumulators.
-COMPUTE_REGISTERS, MOVE_REGISTERS = 240, 24
+
+
+def registers_of(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
+    """Returns the registers per thread of a warpgroup that computes, and of the one that moves.
+
+    Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts takes more.
+    """
+    if not is_in_parts(shape, config):
+        return 240, 24
+    return (224, 56) if shape.head_dim <= 128 else (232, 40)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
@@ -94,6 +104,7 @@ def tall_attention(
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     stages = config.num_stages
+    key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
     weights = {}
     if is_interpreted():
@@ -107,9 +118,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
         stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=max(1, ROWS // shape.tokens)),
         query_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTING),
-        key_full=plgpu.Barrier(num_barriers=stages),
+        key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
-        value_full=plgpu.Barrier(num_barriers=stages),
+        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=value_arrivals),
         value_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
         turn=plgpu.Barrier(num_arrivals=COMPUTING),
         **weights,
@@ -124,6 +135,7 @@ def _attend_runs_scoped(
 ):  # fmt: skip
     block_kv, stages = config.block_kv, config.num_stages
     warpgroup = lax.axis_index("warpgroup")
+    computing, moving = registers_of(shape, config)
     run = run_of_cta(tables, shape, config)
     # The scale joins the subtraction of the maximum in one multiply-add, unless something else is done to logits.
     is_plain = shape.logits_soft_cap is None and "scales" not in tables and shape.scale > 0
@@ -131,7 +143,7 @@ def _attend_runs_scoped(
 
     @pl.when(warpgroup == COMPUTING)
     def _move():
-        plgpu.set_max_registers(MOVE_REGISTERS, action="decrease")
+        plgpu.set_max_registers(moving, action="decrease")
 
         def move_query(output_tile, _):
             for i in range(COMPUTING):
@@ -145,7 +157,7 @@ def _attend_runs_scoped(
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(computing, action="increase")
         per_row = plgpu.Layout.WGMMA.reduce(1)
         own_query = query_smem.at[warpgroup]
 

@@ -63,17 +63,15 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
             )
     elif group > limits.MAX_GROUP:
         return f"mosaic_gpu supports up to {limits.MAX_GROUP} query heads per key head, not {group}"
-    if key.shape[1] == 0 or key.shape[1] % limits.SLOT_MULTIPLE:
-        return f"mosaic_gpu needs S to be a positive multiple of {limits.SLOT_MULTIPLE}, not {key.shape[1]}"
     return None
 
 
 def unsupported_pages(page_size: int) -> str | None:
     """Returns why the kernel cannot read pages of `page_size` keys, or None."""
-    from tree_attn.kernels.lean_layout import PAGE_MULTIPLE
+    from tree_attn.kernels.lean_layout import SLOT_MULTIPLE
 
-    if page_size % PAGE_MULTIPLE:
-        return f"mosaic_gpu needs pages of a multiple of {PAGE_MULTIPLE} keys, not {page_size}"
+    if page_size % SLOT_MULTIPLE:
+        return f"mosaic_gpu needs pages of a multiple of {SLOT_MULTIPLE} keys, not {page_size}"
     return None
 
 
@@ -130,11 +128,19 @@ def _lean_padded(
     query, key, value, scales, merge_with, visible: Visibility, scale, logits_soft_cap, exchange=None
 ) -> SoftmaxState:
     """Runs the kernel over `[B, S, K, H]` with any mask that `visible` holds."""
+    if key.shape[1] == 0:
+        state = no_keys(query) if merge_with is None else merge_state(no_keys(query), merge_with)
+        return state if exchange is None else exchange.merge(state)
     spans = None if visible.is_total else visible.slot_ranges()
     options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales)
     return lean_state(
         query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, **options
     )
+
+
+def no_keys(query) -> SoftmaxState:
+    """Returns the state over no keys."""
+    return SoftmaxState(jnp.zeros_like(query), jnp.full(query.shape[:3], -jnp.inf, jnp.float32))
 
 
 def lean_state(

@@ -1,0 +1,190 @@
+"""KV tiles that are copied in parts: of small pages, and of arrays whose number of slots 8 does not divide.
+
+A KV tile lies in shared memory in groups of 8 slots. `plgpu.copy_gmem_to_smem` cuts the array into such groups too, so
+8 must divide its slots. Arrays for which that does not hold are read through two views:
+- one without the last, broken group copies a whole KV tile at once;
+- one whose slots are in no groups copies 8 slots, of a KV tile that reaches the broken group.
+TMA fills what lies beyond the last slot with zeros, as it does for the other arrays.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import launch_context, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.lean_layout import SLOT_MULTIPLE, LeanConfig, LeanShape
+from tree_attn.kernels.registers import tiling
+
+BARRIER_BYTES = 8
+
+
+def kv_tilings(shape: LeanShape, config: LeanConfig):
+    """Returns the transforms of keys and of values in shared memory.
+
+    K, V and P meet in the tensor core with one swizzle, and P has the `block_kv` keys of a KV tile. What is widened
+    meets nothing as it is stored: keys whose rows no swizzle divides have no transforms, but values are padded.
+    """
+    if not shape.is_widened:
+        return (tiling(shape.dtype, math.gcd(shape.head_dim, config.block_kv)),) * 2
+    keys = tiling(shape.key_dtype, shape.head_dim)
+    return keys, keys or tiling(shape.key_dtype, shape.padded_head_dim)
+
+
+def has_broken_group(shape: LeanShape) -> bool:
+    """Returns whether 8 does not divide the array's slots."""
+    return shape.page_size is None and shape.num_slots % SLOT_MULTIPLE > 0
+
+
+def slots_of_part(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns how many slots of a KV tile are copied together, at the least."""
+    if shape.page_size is not None:
+        return math.gcd(shape.page_size, config.block_kv)
+    return SLOT_MULTIPLE if has_broken_group(shape) else config.block_kv
+
+
+def is_in_parts(shape: LeanShape, config: LeanConfig) -> bool:
+    """Returns whether KV tiles may be copied in parts."""
+    return slots_of_part(shape, config) < config.block_kv
+
+
+def num_arrivals(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns how many copies arrive at the barrier of a KV tile of keys that is copied in parts, or of values."""
+    if shape.page_size is None and not is_interpreted():
+        return 1  # for all parts together
+    return config.block_kv // slots_of_part(shape, config)
+
+
+def pages_of_parts(tables, shape: LeanShape, config: LeanConfig, output_tile, first):
+    """Returns the pages of the parts of the KV tile that begins at slot `first` of the sequence."""
+    part, pages = slots_of_part(shape, config), tables["pages"]
+    last = pages.shape[1] - 1  # a KV tile may reach beyond the table
+    numbers = [lax.div(first + offset, shape.page_size) for offset in range(0, config.block_kv, part)]
+    return [pages[output_tile.sequence, jnp.minimum(number, last)] for number in numbers]
+
+
+def copy_pages(ref, tile, barrier, pages, first, num_seen, head, columns) -> None:
+    """Begins the copies of a KV tile's parts, each of which arrives at the barrier.
+
+    Args:
+      pages: from `pages_of_parts`; first: the KV tile's first slot.
+      num_seen: its visible slots. Of a part without one nothing is read, and its slots become zeros.
+    """
+    part, page_size = tile.shape[0] // len(pages), ref.shape[1]
+    for i, page in enumerate(pages):
+        within = lax.rem(first + i * part, page_size) if part < page_size else 0
+        start = jnp.where(i * part < num_seen, within, page_size)  # beyond the page's last slot TMA reads nothing
+        source = ref.at[page, pl.ds(pl.multiple_of(start, SLOT_MULTIPLE), part), head, columns]
+        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(i * part, part)], barrier)
+
+
+def copy_slots(ref, smem, barriers, stage, place, num_slots, columns, transforms) -> None:
+    """Begins the copy of a KV tile of an array with a broken group: of its first slots, then zeros.
+
+    Args:
+      ref: `[B, S, K, H]`; smem: `[stages, kv, H]`, with `transforms`; barriers: of each stage.
+      place: `(block, start, head)`, where the KV tile begins; 8 divides `start`.
+      num_slots: slots to copy; 7 more may be. Less than 1: none.
+      columns: index of the head dims.
+    """
+    tile = smem.at[stage]
+    block_kv = tile.shape[0]
+    block, start, head = place
+    if is_interpreted():
+        for first in range(0, block_kv, SLOT_MULTIPLE):
+            slots = pl.ds(jnp.where(first < num_slots, start + first, ref.shape[1]), SLOT_MULTIPLE)
+            part = tile.at[pl.ds(first, SLOT_MULTIPLE)]
+            plgpu.copy_gmem_to_smem(ref.at[block, slots, head, columns], part, barriers.at[stage])
+        return
+    address = _address_of_barriers().bind(barriers) + stage * BARRIER_BYTES
+    scalars = [jnp.asarray(x, jnp.int32) for x in (address, block, start, head, num_slots)]
+    types = (plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars))
+    inline = lambda emit: lambda: plgpu.inline_mgpu(arg_types=types)(emit)(ref, tile, *scalars)
+    whole, in_parts = (inline(functools.partial(emit, transforms)) for emit in (_emit_whole, _emit_parts))
+    if not transforms:
+        whole()
+    elif ref.shape[1] < block_kv:
+        in_parts()
+    else:
+        pl.when(num_slots >= block_kv)(whole)
+        pl.when(num_slots < block_kv)(in_parts)
+
+
+def _emit_whole(transforms, ctx, source, tile, *scalars) -> None:
+    """Emits the copy of a KV tile that does not reach the broken group, or in which slots are in no groups."""
+    down = launch_context.Rounding.DOWN
+    grouped = [launch_context.TileTransform(x.tiling, rounding=down) for x in transforms[:1]]
+    copy, _, start, _ = _emit_arrival(transforms, ctx, source, tile, scalars)
+    copy(tile, start, _size(tile)[0], tuple(grouped))
+
+
+def _emit_parts(transforms, ctx, source, tile, *scalars) -> None:
+    """Emits copies of 8 slots each, those from `num_slots` on of none."""
+    rows, width = transforms[0].tiling
+    ungrouped = launch_context.TileTransform((width,)), launch_context.TransposeTransform((1, 0, 2))
+    copy, at, start, num_slots = _emit_arrival(transforms, ctx, source, tile, scalars)
+    loop = scf.ForOp(at(0), at(_size(tile)[0] // rows), at(1), [])  # in a row, too many registers are in use at once
+    with ir.InsertionPoint(loop.body):
+        first = arith.muli(loop.induction_variable, at(rows))
+        is_copied = arith.cmpi(arith.CmpIPredicate.slt, first, num_slots)
+        beyond = at(ir.MemRefType(source.type).shape[1])
+        slot = arith.select(is_copied, arith.addi(start, first), beyond)
+        copy(utils.memref_slice(tile, (loop.induction_variable,)), slot, rows, ungrouped)
+        scf.YieldOp([])
+
+
+def _emit_arrival(transforms, ctx, source, tile, scalars):
+    """Emits the arrival for all of a KV tile's bytes.
+
+    Returns:
+      `copy(part, slot, num_slots, gmem_transform)`, which emits a copy that does not arrive; `at(x)`, which makes a
+      constant; and `start` and `num_slots` of `copy_slots`. All are indices.
+    """
+    index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+    address, *place = (x.registers.item() for x in scalars)
+    block, start, head, num_slots = (arith.index_cast(index, x) for x in place)
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+    barrier = utils.BarrierRef(pointer, arith.constant(i32, 0), None, 1)
+    elected = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+    tile_type = ir.MemRefType(tile.type)
+    num_bytes = math.prod(tile_type.shape) * utils.bitwidth(tile_type.element_type) // 8
+    barrier.arrive_expect_tx(num_bytes, predicate=elected)
+    at = functools.partial(arith.constant, index)
+
+    def copy(part, slot, count: int, gmem_transform):
+        where = block, utils.ds(slot, count), head, utils.ds(at(0), _size(tile)[1])
+        ctx.async_copy(
+            src_ref=source, dst_ref=part, gmem_slice=where, gmem_transform=gmem_transform, barrier=barrier,
+            swizzle=transforms[1].swizzle if transforms else None, arrive=False, predicate=elected,
+        )  # fmt: skip
+
+    return copy, at, start, num_slots
+
+
+def _size(tile) -> tuple[int, int]:
+    """Returns slots and head dims of a tile in shared memory, maybe as `[slots / 8, tiles of head dims, 8, width]`."""
+    size = ir.MemRefType(tile.type).shape
+    return (size[0] * size[2], size[1] * size[3]) if len(size) == 4 else tuple(size)
+
+
+@functools.cache
+def _address_of_barriers() -> Primitive:
+    """Returns a primitive that gives the address of the first of some barriers, which Pallas itself does not."""
+    from jax._src.pallas.mosaic_gpu import lowering
+
+    primitive = Primitive("address_of_barriers")
+    primitive.def_abstract_eval(lambda barriers: jax.core.ShapedArray((), jnp.int32))
+
+    @lowering.register_lowering_rule(primitive, plgpu.LoweringSemantics.Warpgroup)
+    def lower(_, barriers):
+        return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers.barrier_ref.base_address)
+
+    return primitive
