@@ -255,7 +255,8 @@ def test_tables_of_other_benchmarks_show_chains_and_say_what_does_not_pay(tmp_pa
     )
     title, _, line = capsys.readouterr().out.splitlines()
     assert title.endswith("| limit | share | gain | commit |")
-    assert line.startswith("| 1 x 64, r 8, k 16 | 9.0 / 10.0 |") and "% | 1.40" in line and "| 1.40: does not pay | 0123456 |" in line
+    assert line.startswith("| 1 x 64, r 8, k 16 | 9.0 / 10.0 |")
+    assert "% | 1.40" in line and "| 1.40: does not pay | 0123456 |" in line
     assert bench_sparq._gain({"sparq": 2.0, "sparq, no mean": 1.0, "dense, cudnn": 3.0}) == "3.00"
 
 
