@@ -14,6 +14,7 @@ from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
 from tree_attn.commands.compare import cases, data, plots, report, sweep
 from tree_attn.commands.compare.trial import Laboratory
+from tree_attn.commands.figures import rows as figure_rows
 from tree_attn.cost.step import DecodeStep
 from tree_attn.extras import how_to_install
 from tree_attn.measure import latency
@@ -117,6 +118,31 @@ def test_traffic_and_collectives_are_those_predicted(finished):
         "ring_overlapped None": {"collective-permute": 6},
         "ring_public None": {"collective-permute": 8},
     }
+
+
+def test_sharded_heads_stand_beside_rings(tmp_path, capsys):
+    """An all-to-all, and for the next step a gather of the heads; on a CPU it must be named."""
+    assert compare(tmp_path, "--devices", "4", "--keys", "64", "--reduction", "shard_heads", "--json") == 0
+    row, *rings = document_of(capsys)["rows"]
+    assert len(rings) == 2 and row["reduction"] == "shard_heads" and row["error"] is None
+    assert row["collectives_compiled"] == {"all-to-all": 1, "all-gather": 1}
+    assert (
+        row["bytes_sent_per_device_compiled"] == row["bytes_sent_per_device_predicted"] == 3 / 4 * 4 * (4 * 17 + 4 * 16)
+    )
+    assert [r["strategy"] for r in figure_rows.read([tmp_path])] == ["ring_overlapped", "ring_public"]  # not predicted
+    assert "shard_heads" in {case.reduction for case in plan_on("gpu")} - {case.reduction for case in plan_on("cpu")}
+
+
+def plan_on(platform: str) -> list[cases.Case]:
+    sizes = dict(batch=1, num_keys=64, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", n_devices=4)
+    return cases.plan([DecodeStep(**sizes)], [], ["xla"], platform)
+
+
+def test_heads_that_devices_do_not_divide_are_a_row_with_the_reason(tmp_path, capsys):
+    assert compare(tmp_path, "--devices", "3", "--keys", "63", "--reduction", "shard_heads,gather", "--json") == 0
+    row, *others = document_of(capsys)["rows"]
+    assert row["error"] == "NotImplementedError: shard_heads needs heads that 3 devices divide, got 4"
+    assert all(other["error"] is None for other in others)
 
 
 def test_plots_are_drawn(finished):

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reduction",
         type=words,
         nargs="+",
-        help="reductions of tree attention, e.g. allreduce,gather (default: all, fused on GPUs only)",
+        help="reductions of tree attention, e.g. allreduce,gather, and shard_heads, an all-to-all and then a gather of "
+        "the heads (default: all; fused and shard_heads on GPUs only)",
     )
     compared.add_argument(
         "--implementation", type=words, nargs="+", help="local kernels (default: the best that can run)"

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tree_attn import tree_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.cost import predict
-from tree_attn.cost.step import DecodeStep
+from tree_attn.cost.step import DecodeStep, itemsize
 from tree_attn.local import choose
 from tree_attn.masking import visibility
 from tree_attn.measure import provenance
@@ -22,6 +23,8 @@ from tree_attn.mesh import NODE_AXES, make_mesh, node_axes
 from tree_attn.placement import Shard
 from tree_attn.reduce import REDUCTIONS
 from tree_attn.ring_baseline import ring_decode
+
+SHARD_HEADS = "shard_heads"  # stands among the reductions: an all-to-all, after which each device has its heads
 
 _log = logging.getLogger("tree_attn")
 
@@ -42,6 +45,9 @@ _RESULT_FIELDS = (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """One row: a strategy of `predict.STRATEGIES`, a reduction (tree only), the local kernel, and the step.
+
+    With `SHARD_HEADS` every device has its part of the heads. The step then ends in a gather of the heads, because the
+    next query is whole on every device.
 
     `axis_sizes` has one entry, or two for "hierarchical": devices of a node, and nodes.
     """
@@ -64,7 +70,9 @@ class Case:
 
     @property
     def is_possible(self) -> bool:
-        """False for a hierarchical reduction of devices that do not factor into two axes."""
+        """False where devices do not factor into two axes (hierarchical), or do not divide the heads."""
+        if self.reduction == SHARD_HEADS:
+            return self.step.num_heads % self.step.n_devices == 0
         return self.reduction != "hierarchical" or len(self.axis_sizes) == 2
 
     @property
@@ -72,6 +80,10 @@ class Case:
         """Bytes that a device sends in a step, by the paper's equations; None where the case is not possible."""
         if not self.is_possible:
             return None
+        if self.reduction == SHARD_HEADS:
+            step = self.step
+            heads = step.batch * step.num_queries * step.hidden_size * itemsize(step.dtype)
+            return (step.n_devices - 1) / step.n_devices * (step.packed_state_bytes + heads)
         return predict.bytes_sent_per_device(self.step, self.strategy, self.reduction, axis_sizes=self.axis_sizes)
 
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
@@ -81,6 +93,9 @@ class Case:
     def decode(self, mesh: Mesh) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
         """Returns the function that is compared, of (query, key, value)."""
         options = dict(axis_name=self.axes, mesh=mesh, implementation=self.implementation)
+        if self.reduction == SHARD_HEADS:
+            decode, everyone = functools.partial(tree_decode, shard_heads=True, **options), NamedSharding(mesh, P())
+            return lambda *arrays: jax.lax.with_sharding_constraint(decode(*arrays), everyone)
         if self.strategy == "tree":
             return functools.partial(tree_decode, reduction=self.reduction, **options)
         return functools.partial(ring_decode, variant=self.strategy.removeprefix("ring_"), **options)
@@ -92,14 +107,16 @@ def plan(
     """Lists all cases: for each step and implementation, tree with every reduction and then both rings.
 
     Args:
-      reductions: of the tree; if empty, all, but for "fused" on a platform that never has it.
+      reductions: of the tree, with `SHARD_HEADS`; if empty, all on GPUs, and elsewhere those without "fused" and it.
       implementations: local kernels; None is the one that the library would choose.
       platform: of the devices, e.g. "gpu".
     """
     for name in implementations if steps else ():
         if name is None:
             _log.info("implementation=None picked %r", _automatic_implementation(steps[0], platform))
-    reductions = reductions or [name for name in REDUCTIONS if name != "fused" or platform == "gpu"]
+    on_gpus_only = {"fused", SHARD_HEADS}
+    usual = [name for name in (*REDUCTIONS, SHARD_HEADS) if name not in on_gpus_only or platform == "gpu"]
+    reductions = reductions or usual
     cases = []
     for step, named in itertools.product(steps, implementations):
         case = functools.partial(Case, step=step, implementation=named or _automatic_implementation(step, platform))

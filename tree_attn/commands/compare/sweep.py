@@ -116,7 +116,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[DecodeStep], list[str], lis
     check_folder("--out", args.out)
     reductions = _flat(args.reduction)
     for reduction in reductions:
-        one_of("--reduction", reduction, REDUCTIONS)
+        one_of("--reduction", reduction, (*REDUCTIONS, cases.SHARD_HEADS))
     implementations = _flat(args.implementation) or [None]
     for implementation in implementations:
         check_implementation(implementation)

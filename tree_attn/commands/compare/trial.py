@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.commands.compare import data
-from tree_attn.commands.compare.cases import Case
+from tree_attn.commands.compare.cases import SHARD_HEADS, Case
 from tree_attn.commands.processes import broadcast
 from tree_attn.commands.units import count
 from tree_attn.measure import hlo, latency
@@ -153,8 +153,12 @@ class Laboratory:
 
 def _check_possible(case: Case) -> None:
     """Raises NotImplementedError, with the reason, for a case that these devices cannot run."""
-    if not case.is_possible:
-        raise NotImplementedError(
-            "reduction 'hierarchical' needs two mesh axes of at least two devices each, and "
-            f"{count(case.step.n_devices, 'device')} cannot be arranged so"
-        )
+    if case.is_possible:
+        return
+    devices = count(case.step.n_devices, "device")
+    if case.reduction == SHARD_HEADS:
+        raise NotImplementedError(f"shard_heads needs heads that {devices} divide, got {case.step.num_heads}")
+    raise NotImplementedError(
+        f"reduction 'hierarchical' needs two mesh axes of at least two devices each, and {devices} cannot be arranged "
+        "so"
+    )
