@@ -186,7 +186,7 @@ class Machine:
 
         Example:
           >>> round(load("NVIDIA H200").exchange_us("gather", 8256, size=4), 1)
-          6.9
+          8.7
         """
         _check(exchange in EXCHANGES, f"exchange must be one of {tuple(EXCHANGES)}, got {exchange!r}")
         if size == 1:
