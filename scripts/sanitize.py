@@ -5,6 +5,7 @@
 
 - whole: output tiles that no run cuts; short: sequences of a KV tile or two, by length
 - cut: output tiles in several runs
+- odd: a number of keys that 8 does not divide; pages: of 16 keys
 - exchanged: like cut, and the kernel ends in an exchange, here with itself
 - tall: many query rows; shared: many query rows of several heads, whose merge takes the suffixes' state along
 - few: like shared, for query columns
@@ -23,6 +24,8 @@ SHAPES = {  # query, key
     "whole": ((1, 1, 8, 128), (1, 128, 2, 128)),
     "short": ((5, 1, 4, 128), (5, 72, 2, 128)),
     "cut": ((1, 1, 4, 128), (1, 512, 1, 128)),
+    "odd": ((2, 1, 4, 128), (2, 131, 2, 128)),
+    "pages": ((2, 1, 4, 128), (19, 16, 2, 128)),
     "tall": ((1, 40, 4, 128), (1, 256, 1, 128)),
     "exchanged": ((1, 1, 4, 128), (1, 512, 1, 128)),
     "shared": ((40, 1, 4, 128), (40, 8, 2, 128)),
@@ -31,7 +34,7 @@ SHAPES = {  # query, key
     "grouped": ((1, 1, 8, 128), (1, 512, 2, 128)),
     "mutant": ((1, 1, 2, 128), (1, 512, 2, 128)),
 }
-LENGTHS = {"cut": [500], "short": [3, 40, 0, 72, 20]}
+LENGTHS = {"cut": [500], "short": [3, 40, 0, 72, 20], "pages": [144, 70]}
 
 
 def main() -> None:
@@ -46,7 +49,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     # Made on the host: the sanitizer would also watch JAX's random numbers on the GPU.
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
-    run = {"exchanged": _exchanged, "shared": _shared, "few": _shared}
+    run = {"exchanged": _exchanged, "pages": _paged, "shared": _shared, "few": _shared}
     run |= dict.fromkeys(("sparq", "grouped", "mutant"), _sparq)
     print(float(run.get(call, _attended)(call, normal).sum()))
 
@@ -58,6 +61,17 @@ def _attended(call: str, normal):
     query, key, value = normal(*query_shape), normal(*key_shape), normal(*key_shape)
     lengths = jnp.array(LENGTHS[call]) if call in LENGTHS else None
     return attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
+
+
+def _paged(call: str, normal):
+    from tree_attn import paged_decode
+
+    query_shape, pages_shape = SHAPES[call]
+    table = jnp.asarray(np.random.default_rng(1).permutation(pages_shape[0])[:18].reshape(2, 9), jnp.int32)
+    return paged_decode(
+        normal(*query_shape), normal(*pages_shape), normal(*pages_shape), table, jnp.array(LENGTHS[call]),
+        implementation="mosaic_gpu", return_lse=True,
+    )[1]  # fmt: skip
 
 
 def _exchanged(call: str, normal):

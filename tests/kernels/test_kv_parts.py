@@ -4,6 +4,8 @@ import pytest
 from lean_cases import HEAD_SCALES, Call, MergedWith
 from lean_interpreter import check, needs_interpreter, small_layout, time_limit  # noqa: F401
 
+from tree_attn.kernels import lean as lean_kernel
+
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 CAUSAL = {"is_causal": True}
 FLOAT8 = {"stored_dtype": "float8_e4m3fn", "options": HEAD_SCALES}
@@ -31,3 +33,14 @@ SMALL_PAGES = [
 @pytest.mark.parametrize("call, num_kernels", ODD_SLOTS + SMALL_PAGES, ids=str)
 def test_it_is_exact_and_has_no_race(call, num_kernels):
     check(call, num_kernels)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Call(slots=67, lengths=(24, 0), kv_heads=1), Call(layout="paged", page=16, lengths=(48, 0), slots=64, kv_heads=1)],
+    ids=str,
+)
+def test_parts_that_no_query_sees_are_not_read(call, monkeypatch):
+    """They hold NaN, for which the kernel puts zeros otherwise."""
+    monkeypatch.setattr(lean_kernel, "zero_garbage", lambda *args: None)
+    check(call, num_kernels=1)
