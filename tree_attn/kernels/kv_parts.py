@@ -131,7 +131,7 @@ def _emit_parts(transforms, ctx, source, tile, *scalars) -> None:
     rows, width = transforms[0].tiling
     ungrouped = launch_context.TileTransform((width,)), launch_context.TransposeTransform((1, 0, 2))
     copy, at, start, num_slots = _emit_arrival(transforms, ctx, source, tile, scalars)
-    loop = scf.ForOp(at(0), at(_size(tile)[0] // rows), at(1), [])  # in a row, too many registers are in use at once
+    loop = scf.ForOp(at(0), at(_size(tile)[0] // rows), at(1), [])
     with ir.InsertionPoint(loop.body):
         first = arith.muli(loop.induction_variable, at(rows))
         is_copied = arith.cmpi(arith.CmpIPredicate.slt, first, num_slots)
