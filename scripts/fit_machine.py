@@ -21,7 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from tree_attn.commands.doctor.fitting import COLLECTIVES, Point, fit_collectives, fit_exchange, fit_transfers
+from tree_attn.commands.doctor.fitting import (
+    COLLECTIVES,
+    NCCL_ROUND_US,
+    Point,
+    fit_collectives,
+    fit_exchange,
+    fit_transfers,
+)
 from tree_attn.commands.figures import rows as compared
 from tree_attn.cost import machine, predict
 from tree_attn.cost.machine import ExchangeCost, LinkClass, Machine
@@ -30,7 +37,6 @@ from tree_attn.measure.rows import read, strategy_label
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 KIND = "NVIDIA H200"
 MEMORY_BYTES = 141_000_000_000  # the datasheet's
-NCCL_ROUND_US = 0.6  # NCCL 2.28, src/graph/tuning.cc: hwLat of NVLink, LL
 
 REDUCE, ONE = "reduce_2xh200/bench_reduce.jsonl", "compare_1xh200/results.jsonl"
 TWO = "compare_2xh200_2processes/results.jsonl"

@@ -23,6 +23,12 @@ def test_no_row_is_fitted_to_and_predicted():
     assert min(one["n_devices"] for one in ERRORS) > H200.fitted_devices
 
 
+def test_every_shipped_machine_names_its_rows():
+    for kind in machine.device_kinds():
+        known = machine.load(kind)
+        assert known.fitted_devices >= 1 and known.provenance["fitted_rows"]
+
+
 def test_the_shipped_constants_are_those_of_the_rows_that_the_file_names(tmp_path):
     """Every number of the file comes out of the fit again, which reads the named rows and no others."""
     machine.write(fit_machine.fit(), tmp_path / "machine.json")

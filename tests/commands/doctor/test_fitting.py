@@ -61,6 +61,14 @@ def test_with_one_size_of_groups_the_launch_has_the_latency_too():
         assert collective_us + us == pytest.approx(point.us, rel=1e-6)
 
 
+def test_a_known_latency_is_taken_out_of_the_launch_of_one_size_of_groups():
+    collective_us, found = fitting.fit_collectives({"device": collectives((2,))}, round_us=NODE.round_us)
+    assert collective_us == pytest.approx(SHARED.collective_us, rel=1e-6)
+    assert_cost(found["device"], NODE)  # and so what larger groups cost is right
+    _, found = fitting.fit_collectives({"device": collectives((2, 4))}, round_us=99.0)
+    assert_cost(found["device"], NODE)  # two sizes tell it by themselves
+
+
 def test_without_collectives_there_is_nothing_to_fit():
     assert fitting.fit_collectives({"device": points(ABACUS, "fused", (2,))}) == (0.0, {})
 

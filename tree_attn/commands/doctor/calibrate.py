@@ -10,7 +10,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import attend
-from tree_attn.commands.doctor.fitting import COLLECTIVES, Point, fit_collectives, fit_exchange, fit_transfers, rate
+from tree_attn.commands.doctor.fitting import (
+    COLLECTIVES,
+    NCCL_ROUND_US,
+    Point,
+    fit_collectives,
+    fit_exchange,
+    fit_transfers,
+    rate,
+)
 from tree_attn.cost.machine import ASSUMED_NETWORK, ExchangeCost, LinkClass, Machine
 from tree_attn.measure.latency import latency_us
 from tree_attn.measure.links import is_emulated, neighbour_gb_per_s
@@ -29,9 +37,10 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     """Measures the machine whose devices are `devices`; every process calls it. Takes a minute or two.
 
     Exchanges are timed as the library does them (`reduce_state`): among all devices of a node, among all nodes, and
-    among pairs, so that launch and latency can be separated. The time of one is the difference that it makes to a step
-    of local attention. In a chain of their own exchanges would wait for the host; beside other work of the GPU they do
-    not (docs/log/measurement.md: "Collectives must be timed within steps, for in a chain they wait for the host"). Bare
+    among pairs, so that launch and latency can be separated. Two GPUs cannot tell them apart: the latency is then that of
+    NCCL's source. The time of one is the difference that it makes to a step of local attention. In a chain of their own
+    exchanges would wait for the host; beside other work of the GPU they do not (docs/log/measurement.md: "Collectives
+    must be timed within steps, for in a chain they wait for the host"). Bare
     transfers are timed in chains of dependent ones (`latency.latency_us`).
 
     Raises:
@@ -45,7 +54,8 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     mesh = make_mesh(NODE_AXES, devices)
     points = {axis: _points(mesh, axis) for axis in mesh.axis_names if mesh.shape[axis] > 1}
     hardware = f"{mesh.shape['node']} x {mesh.shape['device']} x {devices[0].device_kind}"
-    collective_us, collective_costs = fit_collectives(points)
+    is_one_node = mesh.shape["node"] == 1
+    collective_us, collective_costs = fit_collectives(points, round_us=NCCL_ROUND_US if is_one_node else 0.0)
     link_classes = {
         axis: LinkClass(
             source=f"measured: {hardware}",

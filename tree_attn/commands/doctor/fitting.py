@@ -11,6 +11,7 @@ from tree_attn.cost import predict
 from tree_attn.cost.machine import EXCHANGES, AlphaBeta, ExchangeCost
 
 COLLECTIVES = tuple(name for name in predict.AXIS_REDUCTIONS if EXCHANGES[name].is_collective)
+NCCL_ROUND_US = 0.6  # a message over NVLink by its LL protocol: NCCL 2.28, src/graph/tuning.cc, hwLat
 MAX_BYTES_PER_S = 1e15  # where noise says that more bytes take no more time
 
 
