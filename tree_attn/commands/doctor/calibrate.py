@@ -37,11 +37,11 @@ def measure_machine(devices: Sequence[jax.Device]) -> Machine:
     """Measures the machine whose devices are `devices`; every process calls it. Takes a minute or two.
 
     Exchanges are timed as the library does them (`reduce_state`): among all devices of a node, among all nodes, and
-    among pairs, so that launch and latency can be separated. Two GPUs cannot tell them apart: the latency is then that of
-    NCCL's source. The time of one is the difference that it makes to a step of local attention. In a chain of their own
-    exchanges would wait for the host; beside other work of the GPU they do not (docs/log/measurement.md: "Collectives
-    must be timed within steps, for in a chain they wait for the host"). Bare
-    transfers are timed in chains of dependent ones (`latency.latency_us`).
+    among pairs, so that launch and latency can be separated. Two GPUs cannot tell them apart; the latency is then that
+    of NCCL's source. The time of one is the difference that it makes to a step of local attention. In a chain of their
+    own exchanges would wait for the host; beside other work of the GPU they do not (docs/log/measurement.md:
+    "Collectives must be timed within steps, for in a chain they wait for the host"). Bare transfers are timed in chains
+    of dependent ones (`latency.latency_us`).
 
     Raises:
       ValueError: there is one device, and nothing to exchange.
