@@ -18,6 +18,7 @@ from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 MAX_TILE_QUERIES = 512
+MAX_TILE_QUERIES_ON_CPU = 256  # the logits of a tile are the largest temporary of a gradient there
 # float32 logits in memory; 16 MiB. One chunk covers most decode steps, so that a GPU runs no loop at all.
 MAX_LOGITS_PER_CHUNK = 1 << 22
 MIN_CHUNK_KEYS = 256
@@ -41,14 +42,16 @@ def attend(
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already."""
     num_queries = query.shape[1]
     tile = partial(_attend_tile, key=key, value=value, scale=scale, soft_cap=logits_soft_cap, scales=scales)
-    if num_queries <= MAX_TILE_QUERIES:
+    on_cpu = default_platform() == "cpu"
+    tile_queries = min(MAX_TILE_QUERIES, MAX_TILE_QUERIES_ON_CPU) if on_cpu else MAX_TILE_QUERIES
+    if num_queries <= tile_queries:
         return tile(query, visible)
-    num_tiles = -(-num_queries // MAX_TILE_QUERIES)
-    padding = num_tiles * MAX_TILE_QUERIES - num_queries
+    num_tiles = -(-num_queries // tile_queries)
+    padding = num_tiles * tile_queries - num_queries
 
     def tiles_first(x, pad_mode):  # [B, T, ...] -> [tiles, B, tile, ...]
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), mode=pad_mode)
-        return jnp.moveaxis(x.reshape(x.shape[0], num_tiles, MAX_TILE_QUERIES, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], num_tiles, tile_queries, *x.shape[2:]), 1, 0)
 
     def queries_first(x):  # [tiles, B, tile, ...] -> [B, T, ...]
         x = jnp.moveaxis(x, 0, 1)
@@ -86,7 +89,7 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
     empty = vary_as(empty, query)
     if num_keys == 0:
         return empty
-    chunk_keys = min(num_keys, _chunk_keys(batch * num_queries * num_heads))
+    chunk_keys = min(num_keys, keys_per_chunk(batch * num_queries * num_heads))
     num_chunks = -(-num_keys // chunk_keys)
 
     def chunk_state(start, first_slot):
@@ -148,7 +151,7 @@ def _attend_chunk(query, key, value, mask, is_valid, *, scale, soft_cap) -> Soft
     return SoftmaxState(out.reshape(*shape, value.shape[-1]), lse.reshape(shape))
 
 
-def _chunk_keys(num_query_rows: int) -> int:
+def keys_per_chunk(num_query_rows: int) -> int:
     """Returns the number of keys per chunk that keeps `num_query_rows * keys` logits, and on CPU copies, in limits."""
     chunk_keys = max(MIN_CHUNK_KEYS, MAX_LOGITS_PER_CHUNK // num_query_rows)
     return min(chunk_keys, MAX_CHUNK_KEYS_ON_CPU) if default_platform() == "cpu" else chunk_keys
