@@ -15,6 +15,7 @@ from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement
+from tree_attn.ring_baseline.hops import ROTATIONS, Way, joined, split_ways
 from tree_attn.ring_baseline.rotate import place, source, to_next, typed_as_replicated
 from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, merge_states
@@ -26,19 +27,19 @@ VARIANTS = ("overlapped", "public")
 def ring_decode(
     query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    variant: str = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+    variant: str = ..., rotation: str = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"]: ...  # fmt: skip
 @overload
 def ring_decode(
     query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    variant: str = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+    variant: str = ..., rotation: str = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @overload
 def ring_decode(
     query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    variant: str = ..., return_lse: bool, **options: Unpack[OptionArguments],
+    variant: str = ..., rotation: str = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options()
 def ring_decode(
@@ -51,6 +52,7 @@ def ring_decode(
     batch_axis_name: AxisName | None = None,
     block_size: Placement = UNNAMED,
     variant: str = "overlapped",
+    rotation: str = "one_way",
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -67,10 +69,14 @@ def ring_decode(
       variant: "overlapped": p - 1 hops; the next hop's transfer starts before this hop's attention so that they can
         overlap. Each device sends `2 B S K H (p - 1) / p` elements. "public": p hops in a loop, attention first and
         then the transfer, as the public JAX rings do it (the last hop brings every shard home again).
+      rotation: "one_way": K and V go to the next device. "two_way", of "overlapped" only: half of the KV heads go the
+        other way round, so that each link carries half in both directions at once.
     Returns:
       As `tree_attn.tree_decode`.
     Raises:
-      ValueError, TypeError, NotImplementedError: as `tree_attn.tree_decode`; an unknown `variant`.
+      ValueError, TypeError: as `tree_attn.tree_decode`; an unknown `variant` or `rotation`, or a pair of them that does
+        not exist.
+      NotImplementedError: as `tree_attn.tree_decode`; "two_way" with a single KV head.
 
     Example:
       >>> out = ring_decode(query, key, value, axis_name="seq", mesh=make_mesh({"seq": 8}))
@@ -79,10 +85,11 @@ def ring_decode(
     """
     axes = axis_tuple(axis_name)
     one_of("variant", variant, VARIANTS)
+    one_of("rotation", rotation, ROTATIONS if variant == "overlapped" else ("one_way",))
     attention = AttentionOptions(**options)
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
-    body = _RingDecode(axes=axes, block_size=block_size, variant=variant)
+    body = _RingDecode(axes=axes, block_size=block_size, variant=variant, rotation=rotation)
     of_query, of_keys = P(BATCH, None, HEADS), P(BATCH, axes, HEADS)
     state = over_shards(
         body, (query, key, value, attention), (of_query, of_keys, of_keys, option_specs(attention)), axes=axes,
@@ -98,6 +105,7 @@ class _RingDecode:
     axes: tuple[str, ...]
     block_size: int | None
     variant: str
+    rotation: str
 
     def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         shard = local_shard(self.axes, self.block_size)
@@ -105,40 +113,47 @@ class _RingDecode:
             state = attend_shard(query, key, value, options, shard)
             return add_sinks(typed_as_replicated(state, self.axes), options.sinks)
 
-        def attend_to(key_value, hop) -> SoftmaxState:
-            visiting = dataclasses.replace(shard, index=source(self.axes, hop))
-            return attend_shard(query, *key_value, options, visiting, beside_transfers=True)
+        def attend_to(way: Way, key_value, hop) -> SoftmaxState:
+            visiting = dataclasses.replace(shard, index=source(self.axes, way.step * hop))
+            return attend_shard(way.query, *key_value, way.options, visiting, beside_transfers=True)
 
+        ways = split_ways(self.rotation, query, key, value, options)
         rotate = _overlapped if self.variant == "overlapped" else _public
-        by_hop = rotate(attend_to, (key, value), self.axes, shard.num_shards)
+        by_hop = rotate(attend_to, ways, self.axes, shard.num_shards)
         # Every device met the shards in another order. Merged in the ring's order they round alike everywhere.
-        order = (place(self.axes) - jnp.arange(shard.num_shards)) % shard.num_shards
-        state = merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), by_hop), axis=0)
+        places_back = place(self.axes) - jnp.arange(shard.num_shards)
+        merged = []
+        for way, states in zip(ways, by_hop):
+            order = (places_back if way.step == 1 else -places_back) % shard.num_shards
+            merged.append(merge_states(jax.tree.map(lambda x: jnp.take(x, order, axis=0), states), axis=0))  # noqa: B023
+        state = SoftmaxState(*(joined(parts, axis=2) for parts in zip(*merged)))
         return add_sinks(typed_as_replicated(state, self.axes), options.sinks)
 
 
-def _overlapped(attend_to, key_value, axes, num_shards) -> SoftmaxState:
+def _overlapped(attend_to, ways: tuple[Way, ...], axes, num_shards) -> list[SoftmaxState]:
     """p - 1 hops, unrolled, so that a transfer lands in a buffer of its own while the previous shard is read."""
-    states = []
+    present, by_hop = [(way.key, way.value) for way in ways], []
     for hop in range(num_shards):
-        arriving = to_next(key_value, axes) if hop < num_shards - 1 else None
+        is_last = hop == num_shards - 1
+        arriving = None if is_last else [to_next(x, axes, way.step) for way, x in zip(ways, present)]
         with jax.named_scope(f"ring_decode_hop_{hop}"):
-            state = attend_to(key_value, hop)
+            states = [attend_to(way, key_value, hop) for way, key_value in zip(ways, present)]
         # The hop ends when both are done. Without the barrier XLA runs all transfers ahead of the attention, which
         # overlaps nothing and needs a buffer per hop instead of two.
-        key_value, state = jax.lax.optimization_barrier((arriving, state))
-        states.append(state)
-    return jax.tree.map(lambda *hops: jnp.stack(hops), *states)
+        present, states = jax.lax.optimization_barrier((arriving, states))
+        by_hop.append(states)
+    return [jax.tree.map(lambda *hops: jnp.stack(hops), *of_way) for of_way in zip(*by_hop)]
 
 
-def _public(attend_to, key_value, axes, num_shards) -> SoftmaxState:
+def _public(attend_to, ways: tuple[Way, ...], axes, num_shards) -> list[SoftmaxState]:
     """p hops in a loop: attend, then send, the last time to no purpose."""
+    (way,) = ways
 
     def step(key_value, hop):
-        state = attend_to(key_value, hop)
+        state = attend_to(way, key_value, hop)
         # Without the barrier XLA may start the transfer first, which is what the other variant is for.
         key_value, state = jax.lax.optimization_barrier((key_value, state))
         return to_next(key_value, axes), state
 
-    _, states = jax.lax.scan(step, key_value, jnp.arange(num_shards, dtype=jnp.int32))
-    return states
+    _, states = jax.lax.scan(step, (way.key, way.value), jnp.arange(num_shards, dtype=jnp.int32))
+    return [states]

@@ -17,10 +17,14 @@ from tree_attn.reduce.collectives import psum
 KeyValue = tuple[Array, Array]
 
 
-def to_next(key_value: KeyValue, axes: tuple[str, ...]) -> KeyValue:
-    """Sends K and V, each in its own dtype, to the next device of the ring and returns what the previous one sent."""
+def to_next(key_value: KeyValue, axes: tuple[str, ...], step: int = 1) -> KeyValue:
+    """Sends K and V, each in its own dtype, to the next device of the ring and returns what the previous one sent.
+
+    Args:
+      step: 1; or -1 for the other way round.
+    """
     num_shards = math.prod(bound_axis_sizes(axes))
-    permutation = [(i, (i + 1) % num_shards) for i in range(num_shards)]
+    permutation = [(i, (i + step) % num_shards) for i in range(num_shards)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, _in_mesh_order(axes), permutation), key_value)
 
 
@@ -30,7 +34,10 @@ def place(axes: tuple[str, ...]) -> Int[Array, ""]:
 
 
 def source(axes: tuple[str, ...], hop: int | Int[Array, ""]) -> Int[Array, ""]:
-    """Returns the index of the shard that is here after `hop` hops: that of the device `hop` places back."""
+    """Returns the index of the shard that is here after `hop` hops: that of the device `hop` places back.
+
+    Negative hops are those the other way round.
+    """
     sizes = dict(zip(axes, bound_axis_sizes(axes), strict=True))
     rest, coordinates, index = (place(axes) - hop) % math.prod(sizes.values()), {}, 0
     for axis in reversed(_in_mesh_order(axes)):

@@ -52,6 +52,10 @@ class Visibility:
         """True when every query sees every key (static)."""
         return self.by_length_only and self.lengths is None
 
+    def at_positions(self, query_positions: Int[Array, "B T"]) -> "Visibility":
+        """Returns what queries at other positions see."""
+        return dataclasses.replace(self, query_positions=query_positions, is_diagonal=False, is_strict=None)
+
     def local_lengths(self) -> Int[Array, " B"] | None:
         """Returns how many slots of this shard are valid, int32 `[B]`; None when all are."""
         return None if self.lengths is None else self.shard.local_lengths(self.lengths, self.num_slots)

@@ -53,6 +53,46 @@ def test_shapes_and_dtypes(case, variant):
     assert_attention(jax.jit(ring_on(3, variant=variant))(*arrays), *arrays)
 
 
+@pytest.mark.parametrize(
+    "num_devices, kv_heads",
+    [(3, 3), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(8, 2, marks=pytest.mark.slow)],
+)
+def test_two_ways_round_value_and_gradient(num_devices, kv_heads):
+    """Three KV heads go two one way and one the other."""
+    case = Case(keys=40, heads=2 * kv_heads, kv_heads=kv_heads)
+    query, key, value = case.arrays()
+    scales = {name: np.resize(x, kv_heads) for name, x in HEAD_SCALES.items()}
+    options = dict(key_value_seq_lengths=np.array([40, 17], np.int32), is_causal=True, local_window_size=(30, None))
+    options |= scales | {"sinks": np.resize(SINKS, 2 * kv_heads)}
+    ring = ring_on(num_devices, rotation="two_way", **options)
+
+    def loss(attention, *arrays):
+        state = attention(*arrays)
+        return jnp.sum(state[0] ** 2), state
+
+    gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2), has_aux=True))
+    found, state = gradient(ring)(query, key, value)
+    assert_attention(state, query, key, value, **options)
+    assert_gradients(found, gradient(partial(dense_attention, **options))(query, key, value)[0])
+
+
+def test_two_ways_round_send_as_much_in_each_direction():
+    query, key, value = Case().arrays()
+    text = jax.jit(ring_on(3, rotation="two_way")).lower(query, key, value).as_text()
+    pairs = re.findall(r"collective_permute.*?source_target_pairs = dense<(\[\[.*?\]\])>", text)
+    assert sorted(pairs) == 4 * ["[[0, 1], [1, 2], [2, 0]]"] + 4 * ["[[0, 2], [1, 0], [2, 1]]"]
+
+
+def test_two_ways_round_need_two_heads_and_the_overlapped_variant():
+    query, key, value = Case(kv_heads=1).arrays()
+    with pytest.raises(
+        NotImplementedError, match="'two_way' sends half of the KV heads each way round, and key has only 1"
+    ):
+        ring_on(3, rotation="two_way")(query, key, value)
+    with pytest.raises(ValueError, match="rotation must be one of 'one_way', got 'two_way'"):
+        ring_on(3, rotation="two_way", variant="public")(query, key, value)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NARROW)
 def test_scaled_float8_and_int8_travel_as_they_are_stored(name, variant):

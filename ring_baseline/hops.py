@@ -1,0 +1,248 @@
+"""One device's part of a ring over prompts: K and V pass its queries hop by hop, forward and backward."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tree_attn.arguments import AttentionOptions, clip_to_int32
+from tree_attn.devices import default_platform
+from tree_attn.local import attend_shard
+from tree_attn.local.gradient import Gradient, first_derivative_only, shard_gradient, zero_gradient
+from tree_attn.masking import add_sinks
+from tree_attn.mesh import vary_as
+from tree_attn.placement import Shard
+from tree_attn.ring_baseline.rotate import source, to_next
+from tree_attn.sharded import local_shard
+from tree_attn.state import SoftmaxState, empty_like, merge_state
+
+ROTATIONS = ("one_way", "two_way")
+
+
+class Way(NamedTuple):
+    """The arrays and options of the heads whose K and V go round one way: `step` is 1, or -1 for the other way."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    options: AttentionOptions
+    step: int
+
+    @property
+    def heads(self) -> int:
+        """The number of query heads."""
+        return self.query.shape[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRing:
+    """Self-attention of a prompt that `axes` shard; to be called where a `shard_map` binds them.
+
+    axes: `()` where the device has whole prompts
+    block_size: as in `ring_attention`
+    rotation: one of `ROTATIONS`
+    """
+
+    axes: tuple[str, ...]
+    block_size: int | None
+    rotation: str = "one_way"
+
+    def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        """Returns the state of this device's queries over all keys and sinks; differentiable once."""
+        shard = local_shard(self.axes, self.block_size)
+        query = _finite_in_padding(query, options.key_value_seq_lengths, shard)
+        # So typed, what every device has gets the sum of all devices' gradients, outside of the rule below.
+        query, key, value, options = vary_as((query, key, value, options), shard.index)
+        return _differentiable(self, query, key, value, options)
+
+    def forward(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
+        """Returns what a call returns."""
+        shard = local_shard(self.axes, self.block_size)
+        ways = split_ways(self.rotation, query, key, value, options)
+
+        def attended(hop, way: Way, key_value, state: SoftmaxState) -> SoftmaxState:
+            with jax.named_scope("ring_attention_hop"):
+                part = attend_shard(
+                    way.query, *key_value, way.options, self._visiting(shard, hop, way), query_shard=shard,
+                    beside_transfers=True,
+                )  # fmt: skip
+            # Merged in float32: a bf16 running output would round once per hop.
+            return merge_state(state, SoftmaxState(part.out.astype(part.lse.dtype), part.lse))
+
+        def step(carry, hop):
+            arriving = [to_next(key_value, self.axes, way.step) for way, (key_value, _) in zip(ways, carry)]
+            states = [attended(hop, way, *of_way) for way, of_way in zip(ways, carry)]
+            # As in ring_decode: two buffers, and a transfer beside each hop's attention.
+            return jax.lax.optimization_barrier(list(zip(arriving, states))), None
+
+        empty = lambda way: vary_as(_empty_state(way), query)
+        carry = [((way.key, way.value), empty(way)) for way in ways]
+        carry = _over_hops(step, carry, shard.num_shards)
+        states = [attended(shard.num_shards - 1, way, *of_way) for way, of_way in zip(ways, carry)]
+        state = SoftmaxState(*(joined(parts, axis=2) for parts in zip(*states)))
+        return add_sinks(SoftmaxState(state.out.astype(query.dtype), state.lse), options.sinks)
+
+    def backward(
+        self, query, key, value, options: AttentionOptions, state: SoftmaxState, cotangent: SoftmaxState
+    ) -> tuple[Gradient, jax.Array]:
+        """Returns the derivatives of the arrays, and that of each query's sum of weights.
+
+        K and V go round once more. Their derivatives follow one hop behind: beside the attention of a hop travels what
+        the hops before have added, and after the last hop all of it goes home.
+        """
+        shard = local_shard(self.axes, self.block_size)
+        ways = split_ways(self.rotation, query, key, value, options)
+        of_out = cotangent.out.astype(jnp.float32)
+        of_sum = cotangent.lse - jnp.sum(of_out * state.out.astype(jnp.float32), axis=-1)
+        rows = _by_way({"lse": state.lse, "of_out": of_out, "of_sum": of_sum}, ways)
+
+        def at_hop(hop, way: Way, key_value, rows_of_way) -> Gradient:
+            with jax.named_scope("ring_attention_backward_hop"):
+                visiting = self._visiting(shard, hop, way)
+                return shard_gradient(way.query, *key_value, way.options, visiting, query_shard=shard, **rows_of_way)
+
+        def sent(way: Way, total: Gradient) -> Gradient:
+            if shard.num_shards == 1:
+                return total
+            of_key, of_value = to_next((total.key, total.value), self.axes, way.step)
+            return total._replace(key=of_key, value=of_value)
+
+        def step(carry, hop):
+            arriving = [to_next(key_value, self.axes, way.step) for way, (key_value, _) in zip(ways, carry)]
+            # A first hop has nothing before it, and says so where hops are unrolled.
+            is_first = isinstance(hop, int) and hop == 0
+            before = [total if is_first else sent(way, total) for way, (_, total) in zip(ways, carry)]
+            here = [at_hop(hop, way, key_value, of_way) for way, (key_value, _), of_way in zip(ways, carry, rows)]
+            arriving, before, here = jax.lax.optimization_barrier((arriving, before, here))
+            return list(zip(arriving, jax.tree.map(jnp.add, before, here))), None
+
+        zeros = lambda way: vary_as(zero_gradient(*way[:4]), query)
+        carry = _over_hops(step, [((way.key, way.value), zeros(way)) for way in ways], shard.num_shards)
+        last = shard.num_shards - 1
+        totals = [
+            sent(way, jax.tree.map(jnp.add, sent(way, total), at_hop(last, way, key_value, of_way)))
+            for way, (key_value, total), of_way in zip(ways, carry, rows)
+        ]
+        *arrays, scales = zip(*totals)
+        scales = None if scales[0] is None else joined(scales, axis=1)
+        return Gradient(*(joined(parts, axis=2) for parts in arrays), scales), of_sum
+
+    def _visiting(self, shard: Shard, hop, way: Way) -> Shard:
+        """Returns the shard whose keys are here after `hop` hops."""
+        if not self.axes:
+            return shard
+        return dataclasses.replace(shard, index=source(self.axes, way.step * hop))
+
+
+def split_ways(rotation: str, query, key, value, options: AttentionOptions) -> tuple[Way, ...]:
+    """Returns all heads as one way, or two halves of the KV heads, with their queries, as two.
+
+    Raises:
+      NotImplementedError: "two_way" with a single KV head.
+    """
+    if rotation == "one_way":
+        return (Way(query, key, value, options, 1),)
+    num_kv_heads = key.shape[2]
+    if num_kv_heads == 1:
+        raise NotImplementedError("rotation='two_way' sends half of the KV heads each way round, and key has only 1")
+    half, group = -(-num_kv_heads // 2), query.shape[2] // num_kv_heads
+
+    def way(heads: slice, step: int) -> Way:
+        of_query = slice(*(None if end is None else end * group for end in (heads.start, heads.stop)))
+        parts = query[:, :, of_query], key[:, :, heads], value[:, :, heads]
+        return Way(*parts, options_of_heads(options, of_query, heads), step)
+
+    return way(slice(None, half), 1), way(slice(half, None), -1)
+
+
+def options_of_heads(options: AttentionOptions, query_heads, kv_heads) -> AttentionOptions:
+    """Returns the options of some heads; slices, or arrays of indices."""
+    indices = {"sinks": query_heads, "key_scale": kv_heads, "value_scale": kv_heads}
+    found = {name: getattr(options, name) for name in indices}
+    return dataclasses.replace(
+        options, **{name: None if x is None else jnp.asarray(x)[indices[name]] for name, x in found.items()}
+    )
+
+
+def _by_way(arrays: dict[str, jax.Array], ways: tuple[Way, ...]) -> list[dict[str, jax.Array]]:
+    """Returns each way's part of arrays `[B, T, N, ...]`."""
+    if len(ways) == 1:
+        return [arrays]
+    half = ways[0].heads
+    return [{name: x[:, :, heads] for name, x in arrays.items()} for heads in (slice(None, half), slice(half, None))]
+
+
+def joined(parts, axis: int):
+    """Returns the arrays of all ways as one, along the axis of heads."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
+
+
+def _empty_state(way: Way) -> SoftmaxState:
+    rows = way.query.shape[:3]
+    zeros = jnp.zeros((*rows, way.value.shape[-1]), jnp.float32), jnp.zeros(rows, jnp.float32)
+    return empty_like(SoftmaxState(*zeros))
+
+
+def _over_hops(step, carry, num_shards: int):
+    """Runs `step(carry, hop)` for every hop but the last: on GPUs unrolled, so that XLA moves transfers freely.
+
+    XLA's CPU compiler would then send all keys and values before it attends to any.
+    """
+    if default_platform() == "gpu" or num_shards == 1:
+        for hop in range(num_shards - 1):
+            carry, _ = step(carry, hop)
+        return carry
+    return jax.lax.scan(step, carry, jnp.arange(num_shards - 1, dtype=jnp.int32))[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(ring: PromptRing, query, key, value, options: AttentionOptions) -> SoftmaxState:
+    return ring.forward(query, key, value, options)
+
+
+def _forward(ring, query, key, value, options):
+    state = first_derivative_only(ring.forward(query, key, value, options))
+    return state, (query, key, value, options, state)
+
+
+def _backward(ring, residuals, cotangent):
+    query, key, value, options, state = residuals
+    total, of_sum = first_derivative_only(ring.backward(*residuals, cotangent))
+    of_options = {}
+    if total.scales is not None:
+        of_options |= {"key_scale": total.scales[0], "value_scale": total.scales[1]}
+    if options.sinks is not None:
+        # A sink is a logit without a value. One that is infinite takes all weight, and a little more changes nothing.
+        sinks = options.sinks[None, None, :]
+        weights = jnp.exp(sinks - jnp.where(jnp.isneginf(state.lse), 0.0, state.lse))
+        of_options["sinks"] = jnp.sum(jnp.where(jnp.isfinite(sinks), weights * of_sum, 0.0), axis=(0, 1))
+    of_arrays = map(_as_cotangent, total[:3], (query, key, value))
+    return *of_arrays, _of_options(options, of_options)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _as_cotangent(derivative, primal):
+    return derivative.astype(primal.dtype) if jnp.issubdtype(primal.dtype, jnp.floating) else None
+
+
+def _of_options(options: AttentionOptions, derivatives: dict) -> AttentionOptions:
+    """Returns the cotangents of the options' arrays: those given, of arrays that the call has; none of integers."""
+    names = [field.name for field in dataclasses.fields(options)]
+    of = lambda name: derivatives.get(name) if getattr(options, name) is not None else None
+    is_array = lambda name: hasattr(getattr(options, name), "dtype")
+    return dataclasses.replace(options, **{name: of(name) for name in names if is_array(name)})
+
+
+def _finite_in_padding(query, lengths, shard: Shard):
+    """Returns `query` with 0 where a prompt's padding holds NaN or an infinity; all of it, where lengths are None.
+
+    They would reach the gradient of keys and values: there a cotangent of 0 multiplies them.
+    """
+    if lengths is None:
+        return query
+    is_padding = shard.positions(query.shape[1])[None, :] >= clip_to_int32(lengths)[:, None]
+    return jnp.where(is_padding[:, :, None, None] & ~jnp.isfinite(query), 0, query)

@@ -1,0 +1,57 @@
+"""Attention within sharded prompts beside dense attention: output, lse and derivatives of one compiled program."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from assertions import assert_attention, assert_gradients
+from attention_cases import Case
+from dense import dense_attention
+
+from tree_attn import make_mesh, storage_order
+
+TOKENS = 120  # divided by every number of devices here
+LENGTHS = np.array([TOKENS, 53], np.int32)
+
+
+def assert_as_dense(function, axis_sizes, block_size, options, *, lengths=None, heads=4, kv_heads=2, **more):
+    """Asserts that output and lse are the oracle's, and the derivatives those of dense attention.
+
+    Args:
+      function: `ring_attention` or `ulysses_attention`.
+      options: of attention; derivatives are taken with respect to those that are arrays too.
+      more: arguments of `function` alone.
+    """
+    order = storage_order(TOKENS, int(np.prod(list(axis_sizes.values()))), block_size)
+    arrays = Case(queries=TOKENS, keys=TOKENS, heads=heads, kv_heads=kv_heads, value_dim=5).arrays()
+    sharded = partial(
+        function, axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), block_size=block_size, return_lse=True,
+        key_value_seq_lengths=lengths, **more,
+    )  # fmt: skip
+
+    def in_natural_order(*arrays, **options):
+        stored = sharded(*(x[:, order] for x in arrays), **options)
+        return jax.tree.map(lambda x: x[:, np.argsort(order)], stored)
+
+    options = {"is_causal": True} | options
+    where = {"query_positions": np.arange(TOKENS), "key_value_seq_lengths": lengths}
+    got, derivatives = results(in_natural_order, arrays, options)
+    assert_attention(got, *arrays, **where | options)
+    _, expected = results(partial(dense_attention, **where), arrays, options)
+    assert_gradients(derivatives, expected)
+
+
+def results(attention, arrays, options):
+    """Returns `(out, lse)`, and the derivatives of a weighted sum of both by all arrays, those of options too."""
+    rng = np.random.default_rng(1)
+    rows, dim = arrays[0].shape[:3], arrays[2].shape[-1]
+    of_out, of_lse = (jnp.asarray(rng.normal(size=(*rows, *last)), jnp.float32) for last in ((dim,), ()))
+
+    def loss(arrays, numbers):
+        out, lse = attention(*arrays, **options | numbers)
+        return jnp.vdot(out, of_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0) * of_lse), (out, lse)
+
+    numbers = {name: jnp.asarray(x) for name, x in options.items() if isinstance(x, np.ndarray)}
+    derivatives, state = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(arrays, numbers)
+    return state, derivatives

@@ -1,0 +1,127 @@
+"""The backward pass of ring_attention: dense attention's own derivative, in memory that grows as prompts do."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from assertions import assert_gradients
+from attention_cases import HEAD_SCALES, SINKS, Case
+from dense import dense_attention
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from prompts import LENGTHS, assert_as_dense
+
+from tree_attn import make_mesh, storage_order
+from tree_attn.local import gradient
+from tree_attn.measure import hlo
+from tree_attn.ring_baseline import hops, ring_attention
+
+EVERYTHING = {"logits_soft_cap": 2.0, "local_window_size": (40, None), "sinks": SINKS, **HEAD_SCALES}
+CASES = {
+    "causal": ({"seq": 3}, 1, {}),
+    "one_device": ({"seq": 1}, 1, {}),
+    "two_axes": ({"device": 2, "node": 4}, 1, {}),
+    "contiguous_window": ({"seq": 2}, None, {"local_window_size": (9, 2)}),
+    "blocks_all_pairs": ({"seq": 5}, 4, {"is_causal": False}),
+    "window_not_causal": ({"seq": 8}, 1, {"is_causal": False, "local_window_size": 3}),
+    "soft_cap_scale": ({"seq": 3}, 1, {"logits_soft_cap": 1.5, "scale": 0.6}),
+    "sinks": ({"seq": 3}, 2, {"sinks": SINKS}),
+    "scales": ({"seq": 5}, 1, HEAD_SCALES),
+    "everything": ({"seq": 3}, 1, EVERYTHING),
+}
+
+
+FAST = ("causal", "one_device", "two_axes", "contiguous_window", "everything")
+BOTH_WAYS = ("one_device", "two_axes", "everything")
+
+
+def some_are_slow(name, has_lengths, rotation):
+    is_slow = name not in FAST or (rotation == "two_way" and name != "everything")
+    return pytest.param(name, has_lengths, rotation, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(
+    "name, has_lengths, rotation",
+    [some_are_slow(name, i % 3 > 0, "one_way") for i, name in enumerate(CASES)]
+    + [some_are_slow(name, i != 0, "two_way") for i, name in enumerate(BOTH_WAYS)],
+)
+def test_every_option_placement_and_number_of_devices(name, has_lengths, rotation, monkeypatch):
+    """Blocks are small, so that each device has several of them, and the last ones overlap."""
+    monkeypatch.setattr(gradient, "MAX_TILE_QUERIES", 9)
+    monkeypatch.setattr(gradient, "MIN_CHUNK_KEYS", 7)
+    lengths = LENGTHS if has_lengths else None
+    assert_as_dense(ring_attention, *CASES[name], lengths=lengths, rotation=rotation)
+
+
+def test_unrolled_as_on_gpus_the_gradient_of_keys_makes_as_many_hops_as_there_are_devices(monkeypatch):
+    """K and V make one fewer, twice; nothing is sent before there is anything."""
+    monkeypatch.setattr(hops, "default_platform", lambda: "gpu")
+    arrays = Case(queries=24, keys=24).arrays()
+    ring = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=1)
+    loss = lambda attention, *arrays: jnp.sum(attention(*arrays) ** 2)
+    gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), (0, 1, 2)))
+    order = storage_order(24, 3, 1)
+    lowered = gradient(ring).lower(*(x[:, order] for x in arrays))
+    assert hlo.counts(lowered.as_text(dialect="hlo")) == {"collective-permute": 2 * (2 + 2 + 3)}
+    dense = gradient(lambda *arrays: dense_attention(*arrays, is_causal=True)[0])(*arrays)
+    assert_gradients(lowered.compile()(*(x[:, order] for x in arrays)), [x[:, order] for x in dense])
+
+
+def test_finite_differences():
+    arrays = Case(queries=12, keys=12).arrays()
+    sinks = jnp.asarray(SINKS[:4]) / 30
+    options = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=1, return_lse=True)
+    options |= dict(key_value_seq_lengths=np.array([12, 7], np.int32), logits_soft_cap=3.0, local_window_size=(6, None))
+    attention = jax.jit(lambda query, key, value, sinks: ring_attention(query, key, value, sinks=sinks, **options))
+    jax.test_util.check_grads(attention, (*arrays, sinks), order=1, modes=("rev",), atol=3e-3, rtol=3e-3, eps=1e-2)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    query, key, value = Case(queries=24, keys=24).arrays()
+    attention = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=1)
+    loss = lambda query: jnp.sum(attention(query, key, value) ** 2)
+    twice = lambda query: jax.grad(lambda query: jnp.sum(jax.grad(loss)(query)))(query)
+    for call in (twice, jax.jit(twice), lambda query: jax.jvp(jax.grad(loss), (query,), (query,))):
+        with pytest.raises(NotImplementedError, match="a first derivative only, got a derivative of their gradient"):
+            jax.eval_shape(call, query)
+
+
+def test_rows_without_keys_and_heads_of_infinite_sinks_have_no_gradient():
+    arrays = Case(queries=24, keys=24).arrays()
+    options = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=1)
+    options["key_value_seq_lengths"] = np.array([0, 24], np.int32)
+    sinks = jnp.array([np.inf, 0.3, -np.inf, 1.0], jnp.float32)
+    loss = lambda query, key, value, sinks: ring_attention(query, key, value, sinks=sinks, **options).sum()
+    *found, of_sinks = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arrays, sinks)
+    for x in found:
+        assert np.isfinite(x).all() and not np.asarray(x[0]).any() and np.asarray(x[1]).any()
+    assert not np.asarray(found[0][:, :, 0]).any() and np.asarray(found[0][1, :, 1:]).any()
+    assert (np.asarray(of_sinks) != 0).tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize("stored", [None, "float8_e4m3fn"])
+def test_bfloat16(stored):
+    case = Case(queries=24, keys=24, dtype="bfloat16", stored_dtype=stored)
+    call = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=None)
+    wide = lambda arrays: [x.astype(jnp.float32) for x in arrays]
+    loss = lambda attention, *arrays: jnp.sum(attention(*arrays).astype(jnp.float32) ** 2)
+    dense = lambda *arrays: dense_attention(*arrays, is_causal=True)[0]
+    expected = jax.grad(partial(loss, dense))(*wide(case.arrays()))
+    got = jax.jit(jax.grad(partial(loss, call)))(*case.arrays())
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=0.04 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 32768])
+def test_memory_is_a_small_multiple_of_the_arguments(tokens):
+    """Compiled, and not run: the probabilities of a hop alone would take more at 4,096 tokens."""
+    mesh = make_mesh({"seq": 8})
+    along = NamedSharding(mesh, P(None, "seq"))
+    array = jax.ShapeDtypeStruct((1, tokens, 4, 64), jnp.float32, sharding=along)
+    call = partial(ring_attention, axis_name="seq", mesh=mesh, block_size=1)
+    loss = lambda query, key, value, weights: jnp.vdot(call(query, key, value), weights)
+    memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*[array] * 4).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 6 * memory.argument_size_in_bytes
