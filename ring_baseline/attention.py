@@ -96,7 +96,7 @@ def ring_attention(
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, is_prompt=True)
     check_self_attention(query, key)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
-    body = PromptRing(axes=axes, block_size=block_size, rotation=rotation)
+    body = PromptRing(axes=axes, block_size=block_size, rotation=rotation, returns_lse=return_lse)
     along = P(BATCH, axes, HEADS)
     state = over_shards(
         body, (query, key, value, attention), (along, along, along, option_specs(attention)), axes=axes, mesh=mesh,

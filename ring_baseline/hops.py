@@ -43,11 +43,13 @@ class PromptRing:
     axes: `()` where the device has whole prompts
     block_size: as in `ring_attention`
     rotation: one of `ROTATIONS`
+    returns_lse: False where no result depends on the lse, so that cuDNN's backward pass may run
     """
 
     axes: tuple[str, ...]
     block_size: int | None
     rotation: str = "one_way"
+    returns_lse: bool = True
 
     def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         """Returns the state of this device's queries over all keys and sinks; differentiable once."""
@@ -96,7 +98,8 @@ class PromptRing:
         ways = split_ways(self.rotation, query, key, value, options)
         of_out = cotangent.out.astype(jnp.float32)
         of_sum = cotangent.lse - jnp.sum(of_out * state.out.astype(jnp.float32), axis=-1)
-        rows = _by_way({"lse": state.lse, "of_out": of_out, "of_sum": of_sum}, ways)
+        rows = {"lse": state.lse, "of_out": of_out, "of_sum": of_sum}
+        rows = _by_way(rows if self.returns_lse else rows | {"out": state.out}, ways)
 
         def at_hop(hop, way: Way, key_value, rows_of_way) -> Gradient:
             with jax.named_scope("ring_attention_backward_hop"):

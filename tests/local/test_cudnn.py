@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients, assert_same_bits
-from attention_cases import KEYS, OPTIONS, Case
+from attention_cases import KEYS, OPTIONS, SINKS, Case
 from dense import dense_attention
 
 from tree_attn import Shard, attend, make_mesh, storage_order
 from tree_attn.arguments import AttentionOptions
-from tree_attn.local import cudnn
+from tree_attn.local import cudnn, gradient
 from tree_attn.masking import visibility
 from tree_attn.ring_baseline import ring_attention
 
@@ -65,6 +65,29 @@ def stand_in_attention(
     return out, jax.lax.stop_gradient(jax.nn.logsumexp(logits, axis=-1))
 
 
+def stand_in_backward(
+    query, out, of_out, key, value, lse, *, scale, mask=None, mask_type=MaskType.NO_MASK, q_seqlen=None, kv_seqlen=None
+):
+    """Computes what the primitive of the backward pass does, with the sums of `out` and its cotangent made here."""
+    visible = jnp.ones((1, 1, 1, key.shape[1]), bool)
+    if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
+        visible = visible & (jnp.arange(key.shape[1])[None] < kv_seqlen[:, None])[:, None, None]
+    if mask_type in (MaskType.CAUSAL, MaskType.PADDING_CAUSAL):
+        visible = visible & jnp.tri(query.shape[1], key.shape[1], dtype=bool)[None, None]
+    visible = visible if mask is None else visible & mask
+    group = query.shape[2] // key.shape[2]
+    query, out, of_out, key, value = (x.astype(jnp.float32) for x in (query, out, of_out, key, value))
+    keys, values = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    logits = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", query, keys) * scale, -1e30)
+    weights = jnp.exp(logits - jnp.swapaxes(lse, 1, 2)[..., None])
+    sums = jnp.einsum("btnh,btnh->bnt", out, of_out)[..., None]
+    of_logits = weights * (jnp.einsum("btnh,bsnh->bnts", of_out, values) - sums) * scale
+    by_kv_head = lambda x: x.reshape(*x.shape[:2], -1, group, x.shape[-1]).sum(axis=3)
+    of_query = jnp.einsum("bnts,bsnh->btnh", of_logits, keys)
+    of_key = by_kv_head(jnp.einsum("bnts,btnh->bsnh", of_logits, query))
+    return of_query, of_key, by_kv_head(jnp.einsum("bnts,btnh->bsnh", weights, of_out))
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     module = types.SimpleNamespace(
@@ -74,6 +97,7 @@ def stand_in(monkeypatch):
         check_compute_capability=lambda capability: True,
     )
     monkeypatch.setattr(cudnn, "_fused_attention", lambda: module)
+    monkeypatch.setattr(cudnn, "_backward_pass", stand_in_backward)
     monkeypatch.setattr(cudnn, "unavailable", lambda: None)
 
 
@@ -128,6 +152,42 @@ def test_a_prompt_is_causal_by_the_mask_of_cudnn(num_shards, block_size, monkeyp
         got = jax.tree.map(lambda x: x[:, np.argsort(order)], ring(*stored, key_value_seq_lengths=lengths))
         options = {"is_causal": True, "query_positions": np.arange(24), "key_value_seq_lengths": lengths}
         assert_attention(got, *arrays, **options)
+
+
+RING_GRADIENTS = {
+    "diagonal": (3, 1, {}),
+    "one_device": (1, 1, {}),
+    "bias": (3, None, {"local_window_size": 9}),
+    "all_pairs_sinks": (3, 2, {"is_causal": False, "sinks": SINKS}),
+}
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("name", RING_GRADIENTS)
+def test_the_gradient_of_a_ring_is_that_of_its_backward_pass(name, has_lengths, monkeypatch):
+    """It runs hop by hop; no block of ours runs."""
+    monkeypatch.setattr(gradient, "_over_blocks", None)
+    num_shards, block_size, options = RING_GRADIENTS[name]
+    arrays, order = Case(queries=24, keys=24, dtype="bfloat16").arrays(), storage_order(24, num_shards, block_size)
+    lengths = np.array([24, 13], np.int32) if has_lengths else None
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape), jnp.float32)
+    options = {"is_causal": True, "key_value_seq_lengths": lengths} | options
+
+    def ring(*arrays):
+        stored = ring_attention(
+            *(x[:, order] for x in arrays), axis_name="seq", mesh=make_mesh({"seq": num_shards}),
+            block_size=block_size, **options,
+        )  # fmt: skip
+        return stored[:, np.argsort(order)]
+
+    dense = lambda *arrays: dense_attention(*arrays, query_positions=np.arange(24), **options)[0]
+    of = lambda attention: jax.grad(
+        lambda *arrays: jnp.vdot(attention(*arrays).astype(jnp.float32), weights), (0, 1, 2)
+    )
+    expected = of(dense)(*(x.astype(jnp.float32) for x in arrays))
+    for found, wanted in zip(jax.jit(of(ring))(*arrays), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.04 * np.abs(wanted).max())
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -218,6 +278,40 @@ def test_the_private_function_still_takes_what_the_adapter_gives():
     assert callable(fused.check_cudnn_version) and callable(fused.check_compute_capability)
 
 
+def test_the_backward_primitive_still_takes_what_the_adapter_gives():
+    """Fails when JAX moves or changes it: then `_backward_pass` must follow."""
+    fused = cudnn._fused_attention()
+    taken = list(inspect.signature(fused._dot_product_attention_bwd_impl).parameters)
+    arrays = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v activation"
+    options = "scale seed dropout_rate variadic_args mask_type layout sliding_window_length"
+    expected = [*arrays.split(), "fwd_output", "grad_output", *options.split()]
+    if "score_mod" in taken:  # of JAX 0.12: `score_mod_args` come after the other arrays
+        expected = [*arrays.split(), "fwd_output", "grad_output", "score_mod_args", *options.split(), "score_mod"]
+    assert taken == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": True, "local_window_size": 5}], ids=str)
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_the_backward_pass_lowers_to_a_call_of_cudnn(options, has_lengths, monkeypatch):
+    """For CUDA, without a GPU: lowered, and not compiled."""
+    fused = cudnn._fused_attention()
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    lengths = np.array([16, 5], np.int32) if has_lengths else None
+    query, key, value = shapes()
+    query = jax.ShapeDtypeStruct((2, 16, 8, 64), query.dtype)
+    lse = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
+    view = view_of(query, key, key_value_seq_lengths=lengths, **options)
+
+    def call(query, key, value, out, lse, of_out):
+        return cudnn.gradient(query, key, value, scale=0.1, visible=view, out=out, lse=lse, of_out=of_out)
+
+    arrays = query, key, value, query, lse, query
+    assert cudnn.gradient_unsupported(*arrays[:3], logits_soft_cap=None, visible=view) is None
+    assert [x.shape for x in jax.eval_shape(call, *arrays)] == [query.shape, key.shape, value.shape]
+    text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search("__cudnn\\$fmha.*Backward", text)
+
+
 def test_the_private_function_still_gives_a_float32_lse_by_heads_then_queries(monkeypatch):
     """Traced, not run, so that it needs no GPU. `jax.nn` would hand on a bfloat16 lse (DESIGN, trap 1)."""
     fused = cudnn._fused_attention()
@@ -247,6 +341,49 @@ def test_on_a_gpu_every_supported_option(options, dtype):
         assert_attention(call(lengths), *arrays, key_value_seq_lengths=lengths, **options)
         assert_same_bits(call(lengths), call(lengths))
     assert_attention(attend(*arrays, implementation="cudnn", **options), *arrays, **options)
+
+
+@pytest.fixture
+def cudnn_or_stand_in(request):
+    if jax.default_backend() != "gpu":
+        request.getfixturevalue("stand_in")
+
+
+@pytest.mark.usefixtures("cudnn_or_stand_in")
+@pytest.mark.parametrize(
+    "index, block_size, options",
+    [
+        (0, 1, {}),
+        (1, 1, {"key_value_seq_lengths": np.array([384, 7], np.int32)}),
+        (1, 1, {"is_causal": False, "key_value_seq_lengths": np.array([384, 1], np.int32)}),
+        (1, None, {"key_value_seq_lengths": np.array([300, 7], np.int32)}),
+        (0, None, {"local_window_size": (90, None)}),
+        (1, 2, {"scale": 0.3}),
+    ],
+    ids=["diagonal", "strict_lengths", "padding", "bias_unseen", "bias_window", "bias_scale"],
+)
+def test_the_gradient_of_a_shard_is_that_of_blocks(index, block_size, options):
+    """Takes shard 0's queries over either shard of two; cuDNN runs itself where there is a GPU."""
+    draw = lambda *shape: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    query, key, value = draw(2, 384, 4, 64), draw(2, 384, 2, 64), draw(2, 384, 2, 64)
+    options = {"is_causal": True} | options
+    order = storage_order(384, 2, block_size)
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    dense = dense_attention(*wide, query_positions=np.arange(384), **options)
+    parts = lambda x, i: x[:, order[192 * i : 192 * (i + 1)]]
+    out, lse = (parts(x, 0) for x in dense)
+    of_out = draw(2, 192, 4, 64).astype(jnp.float32)
+    arguments = parts(query, 0), parts(key, index), parts(value, index)
+    shards = [Shard(index=i, num_shards=2, block_size=block_size) for i in (index, 0)]
+    of_sum = -jnp.sum(of_out * out, axis=-1)
+
+    def found(name):
+        of_name = AttentionOptions(**options, implementation=name)
+        call = partial(gradient.shard_gradient, query_shard=shards[1], lse=lse, of_out=of_out, of_sum=of_sum)
+        return jax.jit(lambda out: call(*arguments, of_name, shards[0], out=out))(out.astype(jnp.bfloat16))
+
+    for ours, blocks in zip(found("cudnn")[:3], found("xla")[:3], strict=True):
+        np.testing.assert_allclose(ours, blocks, atol=0.03 * max(np.abs(blocks).max(), 1e-3))
 
 
 @needs_gpu

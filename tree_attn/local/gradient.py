@@ -8,6 +8,7 @@ Source: FlashAttention-2 (Dao 2023), section 3.1.2; Ring Attention (Liu et al. 2
 """
 
 import functools
+import logging
 from typing import NamedTuple
 
 import jax
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tree_attn.arguments import AttentionOptions, default_scale
-from tree_attn.local import xla
+from tree_attn.local import cudnn, xla
 from tree_attn.local.garbage import zeroed
 from tree_attn.masking import Visibility, visibility
 from tree_attn.mesh import vary_as
 from tree_attn.placement import Shard
 
+_log = logging.getLogger("tree_attn")
 MAX_TILE_QUERIES, MIN_CHUNK_KEYS = 256, 32
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
@@ -63,6 +65,7 @@ def shard_gradient(
     lse: Float[Array, "B T N"],
     of_out: Float[Array, "B T N Hv"],
     of_sum: Float[Array, "B T N"],
+    out: Float[Array, "B T N Hv"] | None = None,
 ) -> Gradient:
     """Returns the derivative of `sum <of_out, O> + of_sum Z` over one shard's keys, where lse is held constant.
 
@@ -74,6 +77,8 @@ def shard_gradient(
     Args:
       query, key, value, options, shard, query_shard: as of `attend_shard`; queries are finite.
       lse: over the keys of all shards, and sinks; -inf where a query sees none.
+      out: the result over the same, where lse itself has no cotangent: then cuDNN's backward pass may run, on GPUs,
+        unless `options.implementation` names another backend. None: blocks by XLA.
     """
     num_kv_heads = key.shape[2]
     visible = visibility(
@@ -82,6 +87,15 @@ def shard_gradient(
     )  # fmt: skip
     scales = options.head_scales(num_kv_heads)
     scale, soft_cap = default_scale(options.scale, query.shape[-1]), options.soft_cap
+    if out is not None and options.implementation in (None, "cudnn"):
+        masking = {"logits_soft_cap": soft_cap, "visible": visible, "scales": scales}
+        reason = cudnn.unavailable() or cudnn.gradient_unsupported(query, key, value, **masking)
+        if reason is None:
+            rows = vary_as((query, key, value, visible, out, lse, of_out))
+            *arrays, visible, out, lse, of_out = rows
+            found = cudnn.gradient(*arrays, scale=scale, visible=visible, out=out, lse=lse, of_out=of_out)
+            return Gradient(*(x.astype(jnp.float32) for x in found), None)
+        _log.debug("the gradient of a shard passed over 'cudnn': %s", reason)
     # A query that sees nothing has no weights, whatever is subtracted.
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     arrays = vary_as((query, key, value, scales, lse, of_out.astype(jnp.float32), of_sum, visible))
