@@ -8,5 +8,6 @@ fastest setting for a size; `tree_attn.measure.transfer_settings.apply` takes it
 from tree_attn.ring_baseline.attention import ring_attention
 from tree_attn.ring_baseline.decode import ring_decode
 from tree_attn.ring_baseline.prefill import ring_prefill
+from tree_attn.ring_baseline.ulysses import ulysses_attention
 
-__all__ = ["ring_attention", "ring_decode", "ring_prefill"]
+__all__ = ["ring_attention", "ring_decode", "ring_prefill", "ulysses_attention"]

@@ -45,8 +45,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         "--how",
-        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, sparq or activations; or part of "
-        "the name of a strategy, e.g. fused (default: all checks)",
+        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, sparq, activations or prefill; or "
+        "part of the name of a strategy, e.g. fused (default: all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
@@ -112,8 +112,8 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
         return on_one[only]()
     if only == "sparq":
         return sparq_checks(num_devices, done)
-    if only == "activations":
-        return activation_checks(num_devices)
+    if only in (of_devices := {"activations": activation_checks, "prefill": prefill_checks}):
+        return of_devices[only](num_devices)
     if only in IMPLEMENTATIONS:
         return local_checks([only], done)
     if only is not None:
@@ -198,17 +198,23 @@ def decode_checks(num_devices: int, name_part: str | None = None) -> Iterator[di
 
 
 def prefill_checks(num_devices: int) -> Iterator[dict]:
-    """Checks ring_attention, striped and contiguous, causal, with lengths and windows."""
+    """Checks ring_attention and ulysses_attention, striped and contiguous, causal, with lengths and windows."""
     from tree_attn import make_mesh
-    from tree_attn.ring_baseline import ring_attention
+    from tree_attn.ring_baseline import ring_attention, ulysses_attention
 
     mesh = make_mesh({"seq": num_devices})
-    for block_size, name in itertools.product((1, None), ("plain", "lengths", "window")):
+    two_way = functools.partial(ring_attention, rotation="two_way")
+    ways = {"ring_attention": ring_attention, "ring_two_way": two_way, "ulysses_attention": ulysses_attention}
+    for what, block_size, name in itertools.product(ways, (1, None), ("plain", "lengths", "window")):
         options = dict(OPTIONS[name], is_causal=True)
         shape = dict(SHAPES[1], num_queries=1920, num_keys=1920)
+        if what == "ring_two_way" and shape["num_kv_heads"] == 1:
+            continue
+        if what == "ulysses_attention" and (shape["num_heads"] % num_devices or shape["num_kv_heads"] % num_devices):
+            continue
         case = OracleCase(dtype="bfloat16", options=options, num_shards=num_devices, block_size=block_size, **shape)
-        call = functools.partial(ring_attention, mesh=mesh, axis_name="seq", implementation="xla")
-        yield case.check(call, what="ring_attention", implementation="xla", options_name=name, prefill=True)
+        call = functools.partial(ways[what], mesh=mesh, axis_name="seq", implementation="xla")
+        yield case.check(call, what=what, implementation="xla", options_name=name, prefill=True)
 
 
 def activation_checks(num_devices: int) -> Iterator[dict]:

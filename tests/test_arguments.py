@@ -21,7 +21,7 @@ from tree_attn.arguments import (
     check_lengths,
     takes_options,
 )
-from tree_attn.ring_baseline import ring_attention, ring_decode
+from tree_attn.ring_baseline import ring_attention, ring_decode, ulysses_attention
 
 OPTIONS = {field.name: field.default for field in dataclasses.fields(AttentionOptions)}
 # The options that a function does not take as attention options; paged_decode's lengths are an argument of its own.
@@ -30,6 +30,7 @@ WITHOUT = {
     tree_attn.tree_decode: (),
     ring_decode: (),
     ring_attention: ("query_positions",),
+    ulysses_attention: ("query_positions",),
     tree_attn.lean_decode: ("key_value_seq_lengths", "query_positions"),
     tree_attn.paged_decode: ("query_positions",),
     tree_attn.hydragen_decode: ("query_positions", "local_window_size"),
@@ -37,7 +38,8 @@ WITHOUT = {
     tree_attn.energy: ("logits_soft_cap", "key_scale", "value_scale", "implementation"),
     tree_attn.attention_moments: ("logits_soft_cap", "key_scale", "value_scale", "implementation"),
 }
-DEFAULTS = {(ring_attention, "is_causal"): True, (tree_attn.paged_decode, "key_value_seq_lengths"): inspect._empty}
+DEFAULTS = {(function, "is_causal"): True for function in (ring_attention, ulysses_attention)}
+DEFAULTS |= {(tree_attn.paged_decode, "key_value_seq_lengths"): inspect._empty}
 
 
 def test_options_have_one_list():

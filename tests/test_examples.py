@@ -151,6 +151,7 @@ OF_ONE = {
         "lengths": lambda: jnp.full(64, 5),
     },
     "tree_attn.ring_baseline.attention.ring_attention": {"S": lambda: S, "query": lambda: draw(B, S, N, H)},
+    "tree_attn.ring_baseline.ulysses.ulysses_attention": {"query": lambda: draw(B, S, N, H)},
     "tree_attn.ring_baseline.prefill.ring_prefill": {"cache": cache, "query": lambda: draw(B, S, N, H)},
     "tree_attn.prefix_level.PrefixLevel": {"key": lambda: draw(2, S, K, H), "value": lambda: draw(2, S, K, H)},
 }  # fmt: skip

@@ -29,7 +29,7 @@ from tree_attn import (
     tree_decode,
 )
 from tree_attn.local import xla
-from tree_attn.ring_baseline import ring_attention, ring_decode
+from tree_attn.ring_baseline import ring_attention, ring_decode, ulysses_attention
 
 BATCH, KEYS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 4, 2, 4
 LENGTHS = np.array([7, 3], np.int32)
@@ -168,16 +168,36 @@ def test_the_rule_of_gradients_inside_is_that_of_psum():
     assert ratio(once, False, False) == [0.25] * 4
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ring_attention_in_a_shard_map(check_vma):
-    """Its output is sharded, so a loss is a sum over devices, `psum`: p times too large unchecked, as JAX has it."""
+PROMPT_OPTIONS = OPTIONS | {"local_window_size": (5, None), "logits_soft_cap": 2.0}
+PROMPTS = {
+    "ring": (ring_attention, ONE),
+    "ulysses": (ulysses_attention, ONE),
+    "mix": (ulysses_attention, TWO),
+}
+
+
+@pytest.mark.parametrize(
+    "name, check_vma",
+    [
+        ("ring", True),
+        ("ulysses", False),
+        ("mix", True),
+        pytest.param("ring", False, marks=pytest.mark.slow),
+        pytest.param("ulysses", True, marks=pytest.mark.slow),
+        pytest.param("mix", False, marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_in_a_shard_map(name, check_vma):
+    """The output is sharded, so a loss is a sum over devices, `psum`: p times too large unchecked, as JAX has it."""
     arrays = draw(num_queries=KEYS)
-    function = functools.partial(ring_attention, block_size=None, sinks=SINKS)
-    out, outside, inside = values_and_gradients(function, ONE, arrays, check_vma=check_vma, sharded_query=True)
-    expected_out, gradients = expected(arrays, {"is_causal": True, "sinks": SINKS})
+    function, axes = PROMPTS[name]
+    function = functools.partial(function, block_size=None, **PROMPT_OPTIONS)
+    out, outside, inside = values_and_gradients(function, axes, arrays, check_vma=check_vma, sharded_query=True)
+    expected_out, gradients = expected(arrays, PROMPT_OPTIONS | {"query_positions": np.arange(KEYS)})
     assert_gradients(out, expected_out)
     assert_gradients(outside, gradients)
-    assert_gradients(inside, jax.tree.map(lambda x: x if check_vma else 2 * x, gradients))
+    devices = 2 ** len(axes)
+    assert_gradients(inside, jax.tree.map(lambda x: x if check_vma else devices * x, gradients))
 
 
 def test_a_checked_shard_map_takes_chunks_of_keys_and_tiles_of_queries(monkeypatch):
@@ -262,6 +282,7 @@ def every_function(levels, **where):
         "heads": lambda q, k, v, p: tree_decode(q, k, v, shard_heads=True, **options),
         "ring": lambda q, k, v, p: ring_decode(q, k, v, **options),
         "ring_attention": lambda q, k, v, p: ring_attention(p, k, v, **options),
+        "ulysses_attention": lambda q, k, v, p: ulysses_attention(p, k, v, **options),
         "hydragen": lambda q, k, v, p: hydragen_decode(q, levels, k, v, **options),
         "sparq": lambda q, k, v, p: sparq_decode(q, k, v, num_components=HEAD_DIM, num_keys=KEYS, **plain),
         "energy": lambda q, k, v, p: as_gradient(q, k, v, **options),
@@ -280,7 +301,9 @@ def answers(query, key, value, prompt, levels):
     sees = jnp.asarray(np.arange(KEYS)[None, None] <= positions)
     sees = jnp.concatenate([sees, jnp.ones((BATCH, query.shape[1], KEYS), bool)], axis=2)
     found = dict.fromkeys(("gather", "allreduce", "heads", "ring", "energy", "moments"), decoded)
-    found["ring_attention"] = dense_attention(prompt, key, value, **OPTIONS, query_positions=np.arange(KEYS))[0]
+    found["ring_attention"] = found["ulysses_attention"] = dense_attention(
+        prompt, key, value, **OPTIONS, query_positions=np.arange(KEYS)
+    )[0]
     found["sparq"] = dense_attention(query, key, value, **NO_SINKS)[0]
     found["hydragen"] = _masked(query, *both, sees)
     return found
@@ -372,6 +395,7 @@ def test_an_auto_batch_that_nobody_names_is_not_gathered():
             tree_decode(query, key, value, shard_heads=True, **options),
             ring_decode(query, key, value, **options),
             ring_attention(prompt, key, value, **options),
+            ulysses_attention(prompt, key, value, **options),
         )
 
     specs = P("data"), spec, spec, spec
@@ -381,7 +405,8 @@ def test_an_auto_batch_that_nobody_names_is_not_gathered():
     over = axes_of_collectives(compiled.as_text(), mesh)
     assert over == {"all-reduce": {"seq"}, "collective-permute": {"seq"}}
     decoded = dense_attention(query, key, value)[0]
-    expected_out = (decoded, decoded, decoded, dense_attention(prompt, key, value, is_causal=True)[0])
+    prompts = dense_attention(prompt, key, value, is_causal=True)[0]
+    expected_out = (decoded, decoded, decoded, prompts, prompts)
     assert_gradients(compiled(*arrays), expected_out)
 
 
@@ -420,16 +445,22 @@ def test_ones_own_shard_map_over_one_device_beside_an_auto_batch(name, check_vma
     assert_gradients(jax.jit(mapped)(*arrays), dense_attention(query, key, value, **options)[0])
 
 
-def test_gradients_on_an_explicit_mesh_are_sharded_as_the_arrays():
+@pytest.mark.parametrize("name", ["tree", "ring_attention", "ulysses_attention"])
+def test_gradients_on_an_explicit_mesh_are_sharded_as_the_arrays(name):
     mesh, spec = mesh_of("data_seq", AxisType.Explicit)
-    arrays = draw()
-    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (P("data"), spec, spec, P("data")))]
+    is_prompt = name != "tree"
+    arrays = draw(num_queries=KEYS) if is_prompt else draw()
+    of_query = spec if is_prompt else P("data")
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (of_query, spec, spec, of_query))]
+    prompt = {"ring_attention": ring_attention, "ulysses_attention": ulysses_attention}
+    function = functools.partial(prompt[name], block_size=None, **OPTIONS) if is_prompt else tree(None)
 
     def loss(query, key, value, weights):
-        return (tree(None)(query, key, value, axis_name="seq", mesh=mesh) * weights).sum()
+        return (function(query, key, value, axis_name="seq", mesh=mesh) * weights).sum()
 
     gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*placed)
-    assert_gradients(gradients, expected(arrays, OPTIONS)[1])
+    positions = {"query_positions": np.arange(KEYS)} if is_prompt else {}
+    assert_gradients(gradients, expected(arrays, OPTIONS | positions)[1])
     assert [jax.typeof(x).sharding.spec for x in gradients] == [jax.typeof(x).sharding.spec for x in placed[:3]]
 
 

@@ -26,7 +26,7 @@ from tree_attn import (
     topology,
     tree_decode,
 )
-from tree_attn.ring_baseline import ring_attention, ring_decode
+from tree_attn.ring_baseline import ring_attention, ring_decode, ulysses_attention
 
 RNG = np.random.default_rng(0)
 QUERY, PROMPT, KEY, VALUE = (
@@ -52,6 +52,7 @@ EAGER = {
     "ring_decode": lambda **on: ring_decode(QUERY, KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
     "ring_decode_public": lambda **on: ring_decode(QUERY, KEY, VALUE, variant="public", **on),
     "ring_attention": lambda **on: ring_attention(PROMPT, KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
+    "ulysses_attention": lambda **on: ulysses_attention(PROMPT, KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
     "energy": lambda **on: energy(QUERY, KEY, VALUE, jnp.zeros_like(QUERY), **on),
     "attention_moments": lambda **on: attention_moments(QUERY, KEY, VALUE, 1, **on),
     "bifurcated_decode": lambda **on: bifurcated_decode(QUERY, KEY[0], VALUE[0], KEY, VALUE, **on),
@@ -150,6 +151,7 @@ MATTERS = {
     ),
     "ring_decode": lambda **on: ring_decode(QUERY, KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),
     "ring_attention": lambda **on: ring_attention(PROMPT, KEY, VALUE, **on),
+    "ulysses_attention": lambda **on: ulysses_attention(PROMPT, KEY, VALUE, **on),
     "energy": lambda **on: energy(QUERY, KEY, VALUE, QUERY, key_value_seq_lengths=LENGTHS, **on),
     "attention_moments": lambda **on: attention_moments(QUERY, KEY, VALUE, 1, key_value_seq_lengths=LENGTHS, **on),
     "hydragen_decode": lambda **on: hydragen_decode(QUERY, [], KEY, VALUE, key_value_seq_lengths=LENGTHS, **on),

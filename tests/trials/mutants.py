@@ -48,6 +48,9 @@ TESTS = {
     "tree_attn/reduce/__init__.py": ("reduce/test_reduce.py",),
     "ring_baseline": ("ring_baseline",),
     "ring_baseline/attention.py": ("ring_baseline/test_ring_attention.py",),
+    "ring_baseline/hops.py": ("ring_baseline/test_ring_gradient.py", "ring_baseline/test_ring_attention.py"),
+    "ring_baseline/ulysses.py": ("ring_baseline/test_ulysses.py",),
+    "tree_attn/local/gradient.py": ("ring_baseline/test_ring_gradient.py",),
     "ring_baseline/decode.py": ("ring_baseline/test_ring_decode.py",),
 }
 LEFT_OUT = ("reference.py", "tolerances.py", "cli.py", "extras.py", "__init__.py", "__main__.py")  # of the flat modules

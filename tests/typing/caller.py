@@ -31,7 +31,7 @@ from tree_attn import (
     storage_order,
     tree_decode,
 )
-from tree_attn.ring_baseline import ring_attention, ring_decode, ring_prefill
+from tree_attn.ring_baseline import ring_attention, ring_decode, ring_prefill, ulysses_attention
 
 mesh: jax.sharding.Mesh = make_mesh({"seq": 8})
 query = jnp.ones((1, 1, 8, 64))
@@ -54,6 +54,7 @@ attend(query, key, value, return_lse=True)  # type: ignore[call-arg]
 
 ring_decode(query, key, value, axis_name="seq", mesh=mesh, block_size=1, key_value_seq_lengths=lengths)
 ring_attention(query, key, value, axis_name="seq", mesh=mesh, block_size=1, return_lse=True)
+ulysses_attention(query, key, value, axis_name=("device", "node"), mesh=mesh, block_size=1, rotation="two_way")
 lean_decode(query, key[0], value[0], jnp.array([0, 1024]), return_lse=True, scale=0.1)
 paged_decode(query, key, value, jnp.zeros((1, 16), jnp.int32), lengths, logits_soft_cap=30.0)
 level = PrefixLevel(key=key, value=value, sequences=((0,),))

@@ -32,6 +32,25 @@ def all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _gathered(x, axes)
 
 
+def all_to_all(parts: jax.Array, axis: str) -> jax.Array:
+    """Returns `[p, ...]`, the part for this device from each of the p devices along `axis`; `parts[i]` goes to i.
+
+    It is one all-to-all. Where XLA shards the program over further axes it is p - 1 permutes, which XLA takes there.
+    """
+    devices = jax.lax.axis_size(axis)
+    if devices == 1:
+        return parts
+    if not is_sharded_by_xla():
+        # One axis is split and joined: JAX's transposition of two different ones mixes up their sizes.
+        return jax.lax.all_to_all(parts, axis, split_axis=0, concat_axis=0)
+    place = jax.lax.axis_index(axis)
+    received = []
+    for step in range(devices):  # to the device that many places on, from the one as many back
+        part = jax.lax.dynamic_index_in_dim(parts, (place + step) % devices, keepdims=False)
+        received.append(jax.lax.ppermute(part, axis, [(i, (i + step) % devices) for i in range(devices)]))
+    return jnp.stack(received)[(place - jnp.arange(devices)) % devices]
+
+
 def _reduced(collective, tree, axes: tuple[str, ...]):
     # XLA's partitioner takes a program that is manual over one device for one that is not manual, and ends in an error
     # ("Cross-partition allreduce must be in (partial) manual partitioning mode").
