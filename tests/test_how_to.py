@@ -50,6 +50,23 @@ def test_a_mesh_of_data_and_sequence_gives_what_dense_attention_gives():
     assert (batch, keys_per_sequence) == (program.BATCH // 2, 64 // 4)
 
 
+@pytest.fixture(scope="module")
+def training():
+    program = load("training")
+    return program, program.train(program.STRATEGIES["one device"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ring, contiguous", "ring, striped", "ulysses", "ulysses inside, ring outside"])
+def test_training_gives_the_losses_of_one_device(training, name):
+    """Twenty steps, with a checkpoint around each layer; a strategy takes some seconds to compile."""
+    program, expected = training
+    losses = program.train(program.STRATEGIES[name])
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5, "it learns"
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+
+
 def test_the_program_for_slurm_goes_on_where_it_ended(tmp_path, monkeypatch):
     """In one process here; tests/slurm run it over two nodes."""
     program = load("slurm_program")
