@@ -9,7 +9,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Num
 
-from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, one_of, takes_options
+from tree_attn.arguments import (
+    AnyArray,
+    AttentionOptions,
+    OptionArguments,
+    check_exchanged_heads,
+    one_of,
+    takes_options,
+)
 from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement
@@ -110,7 +117,7 @@ class _UlyssesAttention:
     def __call__(self, query, key, value, options: AttentionOptions):
         exchange, *rest = self.axes
         num_parts, num_kv_heads = jax.lax.axis_size(exchange), key.shape[2]
-        check_heads(query.shape[2], num_kv_heads, num_parts)
+        check_exchanged_heads(query.shape[2], num_kv_heads, num_parts)
         # Fewer KV heads than devices: each goes to the devices that have some of its queries.
         copies = max(1, num_parts // num_kv_heads)
         key, value = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (key, value))
@@ -128,20 +135,6 @@ class _UlyssesAttention:
             return out
         lse = _to_tokens(state.lse[..., None], exchange, num_parts, block)[..., 0]
         return tuple(SoftmaxState(out, lse))
-
-
-def check_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> None:
-    """Raises ValueError unless each of `num_parts` devices can have as many query heads, with their KV heads.
-
-    Raises:
-      ValueError: with the numbers.
-    """
-    if num_heads % num_parts or (num_kv_heads % num_parts and num_parts % num_kv_heads):
-        raise ValueError(
-            f"ulysses_attention needs a number of query heads that the {num_parts} devices of its first axis divide, "
-            f"and KV heads that they divide or that divide them, got N={num_heads} and K={num_kv_heads}; "
-            "ring_attention takes any"
-        )
 
 
 def _local_heads(x, axis: str, num_parts: int):

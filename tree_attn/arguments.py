@@ -271,6 +271,19 @@ def check_dtypes(query, key, value, key_name: str = "key", value_name: str = "va
         )
 
 
+def check_exchanged_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> None:
+    """Raises ValueError, with the numbers, unless each of `num_parts` devices can have as many heads.
+
+    Each then has the same number of query heads with their KV heads, in `tree_attn.ring_baseline.ulysses_attention`.
+    """
+    if num_heads % num_parts or (num_kv_heads % num_parts and num_parts % num_kv_heads):
+        raise ValueError(
+            f"ulysses_attention needs a number of query heads that the {num_parts} devices of its first axis divide, "
+            f"and KV heads that they divide or that divide them, got N={num_heads} and K={num_kv_heads}; "
+            "ring_attention takes any"
+        )
+
+
 def check_lengths(name: str, lengths, batch: int | None, num_keys: int) -> None:
     """Raises ValueError or TypeError unless lengths are integers `[B]`, and in `[0, num_keys]` where they are at hand.
 

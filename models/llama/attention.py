@@ -18,11 +18,12 @@ from tree_attn.models.llama.attention_choice import (
     NO_WINDOWED_PREFIXES,
     SHARING,
     check_choice,
+    check_prefill,
 )
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.models.llama.storage import BLOCK_SIZE, prompt_layout
 from tree_attn.placement import PromptLayout, Shard
-from tree_attn.ring_baseline import ring_attention, ring_decode
+from tree_attn.ring_baseline import ring_attention, ring_decode, ulysses_attention
 from tree_attn.shared_prefix import hydragen_decode
 from tree_attn.sparq import SparqOptions, sparq_decode
 from tree_attn.sparq import slot_multiple as sparq_slot_multiple
@@ -83,6 +84,7 @@ def by_name(
     sharding: LlamaSharding,
     *,
     reduction: str | None = None,
+    prefill: str | None = None,
     implementation: str | None = None,
     sparq: SparqOptions | None = None,
 ) -> Attention:
@@ -90,19 +92,22 @@ def by_name(
 
     Args:
       name: `tree` (Tree Attention), `ring` (Ring Attention), `single` (all keys on one device) or `sparq` (SparQ
-        Attention: prefill is exact, and new tokens attend to a choice of keys). All but `single` prefill with
-        `ring_attention`.
+        Attention: prefill is exact, and new tokens attend to a choice of keys).
       sharding: gives the mesh and the axis.
       reduction: across devices, for `tree` and `sparq` only; None is `tree_decode`'s own choice.
+      prefill: the way to read prompts, for all but `single`: `ring` (`ring_attention`; None is it), `ring_two_way` (the
+        same with half of the heads each way round) or `ulysses` (`ulysses_attention`, which over two axes has a ring
+        outside).
       implementation: local kernel.
       sparq: the choice of keys, for `sparq` only.
 
     Raises:
-      ValueError: an unknown name or reduction, a reduction for an attention that has none, `single` on more than one
-        device, `sparq` without its options, or these for another.
+      ValueError: an unknown name, reduction or prefill, a reduction or prefill for an attention that has none,
+        `single` on more than one device, `sparq` without its options, or these for another.
 
     Example:
       >>> attention = by_name("tree", sharding, reduction="allreduce")
+      >>> attention = by_name("tree", sharding, prefill="ulysses")
       >>> attention = by_name("sparq", sharding, sparq=SparqOptions(num_components=32, num_keys=128))
     """
     if not isinstance(sharding, LlamaSharding):
@@ -110,23 +115,36 @@ def by_name(
     num_shards = sharding.num_shards("sequence")
     reduction = check_choice(name, reduction, as_tuple(sharding.sequence), num_shards, sparq)
     check_implementation(implementation)
+    check_prefill(prefill, name)
     if name == "single":
-        prefill, decode = _single(implementation)
+        read, decode = _single(implementation)
     else:
-        prefill, decode = _sharded(name, sharding, reduction, implementation, sparq)
+        read, decode = _sharded(name, sharding, reduction, _PREFILLS[prefill or "ring"], implementation, sparq)
     return Attention(
         name=name,
         reduction=reduction,
         num_shards=num_shards,
         shares_prefixes=name in SHARING,
-        prefill=prefill,
+        prefill=read,
         decode=decode,
         sparq=sparq,
     )
 
 
+_PREFILLS = {
+    "ring": ring_attention,
+    "ring_two_way": functools.partial(ring_attention, rotation="two_way"),
+    "ulysses": ulysses_attention,
+}
+
+
 def _sharded(
-    name: str, sharding: LlamaSharding, reduction: str | None, implementation: str | None, sparq: SparqOptions | None
+    name: str,
+    sharding: LlamaSharding,
+    reduction: str | None,
+    prompt_attention: Callable,
+    implementation: str | None,
+    sparq: SparqOptions | None,
 ) -> tuple[Callable, Callable]:
     options = dict(axis_name=sharding.sequence, mesh=sharding.mesh, implementation=implementation)
     prefix_decode = _ring_without_prefixes if name == "ring" else hydragen_decode
@@ -134,7 +152,7 @@ def _sharded(
     merge = functools.partial(_merge_prefixes, prefix_decode, reduction="allreduce", **options)
 
     def prefill(query, key, value, lengths, prefixes=(), **model_options):
-        out, lse = ring_attention(
+        out, lse = prompt_attention(
             query,
             key,
             value,

@@ -5,7 +5,7 @@ Commands call the checks, so that a wrong choice is refused before a model is re
 
 from collections.abc import Sequence
 
-from tree_attn.arguments import is_integer, one_of
+from tree_attn.arguments import check_exchanged_heads, is_integer, one_of
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.storage import BLOCK_SIZE
 from tree_attn.reduce import check_reduction
@@ -15,6 +15,9 @@ ATTENTIONS = ("tree", "ring", "single", "sparq")
 REDUCING = ("tree", "sparq")
 SHARING = ("tree", "single")
 CHUNKING = ("tree", "single", "sparq")
+
+# Ways to attend within prompts that are sharded. Over two mesh axes "ulysses" has a ring outside.
+PREFILLS = ("ring", "ring_two_way", "ulysses")
 
 CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
 NO_SCALES = "attention='sparq' takes no scales; float8_e4m3fn needs none"
@@ -47,6 +50,30 @@ def check_choice(
         return None
     chosen = check_reduction(reduction, axes)
     return "hierarchical" if isinstance(chosen, tuple) else chosen
+
+
+def check_prefill(
+    prefill: str | None, name: str, config: LlamaConfig | None = None, axis_sizes: Sequence[int] = ()
+) -> None:
+    """Raises where attention `name` cannot read prompts by `prefill` (None: its own way).
+
+    Args:
+      config: of the model, whose heads are checked too; None: they are not.
+      axis_sizes: of the sequence's mesh axes, fastest links first.
+
+    Raises:
+      ValueError: an unknown name; one for `single`; numbers of heads that the devices of "ulysses" do not divide.
+      NotImplementedError: "ring_two_way" for a model with a single KV head.
+    """
+    one_of("prefill", prefill, (None, *PREFILLS))
+    if prefill is not None and name == "single":
+        raise ValueError(f"prefill must be None for attention='single', which has whole prompts, got {prefill!r}")
+    if config is None:
+        return
+    if prefill == "ulysses":
+        check_exchanged_heads(config.num_heads, config.num_kv_heads, axis_sizes[0])
+    if prefill == "ring_two_way" and config.num_kv_heads == 1:
+        raise NotImplementedError("prefill='ring_two_way' sends half of the KV heads each way, and the model has 1")
 
 
 def check_sharing(name: str, share_prefixes: bool | None) -> None:

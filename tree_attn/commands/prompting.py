@@ -9,6 +9,10 @@ from tree_attn.commands import processes
 from tree_attn.commands.options import check_at_least
 
 STANDARD_INPUT = "-"
+PREFILL_HELP = (
+    "way to read prompts: ring (default), ring_two_way or ulysses, which with --reduction hierarchical has a ring "
+    "across the second axis"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p: float | None) -> None:
@@ -44,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, temperature: float, top_p:
         help="allreduce, gather, fused or hierarchical, for tree and sparq; default: the cheapest by the cost model",
     )
     add_sparq_arguments(parser)
+    parser.add_argument("--prefill", metavar="NAME", help=PREFILL_HELP)
     parser.add_argument(
         "--cache-dtype",
         metavar="DTYPE",

@@ -13,6 +13,7 @@ from tree_attn.models.llama.attention_choice import (
     check_cache_dtype,
     check_choice,
     check_model_options,
+    check_prefill,
     check_prefill_chunk,
 )
 from tree_attn.models.llama.checkpoint.open import Checkpoint
@@ -63,10 +64,12 @@ def open_request(args: argparse.Namespace) -> Request:
     reduction = check_choice(args.attention, args.reduction, tuple(place.axis_sizes), len(devices), sparq)
     if reduction == "fused" and devices[0].platform != "gpu":
         raise NotImplementedError(f"--reduction fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
+    check_prefill(args.prefill, args.attention)
     check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
     check_cache_dtype(args.attention, args.cache_dtype)
     checkpoint = session.open_with_progress(args.model)
     check_model_options(args.attention, checkpoint.config, args.prefill_chunk)
+    check_prefill(args.prefill, args.attention, checkpoint.config, tuple(place.axis_sizes.values()))
     if sparq is not None:
         sparq.check_head_dim(checkpoint.config.head_dim)
     prompts = _prompts(args, checkpoint)
@@ -78,7 +81,7 @@ def open_request(args: argparse.Namespace) -> Request:
 def load_generator(args: argparse.Namespace, request: Request) -> Generator:
     """Reads the model onto its devices; returns a generator with the attention of the request."""
     sharding = request.place.sharding(request.checkpoint.config)
-    attention = by_name(args.attention, sharding, reduction=args.reduction, sparq=request.sparq)
+    attention = by_name(args.attention, sharding, reduction=args.reduction, prefill=args.prefill, sparq=request.sparq)
     model = session.load_with_progress(request.checkpoint, sharding, request.place.dtype)
     options = dict(cache_dtype=args.cache_dtype, prefill_chunk=args.prefill_chunk)
     return Generator(model, attention, request.sampling, **options)

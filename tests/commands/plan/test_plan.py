@@ -8,7 +8,7 @@ import pytest
 from fake_machine import make_machine
 
 from tree_attn import cli
-from tree_attn.cost import machine, predict
+from tree_attn.cost import machine, predict, prompt
 from tree_attn.cost.step import DecodeStep
 
 CLUSTER = ("--nodes", "16", "--gpus-per-node", "8", "--keys", "5120000")
@@ -81,6 +81,22 @@ def test_a_machine_of_ones_own_and_what_does_not_fit(capsys, tmp_path):
     document = planned(capsys, *options, "--keys", "80000")
     assert document["choice"] is None
     assert document["reason"] == "Nothing fits: keys and values alone take 20.5 MB of each GPU, which has 4 MB."
+
+
+def test_prompts_have_what_the_model_says(capsys):
+    options = ("--prefill", "--keys", "1048576", "--heads", "32", "--kv-heads", "8")
+    document = planned(capsys, *options, "--nodes", "4")
+    step = DecodeStep(**document["step"])
+    assert {one["strategy"] for one in document["strategies"]} == set(prompt.STRATEGIES)
+    for one in document["strategies"]:
+        h200 = machine.load("NVIDIA H200")
+        predicted = prompt.predict_prompt(step, one["strategy"], machine=h200, axis_sizes=(8, 4))
+        assert one["latency_us"] == predicted.latency_us and tuple(one["bytes_sent"]) == predicted.bytes_sent
+    assert cli.main(["plan", *options]) == 0
+    text = capsys.readouterr().out
+    assert "PREDICTED per prompt, forward: 1,048,576 keys" in text and "ulysses ring" in text
+    left_out = planned(capsys, *options, "--gpus-per-node", "7")["left_out"]
+    assert set(left_out) == {"ulysses", "ulysses ring"}
 
 
 def test_fused_stays_in_a_node_and_among_small_states(capsys):

@@ -91,6 +91,7 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="dtype of keys and values; default: the model's; float8_e4m3fn and int8 (not with sparq) halve bfloat16",
     )
+    parser.add_argument("--prefill", metavar="NAME", help=prompting.PREFILL_HELP)
     parser.add_argument(
         "--prefill-chunk",
         type=int,

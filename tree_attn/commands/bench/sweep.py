@@ -22,6 +22,7 @@ from tree_attn.models.llama.attention_choice import (
     REDUCING,
     check_cache_dtype,
     check_choice,
+    check_prefill,
     check_prefill_chunk,
     check_sharing,
 )
@@ -58,10 +59,11 @@ class Plan:
         """Names of the attentions, each once."""
         return list(dict.fromkeys(case.attention for case in self.cases))
 
-    def options_of(self, attention: str, reduction: str | None) -> dict[str, Any]:
+    def options_of(self, attention: str, reduction: str | None, prefill: str | None = None) -> dict[str, Any]:
         """Returns the options of `by_name` for one of the attentions."""
         return {
             "reduction": reduction if attention in REDUCING else None,
+            "prefill": None if attention == "single" else prefill,
             "sparq": self.sparq if attention == "sparq" else None,
         }
 
@@ -76,7 +78,8 @@ def bench(args: argparse.Namespace) -> None:
     for name in plan.attentions:
         check_cache_dtype(name, args.cache_dtype)
         check_prefill_chunk(name, args.prefill_chunk if name in CHUNKING else None, len(devices))
-        options = plan.options_of(name, args.reduction)
+        options = plan.options_of(name, args.reduction, args.prefill)
+        check_prefill(options["prefill"], name, plan.config, tuple(place.axis_sizes.values()))
         check_choice(name, options["reduction"], tuple(place.axis_sizes), len(devices), options["sparq"])
     writer, rows = None, []
     if args.out is not None:
@@ -133,6 +136,7 @@ def _check_config(name: str) -> None:
 def _common(args: argparse.Namespace, num_devices: int, sparq: SparqOptions | None) -> dict[str, Any]:
     """Returns the facts that the rows of one file have in common."""
     common = {name: getattr(args, name) for name in COMMON} | {"n_devices": num_devices}
+    common |= {} if args.prefill is None else {"prefill": args.prefill}
     return common | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
 
 
@@ -155,7 +159,7 @@ def _timed(args: argparse.Namespace, plan: Plan, place: session.Place, rows: lis
                 num_problems=args.problems,
                 problem_tokens=args.problem_tokens,
             )
-            options = plan.options_of(case.attention, args.reduction)
+            options = plan.options_of(case.attention, args.reduction, args.prefill)
             fields = timing.time_case(args, model, place, prompts, case.attention, options)
         yield {"context": case.context, "levels": case.num_levels} | fields | {
             "hardware": provenance.hardware(list(place.devices)), "versions": provenance.versions(),

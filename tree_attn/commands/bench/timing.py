@@ -157,7 +157,7 @@ def _setting(
         "cache_dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk if attention.prefills_in_chunks else None,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
-        "warm_up": args.warm_up,
+        "warm_up": args.warm_up, **({} if args.prefill is None else {"prefill": args.prefill}),
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ examples:
   tree-attn plan --gpus-per-node 4 --keys 131072 --heads 32 --kv-heads 8
   tree-attn plan --device-kind "TPU v5e" --gpus-per-node 16 --keys 1000000 --batch 8
   tree-attn plan --nodes 2 --keys 1000000 --machine machine.json --json
+  tree-attn plan --prefill --nodes 4 --keys 1048576 --heads 32 --kv-heads 8
 """
 
 
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tree-attn plan`."""
     parser.add_argument("--nodes", type=int, default=1, help="nodes (default 1)")
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of each (default: the machine's)")
+    parser.add_argument(
+        "--prefill", action="store_true", help="attention within a prompt of --keys tokens, forward, instead of a step"
+    )
     parser.add_argument("--keys", type=int, required=True, help="keys per sequence, over all GPUs")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     parser.add_argument("--heads", type=int, default=16, help="query heads (default 16)")

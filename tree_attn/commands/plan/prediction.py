@@ -7,11 +7,12 @@ from typing import Any
 
 from tree_attn.commands.options import check_at_least, reading
 from tree_attn.commands.units import size, time, times_as
-from tree_attn.cost import datasheets, predict, ranges
+from tree_attn.cost import datasheets, predict, prompt, ranges
 from tree_attn.cost import machine as machines
 from tree_attn.cost.machine import EXCHANGES, Machine
 from tree_attn.cost.step import STATE_BYTES, DecodeStep
 from tree_attn.measure.rows import strategy_label
+from tree_attn.mesh import node_axes
 
 
 def predict_all(args: argparse.Namespace) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
       `fitted_devices` (the most devices that a constant was fitted to; 0: none was measured), `strategies` (the
       fastest first: the fields of `tree_attn.cost.predict.Prediction`, `latency_us`, `latency_range_us` as in
       `tree_attn.cost.ranges`, and `fits`), `left_out` (label -> why it cannot run there), `choice` (a label, or None
-      where nothing fits) and `reason`.
+      where nothing fits) and `reason`; with `--prefill` also `prefill`, True.
 
     Raises:
       ValueError: an option out of range, named.
@@ -47,7 +48,8 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
         n_devices=args.nodes * machine.gpus_per_node,
     )
     axis_sizes = (machine.gpus_per_node, args.nodes) if args.nodes > 1 else (machine.gpus_per_node,)
-    strategies, left_out = strategies_of(step, axis_sizes, machine)
+    strategies_here = prompt_strategies_of if args.prefill else strategies_of
+    strategies, left_out = strategies_here(step, axis_sizes, machine)
     choice, reason = _choose(strategies, step, machine)
     links = {"inside a node": machine.node.source} | (
         {"across nodes": machine.network.source} if args.nodes > 1 else {}
@@ -64,7 +66,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
         "left_out": left_out,
         "choice": choice,
         "reason": reason,
-    }
+    } | ({"prefill": True} if args.prefill else {})
 
 
 def machine_of(path: pathlib.Path | None, device_kind: str, *, with_datasheets: bool = False) -> Machine:
@@ -118,6 +120,26 @@ def strategies_of(
     return sorted(found, key=lambda one: one["latency_us"]), left_out
 
 
+def prompt_strategies_of(
+    step: DecodeStep, axis_sizes: tuple[int, ...], machine: Machine
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Returns the same for attention within a prompt; a node's devices make two axes where they have two factors."""
+    found, left_out = [], {}
+    factors = tuple((node_axes(step.n_devices) or {}).values()) or axis_sizes
+    for strategy in prompt.STRATEGIES:
+        names = {"label": strategy_label(strategy, None), "strategy": strategy, "reduction": None}
+        sizes = axis_sizes if len(axis_sizes) > 1 or strategy != "ulysses_ring" else factors
+        try:
+            predicted = prompt.predict_prompt(step, strategy, machine=machine, axis_sizes=sizes)
+        except NotImplementedError as error:
+            left_out[names["label"]] = str(error)
+            continue
+        # A least time by the datasheet has no range.
+        times = {"latency_range_us": None, "latency_us": predicted.latency_us, **dataclasses.asdict(predicted)}
+        found.append(names | times | {"fits": predicted.memory_bytes <= machine.memory_bytes})
+    return sorted(found, key=lambda one: one["latency_us"]), left_out
+
+
 def _check_exchanges(
     step: DecodeStep, reduction: str | tuple[str, ...] | None, axis_sizes: tuple[int, ...], machine: Machine
 ) -> None:
@@ -151,10 +173,9 @@ def _choose(strategies: list[dict[str, Any]], step: DecodeStep, machine: Machine
         )
     exchanged = best["latency_us"] - best["local_us"]
     reason = f"{best['label']} is predicted to be the fastest that fits: {time(best['latency_us'])}"
-    reason += (
-        f", {time(best['local_us'])} of it attention on each {device} and {time(exchanged)} the exchange between them"
-    )
-    ring = next((one for one in strategies if one["strategy"] != "tree"), None)
+    reason += f", {time(best['local_us'])} of it attention on each {device}"
+    reason += f" and {time(exchanged)} the exchange between them" if exchanged else ", which hides all transfers"
+    ring = next((one for one in strategies if one["strategy"].startswith("ring")), None)
     if others:
         reason += f"; next is {others[0]['label']} with {time(others[0]['latency_us'])}"
     if ring is not None and ring is not best:

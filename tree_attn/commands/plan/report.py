@@ -11,7 +11,9 @@ def print_document(document: dict[str, Any]) -> None:
     console = terminal.output()
     step, sizes = document["step"], document["axis_sizes"]
     nodes = f"{sizes[1]} nodes of {sizes[0]}" if len(sizes) > 1 else f"{sizes[0]}"
-    title = f"PREDICTED per step: {step['num_keys']:,} keys, batch {step['batch']}, on {nodes} x {document['machine']}"
+    what = "prompt, forward" if "prefill" in document else "step"
+    where = f"{step['num_keys']:,} keys, batch {step['batch']}, on {nodes} x {document['machine']}"
+    title = f"PREDICTED per {what}: {where}"
     headings = ("strategy", "time", "attention", "exchange", "sent", "memory", "fits")
     table = terminal.table(*headings, title=title, left=("strategy",))
     is_alone = step["n_devices"] == 1  # then all strategies are one
@@ -22,10 +24,14 @@ def print_document(document: dict[str, Any]) -> None:
         fits = "yes" if one["fits"] else "NO"
         table.add_row(label, _time_and_range(one), *parts, sent, size(one["memory_bytes"]), fits)
     console.print(table)
-    if len(sizes) > 1:
+    if len(sizes) > 1 and "prefill" in document:
+        terminal.say(console, "sent: by the exchange of heads + by the ring")
+    elif len(sizes) > 1:
         terminal.say(console, "sent: inside a node + across nodes")
     if document["strategies"][0]["latency_range_us"] is not None:
         terminal.say(console, _why_ranges(document))
+    if "prefill" in document:
+        terminal.say(console, "Least times: products take what the datasheet's peak allows.")
     if document["datasheet"] is not None:
         terminal.say(console, f"FROM A DATASHEET, NOT MEASURED: {document['datasheet']}.")
     left_out = {} if is_alone else document["left_out"]

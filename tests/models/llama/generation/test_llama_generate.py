@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import (
     Generator,
     Llama,
@@ -14,6 +15,7 @@ from tree_attn.models.llama import (
     by_name,
     generate,
     parameters,
+    spread_over,
 )
 from tree_attn.models.llama.storage import empty_cache
 
@@ -41,6 +43,46 @@ def test_attentions_that_are_not_compared_with_transformers_give_the_same_tokens
 ):
     """test_llama_parity has the others: tree by gather on 8 and on 3 devices, ring on 8."""
     assert new_ids(tiny_model(num_devices), name, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "prefill, axes",
+    [
+        ("ulysses", {"device": 2, "node": 2}),
+        pytest.param("ulysses", {"seq": 4}, marks=pytest.mark.slow),
+        pytest.param("ring_two_way", {"seq": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_prompts_are_read_alike_by_every_way(tiny_model, tiny_config, prefill, axes):
+    tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 0, 0, 0, 0, 0]], np.int32)
+    lengths = jnp.array([12, 7], jnp.int32)
+    mesh = make_mesh(axes)
+    sharding = spread_over(tiny_config, mesh, sequence=tuple(axes) if len(axes) > 1 else "seq")
+    sharded = Llama(tiny_config, sharding, parameters.random(sharding, jnp.float32))
+
+    def logits(model, attention):
+        layout = attention.prompt_layout(12)
+        cache = empty_cache(model.config, model.sharding, batch=2, capacity=12, dtype=jnp.float32)
+        read = jax.jit(lambda *args: model.prefill(*args, attention, all_logits=True)[0])
+        return layout.restore(np.asarray(read(layout.store(tokens), lengths, cache)))
+
+    one = tiny_model(1)
+    expected = logits(one, by_name("single", one.sharding))
+    found = logits(sharded, by_name("tree", sharding, prefill=prefill))
+    for sequence, length in enumerate(lengths):
+        np.testing.assert_allclose(found[sequence, :length], expected[sequence, :length], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "prefill, name, message",
+    [
+        ("star", "tree", "prefill must be one of None, 'ring', 'ring_two_way', 'ulysses', got 'star'"),
+        ("ulysses", "single", "prefill must be None for attention='single', which has whole prompts, got 'ulysses'"),
+    ],
+)
+def test_a_wrong_way_to_read_prompts_is_refused(tiny_model, prefill, name, message):
+    with pytest.raises(ValueError, match=message):
+        by_name(name, tiny_model(1).sharding, prefill=prefill)
 
 
 @pytest.mark.slow

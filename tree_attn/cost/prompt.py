@@ -1,0 +1,127 @@
+"""Predictions for attention within a prompt that is sharded, by strategy: memory, bytes sent and time."""
+
+from collections.abc import Sequence
+
+from tree_attn.arguments import check_exchanged_heads
+from tree_attn.cost import datasheets
+from tree_attn.cost.machine import Machine
+from tree_attn.cost.predict import Prediction
+from tree_attn.cost.step import STATE_BYTES, DecodeStep, itemsize
+
+# "ulysses_ring": heads are exchanged over the first mesh axis, and a ring runs over the second.
+STRATEGIES = ("ring", "ring_two_way", "ulysses", "ulysses_ring")
+
+
+def check_runs(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> None:
+    """Raises NotImplementedError, with the reason, where a strategy cannot run on these devices.
+
+    Raises:
+      ValueError: `strategy` is not one of `STRATEGIES`.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
+    if strategy == "ring_two_way" and step.num_kv_heads == 1:
+        raise NotImplementedError("half of the KV heads go each way round, and there is only 1")
+    if strategy == "ulysses_ring" and len(axis_sizes) != 2:
+        raise NotImplementedError(f"it needs two mesh axes of at least two devices each, got {tuple(axis_sizes)}")
+    if strategy.startswith("ulysses"):
+        try:
+            check_exchanged_heads(step.num_heads, step.num_kv_heads, _parts(step, strategy, axis_sizes)[0])
+        except ValueError as error:
+            raise NotImplementedError(str(error)) from error
+
+
+def exchange_bytes_sent(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> tuple[float, ...]:
+    """Predicts the bytes that each device sends in one forward pass: by the exchange of heads, and by the ring.
+
+        ring, ring_two_way   (p - 1) kv
+        ulysses              (u - 1) / u (2 q + c kv),   u = p
+        ulysses_ring         the same over the first axis of u devices, and (r - 1) c kv over the second of r
+
+    q are the bytes of a device's queries, and kv those of its keys and values. c = max(1, u / K) are the copies of each
+    KV head.
+
+    Raises:
+      NotImplementedError, ValueError: as `check_runs`.
+    """
+    check_runs(step, strategy, axis_sizes)
+    num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
+    key_value_bytes = copies * step.key_value_bytes_per_device
+    exchanged = (num_parts - 1) / num_parts * (2 * _query_bytes(step) + key_value_bytes)
+    return (exchanged,) * (num_parts > 1) + ((num_shards - 1) * float(key_value_bytes),) * (num_shards > 1)
+
+
+def memory_bytes(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> int:
+    """Predicts the bytes of one device's arrays: arguments, result, running sums in float32, and what arrives.
+
+    A ring holds up to three shards of keys and values. An exchange of heads holds each array before and after it.
+    """
+    num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
+    query_bytes, key_value_bytes = _query_bytes(step), step.key_value_bytes_per_device
+    sums = query_bytes // itemsize(step.dtype) * STATE_BYTES
+    if num_parts == 1:
+        return 2 * query_bytes + sums + min(num_shards, 3) * key_value_bytes
+    return 4 * query_bytes + sums + (1 + copies * min(num_shards, 3)) * key_value_bytes
+
+
+def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_sizes: Sequence[int]) -> Prediction:
+    """Predicts the least time of causal attention within a prompt, forward, of `step.num_keys` tokens.
+
+    With `local = 2 b n_h d_h N^2 / p / product rate`, the products of one device at its datasheet's rate:
+
+        ring           local + (p - 1) max(transfer - local / p, 0):  a hop ends when both are done
+        ring_two_way   the same; a transfer is of half the bytes on a torus, whose links carry both directions at once,
+                       and of quarters behind a switch, where a device has one link for all
+        ulysses        local + the exchanges of query, key, value and result, each as a transfer of its bytes
+        ulysses_ring   both: the exchanges over the first axis, and the hops over the second
+
+    The placement is balanced. Transfers of K and V follow each other.
+
+    Args:
+      step: the shape; `num_keys` are the tokens of the prompt.
+      axis_sizes: of the mesh axes, fastest links first.
+
+    Raises:
+      NotImplementedError: as `check_runs`; there is no datasheet of the device.
+
+    Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3.2; Ring Attention (Liu et al. 2023), section 3.
+    """
+    bytes_sent = exchange_bytes_sent(step, strategy, axis_sizes)
+    try:
+        flops_per_s = datasheets.rates(machine.device_kind)["product_flops_per_s"]
+    except KeyError as error:
+        raise NotImplementedError(f"the rate of products of a {machine.device_kind} is unknown") from error
+    num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
+    flops = 2 * step.batch * step.num_heads * step.head_dim * step.num_keys**2 / step.n_devices
+    local_us = flops / flops_per_s * 1e6
+    exchanges_us = ()
+    if num_parts > 1:
+        array_bytes = (_query_bytes(step),) * 2 + (copies * step.key_value_bytes_per_device / 2,) * 2
+        sent = ((num_parts - 1) / num_parts * one for one in array_bytes)
+        exchanges_us += (sum(machine.exchange_us("neighbour", one, num_parts) for one in sent),)
+    if num_shards > 1:
+        key_bytes = copies * step.key_value_bytes_per_device / 2
+        transfer = lambda num_bytes: machine.exchange_us("neighbour", num_bytes, num_shards, num_parts)
+        transfer_us = 2 * transfer(key_bytes)
+        if strategy == "ring_two_way":
+            transfer_us = (2 if machine.device_kind.startswith("TPU") else 4) * transfer(key_bytes / 2)
+        exchanges_us += ((num_shards - 1) * max(transfer_us - local_us / num_shards, 0.0),)
+    return Prediction(
+        local_us=local_us + machine.local_us,
+        collective_us=0.0,
+        exchanges_us=exchanges_us,
+        bytes_sent=bytes_sent,
+        memory_bytes=memory_bytes(step, strategy, axis_sizes),
+    )
+
+
+def _parts(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> tuple[int, int, int]:
+    """Returns the devices that exchange heads, those of a ring, and the copies of each KV head."""
+    if not strategy.startswith("ulysses"):
+        return 1, step.n_devices, 1
+    num_parts = axis_sizes[0] if strategy == "ulysses_ring" else step.n_devices
+    return num_parts, step.n_devices // num_parts, max(1, num_parts // step.num_kv_heads)
+
+
+def _query_bytes(step: DecodeStep) -> int:
+    return step.batch * step.keys_per_device * step.hidden_size * itemsize(step.dtype)
