@@ -21,6 +21,7 @@ examples:
   tree-attn compare --devices 8 --keys 8192,65536 --out results/
   tree-attn compare --devices 8 --keys 81920 640000 --heads 16 --head-dim 128 --dtype bfloat16 --out results/
   tree-attn compare --devices 4 --keys 16384 --heads 32 --kv-heads 8 --reduction allreduce,gather --out gqa/
+  tree-attn compare --prefill --gradient --devices 4 --keys 65536 --heads 32 --kv-heads 8 --out prompts/
 
 one process per GPU, or per node (process 0 writes and prints; --devices counts those of all):
   tree-attn compare --nccl search --devices 4 --keys 81920 --out results/      (starts them by itself, on one host)
@@ -44,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--kv-heads", type=int, help="key heads (default: as many as query heads)")
     shape.add_argument("--head-dim", type=int, default=128, help="head dim (default 128)")
     shape.add_argument("--dtype", default="bfloat16", help="dtype of queries, keys and values (default bfloat16)")
+    shape.add_argument(
+        "--prefill",
+        action="store_true",
+        help="compare attention within prompts of --keys tokens, striped: rings one way and two ways round, Ulysses, "
+        "and Ulysses with a ring outside",
+    )
+    shape.add_argument(
+        "--gradient", action="store_true", help="with --prefill: the forward and the backward pass in one call"
+    )
     compared = parser.add_argument_group("what is compared (the rings always are)")
     compared.add_argument(
         "--reduction",

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import tree_decode
 from tree_attn.arguments import AttentionOptions
+from tree_attn.commands.units import count
 from tree_attn.cost import predict
 from tree_attn.cost.step import DecodeStep, itemsize
 from tree_attn.local import choose
@@ -69,22 +70,33 @@ class Case:
         return NODE_AXES[: len(self.axis_sizes)]
 
     @property
-    def is_possible(self) -> bool:
-        """False where devices do not factor into two axes (hierarchical), or do not divide the heads."""
-        if self.reduction == SHARD_HEADS:
-            return self.step.num_heads % self.step.n_devices == 0
-        return self.reduction != "hierarchical" or len(self.axis_sizes) == 2
+    def obstacle(self) -> str | None:
+        """Why these devices cannot run the case, or None: they divide the heads, or factor into two axes."""
+        devices = count(self.step.n_devices, "device")
+        if self.reduction == SHARD_HEADS and self.step.num_heads % self.step.n_devices:
+            return f"shard_heads needs heads that {devices} divide, got {self.step.num_heads}"
+        if self.reduction == "hierarchical" and len(self.axis_sizes) != 2:
+            return (
+                f"reduction 'hierarchical' needs two mesh axes of at least two devices each, and {devices} cannot be "
+                "arranged so"
+            )
+        return None
 
     @property
     def bytes_sent(self) -> float | None:
         """Bytes that a device sends in a step, by the paper's equations; None where the case is not possible."""
-        if not self.is_possible:
+        if self.obstacle:
             return None
         if self.reduction == SHARD_HEADS:
             step = self.step
             heads = step.batch * step.num_queries * step.hidden_size * itemsize(step.dtype)
             return (step.n_devices - 1) / step.n_devices * (step.packed_state_bytes + heads)
         return predict.bytes_sent_per_device(self.step, self.strategy, self.reduction, axis_sizes=self.axis_sizes)
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Peak memory of a device, by the paper's equations."""
+        return predict.peak_memory_bytes(self.step, self.strategy)
 
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """Returns the devices as one axis, or as two for "hierarchical"."""
@@ -145,7 +157,7 @@ def new_row(
     row |= {"n_devices": step.n_devices, "n_processes": jax.process_count(), "axis_sizes": list(case.axis_sizes)}
     row |= {name: sizes[name] for name in ("batch", "num_keys", "num_heads", "num_kv_heads", "head_dim", "dtype")}
     row |= dict.fromkeys(_RESULT_FIELDS)
-    row["peak_memory_bytes_predicted"] = predict.peak_memory_bytes(step, case.strategy)
+    row["peak_memory_bytes_predicted"] = case.peak_memory_bytes
     row["bytes_sent_per_device_predicted"] = case.bytes_sent
     return row | {
         "hardware": hardware, "jax_version": jax.__version__,

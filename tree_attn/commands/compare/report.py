@@ -6,8 +6,9 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.compare.cases import Case
+from tree_attn.commands.compare.prompts import PromptCase
 from tree_attn.commands.units import count, rate, size, time, times_as
-from tree_attn.cost import limits, predict
+from tree_attn.cost import limits
 from tree_attn.cost.step import DecodeStep
 from tree_attn.measure.rows import strategy_label
 
@@ -22,17 +23,19 @@ def print_predictions(
     """
     if not cases:
         return
+    is_prompt = isinstance(cases[0], PromptCase)
     title = "Predicted per device and step (equations 8 to 14 of the Tree Attention paper)"
+    title = "Predicted per device and prompt" if is_prompt else title
     headings = ("keys", "strategy", "peak memory", "sent", "sending takes\nat least")
     table = terminal.table(*headings, title=title, left=("strategy",))
     for case in cases:
-        peak, sent = predict.peak_memory_bytes(case.step, case.strategy), case.bytes_sent
+        peak, sent = case.peak_memory_bytes, case.bytes_sent
         gb_per_s = neighbour_gb_per_s[case.step]
         least_us = sent / gb_per_s / 1e3 if sent is not None and gb_per_s else None
         table.add_row(f"{case.step.num_keys:,}", case.label, size(peak), size(sent), time(least_us))
     console = terminal.output()
     console.print(table)
-    for step in dict.fromkeys(case.step for case in cases):
+    for step in () if is_prompt else dict.fromkeys(case.step for case in cases):
         _print_limit(console, step, device_kind, neighbour_gb_per_s[step])
 
 
@@ -50,29 +53,33 @@ def _print_limit(console: Console, step: DecodeStep, device_kind: str, neighbour
         )
 
 
-def print_results(rows: Sequence[dict]) -> None:
-    """Prints a table of the rows that ran, and the reason of each that did not."""
+def print_results(rows: Sequence[dict], what: str = "step") -> None:
+    """Prints a table of the rows that ran, and the reason of each that did not.
+
+    Args:
+      what: of each device the table is about.
+    """
     console, finished = terminal.output(), [row for row in rows if row["error"] is None]
     has_kernels = len({row["implementation"] for row in finished}) > 1
     headings = ("keys", "strategy", *(("kernel",) if has_kernels else ()), "time", "p10", "p90", "memory", "sent")
-    table = terminal.table(*headings, title="Measured per device and step (median)", left=("strategy", "kernel"))
+    table = terminal.table(*headings, title=f"Measured per device and {what} (median)", left=("strategy", "kernel"))
     for row in finished:
         kernel = (row["implementation"],) if has_kernels else ()
         times = (time(row[f"latency_us_{name}"]) for name in ("median", "p10", "p90"))
         sizes = (size(row[name]) for name in ("peak_memory_bytes_compiled", "bytes_sent_per_device_compiled"))
         table.add_row(f"{row['num_keys']:,}", _label(row), *kernel, *times, *sizes)
     console.print(table)
-    for sentence in _remarks(rows, finished, has_kernels):
+    for sentence in _remarks(rows, finished, has_kernels, what):
         terminal.say(console, sentence)
 
 
-def _remarks(rows: Sequence[dict], finished: Sequence[dict], has_kernels: bool) -> Iterator[str]:
+def _remarks(rows: Sequence[dict], finished: Sequence[dict], has_kernels: bool, what: str) -> Iterator[str]:
     if finished and not has_kernels:
         yield f"Local kernel: {finished[0]['implementation']}."
     sent = {_label(row): row["collectives_compiled"] for row in finished if row["collectives_compiled"]}
     if sent:
         counts = (f"{label} {_counted(collectives)}" for label, collectives in sent.items())
-        yield f"Collectives of a step: {'; '.join(counts)}."
+        yield f"Collectives of a {what}: {'; '.join(counts)}."
     if finished:
         worst = max(finished, key=lambda row: row["max_abs_error"] / row["tolerance"])
         yield (
@@ -94,6 +101,8 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
         latency = lambda row: row["latency_us_median"]
         trees = sorted((row for row in here if row["strategy"] == "tree"), key=latency)
         rings = sorted((row for row in here if row["strategy"] != "tree"), key=latency)
+        if rings and not trees:
+            sentences += _fastest_first(rings, num_keys)
         if not trees or not rings:
             continue
         fast, slow = sorted((trees[0], rings[0]), key=latency)
@@ -104,6 +113,15 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
         where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""
         sentences.append(f"{where}{_label(fast)} is {factor} {other} over {num_keys:,} keys: {times}.")
     return sentences
+
+
+def _fastest_first(rows: Sequence[dict], num_keys: int) -> list[str]:
+    """Returns the sentence that names the fastest of the rows, and the times of the others."""
+    fast, *others = rows
+    times = ", ".join(f"{_label(row)} {time(row['latency_us_median'])}" for row in others)
+    where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""
+    after = f"; {times}" if others else ""
+    return [f"{where}{_label(fast)} is the fastest over {num_keys:,} keys: {time(fast['latency_us_median'])}{after}."]
 
 
 def _label(row: dict) -> str:

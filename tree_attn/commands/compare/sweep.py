@@ -10,7 +10,7 @@ import jax
 from tree_attn.arguments import one_of
 from tree_attn.cluster import join
 from tree_attn.commands import drawing, phases, processes, terminal, units
-from tree_attn.commands.compare import cases, plots, report, search
+from tree_attn.commands.compare import cases, plots, prompts, report, search
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory, WrongResult
 from tree_attn.commands.options import check_at_least, check_folder
@@ -87,6 +87,8 @@ def compare(args: argparse.Namespace) -> int:
         _write_links(args, sweep)
         return 0
     all_cases = cases.plan(steps, reductions, implementations, sweep.devices[0].platform)
+    if args.prefill:
+        all_cases = prompts.plan(steps, implementations, has_gradient=args.gradient)
     pending = _pending(all_cases, sweep)
     try:
         checked = _check_all(pending, sweep)
@@ -97,7 +99,7 @@ def compare(args: argparse.Namespace) -> int:
         return 1
     if not checked and len(pending) == len(all_cases):
         raise ValueError(f"nothing could be measured: {pending[0][1]['error']}")
-    if is_first_process() and not args.json:
+    if is_first_process() and not args.json and not args.gradient:
         device_kind = sweep.devices[0].device_kind
         report.print_predictions([case for case, _ in pending], device_kind, sweep.neighbour_gb_per_s)
     _time_all(checked, sweep)
@@ -114,6 +116,10 @@ def _checked(args: argparse.Namespace) -> tuple[list[DecodeStep], list[str], lis
     """
     check_at_least(args, devices=1, iters=1, chain=1)
     check_folder("--out", args.out)
+    if args.prefill and args.reduction:
+        raise ValueError("--reduction must be left out with --prefill: prompts are not reduced across devices")
+    if args.gradient and not args.prefill:
+        raise ValueError("--gradient needs --prefill: a step of decoding has no gradient worth timing")
     reductions = _flat(args.reduction)
     for reduction in reductions:
         one_of("--reduction", reduction, (*REDUCTIONS, cases.SHARD_HEADS))
@@ -165,7 +171,7 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementation
     with phases.phase("timing the links"):
         rates = {step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps}
     return Sweep(
-        laboratory=Laboratory(devices, args.seed),
+        laboratory=(prompts.PromptLaboratory if args.prefill else Laboratory)(devices, args.seed),
         n_iters=args.iters,
         requested_chain=args.chain,
         is_emulated=is_emulated,
@@ -192,7 +198,8 @@ def _common(args: argparse.Namespace, devices: Sequence[jax.Device]) -> dict[str
     options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
     lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
     place = {"n_processes": jax.process_count(), "hardware": provenance.hardware(devices)}
-    return {name: getattr(args, name) for name in options} | lists | place | {"jax_version": jax.__version__}
+    prefill = {"prefill": True, "gradient": args.gradient} if args.prefill else {}
+    return {name: getattr(args, name) for name in options} | lists | place | prefill | {"jax_version": jax.__version__}
 
 
 def _pending(all_cases: Sequence[Case], sweep: Sweep) -> Pending:
@@ -232,7 +239,8 @@ def _time_all(pending: Pending, sweep: Sweep) -> None:
 
 
 def _timed(case: Case, row: dict[str, Any], sweep: Sweep) -> dict[str, Any]:
-    chain, long_chain = chain_lengths(row["bytes_sent_per_device_predicted"], sweep.requested_chain, sweep.is_emulated)
+    sent = float("inf") if isinstance(case, prompts.PromptCase) else row["bytes_sent_per_device_predicted"]
+    chain, long_chain = chain_lengths(sent, sweep.requested_chain, sweep.is_emulated)
     with join.steps() as step:
         fields = sweep.laboratory.time(
             case,
@@ -289,15 +297,16 @@ def _finish(args: argparse.Namespace, all_cases: Sequence[Case], sweep: Sweep) -
     newest = {cases.row_key(row): row for row in sweep.writer.rows}
     rows = [newest[cases.row_key(row)] for row in sweep.new_rows(all_cases)]
     files = {"results": str(sweep.writer.path)}
-    draws = not args.no_plots and drawing.has_matplotlib()
+    wants_plots = not args.no_plots and not args.prefill
+    draws = wants_plots and drawing.has_matplotlib()
     if draws:
         with phases.phase("drawing"):
             files |= plots.draw(rows, args.out)
     if args.json:
         terminal.print_document({"rows": rows, "files": files})
         return
-    report.print_results(rows)
-    if not args.no_plots and not draws:
+    report.print_results(rows, "prompt" if args.prefill else "step")
+    if wants_plots and not draws:
         sweep.say(f"Not drawn: {drawing.advice()}")
     drawn = ", ".join(path for name, path in files.items() if name != "results")
     for sentence in (*report.conclusions(rows), f"Rows: {files['results']}" + (f"; plots: {drawn}" if drawn else "")):
