@@ -88,7 +88,12 @@ def is_emulated(mesh: Mesh) -> bool:
 
 
 def neighbour_gb_per_s(
-    mesh: Mesh, num_bytes: int | None = None, n_iters: int | None = None, axis_name: str | None = None
+    mesh: Mesh,
+    num_bytes: int | None = None,
+    n_iters: int | None = None,
+    axis_name: str | None = None,
+    *,
+    both_ways: bool = False,
 ) -> float | None:
     """Returns the rate at which every device sends to the next one, all at once, in GB/s (1e9 bytes) per device.
 
@@ -100,6 +105,7 @@ def neighbour_gb_per_s(
         few such buffers.
       n_iters: samples; default 32, and 10 between emulated devices.
       axis_name: every group of devices along this axis forms a ring; default: all axes of the mesh form one.
+      both_ways: half of the bytes go to the previous device instead; the rate counts both halves.
 
     Returns:
       GB/s, or None for one device.
@@ -116,19 +122,20 @@ def neighbour_gb_per_s(
     if num_bytes is None:
         num_bytes = 4_000_000 if emulated else 256_000_000
     num_hops = 2 if emulated else 16
-    permutation = [(i, (i + 1) % ring_size) for i in range(ring_size)]
-    num_elements = max(1, num_bytes // 4)
+    steps = (1, -1) if both_ways else (1,)
+    permutations = [[(i, (i + step) % ring_size) for i in range(ring_size)] for step in steps]
+    num_elements = max(1, num_bytes // 4 // len(steps))
 
-    def send(x):
+    def send(parts):
         for _ in range(num_hops):  # unrolled: a loop of single hops would copy each arrival into its carry
-            x = jax.lax.ppermute(x, ring, permutation)
-        return x
+            parts = [jax.lax.ppermute(x, ring, permutation) for x, permutation in zip(parts, permutations)]
+        return parts
 
     def fill():
-        return jnp.full((1, num_elements), jax.lax.axis_index(axes), jnp.float32)
+        return [jnp.full((1, num_elements), jax.lax.axis_index(axes), jnp.float32) for _ in steps]
 
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(axes), check_vma=False)
     whole = jax.jit(shard_map(fill, in_specs=()))()
     long_chain, usual = (None, 10) if emulated else (4, 32)
     timing = latency_us(shard_map(send, in_specs=P(axes)), whole, n_iters=n_iters or usual, long_chain=long_chain)
-    return num_hops * num_elements * 4 / timing.median_us / 1e3
+    return num_hops * len(steps) * num_elements * 4 / timing.median_us / 1e3

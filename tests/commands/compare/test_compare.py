@@ -12,7 +12,7 @@ import pytest
 from tree_attn import cli
 from tree_attn.cluster import join
 from tree_attn.cluster.launch import Launch
-from tree_attn.commands.compare import cases, data, plots, report, sweep
+from tree_attn.commands.compare import cases, data, plots, report, trial
 from tree_attn.commands.compare.trial import Laboratory
 from tree_attn.commands.figures import rows as figure_rows
 from tree_attn.cost.step import DecodeStep
@@ -143,6 +143,20 @@ def test_heads_that_devices_do_not_divide_are_a_row_with_the_reason(tmp_path, ca
     row, *others = document_of(capsys)["rows"]
     assert row["error"] == "NotImplementedError: shard_heads needs heads that 3 devices divide, got 4"
     assert all(other["error"] is None for other in others)
+
+
+@pytest.mark.slow
+def test_a_ring_both_ways_round_is_compared_on_request(tmp_path):
+    options = ("--devices", "3", "--keys", "96", "--two-way", "--reduction", "gather", "--no-plots")
+    assert compare(tmp_path, *options) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert names(rows) == ["tree gather", "ring_overlapped None", "ring_two_way None", "ring_public None"]
+    one_way, two_way = rows[1:3]
+    assert two_way["error"] is None and two_way["collectives_lowered"] == {"collective-permute": 8}
+    for name in ("bytes_sent_per_device_predicted", "peak_memory_bytes_predicted"):
+        assert one_way[name] == two_way[name]
+    assert two_way["bytes_sent_per_device_compiled"] == pytest.approx(two_way["bytes_sent_per_device_predicted"])
+    assert "ring_two_way" not in {row["strategy"] for row in figure_rows.read([tmp_path])}  # it has no prediction
 
 
 def test_plots_are_drawn(finished):
@@ -284,7 +298,7 @@ def test_a_wrong_result_stops_everything_before_anything_is_timed(tmp_path, caps
     ],
 )
 def test_steps_in_the_programs_of_a_sample(requested, is_emulated, sent, expected):
-    assert sweep.chain_lengths(sent, requested, is_emulated) == expected
+    assert trial.chain_lengths(sent, requested, is_emulated) == expected
 
 
 def test_a_chain_that_skips_collectives_is_not_timed(tmp_path, capsys, monkeypatch):

@@ -60,10 +60,11 @@ def test_a_rank_has_all_options_of_the_call(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "_started", started)
-    searched(tmp_path)
+    searched(tmp_path, "--two-way")
     assert len(commands) == 2
     for rank, command in enumerate(commands):
-        assert command[1:6] == ["-m", "tree_attn", "compare", "--nccl", "own"] and "--links-only" in command
+        assert command[1:6] == ["-m", "tree_attn", "compare", "--nccl", "own"]
+        assert "--links-only" in command and "--two-way" in command and "--prefill" not in command
         options = dict(itertools.pairwise(command))
         assert (options["--keys"], options["--reduction"], options["--heads"]) == ("64,128", "gather", "2")
         assert (options["--num-processes"], options["--process-id"]) == ("2", str(rank))

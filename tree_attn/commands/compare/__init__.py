@@ -63,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the heads (default: all; fused and shard_heads on GPUs only)",
     )
     compared.add_argument(
+        "--two-way", action="store_true", help="a ring too that sends half of the heads each way round"
+    )
+    compared.add_argument(
         "--implementation", type=words, nargs="+", help="local kernels (default: the best that can run)"
     )
     measured = parser.add_argument_group("how it is measured")

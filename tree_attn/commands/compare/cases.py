@@ -50,6 +50,7 @@ class Case:
     With `SHARD_HEADS` every device has its part of the heads. The step then ends in a gather of the heads, because the
     next query is whole on every device.
 
+    The strategy "ring_two_way" is "ring_overlapped" with half of the heads each way round; it sends and holds as much.
     `axis_sizes` has one entry, or two for "hierarchical": devices of a node, and nodes.
     """
 
@@ -91,12 +92,16 @@ class Case:
             step = self.step
             heads = step.batch * step.num_queries * step.hidden_size * itemsize(step.dtype)
             return (step.n_devices - 1) / step.n_devices * (step.packed_state_bytes + heads)
-        return predict.bytes_sent_per_device(self.step, self.strategy, self.reduction, axis_sizes=self.axis_sizes)
+        return predict.bytes_sent_per_device(self.step, self._one_way, self.reduction, axis_sizes=self.axis_sizes)
 
     @property
     def peak_memory_bytes(self) -> int | None:
         """Peak memory of a device, by the paper's equations."""
-        return predict.peak_memory_bytes(self.step, self.strategy)
+        return predict.peak_memory_bytes(self.step, self._one_way)
+
+    @property
+    def _one_way(self) -> str:
+        return "ring_overlapped" if self.strategy == "ring_two_way" else self.strategy
 
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """Returns the devices as one axis, or as two for "hierarchical"."""
@@ -110,18 +115,26 @@ class Case:
             return lambda *arrays: jax.lax.with_sharding_constraint(decode(*arrays), everyone)
         if self.strategy == "tree":
             return functools.partial(tree_decode, reduction=self.reduction, **options)
+        if self.strategy == "ring_two_way":
+            return functools.partial(ring_decode, rotation="two_way", **options)
         return functools.partial(ring_decode, variant=self.strategy.removeprefix("ring_"), **options)
 
 
 def plan(
-    steps: Sequence[DecodeStep], reductions: Sequence[str], implementations: Sequence[str | None], platform: str
+    steps: Sequence[DecodeStep],
+    reductions: Sequence[str],
+    implementations: Sequence[str | None],
+    platform: str,
+    *,
+    has_two_way: bool = False,
 ) -> list[Case]:
-    """Lists all cases: for each step and implementation, tree with every reduction and then both rings.
+    """Lists all cases: for each step and implementation, tree with every reduction and then the rings.
 
     Args:
       reductions: of the tree, with `SHARD_HEADS`; if empty, all on GPUs, and elsewhere those without "fused" and it.
       implementations: local kernels; None is the one that the library would choose.
       platform: of the devices, e.g. "gpu".
+      has_two_way: the rings include "ring_two_way".
     """
     for name in implementations if steps else ():
         if name is None:
@@ -137,7 +150,7 @@ def plan(
             sizes = tuple(axes.values()) if axes else (step.n_devices,)
             cases.append(case(strategy="tree", reduction=reduction, axis_sizes=sizes))
         in_ring = named or _automatic_implementation(step, platform, beside_transfers=True)
-        for strategy in ("ring_overlapped", "ring_public"):
+        for strategy in ("ring_overlapped", *["ring_two_way"] * has_two_way, "ring_public"):
             ring = case(strategy=strategy, reduction=None, implementation=in_ring, axis_sizes=(step.n_devices,))
             cases.append(ring)
     return cases

@@ -74,6 +74,7 @@ def _run_ranks(args: argparse.Namespace, name: str, *options: str) -> int:
     for option in ("keys", "reduction", "implementation"):
         items = [str(item) for some in getattr(args, option) or () for item in some]
         command += [f"--{option}", ",".join(items)] if items else []
+    command += [f"--{flag.replace('_', '-')}" for flag in ("prefill", "gradient", "two_way") if getattr(args, flag)]
     command += ["--coordinator-address", address, "--num-processes", str(args.devices)]
     ranks = [[*command, "--process-id", str(rank), *_local_device(rank)] for rank in range(args.devices)]
     with _started(ranks) as started:
@@ -118,6 +119,6 @@ def _print(args: argparse.Namespace, transfers: Sequence[dict], best: dict[int, 
     if missing:
         terminal.say(console, f"Could not be timed here: {', '.join(missing)}.")
     if is_whole:
-        report.print_results(rows)
+        report.print_results(rows, "prompt" if args.prefill else "step")
         for sentence in report.conclusions(rows):
             terminal.say(console, sentence)

@@ -12,7 +12,7 @@ from tree_attn.cluster import join
 from tree_attn.commands import drawing, phases, processes, terminal, units
 from tree_attn.commands.compare import cases, plots, prompts, report, search
 from tree_attn.commands.compare.cases import Case
-from tree_attn.commands.compare.trial import Laboratory, WrongResult
+from tree_attn.commands.compare.trial import Laboratory, WrongResult, chain_lengths
 from tree_attn.commands.options import check_at_least, check_folder
 from tree_attn.cost.step import DecodeStep
 from tree_attn.devices import ensure_devices
@@ -36,6 +36,7 @@ class Sweep:
       requested_chain: steps in a program; None chooses (`chain_lengths`).
       is_emulated: the devices are emulated on the CPU.
       neighbour_gb_per_s: by step, the rate of bare transfers of one shard's keys; None for one device.
+      both_ways_gb_per_s: the same, half of them each way round; empty where no case sends so.
       writer: the rows; process 0 writes them.
       command: the command line, for the rows.
       nccl_setting: the name of NCCL's setting, for the rows; None where none was named.
@@ -47,6 +48,7 @@ class Sweep:
     requested_chain: int | None
     is_emulated: bool
     neighbour_gb_per_s: dict[DecodeStep, float | None]
+    both_ways_gb_per_s: dict[DecodeStep, float | None]
     writer: MeasuredRows
     command: str
     nccl_setting: str | None = None
@@ -86,7 +88,8 @@ def compare(args: argparse.Namespace) -> int:
     if args.links_only:
         _write_links(args, sweep)
         return 0
-    all_cases = cases.plan(steps, reductions, implementations, sweep.devices[0].platform)
+    platform = sweep.devices[0].platform
+    all_cases = cases.plan(steps, reductions, implementations, platform, has_two_way=args.two_way)
     if args.prefill:
         all_cases = prompts.plan(steps, implementations, has_gradient=args.gradient)
     pending = _pending(all_cases, sweep)
@@ -169,13 +172,20 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementation
     is_emulated = devices[0].platform == "cpu"
     mesh = make_mesh({"seq": args.devices}, devices)
     with phases.phase("timing the links"):
-        rates = {step: links.neighbour_gb_per_s(mesh, num_bytes=step.key_value_bytes_per_device // 2) for step in steps}
+        rates, both_ways = (
+            {
+                step: links.neighbour_gb_per_s(mesh, step.key_value_bytes_per_device // 2, both_ways=both_ways)
+                for step in (steps if args.two_way or args.prefill or not both_ways else ())
+            }
+            for both_ways in (False, True)
+        )
     return Sweep(
         laboratory=(prompts.PromptLaboratory if args.prefill else Laboratory)(devices, args.seed),
         n_iters=args.iters,
         requested_chain=args.chain,
         is_emulated=is_emulated,
         neighbour_gb_per_s=rates,
+        both_ways_gb_per_s=both_ways,
         writer=MeasuredRows(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
         command=args.command_line,
         nccl_setting=args.nccl,
@@ -198,8 +208,8 @@ def _common(args: argparse.Namespace, devices: Sequence[jax.Device]) -> dict[str
     options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
     lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
     place = {"n_processes": jax.process_count(), "hardware": provenance.hardware(devices)}
-    prefill = {"prefill": True, "gradient": args.gradient} if args.prefill else {}
-    return {name: getattr(args, name) for name in options} | lists | place | prefill | {"jax_version": jax.__version__}
+    flags = {name: True for name in ("prefill", "gradient", "two_way") if getattr(args, name)}
+    return {name: getattr(args, name) for name in options} | lists | place | flags | {"jax_version": jax.__version__}
 
 
 def _pending(all_cases: Sequence[Case], sweep: Sweep) -> Pending:
@@ -251,18 +261,11 @@ def _timed(case: Case, row: dict[str, Any], sweep: Sweep) -> dict[str, Any]:
             on_sample=step,
         )
     sent = row["bytes_sent_per_device_compiled"]
+    rates = sweep.both_ways_gb_per_s if case.strategy == "ring_two_way" else sweep.neighbour_gb_per_s
     return fields | {
         "sent_gb_per_s": None if sent is None else sent / fields["latency_us_median"] / 1e3,
-        "neighbour_gb_per_s": sweep.neighbour_gb_per_s[case.step],
+        "neighbour_gb_per_s": rates[case.step],
     }
-
-
-def chain_lengths(bytes_sent: float | None, requested: int | None, is_emulated: bool) -> tuple[int, int | None]:
-    """Returns the steps in the short program of a sample and in the long one; None without a long one."""
-    sends_much = (bytes_sent or 0) > 100e6  # for a millisecond, which needs no long chain
-    chain = requested or (1 if is_emulated else 4 if sends_much else 32)
-    # Noise of emulated devices may hide the difference.
-    return chain, None if is_emulated or chain == 1 else 4 * chain
 
 
 def _attempt(row: dict[str, Any], sweep: Sweep, measure_fields: Callable[[], dict]) -> bool:

@@ -169,3 +169,11 @@ class Laboratory:
                 f"attention in float64, and {tolerance:.3g} is allowed"
             )
         return error, tolerance
+
+
+def chain_lengths(bytes_sent: float | None, requested: int | None, is_emulated: bool) -> tuple[int, int | None]:
+    """Returns the steps in the short program of a sample and in the long one; None without a long one."""
+    sends_much = (bytes_sent or 0) > 100e6  # for a millisecond, which needs no long chain
+    chain = requested or (1 if is_emulated else 4 if sends_much else 32)
+    # Noise of emulated devices may hide the difference.
+    return chain, None if is_emulated or chain == 1 else 4 * chain

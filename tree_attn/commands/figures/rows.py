@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 
 from tree_attn.cost.machine import Machine
-from tree_attn.cost.predict import Prediction, predict_step
+from tree_attn.cost.predict import STRATEGIES, Prediction, predict_step
 from tree_attn.cost.step import DecodeStep
 from tree_attn.measure import rows
 
@@ -13,12 +13,12 @@ from tree_attn.measure import rows
 # median `program_us` of the steps in docs/results/reduce_2xh200. The older rows have no measurement of it.
 PROGRAM_US = {"NVIDIA H200": 760.0}
 EMULATED = "emulated CPU devices"
-UNPREDICTED = ("shard_heads",)  # of which the cost model has no time
+UNPREDICTED = ("shard_heads",)  # a reduction of which the cost model has no time
 REMARK = "The measured bytes are those of programs compiled for emulated CPU devices, not for GPUs."
 
 
 def read(folders: Sequence[pathlib.Path]) -> list[dict]:
-    """Returns the rows without an error in `results.jsonl` of each folder, but for those of `UNPREDICTED`.
+    """Returns the rows without an error in `results.jsonl` of each folder that the cost model predicts.
 
     Raises:
       ValueError: a folder without that file, a line that is not JSON (names both), or no row at all.
@@ -28,10 +28,15 @@ def read(folders: Sequence[pathlib.Path]) -> list[dict]:
         path = folder / "results.jsonl"
         if not path.is_file():
             raise ValueError(f"--rows must be folders that `tree-attn compare --out` wrote, and {path} is not there")
-        found += [row for row in rows.read(path) if row["error"] is None and row["reduction"] not in UNPREDICTED]
+        found += [row for row in rows.read(path) if row["error"] is None and _is_predicted(row)]
     if not found:
         raise ValueError("--rows must have at least one row that was measured")
     return found
+
+
+def _is_predicted(row: dict) -> bool:
+    """Returns False for a ring that goes both ways round, a prompt, and heads that are sharded."""
+    return row["strategy"] in STRATEGIES and row["reduction"] not in UNPREDICTED
 
 
 def device_kind(row: dict) -> str:
