@@ -67,10 +67,11 @@ def test_a_model_of_generate_sample_bench_and_demo(cluster, is_hierarchical):
 
 
 def test_every_case_of_compare(cluster):
-    sizes = dict(batch=1, num_keys=160, num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    sizes = dict(batch=1, num_keys=160, num_heads=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     step = DecodeStep(**sizes, n_devices=len(cluster.devices))
     listed = cases.plan([step], (), ["xla"], "gpu")
-    assert {case.reduction for case in listed} == {"allreduce", "gather", "fused", "hierarchical", None}
+    names = {"allreduce", "gather", "fused", "hierarchical", cases.SHARD_HEADS}
+    assert {case.reduction for case in listed} == names | {None}
     for case in listed:
         assert case.obstacle is None
         is_hierarchical = case.reduction == "hierarchical"
