@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from assertions import assert_same_bits
+from jax.experimental.mosaic.gpu.utils import BarrierRef
 from jax.sharding import PartitionSpec as P
 from lean_cases import WHOLE, Call, variants
 
@@ -185,3 +186,22 @@ def test_by_name_it_raises_where_there_is_no_hopper(call):
     arrays = jnp.ones((1, 1, 1, 64), jnp.bfloat16), jnp.ones((1, 64, 1, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*cannot run.*needs a Hopper GPU"):
         call(*arrays)
+
+
+@pytest.mark.skipif(jax.__version_info__ < mosaic_gpu.OLDEST_JAX, reason="barriers are made otherwise")
+@pytest.mark.usefixtures("anywhere")
+def test_every_thread_arrives_with_its_share_of_a_tile_that_is_copied_in_parts(monkeypatch):
+    """A barrier counts the threads that arrive; the interpreter counts warpgroups, and sees no kernel that waits on."""
+    arrivals, arrive = [], BarrierRef.arrive_expect_tx
+
+    def note(barrier, num_bytes, **options):
+        arrivals.append((num_bytes, options))
+        arrive(barrier, num_bytes, **options)
+
+    monkeypatch.setattr(BarrierRef, "arrive_expect_tx", note)
+    call = Call(slots=700, lengths=(700, 3), kv_heads=1, head_dim=128)
+    lowered(call.run, *call.shapes())
+    of_parts = [(num_bytes, options) for num_bytes, options in arrivals if isinstance(num_bytes, int)]
+    tile_bytes = {128 * num_bytes for num_bytes, _ in of_parts}
+    assert tile_bytes <= {64 * 128 * 2, 128 * 128 * 2} and tile_bytes
+    assert all(options.get("predicate") is None for _, options in of_parts)

@@ -156,7 +156,8 @@ def _emit_arrival(transforms, ctx, source, tile, scalars):
     elected = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
     tile_type = ir.MemRefType(tile.type)
     num_bytes = math.prod(tile_type.shape) * utils.bitwidth(tile_type.element_type) // 8
-    barrier.arrive_expect_tx(num_bytes, predicate=elected)
+    # A barrier of Pallas counts each thread of a warpgroup that arrives at it.
+    barrier.arrive_expect_tx(num_bytes // utils.WARPGROUP_SIZE)
     at = functools.partial(arith.constant, index)
 
     def copy(part, slot, count: int, gmem_transform):
