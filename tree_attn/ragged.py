@@ -146,7 +146,7 @@ def paged_decode(
 
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence.
-      key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 8 keys.
+      key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 64 keys on a GPU.
       page_table: int32 `[B, pages]`; entries beyond a sequence's length may be anything.
       key_value_seq_lengths: int32 `[B]`, at most `pages * page`.
       return_lse, options: as in `lean_decode`.

@@ -205,3 +205,19 @@ def test_every_thread_arrives_with_its_share_of_a_tile_that_is_copied_in_parts(m
     tile_bytes = {128 * num_bytes for num_bytes, _ in of_parts}
     assert tile_bytes <= {64 * 128 * 2, 128 * 128 * 2} and tile_bytes
     assert all(options.get("predicate") is None for _, options in of_parts)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_what_was_not_run_on_a_gpu_is_refused_there(monkeypatch):
+    view = visibility(AttentionOptions(), batch=1, num_queries=1, num_slots=67, shard=Shard())
+    arrays = [jnp.zeros((1, size, 2, 64), jnp.bfloat16) for size in (1, 67, 67)]
+    reasons = lambda: (
+        mosaic_gpu.unsupported(*arrays, logits_soft_cap=None, visible=view),
+        mosaic_gpu.unsupported_pages(16),
+    )
+    assert reasons() == (None, None)
+    monkeypatch.setattr(mosaic_gpu, "default_platform", lambda: "gpu")
+    assert [reason.partition(" yet with ")[2] for reason in reasons()] == [
+        "S that is no multiple of 8, as 67", "pages of no multiple of 64 keys, as 16"
+    ]  # fmt: skip
+    assert mosaic_gpu.unsupported_pages(64) is None

@@ -16,6 +16,9 @@ from tree_attn.mesh import varying_axes
 from tree_attn.state import SoftmaxState, merge_state
 
 OLDEST_JAX = (0, 11)
+# Keys that are copied in parts (`tree_attn/kernels/kv_parts.py`) were run in the interpreter only: a copy that does not
+# arrive makes a kernel wait for ever, and the interpreter does not count arrivals as a GPU does.
+UNTRIED = "mosaic_gpu was not run on a GPU yet with"
 # The types of a checked `shard_map` enter a kernel with its operands, and its loops do not type-check.
 CHECKED = "mosaic_gpu does not run on sharded arrays inside a shard_map with check_vma=True"
 
@@ -63,15 +66,19 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
             )
     elif group > limits.MAX_GROUP:
         return f"mosaic_gpu supports up to {limits.MAX_GROUP} query heads per key head, not {group}"
+    if key.shape[1] % limits.SLOT_MULTIPLE and default_platform() == "gpu":
+        return f"{UNTRIED} S that is no multiple of {limits.SLOT_MULTIPLE}, as {key.shape[1]}"
     return None
 
 
 def unsupported_pages(page_size: int) -> str | None:
     """Returns why the kernel cannot read pages of `page_size` keys, or None."""
-    from tree_attn.kernels.lean_layout import SLOT_MULTIPLE
+    from tree_attn.kernels.lean_layout import ROWS, SLOT_MULTIPLE
 
     if page_size % SLOT_MULTIPLE:
         return f"mosaic_gpu needs pages of a multiple of {SLOT_MULTIPLE} keys, not {page_size}"
+    if page_size % ROWS and default_platform() == "gpu":
+        return f"{UNTRIED} pages of no multiple of {ROWS} keys, as {page_size}"
     return None
 
 
