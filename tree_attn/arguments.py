@@ -25,6 +25,7 @@ _SMALLEST, _LARGEST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np
 _LEAST_IDLE_CAP = 1e30
 AnyArray = jax.Array | np.ndarray
 WindowSide = int | np.integer
+#: A window of unequal sides, `(left, right)`; None is unlimited.
 Window = tuple[WindowSide | None, WindowSide | None]
 _Function = TypeVar("_Function", bound=Callable)
 

@@ -51,12 +51,13 @@ class KVCache(CacheReads):
       >>> in_specs, out_specs = (cache.specs(), P(), P(), P()), (cache.specs(), P())
       >>> jax.shard_map(step_of_mine, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(cache, query, key, value)
 
-    arrays:     the arrays of one layer or of several stacked ones (`LayerCache`), or of layers that lie apart
-                (`LayerTuple`). `key`, `value`, `value_sum`, `key_by_component`, `key_scale` and `value_scale` are
-                theirs: with a leading `L`, or tuples of one array per layer.
-    lengths:    int32 `[B]`, tokens held by each sequence
-    overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
-                left the sequence as it was; `check_room` raises from then on.
+    Attributes:
+      arrays: the arrays of one layer or of several stacked ones (`LayerCache`), or of layers that lie apart
+        (`LayerTuple`). `key`, `value`, `value_sum`, `key_by_component`, `key_scale` and `value_scale` are theirs: with
+        a leading `L`, or tuples of one array per layer.
+      lengths: int32 `[B]`, tokens held by each sequence.
+      overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
+        left the sequence as it was; `check_room` raises from then on.
     """
 
     arrays: LayerCache | LayerTuple

@@ -33,12 +33,15 @@ from tree_attn.sharded import num_held_shards, pad_keys
 class PrefixLevel:
     """One level of a prefix tree: its nodes' keys and values, and the sequences that each node serves.
 
-    key:        `[nodes, S, K, H]`; value: `[nodes, S, K, Hv]`
-    lengths:    int32 `[nodes]`, valid keys of each node; None: all
-    sequences:  for each node the indices of the sequences that it serves (static); a sequence has one node of a level
-                or none
-    block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; it must be named with lengths
-    key_scale, value_scale: float32 `[K]`, of this level's keys and values; None: those of the call
+    Attributes:
+      key: `[nodes, S, K, H]`.
+      value: `[nodes, S, K, Hv]`.
+      sequences: for each node the indices of the sequences that it serves (static); a sequence has one node of a level
+        or none.
+      lengths: int32 `[nodes]`, valid keys of each node; None: all.
+      block_size: placement of the keys on shards (static), as in `tree_attn.tree_decode`; it must be named with
+        lengths.
+      key_scale, value_scale: float32 `[K]`, of this level's keys and values; None: those of the call.
 
     Example:
       >>> level = PrefixLevel(key=key, value=value, sequences=((0, 1, 2), (3,)))    # two nodes, a batch of four

@@ -60,10 +60,10 @@ def lean_decode(
     return_lse: bool = False,
     **options: Unpack[RaggedOptionArguments],
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Exact attention over a packed ragged batch: sequence b's keys are `key[cu_seqlens[b] : cu_seqlens[b + 1]]`.
+    """Exact attention over a packed ragged batch: sequence b's keys are `key[cu_seqlens[b] : cu_seqlens[b + 1]]`::
 
-    logits = cap(scale key_scale query . key),    lse = log sum exp(logits),
-    out    = value_scale sum exp(logits - lse) value
+      logits = cap(scale key_scale query . key),    lse = log sum exp(logits),
+      out    = value_scale sum exp(logits - lse) value
 
     Every CTA gets the same number of KV tiles whatever the lengths. Lengths are values on the device: changing them
     from step to step compiles nothing and does not wait for the host.

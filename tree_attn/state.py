@@ -19,10 +19,10 @@ from tree_attn.arguments import AnyArray, is_integer
 
 
 class SoftmaxState(NamedTuple):
-    """Attention over a set of keys: its output, and the log of its softmax denominator.
+    """Attention over a set of keys: its output, and the log of its softmax denominator::
 
-    out = sum_a softmax(logits)_a value_a        `[..., H]`, any float dtype
-    lse = log sum_a exp(logits_a)                `[...]`, float32, natural log
+      out = sum_a softmax(logits)_a value_a        [..., H], any float dtype
+      lse = log sum_a exp(logits_a)                [...], float32, natural log
 
     The empty set of keys is `out = 0, lse = -inf`: the identity of `merge_state`.
     """

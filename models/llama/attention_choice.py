@@ -11,6 +11,7 @@ from tree_attn.models.llama.storage import BLOCK_SIZE
 from tree_attn.reduce import check_reduction
 from tree_attn.sparq import SparqOptions
 
+#: The names that `by_name` takes.
 ATTENTIONS = ("tree", "ring", "single", "sparq")
 REDUCING = ("tree", "sparq")
 SHARING = ("tree", "single")

@@ -65,8 +65,9 @@ def check_scaling(values: Mapping[str, Any], original_max_position: str = "origi
 class LlamaConfig:
     """The shape and constants of one Llama, or of a family that shares its shape.
 
-    The required fields and those up to `eos_token_ids` are a Llama's. Each of the others is what another family adds:
+    The required fields and those up to `eos_token_ids` are a Llama's. Each of the others is what another family adds.
 
+    Attributes:
       query_key_value_bias: query, key and value have biases (Qwen2, Qwen2.5).
       query_key_norm: an RMS norm of each head of query and key, before they are rotated (Qwen3).
       window: positions that a token sees, its own included (Mistral); None: all before it.

@@ -117,6 +117,7 @@ _GEMMA_3_TEXT = Family(
     only={**_GEMMA, "attn_logit_softcapping": (None,)},
 )
 
+#: The families by the `model_type` of their `config.json`.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(architecture="LlamaForCausalLM", only={**_SILU, **_NO_BIAS, "mlp_bias": (False,)}),

@@ -132,6 +132,7 @@ def _large_gemma_3(num_layers: int, query_pre_attn_scalar: float = 256.0, **size
 _8B = dict(num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32)
 _70B = dict(num_layers=80, hidden_size=8192, intermediate_size=28672, num_heads=64)
 
+#: Configurations by the names of published models; `preset` gives one.
 PRESETS: dict[str, LlamaConfig] = {
     "llama-2-7b": _llama_2(32, 4096, 11008, 32, 32),
     "llama-2-13b": _llama_2(40, 5120, 13824, 40, 40),

@@ -52,10 +52,10 @@ def attend(
     """Exact attention of `query` over the keys on this device, as a state to merge with those of other keys.
 
     This function is for folding: it returns a `SoftmaxState`, and `tree_attn.merge_state` merges such states. Every
-    other attention function returns `out`, and `(out, lse)` with `return_lse=True`.
+    other attention function returns `out`, and `(out, lse)` with `return_lse=True`::
 
-    logits = cap(scale key_scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
-    out    = value_scale sum exp(logits - lse) value
+      logits = cap(scale key_scale query . key),    lse = log sum exp(logits) over visible keys and sinks,
+      out    = value_scale sum exp(logits - lse) value
 
     Args:
       query: `[B, T, N, H]`; key: `[B, S, K, H]`; value: `[B, S, K, Hv]` with `N = K * G`, one float dtype. S may be 0.

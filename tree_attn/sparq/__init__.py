@@ -106,7 +106,8 @@ def sparq_decode(
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Computes approximate attention, reading `S r + 2 k H` elements of K and V per KV head instead of `2 S H`.
 
-    For each query, with r = num_components, k = num_keys, l = local_window, sums over the G heads of a group:
+    For each query, with r = num_components, k = num_keys, l = local_window, sums over the G heads of a group::
+
         i1    = argtopk(sum_g |q|, r)
         s_hat = softmax(q[i1] K[:, i1]^T / tau),    tau = sqrt(H ||q[i1]||_1 / ||q||_1)
         i2    = argtopk(sum_g s_hat + m, k),        m = infinity at the last l positions, else 0
