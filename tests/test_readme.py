@@ -11,8 +11,10 @@ from test_imports import ORDER
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SITE_FOLDERS = ("concepts", "how-to", "kernels", "reference")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS += [ROOT / "SECURITY.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+DOCUMENTS += [ROOT / "SECURITY.md"]
+DOCUMENTS += [path for folder in SITE_FOLDERS for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 DECODING, CHECKPOINT = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 # Runs after the README's loop, with its names: prompt and new tokens in their natural order, attended to all at once.

@@ -12,7 +12,9 @@ FOLDERS = ("tree_attn", "models", "ring_baseline", "scripts", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PACKAGES = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("tree_attn", "models", "ring_baseline")]
 PROSE = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROSE += [ROOT / "SECURITY.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+PROSE += [ROOT / "SECURITY.md"]
+SITE_FOLDERS = ("concepts", "how-to", "kernels", "reference")
+PROSE += [path for folder in SITE_FOLDERS for path in sorted((ROOT / "docs" / folder).glob("*.md"))]
 PROSE += [ROOT / "slurm" / "README.md", *sorted((ROOT / "docs" / "log").glob("*.md"))]
 PROSE += sorted((ROOT / "docs" / "results").rglob("README.md"))
 
@@ -45,6 +47,8 @@ def sentences(markdown: str):
     """Yields the sentences of a text, without code, tables, headings, formulas and the targets of links."""
     text = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^\$\$.*?^\$\$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\$[^$\n]+\$", "formula", text)
     text = re.sub(r"^\s*[|#].*$", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"^ {4,}\S.*$", "\n", text, flags=re.MULTILINE)
     text = re.sub(r"`[^`]*`", "code", text)
