@@ -1,0 +1,163 @@
+"""Numbers of the figures of docs/concepts: from committed rows, or by formula."""
+
+import json
+import math
+import pathlib
+
+import numpy as np
+
+from tree_attn.cost import datasheets
+from tree_attn.placement import Shard
+
+RESULTS = pathlib.Path(__file__).parent.parent / "docs" / "results"
+H200 = datasheets.rates("NVIDIA H200")
+READ, PRODUCTS = H200["read_bytes_per_s"], H200["product_flops_per_s"]
+
+
+def rows_of(name: str) -> list[dict]:
+    """Returns the rows of a file of docs/results that hold a measurement."""
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def source(hardware: str, rows: list[dict]) -> str:
+    """Returns the hardware and the commits of rows, for a caption."""
+    commits = sorted({row["git_commit"][:7] for row in rows})
+    return f"{hardware}; rows of commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+
+
+def rounding_of_lse() -> dict:
+    """Returns the error of exp(lse) where lse is rounded to the nearest, by dtype: exp(half a step) - 1."""
+    sizes = [2.0**i for i in range(8)]
+    bits = {"bfloat16": 8, "float16": 11, "float32": 24}  # of significance
+    errors = {dtype: [math.expm1(2.0 ** (math.floor(math.log2(x)) - n)) for x in sizes] for dtype, n in bits.items()}
+    return {"lse": sizes, "of_out": 2.0**-9, **errors}
+
+
+def reached_products() -> dict:
+    """Returns products a byte and TFLOP/s of dense steps, and of steps with a shared prefix."""
+    dense = [
+        row
+        for row in rows_of("lean_h200/table.jsonl")
+        if row["implementation"] == "mosaic_gpu" and row["batch"] == 1 and row["max_keys"] > 50_000
+    ]
+    shared = [row for row in rows_of("prefix_h200/table.jsonl") if row["way"] == "mosaic_gpu"]
+    points: dict[str, list] = {"dense": [], "shared": []}
+    labels = []
+    for row in dense:
+        group = row["num_heads"] // row["num_kv_heads"]
+        flops = 4 * row["sum_keys"] * row["num_heads"] * row["head_dim"]
+        points["dense"].append((group, flops / row["device_us_median"] / 1e6, row["git_commit"]))
+        labels.append((group, points["dense"][-1][1], f"{group} query head{'s' * (group > 1)}\na KV head"))
+    for row in shared:
+        batch, prefix, suffix = row["batch"], row["prefix"], row["suffix"]
+        flops = 4 * batch * (prefix + suffix) * row["num_heads"] * row["head_dim"]
+        num_bytes = 4 * (prefix + batch * suffix) * row["num_kv_heads"] * row["head_dim"]
+        points["shared"].append((flops / num_bytes, flops / row["device_us_median"] / 1e6, row["git_commit"]))
+        labels.append((*points["shared"][-1][:2], f"{batch:,} after {prefix // 1024}k"))
+    limits = {"read": READ / 1e12, "products": PRODUCTS / 1e12, "corner": PRODUCTS / READ}
+    return {**points, **limits, "labels": labels, "source": source("one H200, bfloat16, mosaic_gpu", dense + shared)}
+
+
+def parts_of_a_step() -> dict:
+    """Returns what a step on eight GPUs is made of: reading, the rest of the attention, the reduction."""
+    steps = rows_of("reduce_8xh200/steps.jsonl")
+    us = {(row["keys_per_device"], row["reduction"]): row["us_median"] for row in steps}
+    bars = []
+    for keys in sorted({row["keys_per_device"] for row in steps})[:2]:
+        limit = 4 * keys * steps[0]["heads"] * 128 / READ * 1e6
+        for reduction in ("fused", "gather", "allreduce"):
+            alone = us[keys, "none"]
+            parts = {
+                "reading at the limit": limit,
+                "rest of the attention": alone - limit,
+                "the reduction adds": us[keys, reduction] - alone,
+            }
+            bars.append({"name": f"{keys // 1000}k keys a GPU\n{reduction}", "parts": parts})
+    return {"bars": bars, "source": source("eight H200s, bfloat16, batch 1, 16 heads of 128", steps)}
+
+
+def steps_over_gpus(num_keys: int = 640_000) -> dict:
+    """Returns the time of a step by tree (fused) and by the overlapped ring, over GPUs."""
+    folders = ("compare_1xh200", "compare_2xh200_2processes", "compare_4xh200_4processes_spread")
+    rows = [
+        row
+        for folder in (*folders, "compare_8xh200_8processes")
+        for row in rows_of(f"{folder}/results.jsonl")
+        if row["num_keys"] == num_keys and (row["strategy"], row["reduction"]) in (TREE, RING)
+    ]
+    gpus = sorted({row["n_devices"] for row in rows})
+    first = rows[0]
+    num_bytes = 4 * num_keys * first["num_kv_heads"] * first["head_dim"]
+    curves = {
+        name: [(row["n_devices"], row["latency_us_median"]) for row in rows if row["strategy"] == strategy]
+        for name, (strategy, _) in (("tree", TREE), ("ring", RING))
+    }
+    return {
+        "gpus": gpus,
+        "limit": [num_bytes / p / READ * 1e6 for p in gpus],
+        **curves,
+        "names": {"tree": "tree, fused", "ring": "ring, overlapped"},
+        "title": f"One step over {num_keys // 1000}k keys: the tree's falls as 1/p, the ring's rises",
+        "source": source("H200s of one host, bfloat16, batch 1, 16 heads of 128", rows),
+    }
+
+
+TREE, RING = ("tree", "fused"), ("ring_overlapped", None)
+
+
+def fullest_device(capacity: int = 131_072, num_shards: int = 8, block: int = 1024) -> dict:
+    """Returns the keys of the fullest of eight devices over the mean, in both placements, as a cache fills."""
+    tokens = [capacity * i // 64 for i in range(1, 65)]
+    curves = {}
+    for name, block_size in (("contiguous", None), ("block-cyclic", block)):
+        shards = [Shard(index=i, num_shards=num_shards, block_size=block_size) for i in range(num_shards)]
+        keys = [shard.local_lengths(np.array(tokens, np.int32), capacity // num_shards) for shard in shards]
+        fullest = np.max(keys, axis=0)
+        curves[name] = [int(count) * num_shards / length for count, length in zip(fullest, tokens)]
+    return {"tokens": tokens, "block": block, **curves}
+
+
+def samples_of_a_prompt(context: int = 8192) -> dict:
+    """Returns ms a token of Llama 2 7B over samples of one prompt, its limit, and the limit without sharing."""
+    from tree_attn.commands.bench.roofline import roofline_ms  # these load a model's code, which takes seconds
+    from tree_attn.models.llama.presets import preset
+
+    rows = [row for row in rows_of("llama_h200/samples_7b.jsonl") if row["context"] == context]
+    prompt_bytes = next(row["cache_bytes_per_device"] for row in rows if row["batch"] == 1)
+    unshared = [
+        (row["batch"], (row["weights_bytes_per_device"] + row["batch"] * prompt_bytes) / READ * 1e3) for row in rows
+    ]
+    return {
+        "measured": [(row["batch"], row["per_token_ms_median"]) for row in rows],
+        "limit": [(row["batch"], roofline_ms(row, preset(row["config"]), "NVIDIA H200")) for row in rows],
+        "unshared": unshared,
+        "title": f"Llama 2 7B, samples of a prompt of {context // 1024}k tokens",
+        "source": source("one H200, bfloat16, random weights", rows),
+    }
+
+
+def scores_of_sparse_attentions(task: str = "needle") -> dict:
+    """Returns scores of SmolLM2 under sparse attentions, over the share of the cache that a token moves."""
+    rows = [row for row in rows_of("eval_smollm2/results.jsonl") if row["task"] == task]
+    names = {"SparQ": "sparq", "H2O": "h2o", "LM-Infinite": "lm_infinite"}
+    curves = {
+        name: sorted(
+            (row["compression"], row["mean"], row["standard_error"]) for row in rows if row["method"] == method
+        )
+        for name, method in names.items()
+    }
+    (dense,) = [row["mean"] for row in rows if row["method"] == "dense"]
+    first = rows[0]
+    title = f"SmolLM2 (135M) finds needles in {first['context']:,} tokens, {first['samples']} samples"
+    return {**curves, "dense": dense, "unit": first["unit"], "title": title, "source": source("a CPU", rows)}
+
+
+NUMBERS = {
+    "state": rounding_of_lse,
+    "bounds": reached_products,
+    "microsecond": parts_of_a_step,
+    "links": steps_over_gpus,
+    "placement": fullest_device,
+    "prefixes": samples_of_a_prompt,
+    "approximations": scores_of_sparse_attentions,
+}
