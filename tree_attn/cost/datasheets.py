@@ -1,7 +1,8 @@
 """Machines that were not measured: rates of datasheets, each times what an H200 reaches of its own datasheet.
 
 `datasheets.json` has the peaks of the datasheets: memory, its bandwidth, dense bfloat16 products, and the bytes per
-second that one device sends to a neighbour. Launches and latencies are those measured on H200s, whatever the links.
+second that one device sends to a neighbour. Each has the document that it is from: "source", or "other_sources" where
+it differs. Launches and latencies are those measured on H200s, whatever the links.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from tree_attn.cost.machine import AlphaBeta, ExchangeCost, LinkClass, Machine
 
 FILE = pathlib.Path(__file__).with_name("datasheets.json")
 MEASURED = "NVIDIA H200"
+CONSTANTS = ("memory_bytes", "read_bytes_per_s", "product_flops_per_s", "link_bytes_per_s")
 WITH_FUSED = ("H100",)  # the exchange kernel was run on H200s only; an H100 has the same links and instructions
 
 
@@ -37,10 +39,23 @@ def rates(name: str) -> dict[str, float]:
       >>> rates("NVIDIA H200")["read_bytes_per_s"]
       4800000000000
     """
-    for sheet in _sheets().values():
-        if _plain(name) in _names_of(sheet):
-            return {rate: sheet[rate] for rate in ("read_bytes_per_s", "product_flops_per_s")}
-    raise KeyError(name)
+    sheet = _find(name)
+    if sheet is None:
+        raise KeyError(name)
+    return {rate: sheet[rate] for rate in ("read_bytes_per_s", "product_flops_per_s")}
+
+
+def sources(name: str) -> dict[str, str]:
+    """Returns the document of each constant of a datasheet, by the names in `datasheets.json`; arguments as `rates`.
+
+    Example:
+      >>> sources("A100")["read_bytes_per_s"]
+      "NVIDIA's datasheet of the A100 80GB SXM"
+    """
+    sheet = _find(name)
+    if sheet is None:
+        raise KeyError(name)
+    return {constant: sheet["source"] for constant in CONSTANTS} | sheet.get("other_sources", {})
 
 
 def load(name: str) -> Machine | None:
@@ -53,7 +68,7 @@ def load(name: str) -> Machine | None:
       >>> load("h100").device_kind
       'NVIDIA H100 SXM'
     """
-    sheet = next((sheet for sheet in _sheets().values() if _plain(name) in _names_of(sheet)), None)
+    sheet = _find(name)
     return None if sheet is None or sheet["device_kind"] == MEASURED else _machine(sheet)
 
 
@@ -88,8 +103,15 @@ def _machine(sheet: dict[str, Any]) -> Machine:
     )
 
 
+def _find(name: str) -> dict[str, Any] | None:
+    return next((sheet for sheet in _sheets().values() if _plain(name) in _names_of(sheet)), None)
+
+
 def _names_of(sheet: dict[str, Any]) -> set[str]:
-    return {_plain(sheet[name]) for name in ("name", "title", "device_kind")} | {_plain(f"NVIDIA {sheet['name']}")}
+    short = sheet["title"].removeprefix("NVIDIA ").removesuffix(" SXM")  # "A100 80GB"
+    return {_plain(name) for name in (sheet["device_kind"], sheet["title"], short, sheet["name"])} | {
+        _plain(f"NVIDIA {sheet['name']}")
+    }
 
 
 def _plain(name: str) -> str:

@@ -56,6 +56,12 @@ def test_the_choice_is_the_librarys(capsys, sizes):
         (CLUSTER[:4], "constants fitted to 2 GPUs stand for more"),
         (("--device-kind", "H100"), "no constant was measured on such a device"),
         (("--device-kind", "A100", "--gpus-per-node", "1"), "no constant was measured on such a device"),
+        (("--device-kind", "A100 40GB"), "no constant was measured on such a device"),
+        (("--device-kind", "RTX 4090"), "no constant was measured on such a device"),
+        (("--device-kind", "RTX 5090"), "no constant was measured on such a device"),
+        (("--device-kind", "B200"), "no constant was measured on such a device"),
+        (("--device-kind", "TPU v5e"), "no constant was measured on such a device"),
+        (("--device-kind", "TPU v6e"), "no constant was measured on such a device"),
     ],
 )
 def test_assumed_constants_give_a_range(capsys, options, said):
@@ -125,7 +131,7 @@ def test_words_and_figures_of_other_devices(capsys):
     assert "e+0" not in text and "attention on each chip" in text and "not possible: tree fused: fused is a" in text
     assert cli.main(["plan", "--keys", "5120000", "--nodes", "16"]) == 0
     assert re.search(r"the faster ring takes [0-9],[0-9]{3} times as long", capsys.readouterr().out)
-    for kind in ("A100", "B200", "L40S", "RTX 4090"):
+    for kind in ("A100", "B200", "L40S", "RTX 4090", "RTX 5090"):
         reason = planned(capsys, "--keys", "81920", "--device-kind", kind)["left_out"]["tree fused"]
         assert reason.startswith("the time of fused is known on H200s")
 
@@ -143,7 +149,7 @@ def test_a_datasheet_is_marked_and_a_short_name_is_the_measured_machine(capsys):
     assert planned(capsys, "--keys", "81920", "--device-kind", "h200") == planned(capsys, "--keys", "81920")
     document = planned(capsys, "--keys", "1000000", "--device-kind", "TPU v5e", "--gpus-per-node", "16")
     assert (document["machine"], document["axis_sizes"]) == ("TPU v5e", [16])
-    assert "800 GB/s" in document["datasheet"] and document["links"]["inside a node"].startswith("assumed: ")
+    assert "819 GB/s" in document["datasheet"] and document["links"]["inside a node"].startswith("assumed: ")
     assert cli.main(["plan", "--keys", "81920", "--device-kind", "H100"]) == 0
     text = capsys.readouterr().out
     assert "on 8 x NVIDIA H100 SXM" in text and "FROM A DATASHEET, NOT MEASURED: NVIDIA's datasheet" in text

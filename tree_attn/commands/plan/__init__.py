@@ -9,9 +9,9 @@ and memory of each device, and which to choose, with the reason. Touches no devi
 
 The numbers come from the cost model (tree_attn/cost) and a machine's parameters: the package's own, or a file that
 `tree-attn doctor --distributed --machine-out FILE` wrote on a machine of yours. The H200 was measured. For H100, A100,
-B200, L40S, RTX 4090 and TPU v5e, v5p and v6e the datasheets' rates are taken, and of them the share that an H200 was
-measured to reach of its own datasheet. Links without a measurement are assumed. Every output says so, and gives a range
-beside each time that rests on them, or on constants of fewer GPUs.
+A100 40GB, B200, L40S, RTX 4090, RTX 5090 and TPU v5e, v5p and v6e the datasheets' rates are taken, and of them the
+share that an H200 was measured to reach of its own datasheet. Links without a measurement are assumed. Every output
+says so, and gives a range beside each time that rests on them, or on constants of fewer GPUs.
 
 examples:
   tree-attn plan --nodes 16 --gpus-per-node 8 --keys 5120000
