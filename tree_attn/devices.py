@@ -70,6 +70,11 @@ def default_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def is_rocm(device: jax.Device) -> bool:
+    """Returns whether the device is a GPU that JAX runs by ROCm; its platform is "gpu", as with CUDA."""
+    return device.platform == "gpu" and "rocm" in device.client.platform_version.lower()
+
+
 def request_cpu_devices(n_devices: int) -> None:
     """Asks for at least `n_devices` emulated CPU devices per process; too late (backends have started) is no error."""
     if jax.distributed.is_initialized():

@@ -97,7 +97,7 @@ def lean_decode(
     spans = tuple(starts[:, None] + slots for slots in view.slot_ranges())
     scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.soft_cap
     scales = attention.head_scales(key.shape[-2])
-    name = _choose(query, key[None], value[None], view, attention, scales)
+    name = choose_backend(query, key[None], value[None], view, attention, scales)
     if key.shape[0] == 0:
         state = mosaic_gpu.no_keys(query)
     elif name == "xla":
@@ -174,7 +174,7 @@ def paged_decode(
     table = clip_to_int32(page_table, 0, max(num_pages - 1, 0))
     scale, soft_cap = default_scale(attention.scale, query.shape[-1]), attention.soft_cap
     scales = attention.head_scales(key_pages.shape[-2])
-    name = _choose(query, key_pages, value_pages, view, attention, scales, page_size=page_size)
+    name = choose_backend(query, key_pages, value_pages, view, attention, scales, page_size=page_size)
     if num_slots == 0:
         state = mosaic_gpu.no_keys(query)
     elif name == "xla":
@@ -241,7 +241,14 @@ def _check_page_numbers(page_table, lengths, num_pages: int, page_size: int) -> 
         raise ValueError(f"page_table must hold pages in [0, {num_pages}) up to each length, got {wrong.tolist()}")
 
 
-def _choose(query, key, value, view: Visibility, options: AttentionOptions, scales, page_size: int = 0) -> str:
+def choose_backend(query, key, value, view: Visibility, options: AttentionOptions, scales, page_size: int = 0) -> str:
+    """Returns "mosaic_gpu" or "xla"; raises NotImplementedError where the named one cannot run.
+
+    Args:
+      query, key, value: `[B, T, N, H]` and `[B, S, K, H]`, or the pages.
+      scales: as `AttentionOptions.head_scales` returns them.
+      page_size: keys of a page; 0 without pages.
+    """
     reason = mosaic_gpu.unsupported_pages(page_size)
     obstacles = {} if reason is None else {"mosaic_gpu": reason}
     return choose(

@@ -4,6 +4,7 @@ import collections
 import ctypes
 import dataclasses
 import threading
+import types
 
 import jax
 import numpy as np
@@ -21,6 +22,11 @@ class Device:
     id: int
     process_index: int = 0
     platform: str = "gpu"
+    version: str = "cuda 13000"
+
+    @property
+    def client(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(platform_version=self.version)
 
     @property
     def local_hardware_id(self) -> int:
@@ -105,6 +111,7 @@ def test_buffers_of_another_host_are_not_opened(monkeypatch):
     "groups, said",
     [
         ([(Device(0, platform="cpu"),)], "needs NVIDIA GPUs, got 'cpu'"),
+        ([(Device(0, version="rocm 70000"),)], "needs NVIDIA GPUs, got 'rocm'"),
         ([(Device(0), Device(1), Device(2, 1), Device(3, 1))], "got 2 of 4 GPUs in a process"),
         ([(Device(0), Device(1)), (Device(2), Device(3))], "got 4 of 4 GPUs in a process, meeting in 2 group"),
         ([(Device(0),), (Device(1),)], "got 2 of 2 GPUs in a process, meeting in 2 group"),  # an axis of one device

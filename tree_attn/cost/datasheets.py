@@ -39,22 +39,22 @@ def rates(name: str) -> dict[str, float]:
       >>> rates("NVIDIA H200")["read_bytes_per_s"]
       4800000000000
     """
-    sheet = _find(name)
-    if sheet is None:
-        raise KeyError(name)
-    return {rate: sheet[rate] for rate in ("read_bytes_per_s", "product_flops_per_s")}
+    return {rate: constants(name)[rate] for rate in ("read_bytes_per_s", "product_flops_per_s")}
+
+
+def constants(name: str) -> dict[str, float]:
+    """Returns the `CONSTANTS` of a datasheet; arguments and errors as `rates`."""
+    return {constant: _sheet(name)[constant] for constant in CONSTANTS}
 
 
 def sources(name: str) -> dict[str, str]:
-    """Returns the document of each constant of a datasheet, by the names in `datasheets.json`; arguments as `rates`.
+    """Returns the document that each of the `CONSTANTS` is from; arguments and errors as `rates`.
 
     Example:
       >>> sources("A100")["read_bytes_per_s"]
       "NVIDIA's datasheet of the A100 80GB SXM"
     """
-    sheet = _find(name)
-    if sheet is None:
-        raise KeyError(name)
+    sheet = _sheet(name)
     return {constant: sheet["source"] for constant in CONSTANTS} | sheet.get("other_sources", {})
 
 
@@ -105,6 +105,13 @@ def _machine(sheet: dict[str, Any]) -> Machine:
 
 def _find(name: str) -> dict[str, Any] | None:
     return next((sheet for sheet in _sheets().values() if _plain(name) in _names_of(sheet)), None)
+
+
+def _sheet(name: str) -> dict[str, Any]:
+    sheet = _find(name)
+    if sheet is None:
+        raise KeyError(name)
+    return sheet
 
 
 def _names_of(sheet: dict[str, Any]) -> set[str]:

@@ -34,9 +34,9 @@ IMPLEMENTATIONS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn,
 }  # fmt: skip
 # The order in which `implementation=None` tries them. flash_attn reads K and V once per query head: it is never picked.
-_AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
+AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
 # The lean kernel occupies every SM to its end, and a transfer's kernels wait for one: cuDNN makes a faster ring.
-_BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
+BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
 _log = logging.getLogger("tree_attn")
 
 
@@ -204,7 +204,7 @@ def choose(
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
         return implementation
-    for name in candidates or (_BESIDE_TRANSFERS if beside_transfers else _AUTOMATIC):
+    for name in candidates or (BESIDE_TRANSFERS if beside_transfers else AUTOMATIC):
         reason = reason_against(name)
         if reason is None:
             _log.info("implementation=None picked %r", name)

@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tree_attn.devices import is_rocm
+
 Groups = tuple[tuple[jax.Device, ...], ...]
 
 TABLE_BYTES = 4096
@@ -57,9 +59,10 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
 
 
 def check_platform(devices: Sequence[jax.Device]) -> None:
-    """Raises PeerMemoryError unless the devices are GPUs."""
-    if devices[0].platform != "gpu":
-        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
+    """Raises PeerMemoryError unless the devices are GPUs that CUDA runs."""
+    platform = "rocm" if is_rocm(devices[0]) else devices[0].platform
+    if platform != "gpu":
+        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {platform!r} devices")
 
 
 @functools.cache  # failures too: another attempt would allocate again

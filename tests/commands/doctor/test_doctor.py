@@ -6,11 +6,12 @@ import re
 
 import jax
 import pytest
+from platform_table import PLATFORMS, standing_in
 
 from tree_attn import cli
 from tree_attn.commands import terminal
-from tree_attn.commands.doctor import checks
-from tree_attn.commands.doctor.report import _print_machine
+from tree_attn.commands.doctor import checks, kernels
+from tree_attn.commands.doctor.report import _print_kernels, _print_machine
 from tree_attn.cost import machine
 from tree_attn.local import IMPLEMENTATIONS
 from tree_attn.reduce import REDUCTIONS
@@ -45,6 +46,22 @@ def test_what_can_run_has_no_reason_and_what_cannot_has_one(report):
     assert {reason for name, reason in report["reductions"].items() if name != "fused"} == {None}
 
 
+def test_what_runs_what_is_named_with_reasons(report):
+    assert {one["runs_by"] for one in report["kernels"].values()} == {"xla"}
+    assert {one["known"] for one in report["kernels"].values()} == {"tested"} and report["unmeasured"] == []
+    assert "needs a Hopper GPU" in report["kernels"]["SparQ"]["passed_over"]["mosaic_gpu"]
+
+
+def test_several_reasons_name_their_features(capsys):
+    with standing_in(next(platform for platform in PLATFORMS if platform.title == "A100")):
+        found = kernels.examine()
+    _print_kernels(found, terminal.output())
+    text = capsys.readouterr().out
+    assert re.search(r"^not mosaic_gpu: .* this GPU has 8.0$", text, re.MULTILINE)
+    assert re.search(r"^not cudnn: cudnn does not support logits_soft_cap \(decode, soft cap\)$", text, re.MULTILINE)
+    assert re.search(r"^decode, lengths +cudnn +not tried", text, re.MULTILINE)
+
+
 def test_a_kernel_that_is_wrong_here_is_reported(monkeypatch):
     monkeypatch.setattr("tree_attn.reference.attention", lambda query, *_: (0 * query + 100.0, None))
     assert "it is WRONG here: off by" in checks.examine(1)["implementations"]["xla"]
@@ -65,6 +82,11 @@ def test_tables_show_the_reasons(capsys):
     assert cli.main(["doctor", "--devices", "2"]) == 0
     text = capsys.readouterr().out
     assert "cudnn" in text and "xla" in text and "versions:" in text
+    assert re.search(r"^paged cache +xla +tested", text, re.MULTILINE)
+    reasons = re.findall(
+        r"^not (?:mosaic_gpu|cudnn): .* needs a (\w+) GPU; programs run on 'cpu' here$", text, re.MULTILINE
+    )
+    assert reasons == ["Hopper", "CUDA"]
 
 
 def test_too_many_devices_is_one_error(capsys):

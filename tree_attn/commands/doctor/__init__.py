@@ -8,8 +8,9 @@ from tree_attn.commands import processes
 
 HELP = """\
 Lists the devices, the links between them, the versions installed, and which local kernels and reductions can run here.
-For each that cannot, it says why. Then it lists extras and folders that are kept, and says what is slow here and why.
-It needs no model and changes nothing.
+For each that cannot, it says why. It names the kernel that runs each feature here, and what was never measured on such
+a device. Then it lists extras and folders that are kept, and says what is slow here and why. It needs no model and
+changes nothing.
 
 With --distributed it runs as several processes, started by srun, torchrun or the options below. It checks that all are
 there, fit together and reach each other, each within TREE_ATTN_TIMEOUT_S (60). Then it times the links inside a node

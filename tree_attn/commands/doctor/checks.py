@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn import attend, reference, tree_decode
-from tree_attn.commands.doctor import calibrate, surroundings
+from tree_attn.commands.doctor import calibrate, kernels, surroundings
 from tree_attn.commands.phases import phase
 from tree_attn.commands.units import count
 from tree_attn.cost.machine import Machine
@@ -31,7 +31,7 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
     Returns:
       `hardware`, `devices`, `links` (`neighbour_gb_per_s`, `nvidia_smi_topo`), `versions`, `git_commit`;
       `implementations`, `reductions` and `extras`: name -> None where it is there and runs, else the reason why not;
-      `caches` and `slow`, see `surroundings`.
+      `kernels` and `unmeasured`, see `kernels`; `caches` and `slow`, see `surroundings`.
     """
     with phase("starting devices"):
         devices = _devices(n_devices)
@@ -45,6 +45,8 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
             implementations[name] = backend.unavailable() or _try_implementation(name)
             trying.advance()
     reductions = _reductions(devices)
+    with phase("asking what runs what"):
+        by_feature = kernels.examine()
     return {
         "hardware": provenance.hardware(devices),
         "devices": [_describe(device) for device in devices],
@@ -53,6 +55,8 @@ def examine(n_devices: int | None = None) -> dict[str, Any]:
         **provenance.completed({}),
         "implementations": implementations,
         "reductions": reductions,
+        "kernels": by_feature,
+        "unmeasured": kernels.find_unmeasured(jax.local_devices()[0], by_feature),
         "extras": surroundings.find_extras(),
         "caches": surroundings.find_caches(),
         "slow": surroundings.find_slow(devices, implementations, reductions),

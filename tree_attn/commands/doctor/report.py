@@ -74,10 +74,29 @@ def print_all(report: dict[str, Any]) -> None:
         for name, reason in report[title].items():
             table.add_row(name, "yes" if reason is None else "no", escape(reason or ""))  # "[flash]" is no markup
         console.print(table)
+    _print_kernels(report["kernels"], console)
+    for sentence in report["unmeasured"]:
+        terminal.say(console, sentence)
     installed = {name: version for name, version in report["versions"].items() if version is not None}
     terminal.say(console, "versions: " + ", ".join(f"{name} {version}" for name, version in installed.items()))
     for text in _surroundings(report):
         terminal.say(console, text)
+
+
+def _print_kernels(kernels: dict[str, dict[str, Any]], console: Console) -> None:
+    """Prints what runs what, then why other backends do not: with the features, where a backend has several reasons."""
+    headings = ("bfloat16, heads of 128", "runs by", "known here")
+    table = terminal.table(*headings, title="what runs what", left=headings)
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for feature, found in kernels.items():
+        table.add_row(feature, found["runs_by"], found["known"])
+        for backend, reason in found["passed_over"].items():
+            reasons.setdefault(backend, {}).setdefault(reason, []).append(feature)
+    console.print(table)
+    for backend, by_reason in reasons.items():
+        for reason, features in by_reason.items():
+            where = f" ({'; '.join(features)})" if len(by_reason) > 1 else ""
+            terminal.say(console, f"not {backend}: {reason}{where}")
 
 
 def _surroundings(report: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,53 @@
+"""Evidence that a feature works on a device: rows of measurements, or kernels compiled ahead of time for it.
+
+These are facts about what was run, which no function can be asked for. Tests compare them with the rows, and with the
+targets of the compilations.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+MEASURED, RUNS, COMPILED = "measured", "runs (interpreter, compiled)", "compiled only"
+TESTED, UNTRIED = "tested", "not tried"
+
+
+class Evidence(NamedTuple):
+    """One of the words above, and for `MEASURED` the folder of docs/results that has the rows."""
+
+    word: str
+    folder: str = ""
+
+
+# By device kind and backend: the folder of docs/results that has the rows of a feature.
+ROWS = {
+    ("NVIDIA H200", "mosaic_gpu"): {
+        "decode": "lean_h200",
+        "decode, lengths": "lean_h200",
+        "decode, soft cap": "garbage_h200",
+        "decode, float8 cache": "llama_h200",
+        "packed ragged batch": "garbage_h200",
+        "paged cache": "garbage_h200",
+        "shared prefix": "prefix_h200",
+        "SparQ": "sparq_h200",
+        "fused": "reduce_8xh200",
+    },
+    ("NVIDIA H200", "cudnn"): {"prompt": "llama_h200"},
+    ("NVIDIA H200", "xla"): {"decode, int8 cache": "llama_h200"},
+}
+# The compute capabilities for which all kernels of a backend are compiled ahead of time (tests/kernels).
+COMPILED_FOR = {"mosaic_gpu": ("9.0",)}
+NOT_INTERPRETED = {"fused"}  # the interpreter has no memory of peers
+
+
+def find(feature: str, backend: str, device: jax.Device) -> Evidence:
+    """Returns what is known of `feature` by `backend` on devices like this one."""
+    folder = ROWS.get((device.device_kind, backend), {}).get(feature)
+    if folder is not None:
+        return Evidence(MEASURED, folder)
+    if device.platform == "cpu":
+        return Evidence(TESTED)
+    is_compiled = getattr(device, "compute_capability", None) in COMPILED_FOR.get(backend, ())
+    if not is_compiled:
+        return Evidence(UNTRIED)
+    return Evidence(COMPILED if feature in NOT_INTERPRETED else RUNS)
