@@ -34,7 +34,6 @@ class Platform:
     capability: str | None
     platform: str = "gpu"
     version: str = "cuda 13000"
-    has_peer_access: bool = True  # NVIDIA's driver gives it to no two GeForce GPUs
 
     def device(self) -> types.SimpleNamespace:
         """Returns a device with what the library and JAX's cuDNN module ask of one."""
@@ -47,11 +46,11 @@ class Platform:
 
 PLATFORMS = (
     Platform("A100", "NVIDIA A100-SXM4-80GB", "8.0"),
-    Platform("RTX 4090", "NVIDIA GeForce RTX 4090", "8.9", has_peer_access=False),
+    Platform("RTX 4090", "NVIDIA GeForce RTX 4090", "8.9"),
     Platform("H100", "NVIDIA H100 80GB HBM3", "9.0"),
     Platform("H200", "NVIDIA H200", "9.0"),
     Platform("B200", "NVIDIA B200", "10.0"),
-    Platform("RTX 5090", "NVIDIA GeForce RTX 5090", "12.0", has_peer_access=False),
+    Platform("RTX 5090", "NVIDIA GeForce RTX 5090", "12.0"),
     Platform("AMD GPU", "AMD Instinct MI300X", "gfx942", version="rocm 70000"),
     Platform("TPU v5e", "TPU v5 lite", None, platform="tpu", version="PJRT"),
 )
@@ -74,17 +73,11 @@ def standing_in(platform: Platform, version: tuple[int, ...] = JAX) -> Iterator[
         yield device
 
 
-def why_not_fused(platform: Platform, device) -> str | None:
+def why_not_fused(device) -> str | None:
     """Returns why two such devices cannot exchange states in a kernel, or None; the driver is stood in for."""
-
-    def memory(groups, num_bytes):
-        if not platform.has_peer_access:
-            raise peer_memory.PeerMemoryError("cuCtxEnablePeerAccess failed")
-        return 0
-
     with (
         mock.patch.object(fused, "_groups", lambda axes, mesh: ((device, device),)),
-        mock.patch.object(peer_memory, "peer_memory", memory),
+        mock.patch.object(peer_memory, "peer_memory", lambda groups, num_bytes: 0),
     ):
         return fused.why_not(1024, ("seq",))
 
@@ -102,7 +95,7 @@ def column(platform: Platform) -> dict[str, str]:
     """Returns the cells of a platform by feature."""
     with standing_in(platform) as device:
         cells = {name: cell(name, found["runs_by"], device) for name, found in kernels.examine().items()}
-        runs = why_not_fused(platform, device) is None
+        runs = why_not_fused(device) is None
         return cells | {"reduction `fused`": cell("fused", "mosaic_gpu", device) if runs else "no: `gather`"}
 
 

@@ -23,6 +23,7 @@ class Device:
     process_index: int = 0
     platform: str = "gpu"
     version: str = "cuda 13000"
+    compute_capability: str = "9.0"
 
     @property
     def client(self) -> types.SimpleNamespace:
@@ -112,6 +113,7 @@ def test_buffers_of_another_host_are_not_opened(monkeypatch):
     [
         ([(Device(0, platform="cpu"),)], "needs NVIDIA GPUs, got 'cpu'"),
         ([(Device(0, version="rocm 70000"),)], "needs NVIDIA GPUs, got 'rocm'"),
+        ([(Device(0, compute_capability="8.0"),)], r"capability 9.0 \(Hopper\) only, this GPU has 8.0"),
         ([(Device(0), Device(1), Device(2, 1), Device(3, 1))], "got 2 of 4 GPUs in a process"),
         ([(Device(0), Device(1)), (Device(2), Device(3))], "got 4 of 4 GPUs in a process, meeting in 2 group"),
         ([(Device(0),), (Device(1),)], "got 2 of 2 GPUs in a process, meeting in 2 group"),  # an axis of one device

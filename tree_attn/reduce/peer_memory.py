@@ -30,6 +30,7 @@ Groups = tuple[tuple[jax.Device, ...], ...]
 TABLE_BYTES = 4096
 TABLE_ADDRESSES = tuple(0x5D00_0000_0000 + (i << 32) for i in range(64))  # one per mesh, where it is free
 TIMEOUT_S = 60
+CAPABILITY = "9.0"
 _calls: collections.Counter = collections.Counter()
 
 
@@ -59,10 +60,16 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
 
 
 def check_platform(devices: Sequence[jax.Device]) -> None:
-    """Raises PeerMemoryError unless the devices are GPUs that CUDA runs."""
+    """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and on which the exchange has run."""
     platform = "rocm" if is_rocm(devices[0]) else devices[0].platform
     if platform != "gpu":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {platform!r} devices")
+    # Before Hopper there is no elect.sync: LLVM ends the process that compiles it. After it nothing has run.
+    capability = getattr(devices[0], "compute_capability", CAPABILITY)
+    if capability != CAPABILITY:
+        raise PeerMemoryError(
+            f"fused was run on GPUs of compute capability {CAPABILITY} (Hopper) only, this GPU has {capability}"
+        )
 
 
 @functools.cache  # failures too: another attempt would allocate again

@@ -59,7 +59,7 @@ def test_several_reasons_name_their_features(capsys):
     text = capsys.readouterr().out
     assert re.search(r"^not mosaic_gpu: .* this GPU has 8.0$", text, re.MULTILINE)
     assert re.search(r"^not cudnn: cudnn does not support logits_soft_cap \(decode, soft cap\)$", text, re.MULTILINE)
-    assert re.search(r"^decode, lengths +cudnn +not tried", text, re.MULTILINE)
+    assert re.search(r"^ decode, lengths +cudnn +not tried", text, re.MULTILINE)
 
 
 def test_a_kernel_that_is_wrong_here_is_reported(monkeypatch):
@@ -82,7 +82,7 @@ def test_tables_show_the_reasons(capsys):
     assert cli.main(["doctor", "--devices", "2"]) == 0
     text = capsys.readouterr().out
     assert "cudnn" in text and "xla" in text and "versions:" in text
-    assert re.search(r"^paged cache +xla +tested", text, re.MULTILINE)
+    assert re.search(r"^ paged cache +xla +tested", text, re.MULTILINE)
     reasons = re.findall(
         r"^not (?:mosaic_gpu|cudnn): .* needs a (\w+) GPU; programs run on 'cpu' here$", text, re.MULTILINE
     )

@@ -165,7 +165,7 @@ def test_a_datasheet_is_marked_and_a_short_name_is_the_measured_machine(capsys):
         (("--keys", "8", "--dtype", "foo"), "--dtype must be a floating dtype such as 'bfloat16'"),
         (("--keys", "8", "--dtype", "int8"), "dtype must be a floating dtype"),
         (("--keys", "8", "--kv-heads", "3"), "--heads must be a multiple of --kv-heads"),
-        (("--keys", "8", "--device-kind", "fake"), "--device-kind must be one of H200, H100, A100, B200, "),
+        (("--keys", "8", "--device-kind", "fake"), "--device-kind must be one of H200, H100, A100, A100 40GB, B200, "),
         (
             ("--keys", "8", "--device-kind", "fake"),
             "or --machine given for 'fake'; `tree-attn doctor",
