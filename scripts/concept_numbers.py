@@ -1,4 +1,4 @@
-"""Numbers of the figures of docs/concepts: from committed rows, or by formula."""
+"""Numbers of the figures of docs/concepts and docs/kernels: from committed rows, or by formula."""
 
 import json
 import math
@@ -152,6 +152,51 @@ def scores_of_sparse_attentions(task: str = "needle") -> dict:
     return {**curves, "dense": dense, "unit": first["unit"], "title": title, "source": source("a CPU", rows)}
 
 
+def shares_of_the_limit() -> dict:
+    """Returns the share of the datasheet's read rate that each kernel reaches, by step."""
+    rows = rows_of("lean_h200/table.jsonl")
+    names = {"mosaic_gpu": "mosaic_gpu", "FlashInfer": "flashinfer", "cuDNN": "cudnn"}
+    steps: dict[str, dict] = {}
+    for row in rows:
+        length = f"{row['max_keys'] // 1024}k"
+        step = f"{row['batch']} ragged, up to {length}" if row["is_ragged"] else f"{row['batch']} x {length}"
+        limit = row["key_value_bytes"] / READ * 1e6
+        shares = steps.setdefault(f"{step}, {row['num_heads']}/{row['num_kv_heads']} heads", {})
+        shares[row["implementation"]] = limit / row["device_us_median"]
+    curves = {name: [shares[implementation] for shares in steps.values()] for name, implementation in names.items()}
+    return {"steps": list(steps), "curves": curves, "source": source("one H200, bfloat16, heads of 128", rows)}
+
+
+def one_launch_trials(keys: int = 10_240) -> dict:
+    """Returns the times of steps in one launch and in two, each try with its tenth and ninetieth percentile."""
+    rows = [
+        row
+        for row in rows_of("reduce_4xh200/one_launch_trials.jsonl")
+        if row["keys_per_device"] == keys and row["reduction"] == "fused"
+    ]
+    ways = {"copies": "a count, after copies", "18 partials": "a count, while copies end", "words": "numbered words"}
+    tries = []
+    for word, way in ways.items():
+        gpus = next(row["n_devices"] for row in rows if word in row["trial"] and row["trial"].startswith("one"))
+        for row in rows:
+            if row["n_devices"] == gpus:
+                times = [row["us_p10"], row["us_median"], row["us_p90"]]
+                plural = "s" * (gpus > 1)
+                tries.append([f"{way}\n{gpus} GPU{plural}", row["trial"].startswith("one"), times])
+    what = f"H200s, {keys // 1024}k keys a GPU, each way in one run with two launches"
+    return {"tries": tries, "source": source(what, rows)}
+
+
+def equal_runs() -> dict:
+    """Returns which KV tiles each CTA has, where it takes an output tile and where it takes an equal run."""
+    from tree_attn.kernels.schedule import lean_schedule
+
+    kv_tiles = (14, 2, 1, 6, 4, 1)  # of each output tile
+    whole = [[(tile, count)] for tile, count in enumerate(kv_tiles)]
+    runs = [[(part.output_tile, part.num_kv_tiles) for part in run] for run in lean_schedule(kv_tiles, 6)]
+    return {"an output tile for each CTA": whole, "equal runs": runs}
+
+
 NUMBERS = {
     "state": rounding_of_lse,
     "bounds": reached_products,
@@ -160,4 +205,7 @@ NUMBERS = {
     "placement": fullest_device,
     "prefixes": samples_of_a_prompt,
     "approximations": scores_of_sparse_attentions,
+    "shares": shares_of_the_limit,
+    "launches": one_launch_trials,
+    "runs": equal_runs,
 }

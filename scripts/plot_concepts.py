@@ -1,4 +1,4 @@
-"""Draws the figures of docs/concepts, from committed rows and from formulas.
+"""Draws the figures of docs/concepts and docs/kernels, from committed rows and from formulas.
 
     python3 scripts/plot_concepts.py            # all of them, into docs/figures
     python3 scripts/plot_concepts.py links      # one
@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 
-from concept_numbers import NUMBERS
+from concept_numbers import NUMBERS, READ
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "figures"
@@ -169,6 +169,59 @@ def approximations(axes, numbers: dict) -> None:
     axes.set_title(numbers["title"], fontsize=11, loc="left")
 
 
+def shares(axes, numbers: dict) -> None:
+    """Draws the share of the read rate by step, one mark for each kernel."""
+    colours = {"cuDNN": RED, "FlashInfer": PURPLE, "mosaic_gpu": GREEN}
+    places = range(len(numbers["steps"]))
+    axes.hlines(places, 0, 1, color="#dddddd", lw=1)
+    for name, colour in colours.items():
+        axes.plot(numbers["curves"][name], places, "o", color=colour, label=name)
+    axes.axvline(1, color=GREY, ls=":", lw=1.5)
+    axes.set_yticks(places, numbers["steps"], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xticks(ticks := [0, 0.25, 0.5, 0.75, 1], [f"{tick:.0%}" for tick in ticks])
+    axes.set(xlim=(0, 1.03), xlabel=f"share of {READ / 1e12:.1f} TB/s, the datasheet's")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+
+
+def launches(axes, numbers: dict) -> None:
+    """Draws each try of a step in one launch and in two, from its tenth to its ninetieth percentile."""
+    ways = list(dict.fromkeys(way for way, _, _ in numbers["tries"]))
+    rows: dict[tuple, int] = {}
+    for way, is_one, (low, median, high) in numbers["tries"]:
+        number = rows[way, is_one] = rows.get((way, is_one), -1) + 1
+        y = ways.index(way) + (0.2 if is_one else -0.2) + 0.1 * (number - 1)
+        colour = GREEN if is_one else GREY
+        axes.plot([low, high], [y, y], color=colour, lw=1.5)
+        axes.plot(median, y, "o", color=colour)
+    label(axes, 39.2, -0.25, "two launches", GREY, va="center")
+    label(axes, 39.2, 0.15, "one launch", GREEN, va="center")
+    axes.set_yticks(range(len(ways)), ways, fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlim=(22, 45), xlabel="microseconds of one decoding step, p10 to p90; dots: medians")
+
+
+def runs(axes, numbers: dict) -> None:
+    """Draws the KV tiles of each CTA, in the colour of their output tile, for both ways."""
+    colours = (GREEN, PURPLE, RED, LIGHT_GREEN, "#2166ac", "#dfc27d")
+    y = 0
+    for way, ctas in numbers.items():
+        axes.text(0, y - 0.65, way, fontsize=10, color=GREY, va="center")
+        for cta, parts in enumerate(ctas):
+            left = 0
+            for output_tile, count in parts:
+                axes.barh(y, count, left=left, height=0.8, color=colours[output_tile], edgecolor="white")
+                axes.text(left + count / 2, y, f"{output_tile}", color="white", ha="center", va="center", fontsize=9)
+                left += count
+            axes.text(-0.15, y, f"CTA {cta}", ha="right", va="center", fontsize=8, color=GREY)
+            y += 1
+        y += 1
+    axes.invert_yaxis()
+    axes.spines["left"].set_visible(False)
+    axes.set_yticks([])
+    axes.set(xlabel="KV tiles, one after another; a bar's number is its output tile")
+
+
 DRAWINGS = {
     "state": state,
     "bounds": bounds,
@@ -177,6 +230,9 @@ DRAWINGS = {
     "placement": placement,
     "prefixes": prefixes,
     "approximations": approximations,
+    "shares": shares,
+    "launches": launches,
+    "runs": runs,
 }
 
 if __name__ == "__main__":
