@@ -5,6 +5,7 @@ when the site is built, by Docutils' converter: neither the build nor a reader's
 """
 
 import inspect
+import pathlib
 import re
 
 from docutils.nodes import SkipNode
@@ -47,6 +48,17 @@ def signature(app, what, name, obj, options, given, returns):
     return arguments.removesuffix(")").replace("(self, ", "(").replace("(self", "(") + ")", result
 
 
+def readmes(app, page, source):
+    """Has links to folders lead to their READMEs, which are what a browser of the repository shows."""
+    folder = pathlib.Path(app.srcdir, page).parent
+
+    def link(found):
+        is_folder = (folder / found[1] / "README.md").is_file()
+        return f"]({found[1].rstrip('/')}/README.md)" if is_folder else found[0]
+
+    source[0] = re.sub(r"\]\(([^)#:\s]+)\)", link, source[0])
+
+
 def math(as_block: bool):
     """Returns a visitor that writes an equation as MathML."""
 
@@ -58,6 +70,7 @@ def math(as_block: bool):
 
 
 def setup(app):
-    """Adds both to the build."""
+    """Adds them to the build."""
+    app.connect("source-read", readmes)
     app.connect("autodoc-process-signature", signature)
     app.add_html_math_renderer("mathml", math(as_block=False), math(as_block=True))
