@@ -71,9 +71,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 # A worker takes a file at a time; with the longest first, none waits at the end for another that has just begun one.
-LONGEST = ("test_llama_parity.py", "test_lean_compiled.py", "test_lean_kernel.py", "test_generate.py", "test_demo.py")
-LONGEST += ("test_compare.py", "test_modes.py", "test_watchdog.py", "test_examples.py", "test_xla.py")
-LONGEST += ("test_shared_prefix.py", "test_ring_attention.py", "test_trials.py", "test_llama_sharding.py")
+LONGEST = ("test_llama_parity.py", "test_lean_compiled.py", "test_lean_kernel.py", "test_tpu_compiled.py")
+LONGEST += ("test_generate.py", "test_demo.py", "test_compare.py", "test_modes.py", "test_watchdog.py")
+LONGEST += ("test_examples.py", "test_xla.py", "test_shared_prefix.py", "test_ring_attention.py", "test_trials.py")
+LONGEST += ("test_llama_sharding.py",)
 
 
 def pytest_collection_modifyitems(items):

@@ -26,15 +26,15 @@ class Llama(nnx.Module):
 
     By default on CPUs, the layers are one module with its parameters stacked, run by `lax.scan`: the program, and so
     the time to compile it, does not grow with the depth. Unrolled, they are as many modules, one after another. That
-    takes longer to compile. But in a loop XLA's GPU compiler copies most of a layer's weights, keys and values out of
-    the stack before it reads them: half of a token's time. See docs/log/llama.md: "A loop over layers copies weights
-    and caches on GPUs".
+    takes longer to compile. But in a loop XLA's compilers for GPUs and TPUs copy a layer's keys and values out of the
+    stack before they are read. On GPUs they copy most weights too, in all for half of a token's time. See
+    docs/log/llama.md: "A loop over layers copies weights and caches on GPUs", and docs/log/tpu.md.
 
     Args:
       config: the model's shape.
       sharding: maps parameters and intermediate arrays to devices.
       create: makes each declared parameter; see `parameters.py`.
-      unroll_layers: whether the layers are unrolled; default: on GPUs.
+      unroll_layers: whether the layers are unrolled; default: but on CPUs.
 
     Example:
       >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
@@ -51,7 +51,7 @@ class Llama(nnx.Module):
 
         self.config = config
         self.sharding = sharding
-        self.unroll_layers = sharding.is_on_gpus if unroll_layers is None else unroll_layers
+        self.unroll_layers = not sharding.is_on_cpus if unroll_layers is None else unroll_layers
         self.embedding = table("embedding")
         if self.unroll_layers:
             self.layers = nnx.List(LlamaLayer(config, of_layer(create, i)) for i in range(config.num_layers))

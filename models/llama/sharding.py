@@ -80,6 +80,11 @@ class LlamaSharding:
         return size
 
     @property
+    def is_on_cpus(self) -> bool:
+        """True if the mesh consists of CPU devices, whose compiler takes long for each further layer."""
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def is_on_gpus(self) -> bool:
         """True if the mesh consists of GPUs, for which some programs are compiled otherwise."""
         return self.mesh.devices.flat[0].platform == "gpu"

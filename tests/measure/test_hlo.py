@@ -149,6 +149,23 @@ def test_async_start_counts_what_it_wraps_once():
     assert hlo.summarize(text) == {"reduce-scatter": hlo.Total(1, 64, 56.0)}
 
 
+def test_a_call_begun_on_a_sparse_core_counts_what_it_calls():
+    """TPU v7 programs give the call's operand later, by `call-update`."""
+    called = """called {
+  p = f32[1,16]{1,0:T(8,128)} parameter(0)
+  ROOT g = f32[8,16]{1,0:T(8,128)} all-gather(p), channel_id=2, replica_groups=mesh['seq'=8] {'seq'}, dimensions={0}
+}, execution_thread="sparsecore"
+"""
+    text = module(
+        """  a = f32[1,16]{1,0:T(8,128)S(1)} parameter(0)
+  s = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  u = ((f32[1,16]{1,0:T(8,128)}), f32[8,16]{1,0:T(8,128)}) call-update(s, a)
+  ROOT d = f32[8,16]{1,0:T(8,128)} call-done(u)""",
+        called,
+    )
+    assert hlo.summarize(text) == {"all-gather": hlo.Total(1, 512, 448.0)}
+
+
 def test_variadic_collective_is_one_with_its_bytes_summed():
     text = module("""  a = f32[16]{0} parameter(0)
   b = bf16[3,5]{1,0} parameter(1)

@@ -228,6 +228,6 @@ def _collective_opcode(instruction: hlo_text.Instruction) -> str | None:
 
 def _called(instruction: hlo_text.Instruction) -> list[str]:
     names = [instruction.called_computation("calls")]
-    if instruction.opcode == "call":
+    if instruction.opcode in ("call", "call-start"):  # on TPUs a collective may be a call of the SparseCore's
         names.append(instruction.called_computation("to_apply"))
     return [name for name in (*names, *instruction.called_computations("called_computations")) if name]
