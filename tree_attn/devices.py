@@ -64,15 +64,31 @@ def default_platform() -> str:
 
     It is JAX's default backend, or that of the default device where one is set (`jax.default_device`).
     """
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+    return jax.default_backend() if jax.config.jax_default_device is None else _default_device().platform
 
 
 def is_rocm(device: jax.Device) -> bool:
     """Returns whether the device is a GPU that JAX runs by ROCm; its platform is "gpu", as with CUDA."""
     return device.platform == "gpu" and "rocm" in device.client.platform_version.lower()
+
+
+def runtime_of(device: jax.Device) -> str:
+    """Returns what runs programs on the device: "cuda" or "rocm" for a GPU, else its platform, e.g. "cpu" or "tpu"."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if is_rocm(device) else "cuda"
+
+
+def default_runtime() -> str:
+    """Returns `runtime_of` the device that programs run on by default; what is NVIDIA's is chosen by it."""
+    return runtime_of(_default_device())
+
+
+def _default_device() -> jax.Device:
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
 def request_cpu_devices(n_devices: int) -> None:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from tree_attn import topology
 from tree_attn.arguments import AttentionOptions, check_arrays, clip_to_int32
 from tree_attn.array_axes import ArrayAxes, array_axes, reshard
-from tree_attn.devices import default_platform
+from tree_attn.devices import default_platform, default_runtime
 from tree_attn.local import check_implementation
 from tree_attn.masking import depends_on_positions
 from tree_attn.mesh import AxisName, are_auto, bound_axis_sizes, check_axes, checks_replication
@@ -95,7 +95,7 @@ def run_on_mesh(
 
     Arguments as `over_shards`. What was traced and compiled for equal arguments serves again.
     """
-    if default_platform() == "gpu":
+    if default_runtime() == "cuda":
         # It adds settings to JAX's, which are part of a program's key: imported in a trace, it would cause another.
         from jax.experimental.pallas import mosaic_gpu  # noqa: F401
     leaves, tree = jax.tree.flatten((specs, out_specs))

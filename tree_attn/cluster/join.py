@@ -207,7 +207,8 @@ def _seconds(name: str, argument: float | None, variable: str, default: float) -
 def _alone(launch: Launch) -> Launch:
     ids = own_gpus(launch, visible_gpus()) if launch.source != "single" or launch.local_device_ids else None
     if ids is not None:
-        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, ids)))
+        for runtime in ("cuda", "rocm"):
+            jax.config.update(f"jax_{runtime}_visible_devices", ",".join(map(str, ids)))
     return dataclasses.replace(launch, local_device_ids=ids, hosts=(launch.node,))
 
 

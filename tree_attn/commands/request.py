@@ -7,6 +7,7 @@ from typing import Any
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
+from tree_attn.devices import runtime_of
 from tree_attn.models.llama import Generator, Sampling, by_name
 from tree_attn.models.llama.attention_choice import (
     REDUCING,
@@ -62,8 +63,8 @@ def open_request(args: argparse.Namespace) -> Request:
     devices = session.choose_devices(1 if args.attention == "single" and args.devices is None else args.devices)
     place = session.Place(devices=devices, has_two_axes=args.reduction == "hierarchical")
     reduction = check_choice(args.attention, args.reduction, tuple(place.axis_sizes), len(devices), sparq)
-    if reduction == "fused" and devices[0].platform != "gpu":
-        raise NotImplementedError(f"--reduction fused needs NVIDIA GPUs, got {devices[0].platform!r} devices")
+    if reduction == "fused" and runtime_of(devices[0]) != "cuda":
+        raise NotImplementedError(f"--reduction fused needs NVIDIA GPUs, got {runtime_of(devices[0])!r} devices")
     check_prefill(args.prefill, args.attention)
     check_prefill_chunk(args.attention, args.prefill_chunk, len(devices))
     check_cache_dtype(args.attention, args.cache_dtype)

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from tree_attn.devices import default_platform
+from tree_attn.devices import default_runtime
 from tree_attn.local import xla
 from tree_attn.local.garbage import zeroed
 from tree_attn.masking import Visibility
@@ -23,8 +23,8 @@ MAX_BIAS_ELEMENTS = 1 << 28  # 512 MiB; a long prefill belongs to a kernel that 
 
 def unavailable() -> str | None:
     """Returns why cuDNN cannot run here (no CUDA GPU, no cuDNN, JAX moved the private entry), or None."""
-    if default_platform() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
-        return f"cudnn needs a CUDA GPU; programs run on {default_platform()!r} here"
+    if default_runtime() != "cuda":
+        return f"cudnn needs a CUDA GPU; programs run on {default_runtime()!r} here"
     try:
         _fused_attention().check_cudnn_version()
     except (ImportError, AttributeError, RuntimeError) as error:

@@ -11,7 +11,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from tree_attn.devices import default_platform
+from tree_attn.devices import default_runtime
 from tree_attn.extras import how_to_install
 from tree_attn.masking import Visibility
 from tree_attn.mesh import vary_as
@@ -26,8 +26,8 @@ def unavailable() -> str | None:
         load()
     except ImportError as error:
         return str(error)
-    if default_platform() != "gpu":
-        return f"flash_attn needs a CUDA GPU; programs run on {default_platform()!r} here"
+    if default_runtime() != "cuda":
+        return f"flash_attn needs a CUDA GPU; programs run on {default_runtime()!r} here"
     return None
 
 

@@ -149,6 +149,7 @@ def versions() -> dict[str, str | None]:
 
     packages = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
     packages += ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "flash-attn-jax")
+    packages += ("libtpu", "jax-rocm7-plugin", "jax-rocm60-plugin")
     found: dict[str, str | None] = {"python": platform.python_version(), "tree-attn": tree_attn.__version__}
     for package in packages:
         try:

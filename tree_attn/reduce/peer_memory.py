@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tree_attn.devices import is_rocm
+from tree_attn.devices import runtime_of
 
 Groups = tuple[tuple[jax.Device, ...], ...]
 
@@ -61,9 +61,8 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
 
 def check_platform(devices: Sequence[jax.Device]) -> None:
     """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and on which the exchange has run."""
-    platform = "rocm" if is_rocm(devices[0]) else devices[0].platform
-    if platform != "gpu":
-        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {platform!r} devices")
+    if (runtime := runtime_of(devices[0])) != "cuda":
+        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
     # Before Hopper there is no elect.sync: LLVM ends the process that compiles it. After it nothing has run.
     capability = getattr(devices[0], "compute_capability", CAPABILITY)
     if capability != CAPABILITY:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from tree_attn.devices import is_rocm
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.generation.inputs import LevelInputs
 from tree_attn.models.llama.generation.layout import BatchSlots, Layout
@@ -98,10 +99,11 @@ class Programs:
         For large batches cuBLAS reads kernels faster than Triton, which XLA would still choose for some of them.
         For small ones, kernels that do not depend on one another run concurrently: writes of keys and values, and
         attention to each sequence's own keys beside attention to shared ones. This holds on one device only: XLA does
-        not see that kernels which exchange with other devices wait for one another.
+        not see that kernels which exchange with other devices wait for one another. All were measured on NVIDIA GPUs;
+        other devices have XLA's defaults.
         """
         options: dict[str, bool | int | str] = {}
-        if self.sharding.is_on_gpus:
+        if self.sharding.is_on_gpus and not is_rocm(self.sharding.mesh.devices.flat[0]):
             # Else the product with the head is made twice where its result is also put into an array.
             options["xla_gpu_enable_dynamic_slice_fusion"] = False
             if batch > MAX_BATCH_FOR_TRITON_PRODUCTS:

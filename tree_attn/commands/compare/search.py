@@ -86,7 +86,8 @@ def _run_ranks(args: argparse.Namespace, name: str, *options: str) -> int:
 
 def _local_device(rank: int) -> list[str]:
     """Returns the option that gives a rank its own GPU; emulated devices are its own already."""
-    return ["--local-device-ids", str(rank)] if os.path.exists("/dev/nvidia0") else []
+    has_gpus = any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd")))  # NVIDIA's, or AMD's
+    return ["--local-device-ids", str(rank)] if has_gpus else []
 
 
 @contextlib.contextmanager

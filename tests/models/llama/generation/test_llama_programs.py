@@ -19,6 +19,7 @@ from tree_attn.models.llama import (
     parameters,
 )
 from tree_attn.models.llama.generation import memory
+from tree_attn.models.llama.generation import programs as programs_module
 from tree_attn.sparq import SparqOptions
 
 
@@ -95,6 +96,8 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     assert on_one.programs.xla_options(17) == on_one.programs.xla_options(128) == always | by_cublas | side_by_side
     assert on_one.programs.xla_options(129) == always | by_cublas
     assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
+    monkeypatch.setattr(programs_module, "is_rocm", lambda device: True)
+    assert on_one.programs.xla_options(16) == {}
 
 
 @pytest.mark.slow
