@@ -18,6 +18,7 @@ WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8  # per thread, as the hardware hands them out
 THREADS = {
+    "few_rows": 2 * 128,
     "lean_attention": 2 * 128,
     "tall_attention": 3 * 128,
     "sparq_components": 128,
@@ -37,7 +38,12 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def compiled():
     """Returns ptxas's report of each variant: `{call: (CTAs per SM, {kernel: (registers, spilled bytes)})}`."""
-    script = pathlib.Path(__file__).with_name("compile_lean.py")
+    return report_of("compile_lean.py")
+
+
+def report_of(script_name: str):
+    """Returns what the fixture `compiled` does, of the variants that a script compiles."""
+    script = pathlib.Path(__file__).with_name(script_name)
     path = os.pathsep.join([WHEELS, *sys.path])
     done = subprocess.run(
         [sys.executable, str(script)],

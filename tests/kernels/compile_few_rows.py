@@ -1,0 +1,28 @@
+"""Compiles products of few rows for an absent H200, and prints a line of JSON for each, as `compile_lean.py` does."""
+
+import json
+import os
+import pathlib
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
+import jax
+import numpy as np
+from few_rows_cases import compiled_products
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+
+
+def main():
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
+    for product in compiled_products():
+        jax.jit(product.run).trace(*product.shapes(sharding)).lower().compile()
+        print(json.dumps({"call": str(product), "ctas_per_sm": 2 if product.is_early else 1}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

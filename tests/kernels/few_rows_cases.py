@@ -1,0 +1,111 @@
+"""Products of few rows: drawn, multiplied by the kernel, and by NumPy in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tree_attn.kernels.few_rows import multiply_few_rows
+from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, few_rows_config
+
+EPS = 1e-5
+NORMED, GATED, ADDED = {"eps": EPS}, {"parts": 2, "activation": "silu"}, {"has_residual": True}
+# In-features, out-features, and what goes with the product, of the products of a step: of query, key and value, of
+# attention's output, of gate and up, down, and of the head.
+LLAMA_1B = (
+    (2048, 3072, NORMED),
+    (2048, 2048, ADDED),
+    (2048, 8192, NORMED | GATED),
+    (8192, 2048, ADDED),
+    (2048, 128256, NORMED | {"out_dtype": "float32"}),
+)
+LLAMA_8B = (
+    (4096, 6144, NORMED),
+    (4096, 4096, ADDED),
+    (4096, 14336, NORMED | GATED),
+    (14336, 4096, ADDED),
+    (4096, 128256, NORMED | {"out_dtype": "float32"}),
+)
+H200_SMS = 132
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """One product, on so many CTAs; `layout` changes the layout that is chosen for them."""
+
+    rows: int = 1
+    in_features: int = 256
+    out_features: int = 168
+    dtype: str = "bfloat16"
+    ctas: int = 3
+    is_early: bool = False
+    options: dict = dataclasses.field(default_factory=dict)
+    layout: dict = dataclasses.field(default_factory=dict)
+
+    def __str__(self):
+        """A test's name: what differs from the default."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {"options": "+".join(self.options), "layout": "_".join(map(str, self.layout.values()))}
+        changed = (f"{name}={value}" for name, value in values.items() if value != getattr(Product, name, ""))
+        return " ".join(changed) or "default"
+
+    @property
+    def shape(self) -> FewRowsShape:
+        options = {"parts": 1, "out_dtype": self.dtype} | self.options
+        dtypes = {name: jnp.dtype(x) for name, x in (("dtype", self.dtype), ("out_dtype", options.pop("out_dtype")))}
+        return FewRowsShape(
+            rows=self.rows, in_features=self.in_features, out_features=self.out_features, **dtypes, **options
+        )
+
+    @property
+    def config(self) -> FewRowsConfig:
+        return dataclasses.replace(few_rows_config(self.shape, self.ctas, self.is_early), **self.layout)
+
+    def shapes(self, sharding=None):
+        """Returns the shapes of x, weights, scale and residual."""
+        shape = self.shape
+        of = lambda *size: jax.ShapeDtypeStruct(size, shape.dtype, sharding=sharding)
+        return (
+            of(shape.rows, shape.in_features),
+            of(shape.parts, shape.out_features, shape.in_features),
+            None if shape.eps is None else of(shape.in_features),
+            of(shape.rows, shape.out_features) if shape.has_residual else None,
+        )
+
+    def inputs(self):
+        rng = np.random.default_rng(0)
+        sizes = (2.0, self.in_features**-0.5, 1.0, 1.0)
+        draw = lambda x, size: None if x is None else jnp.asarray(size * rng.normal(size=x.shape), x.dtype)
+        return [draw(x, size) for x, size in zip(self.shapes(), sizes)]
+
+    def run(self, *inputs):
+        return multiply_few_rows(*inputs, shape=self.shape, config=self.config)
+
+    def expected(self):
+        """Returns the result, float64."""
+        x, weights, scale, residual = (None if a is None else np.asarray(a, np.float64) for a in self.inputs())
+        shape = self.shape
+        if shape.eps is not None:
+            x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + shape.eps) * (scale + shape.adds_one)
+        products = np.einsum("bi,poi->pbo", x, weights)
+        if shape.activation is None:
+            (result,) = products
+        else:
+            gate, up = products
+            result = gate / (1 + np.exp(-gate)) * up
+        return result if residual is None else result + residual
+
+
+def compiled_products() -> list[Product]:
+    """Returns products of the two models that differ in the compiled kernel."""
+    model = lambda shapes, **options: [
+        Product(in_features=i, out_features=o, options=of, ctas=H200_SMS, **options) for i, o, of in shapes
+    ]
+    return [
+        *model(LLAMA_8B),
+        *model(LLAMA_1B[1:3]),
+        *model(LLAMA_8B[:3], rows=16),
+        *model(LLAMA_8B[:3], rows=16, is_early=True),
+        *model(LLAMA_1B[:1], rows=12, dtype="float16"),
+    ]

@@ -1,0 +1,19 @@
+"""Products of few rows, compiled ahead of time for Hopper: no register is spilled, and CTAs fit an SM."""
+
+import pytest
+from few_rows_cases import compiled_products
+from test_lean_compiled import assert_fits, pytestmark, report_of  # noqa: F401
+
+MAX_REGISTERS = 112
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return report_of("compile_few_rows.py")
+
+
+@pytest.mark.parametrize("product", compiled_products(), ids=str)
+def test_it_spills_no_register_and_its_ctas_fit(product, compiled):
+    ctas_per_sm, kernels = compiled[str(product)]
+    assert_fits("few_rows", kernels["few_rows"], ctas_per_sm)
+    assert kernels["few_rows"][0] <= MAX_REGISTERS

@@ -1,0 +1,316 @@
+"""Products of few rows on Hopper, `y = x W^T`: weights are streamed through shared memory at the speed of reads.
+
+Each CTA has out-features of its own (`few_rows_layout.py`). Of its two warpgroups one moves and one multiplies:
+- Weights come a tile of out-features and a block of in-features at a time, a stage. The stages fill most of an SM's
+  memory, so that enough is in flight. x, and its norm's scale, come with them a block at a time.
+- Operands are swapped, `y^T = W x^T`: the 64 rows of the tensor core are out-features, its 8 or 16 columns rows of x.
+  Of a tile with fewer the rest is what lies behind it, whose results are dropped.
+- The norm is applied in two parts. x is multiplied by the scale where it lies; `1 / sqrt(mean(x^2) + eps)`, of
+  which the sum is made on the way, multiplies the result.
+- Activation, residual and rounding come at the end, in registers.
+
+With `config.is_early` (JAX 0.12 or newer) weights are read before the previous kernel has ended, and so must not be
+what it writes. Everything else waits for its end.
+
+Shapes in comments: O out-features of a tile, cols columns.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+from tree_attn.kernels.few_rows_layout import (
+    GRAIN,
+    IN_MULTIPLE,
+    TENSOR_ROWS,
+    FewRowsConfig,
+    FewRowsShape,
+    check_fits,
+    few_rows_config,
+    overlaps,
+    unsupported,
+)
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.mlir import narrowed, widened
+from tree_attn.kernels.registers import LOG2_E, full, launch, load, store_transposed, tiling, transposable_layout
+from tree_attn.kernels.tuning import num_sms
+
+_LAYOUT = plgpu.Layout.WGMMA
+_REDUCTION_BYTES = 1024
+
+
+def few_rows_product(
+    x, weights, *, scale=None, eps: float | None = None, adds_one: bool = False, activation: str | None = None,
+    residual=None, out_dtype=None, is_early: bool = False, layout: Mapping[str, int] | None = None,
+):  # fmt: skip
+    """Computes `y = f(norm(x) W^T) + residual` of few rows, in one launch.
+
+    Args:
+      x: `[rows, I]`, of 1 to 16 rows.
+      weights: `[O, I]`; `[2, O, I]` with an activation, for `y = activation(norm(x) W_0^T) * (norm(x) W_1^T)`.
+      scale, eps, adds_one: of an RMSNorm of x, as `layers.RMSNorm` has them; scale is `[I]`. None: no norm.
+      activation: "silu" or None.
+      residual: `[rows, O]` in the dtype of x, or None.
+      out_dtype: of y; None: of x.
+      is_early: whether weights are read before the previous kernel has ended. No kernel of the program may write them.
+      layout: fields of `FewRowsConfig` that are to differ from those chosen, for measurements.
+
+    Returns:
+      y, `[rows, O]`.
+
+    Raises:
+      ValueError: the kernel cannot multiply these, or this JAX cannot begin early.
+    """
+    rows, (out_features, in_features) = x.shape[0], weights.shape[-2:]
+    reason = unsupported(rows, out_features, in_features, x.dtype, activation)
+    if reason is None and is_early and not overlaps():
+        reason = f"is_early must be False with JAX {jax.__version__}, got {is_early}"
+    if reason is None and x.dtype != weights.dtype:
+        reason = f"x and weights must have one dtype, got {x.dtype} and {weights.dtype}"
+    if reason is not None:
+        raise ValueError(reason)
+    shape = FewRowsShape(
+        rows=rows, in_features=in_features, out_features=out_features, parts=1 if activation is None else 2,
+        dtype=x.dtype, out_dtype=jnp.dtype(out_dtype or x.dtype), activation=activation,
+        eps=None if scale is None else eps, adds_one=adds_one, has_residual=residual is not None,
+    )  # fmt: skip
+    config = dataclasses.replace(few_rows_config(shape, num_sms(), is_early), **(layout or {}))
+    weights = weights.reshape(shape.parts, out_features, in_features)
+    return multiply_few_rows(x, weights, scale, residual, shape=shape, config=config)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def multiply_few_rows(x, weights, scale=None, residual=None, *, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns `[rows, O]`; every check but the layout's is the caller's.
+
+    Args:
+      x: `[rows, I]`; weights: `[parts, O, I]`; scale: `[I]`, where `shape.eps`; residual: `[rows, O]`, where
+        `shape.has_residual`.
+    """
+    check_fits(shape, config)
+    if shape.rows > GRAIN:  # a copy cuts x into groups of 8 rows, of which the last must be whole
+        x = jnp.pad(x, [(0, shape.columns - shape.rows), (0, 0)])
+    arrays = {"x": x, "weights": weights, "scale": scale, "residual": residual}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    return launch(
+        functools.partial(_multiply, tuple(arrays), shape, config),
+        out_type=jax.ShapeDtypeStruct((shape.rows, shape.out_features), shape.out_dtype),
+        grid=(config.num_ctas,),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_bytes=_REDUCTION_BYTES,
+        name="few_rows",
+    )(*arrays.values())
+
+
+def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
+    stages, block_in = config.num_stages, config.block_in
+    smem = functools.partial(plgpu.SMEM, dtype=shape.dtype)
+    tiled = functools.partial(smem, transforms=tiling(shape.dtype, IN_MULTIPLE))
+    # Tiles lie one behind another, and 64 out-features from the last tile's first are there too.
+    weight_rows = (stages * shape.parts - 1) * config.tile + TENSOR_ROWS
+    scratch = {"weights_smem": tiled((weight_rows, block_in)), "x_smem": tiled((stages, shape.columns, block_in))}
+    arrivals = shape.parts + 1
+    if shape.eps is not None:
+        scratch["scale_smem"] = smem((stages, block_in))
+        arrivals += 1
+    pl.run_scoped(
+        functools.partial(_multiply_scoped, dict(zip(names, refs)), shape, config, refs[-1]),
+        full=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
+        free=plgpu.Barrier(num_barriers=stages),
+        **scratch,
+        collective_axes="warpgroup",
+    )
+
+
+def _multiply_scoped(
+    refs, shape: FewRowsShape, config: FewRowsConfig, out_ref, *,
+    full, free, weights_smem, x_smem, scale_smem=None,
+):  # fmt: skip
+    stages, blocks = config.num_stages, shape.in_features // config.block_in
+    first_tile = lax.axis_index("cta") * config.tiles
+
+    def rows_of(stage, part: int, rows: int):
+        return weights_smem.at[pl.ds(pl.multiple_of((stage * shape.parts + part) * config.tile, GRAIN), rows)]
+
+    def first_feature(tile):
+        return pl.multiple_of((first_tile + tile) * config.tile, GRAIN)
+
+    @pl.when(lax.axis_index("warpgroup") == 1)
+    def _move():
+        def columns(step):
+            return pl.ds(pl.multiple_of(lax.rem(step, blocks) * config.block_in, IN_MULTIPLE), config.block_in)
+
+        def copy_weights(step, stage):
+            for part in range(shape.parts):
+                rows = pl.ds(first_feature(lax.div(step, blocks)), config.tile)
+                source = refs["weights"].at[part, rows, columns(step)]
+                plgpu.copy_gmem_to_smem(source, rows_of(stage, part, config.tile), full.at[stage])
+            if scale_smem is not None:
+                plgpu.copy_gmem_to_smem(refs["scale"].at[columns(step)], scale_smem.at[stage], full.at[stage])
+
+        def copy_x(step, stage):
+            rows = pl.ds(step * 0, shape.columns)  # those past the last are out of bounds: read as zeros
+            plgpu.copy_gmem_to_smem(refs["x"].at[rows, columns(step)], x_smem.at[stage], full.at[stage])
+
+        def refill(step, _):
+            stage = lax.rem(step, stages)
+            plgpu.barrier_wait(free.at[stage])
+            copy_weights(step, stage)
+            copy_x(step, stage)
+
+        lax.fori_loop(0, stages, lambda step, _: copy_weights(step, step), None)
+        _begin_next_kernel(config)
+        _await_previous_kernel(config)
+        lax.fori_loop(0, stages, lambda step, _: copy_x(step, step), None)
+        lax.fori_loop(stages, config.tiles * blocks, refill, None)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _compute():
+        _await_previous_kernel(config)
+
+        def release(step):
+            @pl.when(step + stages < config.tiles * blocks)  # else the moving warpgroup does not wait for it
+            def _():
+                plgpu.barrier_arrive(free.at[lax.rem(step, stages)])
+
+        def tile_step(tile, _):
+            feature = first_feature(tile)
+            residual = _read_residual(refs["residual"], feature, shape, config) if shape.has_residual else None
+
+            def products(*accs):
+                def block_step(block, squares):
+                    step = tile * blocks + block
+                    stage = lax.rem(step, stages)
+                    plgpu.barrier_wait(full.at[stage])
+                    if squares is not None:
+                        squares = squares + _scale(x_smem.at[stage], scale_smem.at[stage], shape)
+                    for part, acc in enumerate(accs):
+                        plgpu.wgmma(acc, rows_of(stage, part, TENSOR_ROWS), x_smem.at[stage].transpose((1, 0)))
+                    plgpu.wgmma_wait(shape.parts)  # the block before has been multiplied
+                    pl.when(block > 0)(lambda: release(step - 1))
+                    return squares
+
+                squares = lax.fori_loop(0, blocks, block_step, _no_squares(shape, config))
+                return tuple(acc[...] for acc in accs), squares
+
+            acc = plgpu.ACC((TENSOR_ROWS, shape.columns), jnp.float32)
+            sums, squares = pl.run_scoped(products, *[acc] * shape.parts)
+            release((tile + 1) * blocks - 1)
+            _write(out_ref, _finish(sums, squares, residual, shape), feature, shape, config)
+
+        lax.fori_loop(0, config.tiles, tile_step, None)
+
+
+def _begin_next_kernel(config: FewRowsConfig) -> None:
+    """Lets the next kernel begin as soon as there is room for it."""
+    if config.is_early and not is_interpreted():
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def _await_previous_kernel(config: FewRowsConfig) -> None:
+    """Waits until the previous kernel has ended, and what it wrote is there."""
+    if config.is_early and not is_interpreted():
+        plgpu.griddepcontrol_wait()
+
+
+def _no_squares(shape: FewRowsShape, config: FewRowsConfig):
+    if shape.eps is None:
+        return None
+    return full(0.0, (config.block_in, shape.columns), transposable_layout())
+
+
+def _scale(x_smem, scale_smem, shape: FewRowsShape):
+    """Multiplies a block of x by the norm's scale, and returns the squares of what it was, float32 `[I, cols]`."""
+    layout = transposable_layout()
+    x = load(x_smem.transpose((1, 0)), layout).astype(jnp.float32)
+    scale = load(scale_smem, layout.reduce(1)).astype(jnp.float32)
+    scale = lax.broadcast_in_dim(scale + 1.0 if shape.adds_one else scale, x.shape, [0])
+    store_transposed(x_smem, (x * scale).astype(shape.dtype))
+    plgpu.commit_smem()
+    return x * x
+
+
+def _finish(sums, squares, residual, shape: FewRowsShape):
+    """Returns the result of a tile, float32 `[64, cols]`."""
+    if squares is not None:
+        factor = lax.rsqrt(squares.sum(axis=0) * (1.0 / shape.in_features) + shape.eps)
+        sums = [x * lax.broadcast_in_dim(factor, x.shape, [1]) for x in sums]
+    if shape.activation is None:
+        (result,) = sums
+    else:
+        gate, up = sums
+        result = gate / (1.0 + jnp.exp2(gate * -LOG2_E)) * up
+    return result if residual is None else result + residual
+
+
+def _read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns what is to be added to a tile, float32 `[64, cols]`; where there is nothing, numbers of other places."""
+    size = (TENSOR_ROWS, shape.columns)
+    if is_interpreted():
+        beyond = [(0, size[1] - shape.rows), (0, size[0])]
+        whole = jnp.pad(ref[...].astype(jnp.float32), beyond).T
+        return lax.dynamic_slice(whole, (feature, 0), size)
+    result = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=_LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
+    def emit(_, zeros, ref, feature):
+        at, _ = _places(feature, shape, config)
+        # Without a branch all reads are on their way together.
+        read = lambda _, place: widened(memref.load(ref, at(*place)))
+        return zeros.foreach(read, create_array=True)
+
+    return emit(full(0.0, size, _LAYOUT), ref, feature)
+
+
+def _write(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig) -> None:
+    """Writes a tile's result, from float32 `[64, cols]` to `[rows, O]`."""
+    if is_interpreted():
+        for first in range(0, config.tile, GRAIN):
+
+            @pl.when(feature + first < shape.out_features)
+            def _(first=first):
+                part = result[first : first + GRAIN, : shape.rows].T
+                ref[:, pl.ds(feature + first, GRAIN)] = part.astype(ref.dtype)
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def emit(_, result, ref, feature):
+        at, is_inside = _places(feature, shape, config)
+
+        def write(x, place):
+            with utils.when(is_inside(*place)):
+                memref.store(narrowed(x, ref), ref, at(*place))
+
+        result.foreach(write)
+
+    emit(result, ref, feature)
+
+
+def _places(feature, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns functions of a place in a tile: its nearest indices `(row, feature)`, and whether these are its own."""
+    index = ir.IndexType.get()
+    constant = lambda value: arith.constant(index, value)
+    feature = arith.index_cast(index, feature.registers.item())
+
+    def at(i, column):
+        inside = arith.minui(arith.addi(feature, i), constant(shape.out_features - 1))
+        return [arith.minui(column, constant(shape.rows - 1)), inside]
+
+    def is_inside(i, column):
+        below = lambda x, end: arith.cmpi(arith.CmpIPredicate.ult, x, constant(end))
+        in_tile = arith.andi(below(i, config.tile), below(arith.addi(feature, i), shape.out_features))
+        return arith.andi(in_tile, below(column, shape.rows))
+
+    return at, is_inside

@@ -1,0 +1,158 @@
+"""Shapes of products of few rows, and how these are cut over the CTAs of a GPU.
+
+Weights are cut along the out-features, 8 at a time: that is a row of tiles of shared memory. Each CTA then has whole
+results, and no two of them have anything to merge. The shapes of Llama 3.2 1B and Llama 3.1 8B leave no more than 4 %
+of an H200 idle so (`tests/kernels/test_few_rows.py`).
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+
+MAX_ROWS = 16
+GRAIN = 8  # out-features that are copied together, at the least
+TENSOR_ROWS = 64  # out-features that the tensor core multiplies at once
+IN_MULTIPLE = 64  # elements of a row of tiles: 128 bytes
+BLOCKS_IN = (256, 128, 64)  # in-features of a stage: a copy has up to 256
+STAGE_BYTES = 32 * 1024  # of weights, at the most
+TILE_COST = 4  # out-features that would take the time of one more tile: its end, and x once more
+CTA_BYTES = 192 * 1024  # of all stages, where one CTA has an SM
+OVERLAPPED_CTA_BYTES = 104 * 1024  # of all stages, where the next kernel's CTA is there too
+OTHER_BYTES = 3 * 1024  # of barriers and reductions
+ACTIVATIONS = ("silu",)
+# JAX that records these kernels in CUDA graphs with programmatic dependencies; before it, they do not overlap.
+OVERLAPS = (0, 12)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewRowsShape:
+    """Describes what is computed: `y = x W^T`, and what goes before and after it.
+
+    rows:          of x, which are padded to `columns` of the tensor core
+    parts:         weights of one input: 2 with an activation (gate and up), else 1
+    activation:    one of `ACTIVATIONS`, or None
+    eps:           of the norm of x, or None
+    adds_one:      whether the norm's factor is one more than its scale
+    has_residual:  whether something is added to the result
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    parts: int
+    dtype: Any
+    out_dtype: Any
+    activation: str | None = None
+    eps: float | None = None
+    adds_one: bool = False
+    has_residual: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Rows of x, padded to a multiple of 8."""
+        return -(-self.rows // 8) * 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewRowsConfig:
+    """Describes how it is computed.
+
+    tile:         out-features of a tile of weights, and of the other part's as many
+    tiles:        tiles of each CTA, one after another
+    num_ctas:     CTAs
+    block_in:     in-features that a stage has of a tile
+    num_stages:   stages in flight
+    is_early:     whether weights are read before the previous kernel has ended
+    """
+
+    tile: int
+    tiles: int
+    num_ctas: int
+    block_in: int
+    num_stages: int
+    is_early: bool = False
+
+
+def unsupported(rows: int, out_features: int, in_features: int, dtype, activation: str | None = None) -> str | None:
+    """Returns why the kernel cannot multiply these, or None."""
+    if not 1 <= rows <= MAX_ROWS:
+        return f"few rows are 1 to {MAX_ROWS}, not {rows}"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"few rows are multiplied in bfloat16 and float16, not {jnp.dtype(dtype).name}"
+    if in_features % IN_MULTIPLE or out_features % GRAIN or not in_features or not out_features:
+        return (
+            f"few rows need in-features of a multiple of {IN_MULTIPLE} and out-features of a multiple of {GRAIN}, "
+            f"not {in_features} and {out_features}"
+        )
+    if activation not in (None, *ACTIVATIONS):
+        return f"few rows have activation {', '.join(ACTIVATIONS)}, not {activation}"
+    return None
+
+
+def overlaps() -> bool:
+    """Returns whether this JAX lets a kernel begin before the previous one has ended."""
+    return jax.__version_info__ >= OVERLAPS
+
+
+def stage_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
+    """Returns the shared memory of a stage: weights, rows of x, and the norm's scale."""
+    per_feature = shape.parts * tile + shape.columns + (shape.eps is not None)
+    return per_feature * block_in * jnp.dtype(shape.dtype).itemsize
+
+
+@functools.cache
+def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> FewRowsConfig:
+    """Returns a layout by arithmetic: as even as tiles of 8 out-features allow, and as many stages as an SM holds.
+
+    Args:
+      sms: streaming multiprocessors, each of which gets one CTA.
+      is_early: leaves half of an SM to the next kernel.
+    """
+    tile, tiles = tiles_of_cta(-(-shape.out_features // sms))
+    num_ctas = -(-shape.out_features // (tile * tiles))
+    weight_bytes = shape.parts * tile * jnp.dtype(shape.dtype).itemsize
+    block_in = next(size for size in BLOCKS_IN if shape.in_features % size == 0 and size * weight_bytes <= STAGE_BYTES)
+    budget = (OVERLAPPED_CTA_BYTES if is_early else CTA_BYTES) - beyond_bytes(shape, tile, block_in)
+    stages = max(2, budget // stage_bytes(shape, tile, block_in))
+    stages = min(stages, tiles * (shape.in_features // block_in))
+    return FewRowsConfig(
+        tile=tile, tiles=tiles, num_ctas=num_ctas, block_in=block_in, num_stages=stages, is_early=is_early
+    )
+
+
+def tiles_of_cta(out_features: int) -> tuple[int, int]:
+    """Returns the size of tiles, and their number, that hold so many out-features in the least time."""
+    if out_features <= TENSOR_ROWS:
+        return -(-out_features // GRAIN) * GRAIN, 1
+    sizes = range(TENSOR_ROWS, TENSOR_ROWS // 2 - 1, -GRAIN)
+    choices = [(size, -(-out_features // size)) for size in sizes]
+    return min(choices, key=lambda choice: choice[1] * (choice[0] + TILE_COST))
+
+
+def beyond_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
+    """Returns the bytes behind the last tile that the tensor core reads with it, whatever they hold."""
+    return (TENSOR_ROWS - tile) * block_in * jnp.dtype(shape.dtype).itemsize
+
+
+def smem_bytes(shape: FewRowsShape, config: FewRowsConfig) -> int:
+    """Returns the shared memory of a CTA."""
+    stages = config.num_stages * stage_bytes(shape, config.tile, config.block_in)
+    return stages + beyond_bytes(shape, config.tile, config.block_in) + OTHER_BYTES
+
+
+def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
+    """Raises ValueError where a layout does not fit the shape or an SM."""
+    ctas = 2 if config.is_early else 1
+    room = SMEM_BYTES_PER_SM // ctas - RESERVED_SMEM_BYTES
+    if smem_bytes(shape, config) > room:
+        raise ValueError(f"config must need at most {room} bytes of shared memory, got {config} for {shape}")
+    is_cut = config.tile % GRAIN or config.tile > TENSOR_ROWS or shape.in_features % config.block_in
+    if is_cut or config.tile * config.tiles * config.num_ctas < shape.out_features:
+        raise ValueError(f"config must have tiles that cover {shape}, got {config}")
+    if not 1 <= config.num_stages <= config.tiles * (shape.in_features // config.block_in):
+        raise ValueError(f"config must have no more stages than blocks of {shape}, got {config}")
