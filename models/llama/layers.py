@@ -17,11 +17,9 @@ from flax import nnx
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.parameters import Create, Parameter
-from tree_attn.models.llama.projections import ForwardContext, from_heads, product_of, query_key_value, sum_of_parts
+from tree_attn.models.llama.products import ACTIVATIONS, Branch, product_of
+from tree_attn.models.llama.projections import ForwardContext, from_heads, query_key_value, sum_of_parts
 from tree_attn.models.llama.rope import apply_rotation
-
-# By the names in `config.ACTIVATIONS`.
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 class RMSNorm(nnx.Module):
@@ -79,12 +77,12 @@ class SelfAttention(nnx.Module):
         )
 
     def __call__(
-        self, x: jax.Array, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
+        self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
     ) -> tuple[jax.Array, AnyCache]:
-        """Maps `x`, `[B, T, D]`, to the same shape, and writes this layer's new keys and values to the cache."""
+        """Adds attention to the branch's `x`, `[B, T, D]`; writes this layer's new keys and values to the cache."""
         with jax.named_scope("project"):
             bias = None if self.bias is None else self.bias[...]
-            query, key, value = query_key_value(x, self.query_key_value[...], bias, context)
+            query, key, value = query_key_value(branch, self.query_key_value[...], bias, context)
         if self.query_norm is not None and self.key_norm is not None:
             with jax.named_scope("norm"):
                 query, key = self.query_norm(query), self.key_norm(key)
@@ -94,7 +92,7 @@ class SelfAttention(nnx.Module):
         with jax.named_scope("attend"):
             out, cache = context.attend(query, key, value, cache, layer)
         with jax.named_scope("output"):
-            return from_heads(out, self.output[...], context), cache
+            return from_heads(branch, out, self.output[...], context), cache
 
 
 def _query_key_value_bias(config: LlamaConfig, create: Create) -> nnx.Param:
@@ -141,23 +139,30 @@ class GatedMLP(nnx.Module):
             create(Parameter(name="layers.mlp.down", shape=(layers, narrow, wide), axes=axes, fan_in=wide))
         )
 
-    def __call__(self, x: jax.Array, context: ForwardContext) -> jax.Array:
+    def __call__(self, branch: Branch, context: ForwardContext) -> jax.Array:
+        """Adds the MLP to the branch's `x`, `[B, T, D]`."""
         gate_up, down = self.gate_up[...], self.down[...]
         token_axis, is_cut = context.token_axis, context.sharding.num_shards("mlp") > 1
-        gated = functools.partial(_gated, _ACTIVATIONS[self.activation])
+        if not is_cut:
+            hidden = context.products.gate(branch, self.activation, gate_up)
+            token_axis = None if context.clashes("mlp") else token_axis
+            hidden = context.sharding.constrain(hidden, "batch", token_axis, "mlp")
+            return context.products.add(branch, hidden, down)
+        x, activation = branch.normed(), ACTIVATIONS[self.activation]
+        gated = functools.partial(_gated, activation)
         if context.joins("mlp"):
-            return sum_of_parts(gated, context, (x, gate_up, down), cut=(None, 1, 1))
+            return branch.plus(sum_of_parts(gated, context, (x, gate_up, down), cut=(None, 1, 1)))
         if token_axis is not None and context.clashes("mlp"):
             # A mesh axis holds one dimension at a time. Either the tokens gather for the first product and scatter
             # after the second, or the weights gather: long prompts are larger than each of the three. They gather one
             # by one, for XLA would transpose an array that it gathers along a second dimension.
-            if is_cut and x.size > down.size:
+            if x.size > down.size:
                 gate, up, down = (context.sharding.constrain(kernel, None, None) for kernel in (*gate_up, down))
-                hidden = _ACTIVATIONS[self.activation](product_of(x, gate)) * product_of(x, up)
-                return product_of(context.sharding.constrain(hidden, "batch", token_axis, None), down)
+                hidden = activation(product_of(x, gate)) * product_of(x, up)
+                return branch.plus(product_of(context.sharding.constrain(hidden, "batch", token_axis, None), down))
             token_axis = None
         constrain = lambda hidden: context.sharding.constrain(hidden, "batch", token_axis, "mlp")
-        return gated(x, gate_up, down, product=_product_of_cut if is_cut else product_of, constrain=constrain)
+        return branch.plus(gated(x, gate_up, down, product=_product_of_cut, constrain=constrain))
 
 
 def _gated(
@@ -195,12 +200,9 @@ class LlamaLayer(nnx.Module):
         """Maps `x`, `[B, T, D]`, to the same shape; `layer` is the index of this layer in the cache."""
         axes = ("batch", context.token_axis, "embed")
         with jax.named_scope("attention"):
-            update, cache = self.attention(self.attention_norm(x), cache, layer, context)
-            x = context.sharding.constrain(x + _normed(update, self.attention_post_norm), *axes)
+            branch = Branch(x=x, norm=self.attention_norm, post_norm=self.attention_post_norm)
+            x, cache = self.attention(branch, cache, layer, context)
+            x = context.sharding.constrain(x, *axes)
         with jax.named_scope("mlp"):
-            update = self.mlp(self.mlp_norm(x), context)
-            return context.sharding.constrain(x + _normed(update, self.mlp_post_norm), *axes), cache
-
-
-def _normed(update: jax.Array, norm: RMSNorm | None) -> jax.Array:
-    return update if norm is None else norm(update)
+            branch = Branch(x=x, norm=self.mlp_norm, post_norm=self.mlp_post_norm)
+            return context.sharding.constrain(self.mlp(branch, context), *axes), cache

@@ -16,6 +16,7 @@ from tree_attn.models.llama.layer_kinds import in_layer, rotations
 from tree_attn.models.llama.layers import LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
 from tree_attn.models.llama.prefix import Prefix, num_tokens_before
+from tree_attn.models.llama.products import Branch, XlaProducts, by_name
 from tree_attn.models.llama.projections import Attend, ForwardContext
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import sum_activations
@@ -35,14 +36,19 @@ class Llama(nnx.Module):
       sharding: maps parameters and intermediate arrays to devices.
       create: makes each declared parameter; see `parameters.py`.
       unroll_layers: whether the layers are unrolled; default: but on CPUs.
+      products: how new tokens are multiplied with weights, one of `products.PRODUCTS`. Prompts are XLA's.
+
+    Raises:
+      ValueError, NotImplementedError: as `products.by_name`.
 
     Example:
       >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))
     """
 
     def __init__(
-        self, config: LlamaConfig, sharding: LlamaSharding, create: Create, *, unroll_layers: bool | None = None
-    ):
+        self, config: LlamaConfig, sharding: LlamaSharding, create: Create, *, unroll_layers: bool | None = None,
+        products: str = "xla",
+    ):  # fmt: skip
         def table(name: str) -> nnx.Param:
             shape = (config.vocab_size, config.hidden_size)
             return nnx.Param(
@@ -52,6 +58,7 @@ class Llama(nnx.Module):
         self.config = config
         self.sharding = sharding
         self.unroll_layers = not sharding.is_on_cpus if unroll_layers is None else unroll_layers
+        self.products = by_name(products, sharding, unrolls_layers=self.unroll_layers)
         self.embedding = table("embedding")
         if self.unroll_layers:
             self.layers = nnx.List(LlamaLayer(config, of_layer(create, i)) for i in range(config.num_layers))
@@ -110,8 +117,8 @@ class Llama(nnx.Module):
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis="sequence")
         cache = cache.with_lengths(lengths)
         if all_logits:
-            return self._logits(x), cache
-        return self._logits(_take(x, layout.last(lengths)))[:, 0], cache
+            return _logits(self, x, XlaProducts()), cache
+        return _logits(self, _take(x, layout.last(lengths)), XlaProducts())[:, 0], cache
 
     def _prefill_in_chunks(self, tokens, lengths, cache, attention, prefixes, chunk: int):
         batch, num_shards = tokens.shape[0], attention.num_shards
@@ -143,7 +150,7 @@ class Llama(nnx.Module):
         last = jnp.zeros((batch, 1, self.config.hidden_size), self.embedding[...].dtype)
         indices = jnp.arange(len(chunks), dtype=jnp.int32)
         (cache, last), _ = jax.lax.scan(step, (cache, last), (indices, chunks))
-        return self._logits(last)[:, 0], cache.with_lengths(lengths)
+        return _logits(self, last, XlaProducts())[:, 0], cache.with_lengths(lengths)
 
     def decode(
         self, tokens: jax.Array, cache: AnyCache, attention: Attention, *, prefixes: Sequence[Prefix] = ()
@@ -170,7 +177,7 @@ class Llama(nnx.Module):
             return in_layer(self.config, layer, read), cache
 
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
-        return self._logits(x), cache.advance(num_tokens)
+        return _logits(self, x, self.products), cache.advance(num_tokens)
 
     def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, AnyCache]:
         """Applies the model with the caller's own attention, e.g. one that stores more than keys and values.
@@ -184,7 +191,7 @@ class Llama(nnx.Module):
           Logits, float32 `[B, T, V]`, and the cache.
         """
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
-        return self._logits(x), cache
+        return _logits(self, x, self.products), cache
 
     def _run_layers(
         self, tokens: jax.Array, positions: jax.Array, cache: AnyCache, attend: Attend, token_axis: str | None
@@ -193,7 +200,11 @@ class Llama(nnx.Module):
             x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
             x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
         context = ForwardContext(
-            cosine_sine=rotations(self.config, positions), attend=attend, sharding=self.sharding, token_axis=token_axis
+            cosine_sine=rotations(self.config, positions),
+            attend=attend,
+            sharding=self.sharding,
+            token_axis=token_axis,
+            products=self.products if token_axis is None else XlaProducts(),
         )
         if self.unroll_layers:
             for i, layer in enumerate(self.layers):
@@ -212,13 +223,13 @@ class Llama(nnx.Module):
             (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
         return x, cache
 
-    def _logits(self, x: jax.Array) -> jax.Array:
-        """Maps `[B, T, D]` to float32 `[B, T, V]`: bfloat16 logits would tie tokens that differ."""
-        with jax.named_scope("head"):
-            table = self.embedding if self.config.tie_embeddings else self.head
-            x = self.final_norm(x)
-            logits = jnp.einsum("btd,vd->btv", x, table[...], preferred_element_type=jnp.float32)
-            return _capped(logits, self.config.logit_soft_cap)
+
+def _logits(model: Llama, x: jax.Array, products: XlaProducts) -> jax.Array:
+    """Maps `[B, T, D]` to float32 `[B, T, V]`."""
+    with jax.named_scope("head"):
+        table = model.embedding if model.config.tie_embeddings else model.head
+        logits = products.logits(Branch(x=x, norm=model.final_norm), table[...])
+        return _capped(logits, model.config.logit_soft_cap)
 
 
 def _check_chunk(chunk: int, num_tokens: int, all_logits: bool, config: LlamaConfig) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.models.llama.layer_caches import AnyCache
+from tree_attn.models.llama.products import Branch, XlaProducts, product_of
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
@@ -30,12 +31,14 @@ class ForwardContext:
       attend: writes the new keys and values to the cache and attends.
       sharding: maps dimensions of intermediate arrays to mesh axes.
       token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
+      products: run the products of weights that are not cut over the sequence's devices.
     """
 
     cosine_sine: Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]
     attend: Attend
     sharding: LlamaSharding
     token_axis: str | None
+    products: XlaProducts
 
     def clashes(self, axis: str) -> bool:
         """True if a logical axis is cut over devices of the sequence: an array can have only one of the two."""
@@ -51,40 +54,34 @@ class ForwardContext:
         return self.token_axis is None and is_over_sequence and self.sharding.num_shards("sequence") > 1
 
 
-def product_of(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Multiplies `[B, T, D]` by `[..., D]` to `[B, T, ...]`.
-
-    All outputs are one axis in the product: XLA on CPU would transpose weights of more axes at every step, which takes
-    ten times as long as the product of a single token.
-    """
-    out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
-    return out.reshape(*x.shape[:2], *kernel.shape[:-1])
-
-
 def _biased(heads: jax.Array, bias: jax.Array | None) -> jax.Array:
     return heads if bias is None else heads + bias[None, None]
 
 
 def query_key_value(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext
+    branch: Branch, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, N, H]` and twice `[B, T, K, H]`, and adds biases."""
+    """Multiplies a branch's input by `[K, G + 2, H, D]`, and adds biases: `[B, T, N, H]` and twice `[B, T, K, H]`."""
     joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if context.joins(axis)]
-    heads = _to_all_heads(x, kernel, bias, *joined, context) if joined else _to_heads(x, kernel, bias, context)
-    query = heads[:, :, :, :-2].reshape(*x.shape[:2], -1, kernel.shape[-2])
+    if joined:
+        heads = _to_all_heads(branch.normed(), kernel, bias, *joined, context)
+    else:
+        heads = _to_heads(branch, kernel, bias, context)
+    query = heads[:, :, :, :-2].reshape(*heads.shape[:2], -1, kernel.shape[-2])
     if not context.clashes("heads"):
         query = context.sharding.constrain(query, "batch", context.token_axis, "heads", "head_dim")
     return query, heads[:, :, :, -2], heads[:, :, :, -1]
 
 
-def _to_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext) -> jax.Array:
-    """Multiplies `[B, T, D]` by `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`, and adds the bias.
+def _to_heads(branch: Branch, kernel: jax.Array, bias: jax.Array | None, context: ForwardContext) -> jax.Array:
+    """Multiplies a branch's input by `[K, G + 2, H, D]` to `[B, T, K, G + 2, H]`, and adds the bias.
 
     In decoding each device computes the heads whose weights it holds. In prefill it computes all heads of its tokens.
     """
     is_cut = context.token_axis is None or not context.clashes("kv_heads")
     heads = ("kv_heads", None, "head_dim") if is_cut else (None, None, None)
-    product = context.sharding.constrain(product_of(x, kernel), "batch", context.token_axis, *heads)
+    product = context.products.project(branch, kernel)
+    product = context.sharding.constrain(product, "batch", context.token_axis, *heads)
     return _biased(product, bias)
 
 
@@ -107,16 +104,16 @@ def _to_all_heads(
     return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, *weights)
 
 
-def from_heads(x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
-    """Multiplies `[B, T, N, H]` by `[D, N, H]` to `[B, T, D]`."""
+def from_heads(branch: Branch, x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
+    """Multiplies `[B, T, N, H]` by `[D, N, H]`, and adds it to the branch's `x`, `[B, T, D]`."""
+    if not context.joins("heads"):
+        return context.products.add(branch, x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
 
     def product(x, kernel, preferred_element_type=None):
         x, kernel = x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1)
         return jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=preferred_element_type)
 
-    if not context.joins("heads"):
-        return product(x, kernel)
-    return sum_of_parts(product, context, (x, kernel), cut=(2, 1))
+    return branch.plus(sum_of_parts(product, context, (x, kernel), cut=(2, 1)))
 
 
 def sum_of_parts(

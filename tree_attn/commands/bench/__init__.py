@@ -98,6 +98,12 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompt tokens read at a time; default: all, as a ring always does",
     )
+    parser.add_argument(
+        "--products",
+        metavar="NAME",
+        help="how new tokens are multiplied with weights: xla (default); mosaic_gpu, a kernel for 1 to 16 of them on "
+        "one Hopper GPU; or mosaic_gpu_early, which reads weights ahead",
+    )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
         "--tokens-per-dispatch", type=int, metavar="K", help="steps per program call; default 8 on GPUs, else 1"

@@ -27,6 +27,7 @@ from tree_attn.models.llama.attention_choice import (
     check_sharing,
 )
 from tree_attn.models.llama.presets import PRESETS, preset
+from tree_attn.models.llama.products import PRODUCTS
 from tree_attn.sparq import SparqOptions
 from tree_attn.topology import is_first_process
 
@@ -103,6 +104,8 @@ def _checked(args: argparse.Namespace) -> Plan:
     check_folder("--out", args.out)
     if args.cache_dtype is not None:
         one_of("--cache-dtype", args.cache_dtype, NARROW_DTYPES)
+    if args.products is not None:
+        one_of("--products", args.products, PRODUCTS)
     contexts, samples, levels = (
         integers_in(f"--{name}", getattr(args, name)) for name in ("context", "samples", "levels")
     )
@@ -136,7 +139,7 @@ def _check_config(name: str) -> None:
 def _common(args: argparse.Namespace, num_devices: int, sparq: SparqOptions | None) -> dict[str, Any]:
     """Returns the facts that the rows of one file have in common."""
     common = {name: getattr(args, name) for name in COMMON} | {"n_devices": num_devices}
-    common |= {} if args.prefill is None else {"prefill": args.prefill}
+    common |= {name: value for name in ("prefill", "products") if (value := getattr(args, name)) is not None}
     return common | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
 
 

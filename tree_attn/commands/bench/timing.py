@@ -28,18 +28,19 @@ def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Pla
     Raises:
       ValueError: see `room.check`; before weights are read or made.
     """
+    options = {"unroll_layers": args.unroll_layers, "products": args.products or "xla"}
     if args.model is not None:
         checkpoint = session.open_with_progress(args.model)
         room.check(args, checkpoint.config, place, contexts)
         sharding = _sharding(args, checkpoint.config, place)
         model = session.load_with_progress(checkpoint, sharding, place.dtype)
-        return Llama(checkpoint.config, sharding, parameters.moved(model, sharding), unroll_layers=args.unroll_layers)
+        return Llama(checkpoint.config, sharding, parameters.moved(model, sharding), **options)
     room.check(args, config, place, contexts)
     longest = max(contexts) + args.problem_tokens + args.new_tokens
     config = dataclasses.replace(config, max_position=max(config.max_position, longest))
     sharding = _sharding(args, config, place)
     with session.phase(f"making random weights of {args.config}"):
-        return Llama(config, sharding, parameters.random(sharding, place.dtype), unroll_layers=args.unroll_layers)
+        return Llama(config, sharding, parameters.random(sharding, place.dtype), **options)
 
 
 def random_prompts(
@@ -157,7 +158,8 @@ def _setting(
         "cache_dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk if attention.prefills_in_chunks else None,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
-        "warm_up": args.warm_up, **({} if args.prefill is None else {"prefill": args.prefill}),
+        "warm_up": args.warm_up,
+        **{name: value for name in ("prefill", "products") if (value := getattr(args, name)) is not None},
     }  # fmt: skip
 
 

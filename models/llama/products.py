@@ -1,0 +1,170 @@
+"""Products with weights, and what goes before and after them, as XLA runs them or a kernel does.
+
+`layers.py` names the operations, and `ForwardContext.products` runs them. XLA's run everywhere. The kernel
+(`tree_attn/kernels/few_rows.py`) makes one launch of an operation, of 1 to 16 rows on one GPU; what it cannot multiply
+is XLA's. It was not measured yet, so nothing picks it by itself.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tree_attn.local import mosaic_gpu
+from tree_attn.models.llama.sharding import LlamaSharding
+
+PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early")
+# By the names in `config.ACTIVATIONS`.
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+_log = logging.getLogger("tree_attn")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A residual branch: `x + post_norm(f(norm(x)))`.
+
+    Attributes:
+      x: `[B, T, D]`.
+      norm: before the branch, `layers.RMSNorm`.
+      post_norm: after it, or None.
+    """
+
+    x: jax.Array
+    norm: Callable
+    post_norm: Callable | None = None
+
+    def normed(self) -> jax.Array:
+        """Returns the input of the branch, `norm(x)`."""
+        return self.norm(self.x)
+
+    def plus(self, update: jax.Array) -> jax.Array:
+        """Returns x with the branch's result added."""
+        return self.x + (update if self.post_norm is None else self.post_norm(update))
+
+
+def product_of(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Multiplies `[B, T, D]` by `[..., D]` to `[B, T, ...]`.
+
+    All outputs are one axis in the product: XLA on CPU would transpose weights of more axes at every step, which takes
+    ten times as long as the product of a single token.
+    """
+    out = jnp.einsum("btd,fd->btf", x, kernel.reshape(-1, kernel.shape[-1]))
+    return out.reshape(*x.shape[:2], *kernel.shape[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaProducts:
+    """XLA's products; they may be cut over devices."""
+
+    def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
+        """Multiplies a branch's input by `[..., D]` to `[B, T, ...]`."""
+        return product_of(branch.normed(), kernel)
+
+    def gate(self, branch: Branch, activation: str, kernel: jax.Array) -> jax.Array:
+        """Computes `activation(gate(x)) * up(x)` of a branch's input, `[B, T, F]`, by weights `[2, F, D]`."""
+        gate_and_up = product_of(branch.normed(), kernel)
+        return ACTIVATIONS[activation](gate_and_up[:, :, 0]) * gate_and_up[:, :, 1]
+
+    def add(self, branch: Branch, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Multiplies `[B, T, F]` by `[D, F]`, and adds it to the branch's `x`, `[B, T, D]`."""
+        return branch.plus(jnp.einsum("btf,df->btd", x, kernel))
+
+    def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
+        """Multiplies a branch's input by `[V, D]` to float32 `[B, T, V]`: bfloat16 logits would tie unlike tokens."""
+        return jnp.einsum("btd,vd->btv", branch.normed(), table, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRowsProducts(XlaProducts):
+    """Products by the kernel for few rows, which takes norm, gate and residual along; others by XLA.
+
+    Attributes:
+      is_early: whether weights are read before the previous kernel has ended: no kernel of the program may write them.
+    """
+
+    is_early: bool = False
+
+    def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
+        """Does `XlaProducts.project`, in one launch."""
+        if self._is_refused("project", branch.x, kernel, norm=branch.norm):
+            return super().project(branch, kernel)
+        return self._run(branch.x, kernel.reshape(-1, kernel.shape[-1]), kernel.shape[:-1], norm=branch.norm)
+
+    def gate(self, branch: Branch, activation: str, kernel: jax.Array) -> jax.Array:
+        """Does `XlaProducts.gate`, in one launch."""
+        if self._is_refused("gate", branch.x, kernel, norm=branch.norm, activation=activation):
+            return super().gate(branch, activation, kernel)
+        return self._run(branch.x, kernel, kernel.shape[1:2], norm=branch.norm, activation=activation)
+
+    def add(self, branch: Branch, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Does `XlaProducts.add`, in one launch."""
+        if self._is_refused("add", x, kernel):
+            return super().add(branch, x, kernel)
+        if branch.post_norm is not None:
+            return branch.plus(self._run(x, kernel, kernel.shape[:1]))
+        return self._run(x, kernel, kernel.shape[:1], residual=branch.x.reshape(-1, branch.x.shape[-1]))
+
+    def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
+        """Does `XlaProducts.logits`, in one launch."""
+        if self._is_refused("logits", branch.x, table, norm=branch.norm):
+            return super().logits(branch, table)
+        return self._run(branch.x, table, table.shape[:1], norm=branch.norm, out_dtype=jnp.float32)
+
+    def _is_refused(self, name: str, x, kernel, *, norm: Any = None, activation: str | None = None) -> bool:
+        """Returns whether the kernel cannot multiply these, and logs why."""
+        from tree_attn.kernels.few_rows_layout import unsupported
+
+        rows, dtypes = math.prod(x.shape[:-1]), {x.dtype, kernel.dtype} | ({norm.scale[...].dtype} if norm else set())
+        out_features = math.prod(kernel.shape[:-1]) // (1 if activation is None else 2)
+        reason = unsupported(rows, out_features, kernel.shape[-1], x.dtype, activation)
+        if reason is None and len(dtypes) > 1:
+            reason = f"few rows have one dtype, not {sorted(map(str, dtypes))}"
+        if reason is not None:
+            _log.info("products: %s by xla: %s", name, reason)
+        return reason is not None
+
+    def _run(self, x, kernel, out_shape, *, norm: Any = None, **options) -> jax.Array:
+        """Multiplies `[B, T, I]` to `[B, T, *out_shape]`."""
+        from tree_attn.kernels.few_rows import few_rows_product
+
+        if norm is not None:
+            options |= {"scale": norm.scale[...], "eps": norm.eps, "adds_one": norm.adds_one}
+        out = few_rows_product(x.reshape(-1, x.shape[-1]), kernel, is_early=self.is_early, **options)
+        return out.reshape(*x.shape[:-1], *out_shape)
+
+
+def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaProducts:
+    """Returns the products called `name`, one of `PRODUCTS`.
+
+    Args:
+      name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
+        ended.
+      sharding: of the model, over one device for the kernel.
+      unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
+
+    Raises:
+      ValueError: an unknown name.
+      NotImplementedError: the kernel does not run here, or not with such a model.
+    """
+    if name not in PRODUCTS:
+        raise ValueError(f"products must be one of {list(PRODUCTS)}, got {name!r}")
+    if name == "xla":
+        return XlaProducts()
+    from tree_attn.kernels.few_rows_layout import overlaps
+
+    is_early = name == "mosaic_gpu_early"
+    reason = mosaic_gpu.unavailable()
+    if reason is None and sharding.mesh.size > 1:
+        reason = f"its kernel multiplies on one device, not on {sharding.mesh.size}"
+    if reason is None and is_early and not overlaps():
+        reason = f"kernels begin early from JAX 0.12 on, not with {jax.__version__}"
+    if reason is None and is_early and not unrolls_layers:
+        reason = "a loop over layers copies weights, which cannot be read early: unroll_layers must be True"
+    if reason is not None:
+        raise NotImplementedError(f"products={name!r}: {reason}")
+    return FewRowsProducts(is_early)

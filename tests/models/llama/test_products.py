@@ -1,0 +1,102 @@
+"""Products of new tokens with weights: by XLA, and by the kernel for few rows, here in the interpreter."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels import few_rows
+from tree_attn.kernels.interpreter import interpreted_kernels
+from tree_attn.local import mosaic_gpu
+from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products
+from tree_attn.models.llama.layers import RMSNorm
+from tree_attn.models.llama.products import Branch, FewRowsProducts, XlaProducts
+from tree_attn.models.llama.storage import empty_cache
+
+# Every product has out-features of a multiple of 8 and in-features of a multiple of 64.
+SHAPE = dict(num_layers=1, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16)
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="runs with JAX 0.11 or newer, whose interpreter knows transposed operands"
+)
+
+
+@pytest.fixture
+def on_one_sm(monkeypatch):
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(few_rows, "num_sms", lambda: 1)
+
+
+def logits_by(name, config, sharding):
+    """Returns the logits of two new tokens in each of three sequences."""
+    model = Llama(config, sharding, parameters.random(sharding, jnp.bfloat16), products=name)
+    cache = empty_cache(config, sharding, batch=3, capacity=8, dtype=jnp.bfloat16)
+    tokens = jnp.asarray([[3, 1], [4, 1], [5, 9]], jnp.int32)
+    attention = by_name("single", sharding)
+    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+        return np.asarray(jax.jit(lambda: model.decode(tokens, cache, attention)[0])(), np.float32)
+
+
+@pytest.mark.slow
+@needs_interpreter
+@pytest.mark.parametrize(
+    "options", [{}, {"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}], ids=str
+)
+def test_a_step_by_the_kernel_is_a_step_by_xla(options, sharding_over, on_one_sm):
+    config = LlamaConfig(**SHAPE, vocab_size=64, max_position=32, **options)
+    expected = logits_by("xla", config, sharding_over(config, 1))
+    logits = logits_by("mosaic_gpu", config, sharding_over(config, 1))
+    assert abs(logits - expected).max() <= 0.03 * abs(expected).max()  # each path rounds to bfloat16 where it does
+    assert (logits != expected).any(), "the kernel multiplied"
+
+
+def branch_of(tokens: int, dtype) -> Branch:
+    scale = parameters.Parameter(name="scale", shape=(64,), axes=("embed",))
+    norm = RMSNorm(scale, 1e-5, lambda parameter: jnp.linspace(0.5, 2, 64).astype(dtype))
+    return Branch(x=jnp.sin(jnp.arange(tokens * 64.0)).reshape(1, tokens, 64).astype(dtype), norm=norm)
+
+
+@needs_interpreter
+def test_the_kernel_multiplies_as_xla_does(on_one_sm):
+    branch, weights = branch_of(5, jnp.bfloat16), jnp.cos(jnp.arange(24 * 64.0)).reshape(3, 8, 64).astype(jnp.bfloat16)
+    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+        found = jax.jit(lambda: FewRowsProducts().project(branch, weights))()
+    expected = XlaProducts().project(branch, weights)
+    assert found.shape == expected.shape == (1, 5, 3, 8)
+    error, largest = (float(abs(x.astype(jnp.float32)).max()) for x in (found - expected, expected))
+    assert error <= 0.02 * largest
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "activation", "reason"),
+    [("bfloat16", 17, "silu", "not 17"), ("float32", 1, "silu", "not float32"), ("bfloat16", 1, "gelu_tanh", "silu")],
+)
+def test_what_the_kernel_cannot_multiply_is_xlas_with_a_reason(dtype, tokens, activation, reason, caplog):
+    branch = branch_of(tokens, dtype)
+    weights = jnp.linspace(-1, 1, 2 * 8 * 64).reshape(2, 8, 64).astype(dtype)
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        found = FewRowsProducts().gate(branch, activation, weights)
+    np.testing.assert_array_equal(found, XlaProducts().gate(branch, activation, weights))
+    assert reason in caplog.text
+
+
+def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeypatch):
+    one, two = (sharding_over(tiny_config, n) for n in (1, 2))
+    assert products.by_name("xla", two, unrolls_layers=False) == XlaProducts()
+    with pytest.raises(ValueError, match=r"products must be one of .* got 'cublas'"):
+        products.by_name("cublas", one, unrolls_layers=True)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs a Hopper GPU"):
+        products.by_name("mosaic_gpu", one, unrolls_layers=True)
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    with pytest.raises(NotImplementedError, match="one device, not on 2"):
+        products.by_name("mosaic_gpu", two, unrolls_layers=True)
+    early = lambda **options: products.by_name("mosaic_gpu_early", one, **options)
+    monkeypatch.setattr("tree_attn.kernels.few_rows_layout.overlaps", lambda: True)
+    assert early(unrolls_layers=True) == FewRowsProducts(is_early=True)
+    with pytest.raises(NotImplementedError, match="unroll_layers must be True"):
+        early(unrolls_layers=False)
+    monkeypatch.setattr("tree_attn.kernels.few_rows_layout.overlaps", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"JAX 0\.12"):
+        early(unrolls_layers=True)
