@@ -85,20 +85,22 @@ def bounds(axes, numbers: dict) -> None:
 
 def microsecond(axes, numbers: dict) -> None:
     """Draws the parts of a step as bars, for each reduction and two lengths."""
-    colours = {"reading at the limit": LIGHT_GREEN, "rest of the attention": GREEN, "the reduction adds": PURPLE}
+    parts = ("reading at the limit", "rest of that kernel", "its merge", "gaps, other kernels", "the reduction adds")
+    colours = dict(zip(parts, (LIGHT_GREEN, GREEN, "#dfc27d", "#999999", PURPLE)))
     for place, bar in enumerate(numbers["bars"]):
         left = 0.0
         for part, colour in colours.items():
             us = bar["parts"][part]
             axes.barh(place, us, left=left, color=colour, height=0.8)
-            if us > 8:
+            if us > 5.5:
                 axes.text(left + us / 2, place, f"{us:.0f}", ha="center", va="center", color="white", fontsize=9)
             left += us
         axes.text(left + 2, place, f"{left:.0f}", va="center", fontsize=9)
     axes.set_yticks(range(len(numbers["bars"])), [bar["name"] for bar in numbers["bars"]], fontsize=9)
     axes.invert_yaxis()
     handles = [axes.barh(0, 0, color=colour, label=part) for part, colour in colours.items()]
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+    spacing = {"ncols": 5, "handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0}
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.18, 1), frameon=False, fontsize=9, **spacing)
     axes.set(xlabel="microseconds of one decoding step")
 
 
