@@ -193,7 +193,8 @@ def _empty_state(way: Way) -> SoftmaxState:
 def _over_hops(step, carry, num_shards: int):
     """Runs `step(carry, hop)` for every hop but the last: on GPUs unrolled, so that XLA moves transfers freely.
 
-    XLA's CPU compiler would then send all keys and values before it attends to any.
+    XLA's CPU compiler would then send all keys and values before it attends to any. Its TPU compiler would wait for
+    each transfer. See docs/log/tpu.md: "A prompt's ring overlaps on TPUs in a loop, and not unrolled".
     """
     if default_platform() == "gpu" or num_shards == 1:
         for hop in range(num_shards - 1):

@@ -95,6 +95,12 @@ def reads_beside_transfers(text: str, shard_bytes: int) -> list[int]:
     return [sum(order[start] < reader < end for reader in readers) for start, end in ends.items()]
 
 
+def num_links(devices) -> int:
+    """Returns the links that a ring of the devices crosses; links around the ends of the grid are not counted on."""
+    distance = lambda one, other: sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+    return sum(map(distance, devices, [*devices[1:], devices[0]]))
+
+
 def report(name: str, compiled: jax.stages.Compiled, **facts) -> None:
     memory, cost = compiled_memory(compiled), compiled.cost_analysis()
     sent = [
@@ -117,7 +123,8 @@ def main() -> None:
         report(name, compiled, **reads)
     compiled, sizes = compile_llama(mesh)
     report("llama", compiled, **sizes)
-    print(json.dumps({"name": "devices", "kind": devices[0].device_kind, "count": len(devices)}))
+    links = {"links": num_links(mesh.devices.tolist()), "links_in_order": num_links(devices)}
+    print(json.dumps({"name": "devices", "kind": devices[0].device_kind, "count": len(devices), **links}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Meshes: axis types, the order of devices, axes of nodes, and bound axes."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 
@@ -41,6 +42,45 @@ def test_the_mesh_lists_devices_in_order():
 def test_devices_may_be_given():
     devices = jax.devices()[4:6]
     assert list(make_mesh({"seq": 2}, devices=devices).devices) == devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    id: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    slice_index: int = 0
+    process_index: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v6 lite"
+
+
+def slice_of(columns: int, rows: int, **changes) -> list[Tpu]:
+    """Returns the TPUs of a slice in the order in which JAX numbers them."""
+    return [Tpu(x + columns * y, (x, y, 0), **changes) for y in range(rows) for x in range(columns)]
+
+
+def test_on_one_axis_tpus_are_linked_to_the_next():
+    ring = make_mesh({"seq": 4}, slice_of(2, 2)).devices.tolist()
+    assert [tpu.id for tpu in ring] == [0, 1, 3, 2]
+    ring = make_mesh({"seq": 16}, slice_of(4, 4)).devices.tolist()
+    links = [sum(abs(a - b) for a, b in zip(one.coords, other.coords)) for one, other in zip(ring, ring[1:] + ring[:1])]
+    assert links == [1] * 16
+
+
+@pytest.mark.parametrize(
+    "axes, tpus",
+    [
+        ({"device": 2, "node": 2}, slice_of(2, 2)),
+        ({"seq": 4}, [*slice_of(2, 1), *slice_of(2, 1, slice_index=1)]),
+        ({"seq": 3}, slice_of(2, 2, device_kind="TPU v5")),  # a box with a hole
+        ({"seq": 4}, [Tpu(i, (0, 0, i // 2), i % 2, device_kind="TPU v4") for i in range(4)]),  # two devices a chip
+    ],
+    ids=["two axes", "two slices", "a hole", "two cores"],
+)
+def test_tpus_that_jax_does_not_arrange_stay_in_order(axes, tpus):
+    count = math.prod(axes.values())
+    assert make_mesh(axes, tpus).devices.ravel().tolist() == tpus[:count]
 
 
 def test_names_alone_take_the_real_nodes_whatever_the_order_of_ranks(monkeypatch):

@@ -72,6 +72,12 @@ def test_the_devices_are_those_that_were_asked_for(topology):
     assert (found["kind"], found["count"]) == TOPOLOGIES[topology]
 
 
+@pytest.mark.parametrize("topology, links, in_order", [("v5e:2x4", 12, 14), ("v6e:2x2", 4, 6), ("tpu7x:2x2x1", 4, 6)])
+def test_a_ring_over_make_mesh_crosses_fewer_links_than_in_order(topology, links, in_order):
+    found = programs(topology)["devices"]
+    assert (found["links"], found["links_in_order"]) == (links, in_order)
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_attention_runs_the_collectives_of_the_equations(topology, name):

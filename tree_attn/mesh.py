@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tree_attn import topology
@@ -23,7 +24,8 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
         "node")`: four neighbours in each of two nodes. (`mesh.axis_names` then lists them slowest first.) Or the names
         alone: `("device", "node")` has the sizes of the real topology, the devices of each node and the nodes, as
         `tree_attn.initialize` found them, and `("seq",)` is all devices, node by node.
-      devices: the devices, in order; default: the first ones of `jax.devices()`. For names alone all, in any order.
+      devices: the devices, in order; default: the first ones of `jax.devices()`. For names alone all, in any order. On
+        one axis TPUs of a slice are arranged as `jax.make_mesh` does, by which more of them are linked to the next.
     Raises:
       TypeError: `axis_shapes` is neither a dict nor a tuple of names.
       ValueError: a size is not a positive integer, or there are fewer devices than the axes need. For names alone: the
@@ -50,10 +52,25 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < needed:
         raise ValueError(f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}")
+    if len(axis_shapes) == 1:
+        devices = _ring_order(devices[:needed])
     # Neighbours in the device order share the fastest link, so the first axis varies fastest: it comes last in the
     # grid. (A transposed grid would do as well, but XLA's GPU compiler wants programs that list devices in order.)
     names, sizes = tuple(reversed(axis_shapes)), tuple(reversed(axis_shapes.values()))
     return with_auto_axes(Mesh(np.array(devices[:needed]).reshape(sizes), names))
+
+
+def _ring_order(devices: list[jax.Device]) -> list[jax.Device]:
+    """Returns TPUs of one slice in JAX's order for a ring; all others as they are.
+
+    See docs/log/tpu.md: "JAX's order of a TPU slice makes shorter rings".
+    """
+    if devices[0].platform != "tpu" or len({getattr(device, "slice_index", None) for device in devices}) > 1:
+        return devices
+    try:
+        return mesh_utils.create_device_mesh((len(devices),), devices).tolist()
+    except AssertionError:  # it wants a box of the slice without holes, and one device per chip before v7
+        return devices
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
