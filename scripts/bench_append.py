@@ -10,7 +10,9 @@ of the whole. The file gets one JSON row per case; each way must give the same c
 import argparse
 import pathlib
 
-from benching import origin, profile
+from benching import origin
+
+from tree_attn.measure.steps.chains import profile
 
 WRITES = 8
 SLOTS, KV_HEADS, HEAD_DIM = 72, 32, 128

@@ -27,11 +27,12 @@ import time
 
 import sweep_flashinfer
 from benching import origin
-from sweep_cases import FAMILIES, Step, draw, table
+from sweep_cases import FAMILIES, draw, table
 from sweep_summary import markdown, summary
-from sweep_ways import ways
 
 from tree_attn.measure.rows import MeasuredRows
+from tree_attn.measure.steps.step import Step
+from tree_attn.measure.steps.ways import time_ways, ways
 
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
 
@@ -154,8 +155,6 @@ class Sweep:
             self._flashinfer.stop()
 
     def _case(self, step: Step) -> None:
-        from sweep_ways import time_ways
-
         start = time.monotonic()
         labels = step.row() | {"title": step.title()}
         print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)

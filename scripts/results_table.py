@@ -13,9 +13,9 @@ import pathlib
 import re
 
 from bench_reduce import HEAD_DIM
-from benching import READ_GB_PER_S
 
 from tree_attn.measure.rows import read, strategy_label
+from tree_attn.measure.steps.step import READ_GB_PER_S
 
 
 def compare_table(rows: list[dict]) -> str:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 
-from benching import fastest
-from sweep_cases import Step
+from tree_attn.measure.steps.chains import fastest
+from tree_attn.measure.steps.step import Step
 
 REPLY = "reply: "
 DEFAULT_PAGE = 64

@@ -10,8 +10,9 @@ import json
 import sys
 from collections.abc import Callable
 
-from sweep_cases import Step
 from sweep_flashinfer import DEFAULT_PAGE, REPLY
+
+from tree_attn.measure.steps.step import Step
 
 MAX_ERROR, MAX_FLOAT8_ERROR = 0.05, 0.2  # of the largest value; XQA rounds the weights and the query to float8
 
@@ -100,11 +101,11 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     """Checks one step, times graphs of a short and a long chain in turn, and profiles the short one."""
     import flashinfer
     import torch
-    from benching import IN_FLIGHT, chain_fields
-    from sweep_ways import chains
 
     from tree_attn.measure.latency import time_in_turn
     from tree_attn.measure.provenance import clocks_during
+    from tree_attn.measure.steps.chains import IN_FLIGHT, chain_fields
+    from tree_attn.measure.steps.ways import chains
 
     run = RUNS[way](data)
     out = run(data.query, data.caches[0])
@@ -129,7 +130,8 @@ def _chain(run: Callable, data: Data, calls: int) -> None:
 def _replay(chain: Callable[[], None]) -> Callable[[], None]:
     """Returns a function that replays a CUDA graph of `chain()` IN_FLIGHT times and waits for its end."""
     import torch
-    from benching import IN_FLIGHT
+
+    from tree_attn.measure.steps.chains import IN_FLIGHT
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from benching import cell
-from sweep_ways import OURS, PICKED
+
+from tree_attn.measure.steps.ways import OURS, PICKED
 
 
 def is_peer(way: str) -> bool:

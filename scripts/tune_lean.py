@@ -12,7 +12,9 @@ import itertools
 import pathlib
 import sys
 
-from benching import chosen, origin, profile
+from benching import chosen, origin
+
+from tree_attn.measure.steps.chains import profile
 
 CANDIDATES = tuple(itertools.product((1, 2, 3), (64, 128), (2, 3, 4)))  # CTAs per SM, keys per KV tile, stages
 # batch, keys, query heads, KV heads, head dim, dtype of K and V, ragged

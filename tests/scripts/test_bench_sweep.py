@@ -5,8 +5,6 @@ import json
 import sys
 import types
 
-import bench_lean
-import bench_prefix
 import bench_sparq
 import bench_sweep
 import benching
@@ -15,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sweep_cases
-import sweep_cudnn
 import sweep_flashinfer
 import sweep_flashinfer_worker
 import sweep_summary
-import sweep_ways
-from sweep_cases import FAMILIES, Step
+from sweep_cases import FAMILIES
+
+from tree_attn.measure.steps import chains, cudnn_ways, lean, prefix, sparq, ways
+from tree_attn.measure.steps.step import Step
 
 DRAWN = [sweep_cases.draw(11, i) for i in range(210)]
 
@@ -122,12 +121,12 @@ def test_options_of_xla(text, options):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Runs all programs of a chain and makes their times up: there is no profiler, and a difference means nothing."""
-    monkeypatch.setattr(benching, "profile", lambda *args, **kwargs: {"device_us_median": 1.0})
+    monkeypatch.setattr(chains, "profile", lambda *args, **kwargs: {"device_us_median": 1.0})
     timing = types.SimpleNamespace(median_us=3.0, p10_us=2.0, p90_us=4.0, program_us=1.0, n_iters=32)
     timing.chain, timing.long_chain, timing.method = 2, 4, ""
-    monkeypatch.setattr("tree_attn.measure.latency.time_in_turn", lambda short, long, **_: (short(), long(), timing)[2])
+    monkeypatch.setattr(chains, "time_in_turn", lambda short, long, **_: (short(), long(), timing)[2])
     monkeypatch.setattr(Step, "copies", 2)
-    for module in (benching, sweep_ways):
+    for module in (chains, ways):
         monkeypatch.setattr(module, "chain_lengths", lambda *_: (2, 4))
 
 
@@ -160,8 +159,8 @@ STEPS = [
 def test_the_ways_of_a_step_run(fields, on_cpu):
     """None's way is timed on emulated devices too, with XLA; cuDNN's says why it has no time."""
     step = Step(**SMALL | fields)
-    chosen = [way for way in sweep_ways.ways(step) if way.name not in ("mosaic_gpu", "cudnn, prefix in 8")]
-    found = dict(sweep_ways.time_ways(step, chosen, threads=2))
+    chosen = [way for way in ways.ways(step) if way.name not in ("mosaic_gpu", "cudnn, prefix in 8")]
+    found = dict(ways.time_ways(step, chosen, threads=2))
     assert found["None"]["picked"] == "'xla'" and found["None"]["chain_us_median"] == 3.0
     assert found["None"]["max_error"] < 0.02
     assert all("error" in fields for name, fields in found.items() if name.startswith("cudnn"))
@@ -169,56 +168,54 @@ def test_the_ways_of_a_step_run(fields, on_cpu):
 
 @pytest.mark.parametrize("is_ragged, is_shared", [(False, False), (True, True)])
 def test_a_shared_prefix_is_timed_as_in_the_sweep(is_ragged, is_shared, on_cpu, monkeypatch):
-    case = bench_prefix.SharedPrefixStep(
+    case = prefix.SharedPrefixStep(
         batch=3, prefix=11, suffix=8, num_heads=4, num_kv_heads=2, head_dim=8, ragged=is_ragged
     )
-    monkeypatch.setattr(sweep_ways, "OURS", "xla")
-    row = bench_prefix._time(case, is_shared, "xla", 32)
+    monkeypatch.setattr(ways, "OURS", "xla")
+    row = prefix.time_way(case, is_shared, "xla", 32)
     assert row["chain_us_median"] == 3.0 and row["max_error"] < 0.02
 
 
 def test_a_lean_step_is_timed_as_in_the_sweep(on_cpu):
-    case = bench_lean.LeanStep(lengths=(9, 4), num_heads=4, num_kv_heads=2, head_dim=8)
-    assert bench_lean._time(case, "xla", 32, with_energy=False)["chain_us_median"] == 3.0
+    case = lean.LeanStep(lengths=(9, 4), num_heads=4, num_kv_heads=2, head_dim=8)
+    assert lean.time_way(case, "xla", 32)["chain_us_median"] == 3.0
 
 
 def test_the_fastest_variant_counts():
     found = {"a": {"chain_us_median": 3.0}, "b": {"chain_us_median": 2.0, "x": 1}, "c": {"error": "none"}}
     times = {"a": 3.0, "b": 2.0, "c": None}
-    assert benching.fastest(found) == {"chain_us_median": 2.0, "x": 1, "variant": "b", "variants_chain_us": times}
-    assert benching.fastest({"c": {"error": "none"}}) == {"error": "none"}
+    assert chains.fastest(found) == {"chain_us_median": 2.0, "x": 1, "variant": "b", "variants_chain_us": times}
+    assert chains.fastest({"c": {"error": "none"}}) == {"error": "none"}
 
 
 def test_chains_are_whole_rounds():
-    assert benching.chain_lengths(2) == (4, 36)
-    assert benching.chain_lengths(25) == (25, 75)
-    assert benching.chain_lengths(3, 16) == (6, 24)
+    assert chains.chain_lengths(2) == (4, 36)
+    assert chains.chain_lengths(25) == (25, 75)
+    assert chains.chain_lengths(3, 16) == (6, 24)
 
 
 def test_cudnn_takes_a_prefix_in_chunks(monkeypatch):
     """The chunks' states and the suffix's merge to the whole, also where chunks do not divide the prefix."""
-    import tree_attn
-
     step = Step(**SMALL, lengths=(9, 4), gives_lengths=True, prefix=250)
-    arrays = sweep_ways.draw_cache(step, sweep_ways._draw(step))
-    query = jax.random.normal(jax.random.key(1), sweep_ways.query_shape(step), "bfloat16")
-    expected = sweep_ways._prefix(query, *arrays.values(), *sweep_ways.extras(step), name="xla")
-    attend = tree_attn.attend
+    arrays = ways.draw_cache(step, ways._draw(step))
+    query = jax.random.normal(jax.random.key(1), ways.query_shape(step), "bfloat16")
+    expected = ways._prefix(query, *arrays.values(), *ways.extras(step), name="xla")
+    attend = cudnn_ways.attend
     monkeypatch.setattr(
-        tree_attn, "attend", lambda *args, **options: attend(*args, **options | {"implementation": "xla"})
+        cudnn_ways, "attend", lambda *args, **options: attend(*args, **options | {"implementation": "xla"})
     )
-    found = sweep_cudnn.with_prefix(step, 4, query, *sweep_cudnn.chunked(step, 4, arrays), *sweep_ways.extras(step))
+    found = cudnn_ways.with_prefix(step, 4, query, *cudnn_ways.chunked(step, 4, arrays), *ways.extras(step))
     assert jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)).max() < 0.02
 
 
 def test_cudnn_has_as_many_pages_as_its_table_has_entries():
     step = Step(**SMALL, lengths=(9, 4), gives_lengths=True, page=4)
-    arrays = sweep_ways.draw_cache(step, sweep_ways._draw(step))
-    table, _ = sweep_ways.extras(step)
-    key, value = sweep_cudnn.padded_pages(step, arrays)
+    arrays = ways.draw_cache(step, ways._draw(step))
+    table, _ = ways.extras(step)
+    key, value = cudnn_ways.padded_pages(step, arrays)
     assert key.shape == value.shape == (table.size, 4, 2, 8) and (key[:4] == arrays["key_pages"]).all()
     with pytest.raises(NotImplementedError, match="too much memory"):
-        sweep_cudnn.padded_pages(dataclasses.replace(step, lengths=(10**6,) * 200), arrays)
+        cudnn_ways.padded_pages(dataclasses.replace(step, lengths=(10**6,) * 200), arrays)
 
 
 def test_flashinfers_ways_are_those_that_its_process_knows():
@@ -249,8 +246,8 @@ def test_tables_of_other_benchmarks_show_chains_and_say_what_does_not_pay(tmp_pa
     benching.markdown(
         tmp_path / "rows.jsonl",
         bench_sparq._label,
-        bench_sparq.WAYS,
-        bench_sparq.SparqStep,
+        sparq.WAYS,
+        sparq.SparqStep,
         ("gain", bench_sparq._gain),
     )
     title, _, line = capsys.readouterr().out.splitlines()

@@ -8,10 +8,14 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-import sweep_cudnn
-from benching import chain_lengths, chained, time_chains
-from sweep_cases import Step
+
+from tree_attn import attend, bifurcated_decode, paged_decode
+from tree_attn.measure.steps import cudnn_ways
+from tree_attn.measure.steps.chains import chain_lengths, chained, time_chains
+from tree_attn.measure.steps.step import Step
 
 OURS, PICKED = "mosaic_gpu", "None"
 FAILURES = (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)
@@ -41,19 +45,19 @@ def ways(step: Step) -> list[Way]:
         return found + [
             Way(
                 name=f"cudnn, prefix in {chunks}",
-                run=functools.partial(sweep_cudnn.with_prefix, step, chunks),
-                cache=functools.partial(sweep_cudnn.chunked, step, chunks),
+                run=functools.partial(cudnn_ways.with_prefix, step, chunks),
+                cache=functools.partial(cudnn_ways.chunked, step, chunks),
             )
-            for chunks in sweep_cudnn.CHUNKS
+            for chunks in cudnn_ways.CHUNKS
         ]
     if step.page is not None:
         found = [Way(name=way, run=functools.partial(_paged, step, name=name)) for way, name in ours.items()]
-        cudnn = functools.partial(sweep_cudnn.paged, step)
-        return [*found, Way(name="cudnn", run=cudnn, cache=functools.partial(sweep_cudnn.padded_pages, step))]
+        cudnn = functools.partial(cudnn_ways.paged, step)
+        return [*found, Way(name="cudnn", run=cudnn, cache=functools.partial(cudnn_ways.padded_pages, step))]
     found = [named(step, implementation) for implementation in (OURS, None, "cudnn")]
     if step.num_queries > 1 or step.window is not None:
         return found  # jax.nn counts positions from the first key, as in a prompt
-    return [*found, Way(name="cudnn, jax.nn", run=sweep_cudnn.by_jax)]
+    return [*found, Way(name="cudnn, jax.nn", run=cudnn_ways.by_jax)]
 
 
 def named(step: Step, implementation: str | None) -> Way:
@@ -76,8 +80,6 @@ def draw_cache(step: Step, draw: Callable) -> dict:
 
 def extras(step: Step) -> tuple:
     """Returns what all copies share: the page table and the lengths, on the device, where the call takes them."""
-    import jax.numpy as jnp
-
     found = ()
     if step.page is not None:
         table = np.zeros((step.batch, max(step.pages)), np.int32)
@@ -90,8 +92,6 @@ def extras(step: Step) -> tuple:
 
 def inputs(step: Step) -> tuple:
     """Returns the query, the arrays of each copy, and what all copies share."""
-    import jax
-
     draw = _draw(step)
     query = jax.jit(lambda: jax.random.normal(jax.random.key(1), query_shape(step), "bfloat16"))()
     return query, [draw_cache(step, draw) for _ in range(step.copies)], extras(step)
@@ -139,8 +139,6 @@ def _lower(step: Step, way: Way, query, copies, shared, options, pool, compiling
     Args:
       compiling: program's text -> its compilation, of all ways: None's programs are often those of a named backend.
     """
-    import jax
-
     run = jax.jit(way.run)  # traced once for all steps
     try:
         caches, programs = [way.cache(arrays) for arrays in copies], []
@@ -187,8 +185,6 @@ def _picks() -> Iterator[list[str]]:
 
 def _draw(step: Step) -> Callable:
     """Returns `draw(*shape)`: normal numbers in the dtype of keys and values."""
-    import jax
-
     make = jax.jit(lambda key, shape: jax.random.normal(key, shape, "bfloat16").astype(step.dtype), static_argnums=1)
     numbers = itertools.count()
     return lambda *shape: make(jax.random.fold_in(jax.random.key(0), next(numbers)), shape)
@@ -196,11 +192,6 @@ def _draw(step: Step) -> Callable:
 
 def _expected(step: Step, query, arrays: dict, shared: tuple) -> tuple:
     """Returns the index of the shortest sequence, and its output by XLA, in float32."""
-    import jax
-    import jax.numpy as jnp
-
-    from tree_attn import attend
-
     b = int(np.argmin(step.lengths))
     length = step.lengths[b]
     if step.page is not None:
@@ -218,8 +209,6 @@ def _expected(step: Step, query, arrays: dict, shared: tuple) -> tuple:
 
 def _max_error(out, b: int, expected) -> float:
     """Returns the largest error of a sequence's output, over the largest value that is expected."""
-    import jax.numpy as jnp
-
     return float(jnp.abs(out[b].astype(jnp.float32) - expected).max() / jnp.abs(expected).max())
 
 
@@ -229,20 +218,14 @@ def _options(step: Step) -> dict:
 
 
 def _dense(step: Step, query, key, value, lengths=None, *, name: str | None):
-    from tree_attn import attend
-
     return attend(query, key, value, key_value_seq_lengths=lengths, implementation=name, **_options(step)).out
 
 
 def _paged(step: Step, query, key_pages, value_pages, table, lengths, *, name: str | None):
-    from tree_attn import paged_decode
-
     return paged_decode(query, key_pages, value_pages, table, lengths, implementation=name, **_options(step))
 
 
 def _prefix(query, prefix_key, prefix_value, key, value, lengths=None, *, name: str | None, prefix_length=None):
-    from tree_attn import bifurcated_decode
-
     return bifurcated_decode(
         query, prefix_key, prefix_value, key, value, prefix_length=prefix_length, key_value_seq_lengths=lengths,
         implementation=name,

@@ -1,22 +1,22 @@
 """cuDNN's ways of a decode step through JAX, and the arrays that they take."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from sweep_cases import MAX_BYTES, Step
+
+from tree_attn import attend, merge_states
+from tree_attn.measure.steps.step import MAX_BYTES, Step
 
 CHUNKS = (1, 4, 8, 16)  # parts of a shared prefix along the batch axis
 
 
 def by_jax(query, key, value, lengths=None):
     """Runs cuDNN as `jax.nn` offers it: without the lse, which this library's backend returns too."""
-    import jax
-
     return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation="cudnn")
 
 
 def padded_pages(step: Step, arrays: dict) -> tuple:
     """Returns the pages with others after them: cuDNN through JAX takes as many as its table has entries."""
-    import jax.numpy as jnp
-
     count = step.batch * max(step.pages)
     if count * step.page * step.key_value_bytes > 2 * MAX_BYTES:
         raise NotImplementedError("cuDNN through JAX needs as many pages as its table has entries: too much memory")
@@ -25,7 +25,6 @@ def padded_pages(step: Step, arrays: dict) -> tuple:
 
 def paged(step: Step, query, key_pages, value_pages, table, lengths):
     """Runs cuDNN's paged attention, which `jax.nn` does not offer."""
-    import jax.numpy as jnp
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     if step.num_queries > 1:
@@ -40,8 +39,6 @@ def paged(step: Step, query, key_pages, value_pages, table, lengths):
 
 def chunked(step: Step, chunks: int, arrays: dict) -> tuple:
     """Returns the arrays with the prefix as `[chunks, S, K, H]`; zeros fill the last chunk up."""
-    import jax.numpy as jnp
-
     size = -(-step.prefix // chunks)
     padding = [(0, size * chunks - step.prefix), (0, 0), (0, 0)]
     cut = lambda x: jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
@@ -50,11 +47,6 @@ def chunked(step: Step, chunks: int, arrays: dict) -> tuple:
 
 def with_prefix(step: Step, chunks: int, query, prefix_key, prefix_value, key, value, lengths=None):
     """Attends to a prefix cut along the batch axis and to the suffixes, both by cuDNN, and merges the states."""
-    import jax
-    import jax.numpy as jnp
-
-    from tree_attn import attend, merge_states
-
     size = prefix_key.shape[1]
     ends = np.minimum(size, step.prefix - size * np.arange(chunks)).astype(np.int32)
     part_lengths = None if (ends == size).all() else jnp.asarray(ends)
