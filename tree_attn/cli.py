@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": "measure tree against ring attention: latency, memory, communication, beside what theory predicts",
     "bench": "time a Llama over long contexts: prefill, each new token, memory, beside its roofline",
     "plan": "predict time, traffic and memory of every strategy on a cluster, without one, and choose",
+    "reproduce": "make a figure or table of the five papers, and print their numbers beside ours",
     "figures": "draw the paper's figures from measured rows, and what is predicted beyond them",
     "slurm": "copy the files that start jobs under SLURM, for these commands and for programs of your own",
     "doctor": "list devices, links, versions and what can run here, and for what cannot, why",

@@ -60,6 +60,11 @@ def test_the_line_of_an_interrupted_command_counts_what_is_saved(tmp_path):
     assert line(out=None) == "nothing is saved without --out DIR"
     assert line() == line(out=None, chat=True) == line(out=None, prompt=["a", "b"]) == "nothing is saved; run it again"
     (tmp_path / "results.jsonl").unlink()
+    for name in ("a", "b"):  # `reproduce` has a folder for each run
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.jsonl").write_text("{}\n")
+    assert line(out=tmp_path, command_name="reproduce").startswith(f"2 rows are saved in {tmp_path}; ")
+    assert line(out=tmp_path, command_name="compare") == f"nothing is in {tmp_path} yet; run it again"
     (tmp_path / "tokens.jsonl").write_text('{"ids": [1, 2]}\n{"ids": [3]}\n')
     assert line(out=tmp_path).startswith("3 tokens are saved in ")
 

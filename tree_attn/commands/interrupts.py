@@ -98,9 +98,12 @@ def resumption(args: argparse.Namespace) -> str:
         can_save = hasattr(args, "out") and is_one
         return "nothing is saved without --out DIR" if can_save else "nothing is saved; run it again"
     for name, what in (("results.jsonl", "row"), ("tokens.jsonl", "token")):
-        path = pathlib.Path(out) / name
         with contextlib.suppress(OSError, ValueError, KeyError):
-            lines = path.read_bytes().split(b"\n")[:-1]
+            paths = [pathlib.Path(out) / name]
+            if getattr(args, "command_name", None) == "reproduce" and not paths[0].exists():  # a folder for each run
+                paths = sorted(pathlib.Path(out).glob(f"*/{name}")) or paths
+            path = paths[0] if len(paths) == 1 else out
+            lines = [line for one in paths for line in one.read_bytes().split(b"\n")[:-1]]
             count = sum(len(json.loads(line)["ids"]) for line in lines) if what == "token" else len(lines)
             words = f"1 {what} is" if count == 1 else f"{count} {what}s are"
             return f"{words} saved in {path}; the same command goes on from there"

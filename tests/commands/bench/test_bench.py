@@ -103,6 +103,25 @@ def test_samples_share_their_prompt(tmp_path, capsys):
     assert many["predicted"]["cache"] < 70 * one["predicted"]["cache"] / 2
 
 
+def test_without_sharing_each_sequence_holds_the_prompt_and_without_attention_none_is_read(tmp_path, capsys):
+    """And each trial is followed by ten tokens, or as many as there are."""
+    options = ["--samples", "70", "--prefill-trials", "2", "--out", str(tmp_path), "--json"]
+    assert cli.main(bench(*options, "--no-share-prefix", "--attention", "single,none")) == 0
+    alone, without = json.loads(capsys.readouterr().out)["rows"]
+    assert alone["share_prefix"] is False and alone["cache_bytes_per_device"] == 70 * 2 * 2 * 2 * 8 * 4 * 40
+    assert without["attention"] == "none" and without["cache_bytes_per_device"] == 0
+    assert without["roofline_ms"] is None and without["weights_bytes_per_device"] == alone["weights_bytes_per_device"]
+    for row in (alone, without):
+        trials = row["prefill_plus_10_tokens_trials_s"]
+        assert len(trials) == 2 and all(map(float.__gt__, trials, row["prefill_trials_s"]))
+
+
+def test_no_attention_gives_the_queries_back():
+    attention = timing.no_attention(session.Place(devices=(jax.devices()[0],)).sharding(presets.PRESETS["tiny"]))
+    assert attention.decode("query", None, 0, scale=1.0) == attention.prefill("query", None, None, None) == "query"
+    assert attention.shares_prefixes and attention.num_shards == 1
+
+
 @pytest.mark.slow
 def test_two_prefix_levels_of_sharing_beside_one(capsys):
     options = ["--problems", "2", "--problem-tokens", "35", "--samples", "64", "--levels", "2,1", "--json"]

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention",
         default="tree,ring",
         metavar="A,B",
-        help="attentions to time: tree, ring, single, sparq; default tree,ring",
+        help="attentions to time: tree, ring, single, sparq, and none, which leaves attention out; default tree,ring",
     )
     parser.add_argument(
         "--reduction", metavar="NAME", help="reduction of tree and sparq; default: the cheapest by the cost model"
@@ -71,6 +71,11 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--samples", default="1", metavar="N,M", help="sequences that continue the one prompt, which they share"
+    )
+    parser.add_argument(
+        "--share-prefix",
+        action=argparse.BooleanOptionalAction,
+        help="hold what sequences share once, or once for each; default: once where that pays (ring: never)",
     )
     parser.add_argument(
         "--problems", type=int, default=1, metavar="N", help="texts after the prompt, each with --samples sequences"
@@ -120,7 +125,11 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         help="run a case once before it is timed (default); without it, first use (not compilation) is in its prefill",
     )
     parser.add_argument(
-        "--prefill-trials", type=int, default=3, metavar="N", help="prefills of each case; the median counts; default 3"
+        "--prefill-trials",
+        type=int,
+        default=3,
+        metavar="N",
+        help="prefills of each case, ten tokens after each; the median counts; default 3",
     )
 
 

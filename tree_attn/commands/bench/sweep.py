@@ -11,6 +11,7 @@ from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
 from tree_attn.commands.bench import timing
 from tree_attn.commands.bench.report import print_rows
+from tree_attn.commands.bench.timing import NO_ATTENTION, OPTIONAL
 from tree_attn.commands.options import check_at_least, check_folder, integers_in
 from tree_attn.commands.request import sparq_options
 from tree_attn.measure import provenance
@@ -81,7 +82,8 @@ def bench(args: argparse.Namespace) -> None:
         check_prefill_chunk(name, args.prefill_chunk if name in CHUNKING else None, len(devices))
         options = plan.options_of(name, args.reduction, args.prefill)
         check_prefill(options["prefill"], name, plan.config, tuple(place.axis_sizes.values()))
-        check_choice(name, options["reduction"], tuple(place.axis_sizes), len(devices), options["sparq"])
+        if name != NO_ATTENTION:
+            check_choice(name, options["reduction"], tuple(place.axis_sizes), len(devices), options["sparq"])
     writer, rows = None, []
     if args.out is not None:
         common = _common(args, len(devices), plan.sparq)
@@ -111,8 +113,11 @@ def _checked(args: argparse.Namespace) -> Plan:
     )
     attentions = [part.strip() for part in args.attention.split(",")]
     for name in attentions:
-        one_of("--attention", name, ATTENTIONS)
-        check_sharing(name, True if max(samples) * args.problems > 1 else None)
+        one_of("--attention", name, (*ATTENTIONS, NO_ATTENTION))
+        shares = args.share_prefix
+        if shares is None and name != NO_ATTENTION and max(samples) * args.problems > 1:
+            shares = True  # where that pays
+        check_sharing(name, shares)
     shortest_problem = min(args.problems - 1, 1)  # one problem may have no text of its own
     check_at_least(args, new_tokens=2, tokens_per_dispatch=1, problems=1, problem_tokens=shortest_problem)
     check_at_least(args, prefill_trials=1)
@@ -139,7 +144,7 @@ def _check_config(name: str) -> None:
 def _common(args: argparse.Namespace, num_devices: int, sparq: SparqOptions | None) -> dict[str, Any]:
     """Returns the facts that the rows of one file have in common."""
     common = {name: getattr(args, name) for name in COMMON} | {"n_devices": num_devices}
-    common |= {name: value for name in ("prefill", "products") if (value := getattr(args, name)) is not None}
+    common |= {name: getattr(args, name) for name in OPTIONAL if getattr(args, name) is not None}
     return common | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
 
 

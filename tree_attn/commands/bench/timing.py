@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,13 @@ from tree_attn.commands.bench import room
 from tree_attn.commands.bench.roofline import roofline_ms
 from tree_attn.measure.memory import bytes_per_device, compiled_memory, runtime_peak_memory_bytes
 from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding, by_name, parameters
+from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.attention_choice import REDUCING
 from tree_attn.models.llama.generation import memory
 
 COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
+NO_ATTENTION = "none"
+OPTIONAL = ("prefill", "products", "share_prefix")  # options that rows name where they are given
 
 
 def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Place, contexts: Sequence[int]) -> Llama:
@@ -57,6 +61,21 @@ def random_prompts(
     return [prompt + (text if num_levels == 2 else draw(problem_tokens)) for text in texts for _ in range(per_problem)]
 
 
+def no_attention(sharding: LlamaSharding) -> Attention:
+    """Returns an attention that gives back the queries: what is left of a model's time is the ceiling of any other.
+
+    Source: Hydragen, section 4.1.
+    """
+    return Attention(
+        name=NO_ATTENTION,
+        reduction=None,
+        num_shards=sharding.num_shards("sequence"),
+        shares_prefixes=True,
+        prefill=lambda query, *_, **__: query,
+        decode=lambda query, *_, **__: query,
+    )
+
+
 def time_case(
     args: argparse.Namespace,
     model: Llama,
@@ -71,7 +90,7 @@ def time_case(
       name: of the attention.
       options: of the attention, for `by_name`.
     """
-    attention = by_name(name, model.sharding, **options)
+    attention = no_attention(model.sharding) if name == NO_ATTENTION else by_name(name, model.sharding, **options)
     generator = Generator(
         model,
         attention,
@@ -80,26 +99,27 @@ def time_case(
         prefill_chunk=args.prefill_chunk if attention.prefills_in_chunks else None,
     )
     with session.phase(f"{name}, {len(prompts[0]):,} tokens: compiling"):
-        programs, devices = generator.compile(prompts, args.new_tokens), list(place.devices)
-    predicted = memory.predict(generator, prompts, args.new_tokens)
+        programs = generator.compile(prompts, args.new_tokens, share_prefixes=args.share_prefix)
+    predicted = memory.predict(generator, prompts, args.new_tokens, share_prefixes=args.share_prefix)
+    devices, run = list(place.devices), functools.partial(_run_steps, args, generator, prompts)
     earlier_peak = runtime_peak_memory_bytes(devices)
     with steps() as end_step:
         if args.warm_up:  # with the same number of new tokens: with fewer, caches and so programs could be others
             count = 2 + generator.tokens_per_dispatch
-            _run_steps(generator, prompts, args.new_tokens, count, f"{name}: warming up", end_step)
-        seconds = _run_steps(generator, prompts, args.new_tokens, args.new_tokens, f"{name}: timing", end_step)
-        prefill_s = [seconds[0]]
+            run(count, f"{name}: warming up", end_step)
+        trials_s = [run(args.new_tokens, f"{name}: timing", end_step)]
         for trial in range(2, args.prefill_trials + 1):
-            title = f"{name}: trial {trial} of {args.prefill_trials}"
-            prefill_s += _run_steps(generator, prompts, args.new_tokens, 1, title, end_step)
-    weights, cache = _bytes_per_token(model, generator, prompts)
+            count = min(1 + COUNTED_TOKENS, args.new_tokens)
+            trials_s.append(run(count, f"{name}: trial {trial} of {args.prefill_trials}", end_step))
+    weights, cache = _bytes_per_token(args, model, generator, prompts)
     compiled = {phase: compiled_memory(getattr(programs, phase)) for phase in ("prefill", "decode")}
     peak = runtime_peak_memory_bytes(devices)
     setting = _setting(args, place, model, generator, prompts, name)
     read = {"weights_bytes_per_device": weights, "cache_bytes_per_device": cache}
     shape = setting | read | {"context": len(prompts[0]) - args.problem_tokens}
-    return setting | _times(prefill_s, seconds[1:], len(prompts)) | read | {
-        "roofline_ms": roofline_ms(shape, model.config, place.devices[0].device_kind),
+    has_attention = name != NO_ATTENTION
+    return setting | _times(trials_s, len(prompts)) | read | {
+        "roofline_ms": roofline_ms(shape, model.config, devices[0].device_kind) if has_attention else None,
         "peak_bytes_compiled": {phase: None if one is None else one.peak_bytes for phase, one in compiled.items()},
         "predicted": dataclasses.asdict(predicted), "predicted_bytes_per_device": predicted.peak,
         "measured_bytes_per_device": None if peak == earlier_peak else peak, "peak_bytes_runtime": peak,
@@ -107,15 +127,15 @@ def time_case(
 
 
 def _run_steps(
+    args: argparse.Namespace,
     generator: Generator,
     prompts: list[list[int]],
-    num_new_tokens: int,
     count: int,
     title: str,
     end_step: Callable[[], None],
 ) -> list[float]:
     """Returns the seconds of the prefill and of each step after it, `count` in all; phases name which of both runs."""
-    steps = generator.stream(prompts, num_new_tokens)
+    steps = generator.stream(prompts, args.new_tokens, share_prefixes=args.share_prefix)
     with session.phase(f"{title}, prefill of {len(prompts[0]):,} tokens"):
         seconds = [next(steps).seconds]
         end_step()
@@ -159,25 +179,33 @@ def _setting(
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
         "warm_up": args.warm_up,
-        **{name: value for name in ("prefill", "products") if (value := getattr(args, name)) is not None},
+        **{name: getattr(args, name) for name in OPTIONAL if getattr(args, name) is not None},
     }  # fmt: skip
 
 
-def _times(trials_s: Sequence[float], token_s: Sequence[float], batch: int) -> dict[str, Any]:
-    """Returns the fields of the row that come from the seconds of each trial of the prefill, and of each token."""
-    prefill_s = statistics.median(trials_s)
+def _times(trials_s: Sequence[Sequence[float]], batch: int) -> dict[str, Any]:
+    """Returns the fields of the row that come from the seconds of the prefill and of each token, in each trial.
+
+    All tokens are those of the first trial; the others have ten.
+    """
+    prefills_s, token_s = [prefill for prefill, *_ in trials_s], trials_s[0][1:]
+    prefill_s = statistics.median(prefills_s)
+    ten_tokens = lambda tokens: COUNTED_TOKENS * statistics.fmean(tokens[:COUNTED_TOKENS])
     return {
         "prefill_s": prefill_s,
-        "prefill_trials_s": list(trials_s),
+        "prefill_trials_s": prefills_s,
         "per_token_ms_median": statistics.median(token_s) * 1e3,
         "per_token_ms_p10": float(np.percentile(token_s, 10)) * 1e3,
         "per_token_ms_p90": float(np.percentile(token_s, 90)) * 1e3,
         "tokens_per_s": batch / statistics.median(token_s),
-        "prefill_plus_10_tokens_s": prefill_s + COUNTED_TOKENS * statistics.fmean(token_s[:COUNTED_TOKENS]),
+        "prefill_plus_10_tokens_s": prefill_s + ten_tokens(token_s),
+        "prefill_plus_10_tokens_trials_s": [prefill + ten_tokens(tokens) for prefill, *tokens in trials_s],
     }
 
 
-def _bytes_per_token(model: Llama, generator: Generator, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+def _bytes_per_token(
+    args: argparse.Namespace, model: Llama, generator: Generator, prompts: Sequence[Sequence[int]]
+) -> tuple[int, int]:
     """Returns the bytes of weights, and of keys and values, that one device reads for a token.
 
     Of an embedding it reads one row, which is not counted. Of keys and values SparQ reads the components and the keys
@@ -186,7 +214,9 @@ def _bytes_per_token(model: Llama, generator: Generator, prompts: Sequence[Seque
     weights = bytes_per_device(nnx.state(model, nnx.Param))
     if not model.config.tie_embeddings:
         weights -= bytes_per_device(model.embedding[...])
-    tree = generator.prefix_tree(prompts)
+    if generator.attention.name == NO_ATTENTION:
+        return weights, 0
+    tree = generator.prefix_tree(prompts, args.share_prefix)
     texts = [*(node.tokens for level in tree.levels for node in level), *tree.remainders]
     cache = sum(memory.bytes_read(generator, len(text)) for text in texts)
     return weights, cache // model.sharding.num_shards("sequence")

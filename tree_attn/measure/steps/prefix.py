@@ -64,7 +64,7 @@ def time_way(case: SharedPrefixStep, is_shared: bool, implementation: str, n_ite
     """Times one way; of cuDNN's cuts of the prefix into chunks the fastest counts."""
     step = case.step(is_shared)
     if not is_shared:
-        chosen = [ways.named(step, implementation)]
+        chosen = [ways.named(step, None if implementation == ways.PICKED else implementation)]
     else:
         chosen = [way for way in ways.ways(step) if way.name.split(",")[0] == implementation]
     if case.ragged and implementation == ways.OURS:

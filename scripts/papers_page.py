@@ -1,0 +1,116 @@
+"""Prints docs/papers.md: every figure and table that `tree-attn reproduce` makes, from the rows that were committed.
+
+python3 scripts/papers_page.py > docs/papers.md
+"""
+
+import pathlib
+import sys
+
+from tree_attn.commands.reproduce import report
+from tree_attn.commands.reproduce.experiment import Experiment
+from tree_attn.commands.reproduce.experiments import ALL
+from tree_attn.measure.rows import read
+
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
+# Name -> the files of its rows, and what these rows lack of the command's.
+ROWS = {
+    "tree-table-1": (
+        ["llama_h200/eight_gpus_8processes.jsonl"],
+        "They have 32k tokens only, weights spread, and one trial.",
+    ),
+    "tree-figure-3": (["compare_8xh200_8processes/results.jsonl"], "They predate the spreading of transfers."),
+    "lean-figure-7": (
+        ["lean_h200/figures.jsonl"],
+        "They are of (c) alone, without the fixed split; their (a) and (b) have a batch of 1.",
+    ),
+    "bifurcated-table-6": (
+        ["llama_h200/samples_7b.jsonl"],
+        "They have five batches, and none without sharing.",
+    ),
+    "hydragen-figure-4": (["prefix_h200/table.jsonl"], "They have one length of suffix."),
+    "hydragen-figure-6": (["llama_h200/levels_7b.jsonl"], "They have no larger batch."),
+    "sparq-table-2": (["eval_smollm2/results.jsonl"], "They have 16 samples, not 100."),
+    "sparq-figure-8": (["sparq_h200/table.jsonl"], "They have one length."),
+    "sparq-table-3": (["eval_needle_smollm2/results.jsonl"], "They have 1,024 tokens at most, and 8 samples a depth."),
+}
+NOT_YET = "not measured yet"
+HEAD = """\
+# The papers, reproduced
+
+One command makes each headline figure or table of the five papers that this library implements. It runs at the
+paper's shapes on the GPUs that are there, and prints our numbers beside the paper's:
+
+```
+tree-attn reproduce --list
+tree-attn reproduce lean-figure-8
+```
+
+This page is made from the rows in [docs/results](results) by `python3 scripts/papers_page.py`, and a test compares the
+two. "Not measured yet" means that the command exists and that no rows of it do. A cell of "ours" is empty where the
+rows lack that setting. Bounds (">") are the paper's words. Hardware differs in every line, so a ratio of our time to
+the paper's is no merit of either.
+"""
+
+
+def page() -> str:
+    """Returns the text of the page."""
+    parts = [HEAD, "## All of them\n", _overview()]
+    for paper in dict.fromkeys(one.paper for one in ALL):
+        parts.append(f"## {paper}\n")
+        parts += [_section(one) for one in ALL if one.paper == paper]
+    return "\n".join(parts)
+
+
+def _overview() -> str:
+    titles = ["paper", "figure or table", "command", "rows", "ours beside the paper's", "our hardware", "the paper's"]
+    table = [_line(titles), "|" + "---|" * len(titles)]
+    for one in ALL:
+        rows = _rows(one)
+        both = [line for line in report.lines(one, rows) if line.ours and line.paper]
+        ours = [line for line in report.lines(one, rows) if line.ours]
+        headline = "".join(
+            f"{line.setting}: {line.ours}; paper: {line.paper or 'drawn only'}" for line in (both or ours)[:1]
+        )
+        section = f"[{one.place}](#{one.name})"
+        cells = [one.paper, section, f"`{one.name}`", _links(one), headline or NOT_YET]
+        table.append(_line([*cells, ", ".join(report.hardware(one, rows)) or "-", one.paper_hardware]))
+    return "\n".join(table) + "\n"
+
+
+def _section(one: Experiment) -> str:
+    rows = _rows(one)
+    commits = dict.fromkeys(str(row["git_commit"])[:7] for point in one.points for row in one.rows_of(point, rows))
+    ours = f"{', '.join(report.hardware(one, rows))}, commit {', '.join(commits)}" if rows else NOT_YET
+    text = "" if one.needs_text is False else " --text kjv.txt"
+    facts = [
+        f"### {one.name}\n",
+        f"{one.place}: {one.what}.\n",
+        f"- **Command:** `tree-attn reproduce {one.name}{text}`",
+        f"- **Rows:** {_links(one)}.{' ' + ROWS[one.name][1] if one.name in ROWS else ''}",
+        f"- **Hardware:** ours: {ours}; the paper's: {one.paper_hardware}",
+        f"- **What differs:** {one.differs.strip()}\n",
+    ]
+    lines = report.lines(one, rows)
+    if lines:
+        facts += [_line([one.quantity, "ours", "paper"]), "|---|---|---|", *map(_line, lines), ""]
+    else:
+        facts.append("The paper prints no numbers of it.\n")
+    return "\n".join(facts)
+
+
+def _rows(one: Experiment) -> list[dict]:
+    files, _ = ROWS.get(one.name, ((), ""))
+    return [row for file in files for row in read(RESULTS / file)]
+
+
+def _links(one: Experiment) -> str:
+    files, _ = ROWS.get(one.name, ((), ""))
+    return ", ".join(f"[{file}](results/{file})" for file in files) or NOT_YET
+
+
+def _line(cells) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

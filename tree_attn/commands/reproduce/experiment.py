@@ -1,0 +1,199 @@
+"""A figure or table of a paper: the rows that it is made of, and the paper's numbers beside them."""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number and its standard error, None where there is none."""
+
+    value: float
+    error: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """One number of a figure or table.
+
+    Attributes:
+      setting: where it stands, such as "32k tokens, tree".
+      where: fields of its row; a tuple is any of its values, and None a field that the row lacks, or has no value of.
+      over: fields of another row, with which the number is combined (`Experiment.combine`).
+      paper: the paper's number, or its word for none ("OOM"); None where the paper draws it and prints no number.
+      bound: sign before the paper's number where it prints a bound: ">".
+      x, series: place in a drawing; x None is not drawn.
+    """
+
+    setting: str
+    where: Mapping[str, Any]
+    over: Mapping[str, Any] | None = None
+    paper: Number | str | None = None
+    bound: str = ""
+    x: float | None = None
+    series: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """The machine that an experiment runs on, and the options that some of them take.
+
+    Attributes:
+      gpus: GPUs that are here; 0 runs the small form on the CPU.
+      text: file of plain text, for those that score a model.
+      model: that model.
+      samples: of each of its scores.
+    """
+
+    gpus: int
+    text: pathlib.Path | None = None
+    model: str = "smollm2"
+    samples: int = 100
+
+    @property
+    def evaluation(self) -> list[str]:
+        """Options of `tree-attn eval` that all its runs have."""
+        return ["--text", str(self.text), "--model", self.model, "--samples", str(self.samples), "--no-plots"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A run of another command, whose rows go into a folder below the experiment's.
+
+    Attributes:
+      arguments: of `tree-attn`, without `--out`.
+    """
+
+    folder: str
+    arguments: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Decode steps on one device, by several ways each; `tree_attn.measure.steps` has their kinds.
+
+    Attributes:
+      kind: "lean", "prefix", "sparq" or "needles".
+      cases: fields of each step.
+      ways: names of the ways; () is what the kind has here.
+      has_energy: also measure joules.
+    """
+
+    kind: str
+    cases: Sequence[Mapping[str, Any]]
+    ways: Sequence[str] = ()
+    has_energy: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A figure or table, and what makes it.
+
+    Attributes:
+      name: "tree-table-1".
+      paper, place: "Tree Attention", "Table 1".
+      what: what it shows, in a line.
+      quantity: what its numbers are, with their unit.
+      measure: the number of the rows that have a point's fields, the newest last; there is one or more.
+      paper_hardware: the paper's.
+      differs: what differs from the paper, and why, in sentences.
+      points: its numbers.
+      plan: the runs that make its rows, on a place.
+      cpu: what the small form is, and what it leaves out.
+      min_gpus: GPUs that the paper's form needs.
+      needs_text: it scores a model on a text.
+      cpu_is_true: what a CPU measures is what the figure shows: scores, no times.
+      x_axis: name of the axis of its drawing; "" is none.
+      combine: `(number of a point's row, number of the row `over`) -> number`; by default the second over the first.
+    """
+
+    name: str
+    paper: str
+    place: str
+    what: str
+    quantity: str
+    measure: Callable[[Sequence[Row]], Number | None]
+    paper_hardware: str
+    differs: str
+    points: Sequence[Point]
+    plan: Callable[[Place], Sequence[Command | Steps]]
+    cpu: str
+    min_gpus: int = 1
+    needs_text: bool = False
+    cpu_is_true: bool = False
+    x_axis: str = ""
+    combine: Callable[[float, float], float] = lambda number, other: other / number
+
+    def ours(self, point: Point, rows: Sequence[Row]) -> Number | None:
+        """Returns the number of a point from the newest rows that have its fields; None without such rows."""
+        found = self._number(point.where, rows)
+        if point.over is None or found is None:
+            return found
+        other = self._number(point.over, rows)
+        return None if other is None else Number(value=self.combine(found.value, other.value))
+
+    def rows_of(self, point: Point, rows: Sequence[Row]) -> list[Row]:
+        """Returns the rows that a point is made of."""
+        return [row for fields in (point.where, point.over) if fields is not None for row in _matching(fields, rows)]
+
+    def error(self, point: Point, rows: Sequence[Row]) -> str | None:
+        """Returns why a point has no number, where its row says so."""
+        newest = [_matching(fields, rows)[-1:] for fields in (point.where, point.over) if fields is not None]
+        return next((row["error"] for found in newest for row in found if row.get("error")), None)
+
+    def _number(self, fields: Mapping[str, Any], rows: Sequence[Row]) -> Number | None:
+        found = [row for row in _matching(fields, rows) if not row.get("error")]
+        return self.measure(found) if found else None
+
+
+def field(name: str, factor: float = 1.0) -> Callable[[Sequence[Row]], Number | None]:
+    """Returns the measure of a field of the newest row, times a factor."""
+    return lambda rows: None if rows[-1].get(name) is None else Number(value=factor * rows[-1][name])
+
+
+def step_us(rows: Sequence[Row]) -> Number | None:
+    """Returns the time of a step: of its kernels, or where the profiler saw none, in a chain."""
+    us = rows[-1].get("device_us_median") or rows[-1].get("chain_us_median")
+    return None if us is None else Number(value=us)
+
+
+def scores(rows: Sequence[Row], factor: float = 1.0) -> Number:
+    """Returns the mean of the scores of all rows, with its standard error, times a factor."""
+    return mean_of([factor * score for row in rows for score in row["scores"]])
+
+
+def mean_of(samples: Sequence[float]) -> Number:
+    """Returns the mean of samples and its standard error."""
+    mean = math.fsum(samples) / len(samples)
+    if len(samples) == 1:
+        return Number(value=mean)
+    variance = math.fsum((sample - mean) ** 2 for sample in samples) / (len(samples) - 1)
+    return Number(value=mean, error=math.sqrt(variance / len(samples)))
+
+
+def thousands(count: int) -> str:
+    """Returns a length as the papers print it: "8k" for 8,192 and 8,000, else all digits.
+
+    Example:
+      >>> thousands(32768)
+      '32k'
+    """
+    for unit in (1024, 1000):
+        if count % unit == 0:
+            return f"{count // unit}k"
+    return f"{count:,}"
+
+
+def paper(value: float | str | None, error: float | None = None) -> Number | str | None:
+    """Returns a paper's number, with the standard error that it prints."""
+    return Number(value=value, error=error) if isinstance(value, int | float) else value
+
+
+def _matching(fields: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:
+    agrees = lambda found, value: found in value if isinstance(value, tuple) else found == value
+    return [row for row in rows if all(agrees(row.get(name), value) for name, value in fields.items())]
