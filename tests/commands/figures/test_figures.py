@@ -98,6 +98,15 @@ def test_figure_4_doubles_with_the_hidden_size(measured):
     assert ratio == pytest.approx(2, rel=1e-3)
 
 
+def test_equations_draw_every_number_of_gpus_that_was_measured(measured):
+    """One number of GPUs may have a length that the others lack."""
+    on_two = [row | {"n_devices": 2, "axis_sizes": [2]} for row in measured]
+    longer = [row | {"num_keys": 1_280_000} for row in on_two if row["num_keys"] == 640_000]
+    figure = paper.equations([*measured, *on_two, *longer])
+    for panel in figure.axes:
+        assert set(values(figure, panel, "ring public", True)) == {2, 4}
+
+
 def test_equations_and_programs_send_the_same(measured):
     figure = paper.equations(measured)
     by = {one["by"]: one["error"] for one in figure.comparisons}

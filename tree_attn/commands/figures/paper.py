@@ -66,9 +66,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     for values, is_measured in ((found, True), (_fastest(_predicted_times(longer, machine)), False)):
         for count in counts:
             points += _relative("over keys", values, count, is_measured, min(lengths))
-    on_gpus = lambda keys: len({step.n_devices for _, step in found if step.num_keys == keys})
-    most_measured = max({step.num_keys for _, step in found}, key=lambda keys: (on_gpus(keys), keys))
-    for keys in sorted({most_measured, LENGTHS[-1]}):
+    for keys in sorted({_length_of_most_gpus(found), LENGTHS[-1]}):
         more = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
         axes[panel := f"{keys:,} keys"] = ("GPUs", "us")
         points += _points(panel, found, "n_devices", True, num_keys=keys)
@@ -100,12 +98,14 @@ def figure_4(measured: Sequence[dict]) -> Figure:
 
 
 def equations(measured: Sequence[dict]) -> Figure:
-    """Returns the bytes that a GPU holds (equations 8, 9) and sends (10 to 14), over GPUs, for the most keys measured.
+    """Returns the bytes that a GPU holds (equations 8, 9) and sends (10 to 14), over GPUs.
+
+    They are for the length that was measured on the most numbers of GPUs, the longest among equals.
 
     Source: Tree Attention, sections 6.2 and 6.3.
     """
     shape, measured_memory = rows.step(measured[0]), _measured_memory(measured)
-    keys = max(step.num_keys for _, step in measured_memory)
+    keys = _length_of_most_gpus(measured_memory)
     steps = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
     compared = {"ring public": ("ring_public", None), "tree allreduce": ("tree", "allreduce")}
     sent = {
@@ -126,6 +126,12 @@ def equations(measured: Sequence[dict]) -> Figure:
         points += _points(panel, found, "n_devices", True, num_keys=keys)
         points += _points(panel, predicted, "n_devices", False)
     return Figure(axes=axes, points=points, comparisons=_compared_memory(measured) + _compared_traffic(measured))
+
+
+def _length_of_most_gpus(found: Values) -> int:
+    """Returns the number of keys that was measured on the most numbers of GPUs, the longest among equals."""
+    on_gpus = lambda keys: len({step.n_devices for _, step in found if step.num_keys == keys})
+    return max({step.num_keys for _, step in found}, key=lambda keys: (on_gpus(keys), keys))
 
 
 def _points(panel: str, values: Values, x: str, is_measured: bool, **where: int) -> list[Point]:
