@@ -258,5 +258,5 @@ def test_tables_of_other_benchmarks_show_chains_and_say_what_does_not_pay(tmp_pa
 
 
 def test_steps_of_other_benchmarks_are_timed_in_chains(on_cpu):
-    row = benching.time_steps(lambda query, key: query * key, jnp.ones(3), [(jnp.ones(3),), (jnp.ones(3),)], 32)
+    row = chains.time_steps(lambda query, key: query * key, jnp.ones(3), [(jnp.ones(3),), (jnp.ones(3),)], 32)
     assert (row["chain_us_median"], row["device_us_median"], row["caches"]) == (3.0, 1.0, 2)

@@ -11,6 +11,7 @@ from tree_attn.commands.reproduce.experiment import Experiment, Place
 from tree_attn.devices import request_cpu_devices, visible_gpus
 
 EMULATED = 8  # devices, as in other commands
+ITERS_ON_CPU = 4  # whose times say nothing
 
 
 def reproduce(args: argparse.Namespace) -> int:
@@ -24,7 +25,7 @@ def reproduce(args: argparse.Namespace) -> int:
     try:
         for number, one in enumerate(planned, start=1):
             with phases.phase(f"{experiment.name}: run {number} of {len(planned)}"):
-                rows += runs.run(one, args, args.iters)
+                rows += runs.run(one, args, args.iters if place.gpus else min(args.iters, ITERS_ON_CPU))
     except runs.Failed as error:
         if args.json:
             terminal.print_document({"error": str(error), "rows": [], "files": {}})

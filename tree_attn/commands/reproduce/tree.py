@@ -32,6 +32,7 @@ TABLE_2 = {
     32000: (paper(1.01, 0.02), paper(5.45, 0.03)),
 }
 FIGURE_4_KEYS = 128_000  # the gap of 524 MB at a hidden size of 2,048 is 4 bytes x 2,048 x 64,000 keys of a device
+FIGURE_4_HIDDEN = (1024, 2048, 4096, 8192)
 FIGURE_4_GAP_BYTES = {2048: 524e6, 4096: 1040e6}
 HEAD_DIM = 128
 TRIALS = 10
@@ -173,7 +174,7 @@ def _memory(place: Place) -> list[Command]:
             folder=f"hidden_{hidden}",
             arguments=["compare", *common, "--heads", str(hidden // HEAD_DIM), "--head-dim", str(HEAD_DIM)],
         )
-        for hidden in (1024, 2048, 4096, 8192)
+        for hidden in (FIGURE_4_HIDDEN if place.gpus else FIGURE_4_HIDDEN[:2])
     ]
 
 
@@ -190,9 +191,9 @@ FIGURE_4 = Experiment(
         "gap at two hidden sizes; 128,000 keys follow from it by equations 8 and 9. Our rings hold two shards more "
         "than the tree, not one: docs/peak_memory.md says why."
     ),
-    points=[_gap(hidden, FIGURE_4_KEYS) for hidden in (1024, 2048, 4096, 8192)],
+    points=[_gap(hidden, FIGURE_4_KEYS) for hidden in FIGURE_4_HIDDEN],
     plan=_memory,
-    cpu="8,000 keys on two emulated devices. Not run: 128,000 keys, and the memory that GPUs allocate.",
+    cpu="8,000 keys and two hidden sizes on two emulated devices. Not run: 128,000 keys, and the memory of GPUs.",
     min_gpus=2,
     x_axis="hidden size",
     combine=lambda tree, ring: (ring - tree) / 1e6,
