@@ -18,7 +18,10 @@ import functools
 import math
 import pathlib
 
-from benching import READ_GB_PER_S, ROTATE_BYTES, MissingRows, normals, time_steps
+from benching import MissingRows
+
+from tree_attn.measure.steps.chains import normals, time_steps
+from tree_attn.measure.steps.step import READ_GB_PER_S, ROTATE_BYTES
 
 ROWS = (1, 2, 4, 8, 16)
 WAYS = ("xla", "few_rows", "few_rows early")

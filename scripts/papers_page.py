@@ -45,10 +45,10 @@ tree-attn reproduce --list
 tree-attn reproduce lean-figure-8
 ```
 
-This page is made from the rows in [docs/results](results/README.md) by `python3 scripts/papers_page.py`, and a test compares the
-two. "Not measured yet" means that the command exists and that no rows of it do. A cell of "ours" is empty where the
-rows lack that setting. Bounds (">") are the paper's words. Hardware differs in every line, so a ratio of our time to
-the paper's is no merit of either.
+This page is made from the rows in [docs/results](results/README.md) by `python3 scripts/papers_page.py`, and a test
+compares the two. "Not measured yet" means that the command exists and that no rows of it do. A cell of "ours" is empty
+where the rows lack that setting. Bounds (">") are the paper's words. Hardware differs in every line, so a ratio of our
+time to the paper's is no merit of either.
 """
 
 
