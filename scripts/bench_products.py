@@ -66,7 +66,7 @@ class Product:
 
     def by_kernel(self, x, weights, scale, residual, **options):
         """Multiplies by the kernel."""
-        from tree_attn.kernels.few_rows import few_rows_product
+        from tree_attn.kernels.few_rows_call import few_rows_product
 
         options |= {"activation": "silu" if self.parts == 2 else None, "out_dtype": self.out_dtype}
         weights = weights if self.parts == 2 else weights[0]

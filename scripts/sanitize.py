@@ -9,10 +9,12 @@
 - exchanged: like cut, and the kernel ends in an exchange, here with itself
 - tall: many query rows; shared: many query rows of several heads, whose merge takes the suffixes' state along
 - few: like shared, for query columns
+- products: a product of few rows with norm, gate and residual, whose tensor core also reads neighbours and drops them
 - sparq; grouped: SparQ for groups of query heads, by one kernel and through memory
 - mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards
 
-Without the kernel's name (lean, tall, sparq) every kernel of the program is watched, and racecheck may take hours.
+Without the kernel's name (lean, tall, sparq, few_rows) every kernel of the program is watched. racecheck may then take
+hours.
 """
 
 import argparse
@@ -30,6 +32,7 @@ SHAPES = {  # query, key
     "exchanged": ((1, 1, 4, 128), (1, 512, 1, 128)),
     "shared": ((40, 1, 4, 128), (40, 8, 2, 128)),
     "few": ((12, 1, 2, 128), (12, 8, 2, 128)),
+    "products": ((3, 256), (2, 168, 256)),  # x, weights
     "sparq": ((1, 1, 2, 128), (1, 512, 2, 128)),
     "grouped": ((1, 1, 8, 128), (1, 512, 2, 128)),
     "mutant": ((1, 1, 2, 128), (1, 512, 2, 128)),
@@ -38,7 +41,7 @@ LENGTHS = {"cut": [500], "short": [3, 40, 0, 72, 20], "pages": [144, 70]}
 
 
 def main() -> None:
-    """Runs one of the calls and prints the sum of its lse."""
+    """Runs one of the calls and prints the sum of its lse or result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=tuple(SHAPES))
     call = parser.parse_args().call
@@ -49,7 +52,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     # Made on the host: the sanitizer would also watch JAX's random numbers on the GPU.
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
-    run = {"exchanged": _exchanged, "pages": _paged, "shared": _shared, "few": _shared}
+    run = {"exchanged": _exchanged, "pages": _paged, "shared": _shared, "few": _shared, "products": _multiplied}
     run |= dict.fromkeys(("sparq", "grouped", "mutant"), _sparq)
     print(float(run.get(call, _attended)(call, normal).sum()))
 
@@ -61,6 +64,14 @@ def _attended(call: str, normal):
     query, key, value = normal(*query_shape), normal(*key_shape), normal(*key_shape)
     lengths = jnp.array(LENGTHS[call]) if call in LENGTHS else None
     return attend(query, key, value, key_value_seq_lengths=lengths, implementation="mosaic_gpu").lse
+
+
+def _multiplied(call: str, normal):
+    from tree_attn.kernels.few_rows_call import few_rows_product
+
+    (rows, in_features), weights_shape = SHAPES[call]
+    options = {"scale": normal(in_features), "eps": 1e-5, "residual": normal(rows, weights_shape[1])}
+    return few_rows_product(normal(rows, in_features), normal(*weights_shape), activation="silu", **options)
 
 
 def _paged(call: str, normal):

@@ -1,8 +1,8 @@
 """Products with weights, and what goes before and after them, as XLA runs them or a kernel does.
 
 `layers.py` names the operations, and `ForwardContext.products` runs them. XLA's run everywhere. The kernel
-(`tree_attn/kernels/few_rows.py`) makes one launch of an operation, of 1 to 16 rows on one GPU; what it cannot multiply
-is XLA's. It was not measured yet, so nothing picks it by itself.
+(`tree_attn/kernels/few_rows_call.py`) makes one launch of an operation, of 1 to 16 rows on one GPU. XLA multiplies
+what the kernel cannot. The kernel was not measured yet, so nothing picks it by itself.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ class FewRowsProducts(XlaProducts):
 
     def _run(self, x, kernel, out_shape, *, norm: Any = None, **options) -> jax.Array:
         """Multiplies `[B, T, I]` to `[B, T, *out_shape]`."""
-        from tree_attn.kernels.few_rows import few_rows_product
+        from tree_attn.kernels.few_rows_call import few_rows_product
 
         if norm is not None:
             options |= {"scale": norm.scale[...], "eps": norm.eps, "adds_one": norm.adds_one}

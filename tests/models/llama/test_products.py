@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import few_rows
+from tree_attn.kernels import few_rows_call
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products
@@ -26,7 +26,7 @@ needs_interpreter = pytest.mark.skipif(
 @pytest.fixture
 def on_one_sm(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    monkeypatch.setattr(few_rows, "num_sms", lambda: 1)
+    monkeypatch.setattr(few_rows_call, "num_sms", lambda: 1)
 
 
 def logits_by(name, config, sharding):
@@ -67,6 +67,25 @@ def test_the_kernel_multiplies_as_xla_does(on_one_sm):
     assert found.shape == expected.shape == (1, 5, 3, 8)
     error, largest = (float(abs(x.astype(jnp.float32)).max()) for x in (found - expected, expected))
     assert error <= 0.02 * largest
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", products.PRODUCTS)
+def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monkeypatch):
+    """Lowered for CUDA: the kernel is called for each and for the head, of new tokens and not of prompts."""
+    monkeypatch.setattr("tree_attn.kernels.few_rows_layout.overlaps", lambda: True)
+    config = LlamaConfig(**SHAPE | {"num_layers": 3}, vocab_size=64, max_position=32)
+    sharding = sharding_over(config, 1)
+    create = parameters.random(sharding, jnp.bfloat16)
+    model = Llama(config, sharding, create, unroll_layers=True, products=name)
+    tokens, lengths = jnp.ones((1, 8), jnp.int32), jnp.full(1, 8, jnp.int32)
+    attention = by_name("single", sharding, implementation="xla")
+    cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.bfloat16)
+    calls = {"decode": lambda: model.decode(tokens, cache, attention)[0],
+             "prefill": lambda: model.prefill(tokens, lengths, cache, attention)[0]}  # fmt: skip
+    lowered = {which: jax.jit(f).trace().lower(lowering_platforms=("cuda",)).as_text() for which, f in calls.items()}
+    counts = {which: text.count("call @multiply_few_rows") for which, text in lowered.items()}
+    assert counts == {"decode": 0 if name == "xla" else 3 * 4 + 1, "prefill": 0}
 
 
 @pytest.mark.parametrize(
