@@ -8,7 +8,7 @@ import pytest
 from fake_machine import make_machine
 
 from tree_attn import cli
-from tree_attn.cost import machine, predict, prompt
+from tree_attn.cost import datasheets, machine, predict, prompt
 from tree_attn.cost.step import DecodeStep
 
 CLUSTER = ("--nodes", "16", "--gpus-per-node", "8", "--keys", "5120000")
@@ -75,6 +75,15 @@ def test_assumed_constants_give_a_range(capsys, options, said):
         ("Below each time is its range" in text) == (said is not None) == bool(re.search(r"[0-9.]+ to [0-9.]+", text))
     )
     assert said is None or said in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["A100 40GB", "RTX 5090", "TPU v6e"])
+def test_a_datasheet_as_a_file_is_still_marked_and_has_its_ranges(capsys, tmp_path, name):
+    machine.write(datasheets.load(name), tmp_path / "machine.json")
+    options = ("--gpus-per-node", "4", "--keys", "81920")
+    document = planned(capsys, *options, "--machine", str(tmp_path / "machine.json"))
+    assert document == planned(capsys, *options, "--device-kind", name)
+    assert document["fitted_devices"] == 0 and document["datasheet"]
 
 
 def test_a_machine_of_ones_own_and_what_does_not_fit(capsys, tmp_path):
