@@ -38,6 +38,9 @@ ROWS = {
 # The compute capabilities for which all kernels of a backend are compiled ahead of time (tests/kernels).
 COMPILED_FOR = {"mosaic_gpu": ("9.0",)}
 NOT_INTERPRETED = {"fused"}  # the interpreter has no memory of peers
+# By device kind: features that are compiled ahead of time through xla (tests/test_tpu_compiled.py).
+_STEPS = ("decode", "decode, lengths")
+COMPILED_STEPS = {"TPU v5 lite": _STEPS, "TPU v6 lite": _STEPS, "TPU7x": _STEPS}
 
 
 def find(feature: str, backend: str, device: jax.Device) -> Evidence:
@@ -47,7 +50,8 @@ def find(feature: str, backend: str, device: jax.Device) -> Evidence:
         return Evidence(MEASURED, folder)
     if device.platform == "cpu":
         return Evidence(TESTED)
-    is_compiled = getattr(device, "compute_capability", None) in COMPILED_FOR.get(backend, ())
-    if not is_compiled:
-        return Evidence(UNTRIED)
-    return Evidence(COMPILED if feature in NOT_INTERPRETED else RUNS)
+    if backend == "xla" and feature in COMPILED_STEPS.get(device.device_kind, ()):
+        return Evidence(COMPILED)
+    if getattr(device, "compute_capability", None) in COMPILED_FOR.get(backend, ()):
+        return Evidence(COMPILED if feature in NOT_INTERPRETED else RUNS)
+    return Evidence(UNTRIED)
