@@ -6,6 +6,7 @@ import re
 
 import platform_table
 import pytest
+import test_tpu_compiled
 from platform_table import PLATFORMS, standing_in
 
 from tree_attn.commands.doctor import evidence, kernels
@@ -89,6 +90,7 @@ def test_what_is_called_compiled_is_compiled_by_a_test():
     target = (ROOT / "tests" / "kernels" / "h200.txtpb").read_text()
     (major,) = re.findall(r"cuda_compute_capability \{ major: (\d+) feature", target)
     assert {"mosaic_gpu": (f"{major}.0",)} == evidence.COMPILED_FOR
+    assert {kind for kind, _ in test_tpu_compiled.TOPOLOGIES.values()} == evidence.COMPILED_STEPS.keys()
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,16 @@ def initialize(
     have equal versions, source files of this library, options of JAX, XLA and NCCL, and `arguments`.
 
     From then on a rank that is lost ends all others (`tree_attn.cluster.watchdog`). Call it before anything uses a
-    device. Once joined, a second call returns the first one's result.
+    device. Once joined, a second call returns the first one's result. A TPU's metadata is not read: on a slice of
+    several hosts give the first three arguments. Nothing of it was run on TPUs or AMD GPUs.
 
     Args:
       coordinator_address: "host:port" of process 0, reachable from all; goes with the next two.
       num_processes: the number of processes.
       process_id: this one, 0 to num_processes - 1; process 0 prints and writes files.
-      local_device_ids: numbers of this process's own accelerators among those that it sees. None takes an equal part
-        where the number of processes on the node is known, else all.
+      local_device_ids: numbers of this process's own accelerators among those that it sees. None takes an equal part of
+        NVIDIA's GPUs where the number of processes on the node is known, else all. AMD's are not dealt out: processes
+        of one node must name them. A process on a TPU host takes its chips.
       n_devices: devices over all processes; without accelerators every process emulates its equal part of them.
       timeout_s: time limit of each step, in seconds; default `TREE_ATTN_TIMEOUT_S`, else 60.
       arguments: further facts that must be alike on all ranks, by name; the error names the ranks that differ in them.
