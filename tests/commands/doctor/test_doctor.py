@@ -60,6 +60,10 @@ def test_several_reasons_name_their_features(capsys):
     assert re.search(r"^not mosaic_gpu: .* this GPU has 8.0$", text, re.MULTILINE)
     assert re.search(r"^not cudnn: cudnn does not support logits_soft_cap \(decode, soft cap\)$", text, re.MULTILINE)
     assert re.search(r"^ decode, lengths +cudnn +not tried", text, re.MULTILINE)
+    with standing_in(next(platform for platform in PLATFORMS if platform.title == "H200")):
+        found = kernels.examine()
+    _print_kernels(found, terminal.output())
+    assert "does not support int8 key and value (decode, int8 cache)" in capsys.readouterr().out
 
 
 def test_a_kernel_that_is_wrong_here_is_reported(monkeypatch):

@@ -56,8 +56,7 @@ def find_unmeasured(device: jax.Device, kernels: Mapping[str, Mapping[str, Any]]
     return [
         f"No time was measured on devices of this kind, {device.device_kind}. {plan}; "
         "`tree-attn doctor --distributed --machine-out FILE` measures what it needs.",
-        "reduction=None does not know what exchanges cost here. It takes fused along the first mesh axis where that "
-        "runs, and gather along the others.",
+        "reduction=None does not know what exchanges cost here, and takes those with the fewest latencies.",
     ]
 
 

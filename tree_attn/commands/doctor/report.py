@@ -84,7 +84,7 @@ def print_all(report: dict[str, Any]) -> None:
 
 
 def _print_kernels(kernels: dict[str, dict[str, Any]], console: Console) -> None:
-    """Prints what runs what, then why other backends do not: with the features, where a backend has several reasons."""
+    """Prints what runs what, then why other backends do not, with the features unless the reason holds for all."""
     headings = ("bfloat16, heads of 128", "runs by", "known here")
     table = terminal.table(*headings, title="what runs what", left=headings)
     reasons: dict[str, dict[str, list[str]]] = {}
@@ -95,7 +95,8 @@ def _print_kernels(kernels: dict[str, dict[str, Any]], console: Console) -> None
     console.print(table)
     for backend, by_reason in reasons.items():
         for reason, features in by_reason.items():
-            where = f" ({'; '.join(features)})" if len(by_reason) > 1 else ""
+            is_general = len(by_reason) == 1 and len(features) > 1
+            where = "" if is_general else f" ({'; '.join(features)})"
             terminal.say(console, f"not {backend}: {reason}{where}")
 
 
