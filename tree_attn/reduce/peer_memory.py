@@ -63,7 +63,7 @@ def check_platform(devices: Sequence[jax.Device]) -> None:
     """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and on which the exchange has run."""
     if (runtime := runtime_of(devices[0])) != "cuda":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
-    # docs/log/fused.md: "The exchange compiles for absent GPUs where JAX is told which they are"
+    # docs/log/fused.md: "The exchange compiles for absent GPUs if JAX knows their kind"
     capability = getattr(devices[0], "compute_capability", CAPABILITY)
     if capability != CAPABILITY:
         raise PeerMemoryError(
