@@ -31,8 +31,9 @@ class MissingRows:
         row = labels | measure() | self._origin
         self._writer.append(row)
         chain, us = row.get("chain_us_median"), row.get("device_us_median")
-        times = f"{us:8.1f} us" + (f", chain {chain:8.1f} us, {chain / row['limit_us']:5.2f} x limit" if chain else "")
-        result = times if us else row["error"][:200]
+        times = [f"{us:8.1f} us"] if us else []  # the profiler may have lost events
+        times += [f"chain {chain:8.1f} us, {chain / row['limit_us']:5.2f} x limit"] if chain else []
+        result = ", ".join(times) or row["error"][:200]
         print(title or " ".join(f"{labels[key]!s:>8s}" for key in self.keys), result, flush=True)
 
     def _key(self, row: dict) -> tuple:
