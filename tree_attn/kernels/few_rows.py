@@ -5,6 +5,8 @@ Each CTA has out-features of its own (`few_rows_layout.py`). Of its two warpgrou
   memory, so that enough is in flight. x, and its norm's scale, come with them a block at a time.
 - Operands are swapped, `y^T = W x^T`: the 64 rows of the tensor core are out-features, its 8 or 16 columns rows of x.
   Of a tile with fewer the rest is what lies behind it, whose results are dropped.
+- With `config.stack` the 64 rows are several blocks of a small tile, and the columns as many of x. Sums of a block's
+  own are added at the end.
 - The norm is applied in two parts. x is multiplied by the scale where it lies; `1 / sqrt(mean(x^2) + eps)`, of
   which the sum is made on the way, multiplies the result.
 - Activation, residual and rounding come at the end, in registers.
@@ -33,6 +35,7 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsConfig,
     FewRowsShape,
     check_fits,
+    fold_shape,
 )
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.mlir import narrowed, widened
@@ -72,12 +75,14 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype)
     tiled = functools.partial(smem, transforms=tiling(shape.dtype, IN_MULTIPLE))
     # Tiles lie one behind another, and 64 out-features from the last tile's first are there too.
-    weight_rows = (stages * shape.parts - 1) * config.tile + TENSOR_ROWS
-    scratch = {"weights_smem": tiled((weight_rows, block_in)), "x_smem": tiled((stages, shape.columns, block_in))}
-    arrivals = shape.parts + 1
+    weight_rows = (stages * shape.parts - 1) * config.stacked + TENSOR_ROWS
+    columns = config.stack * shape.columns
+    scratch = {"weights_smem": tiled((weight_rows, block_in)), "x_smem": tiled((stages, columns, block_in))}
     if shape.eps is not None:
-        scratch["scale_smem"] = smem((stages, block_in))
-        arrivals += 1
+        scratch["scale_smem"] = smem((stages, config.stack, block_in))
+    if config.stack > 1:
+        scratch["fold_smem"] = plgpu.SMEM(fold_shape(shape, config), jnp.float32)
+    arrivals = config.stack * (shape.parts + 1 + (shape.eps is not None))
     pl.run_scoped(
         functools.partial(_multiply_scoped, dict(zip(names, refs)), shape, config, refs[-1]),
         full=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
@@ -89,33 +94,43 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
 
 def _multiply_scoped(
     refs, shape: FewRowsShape, config: FewRowsConfig, out_ref, *,
-    full, free, weights_smem, x_smem, scale_smem=None,
+    full, free, weights_smem, x_smem, scale_smem=None, fold_smem=None,
 ):  # fmt: skip
-    stages, blocks = config.num_stages, shape.in_features // config.block_in
+    stages, stack, cols = config.num_stages, config.stack, shape.columns
+    blocks = shape.in_features // (stack * config.block_in)  # stages of a tile
     first_tile = lax.axis_index("cta") * config.tiles
 
-    def rows_of(stage, part: int, rows: int):
-        return weights_smem.at[pl.ds(pl.multiple_of((stage * shape.parts + part) * config.tile, GRAIN), rows)]
+    def rows_of(stage, part: int, rows: int, place: int = 0):
+        first = ((stage * shape.parts + part) * stack + place) * config.tile
+        return weights_smem.at[pl.ds(pl.multiple_of(first, GRAIN), rows)]
+
+    def x_of(stage, place: int):
+        return x_smem.at[stage, pl.ds(place * cols, cols)]
 
     def first_feature(tile):
         return pl.multiple_of((first_tile + tile) * config.tile, GRAIN)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
-        def columns(step):
-            return pl.ds(pl.multiple_of(lax.rem(step, blocks) * config.block_in, IN_MULTIPLE), config.block_in)
+        def columns(step, place: int):
+            block = lax.rem(step, blocks) * stack + place
+            return pl.ds(pl.multiple_of(block * config.block_in, IN_MULTIPLE), config.block_in)
 
         def copy_weights(step, stage):
-            for part in range(shape.parts):
-                rows = pl.ds(first_feature(lax.div(step, blocks)), config.tile)
-                source = refs["weights"].at[part, rows, columns(step)]
-                plgpu.copy_gmem_to_smem(source, rows_of(stage, part, config.tile), full.at[stage])
-            if scale_smem is not None:
-                plgpu.copy_gmem_to_smem(refs["scale"].at[columns(step)], scale_smem.at[stage], full.at[stage])
+            rows = pl.ds(first_feature(lax.div(step, blocks)), config.tile)
+            for place in range(stack):
+                for part in range(shape.parts):
+                    source = refs["weights"].at[part, rows, columns(step, place)]
+                    plgpu.copy_gmem_to_smem(source, rows_of(stage, part, config.tile, place), full.at[stage])
+                if scale_smem is not None:
+                    source = refs["scale"].at[columns(step, place)]
+                    plgpu.copy_gmem_to_smem(source, scale_smem.at[stage, place], full.at[stage])
 
         def copy_x(step, stage):
-            rows = pl.ds(step * 0, shape.columns)  # those past the last are out of bounds: read as zeros
-            plgpu.copy_gmem_to_smem(refs["x"].at[rows, columns(step)], x_smem.at[stage], full.at[stage])
+            rows = pl.ds(step * 0, cols)  # those past the last are out of bounds: read as zeros
+            for place in range(stack):
+                source = refs["x"].at[rows, columns(step, place)]
+                plgpu.copy_gmem_to_smem(source, x_of(stage, place), full.at[stage])
 
         def refill(step, _):
             stage = lax.rem(step, stages)
@@ -148,7 +163,9 @@ def _multiply_scoped(
                     stage = lax.rem(step, stages)
                     plgpu.barrier_wait(full.at[stage])
                     if squares is not None:
-                        squares = squares + _scale(x_smem.at[stage], scale_smem.at[stage], shape)
+                        for place in range(stack):
+                            squares = squares + _scale(x_of(stage, place), scale_smem.at[stage, place], shape)
+                        plgpu.commit_smem()
                     for part, acc in enumerate(accs):
                         plgpu.wgmma(acc, rows_of(stage, part, TENSOR_ROWS), x_smem.at[stage].transpose((1, 0)))
                     plgpu.wgmma_wait(shape.parts)  # the block before has been multiplied
@@ -158,9 +175,11 @@ def _multiply_scoped(
                 squares = lax.fori_loop(0, blocks, block_step, _no_squares(shape, config))
                 return tuple(acc[...] for acc in accs), squares
 
-            acc = plgpu.ACC((TENSOR_ROWS, shape.columns), jnp.float32)
+            acc = plgpu.ACC((TENSOR_ROWS, stack * cols), jnp.float32)
             sums, squares = pl.run_scoped(products, *[acc] * shape.parts)
             release((tile + 1) * blocks - 1)
+            if stack > 1:
+                sums = [_folded(x, fold_smem, shape, config) for x in sums]
             _write(out_ref, _finish(sums, squares, residual, shape), feature, shape, config)
 
         lax.fori_loop(0, config.tiles, tile_step, None)
@@ -191,8 +210,19 @@ def _scale(x_smem, scale_smem, shape: FewRowsShape):
     scale = load(scale_smem, layout.reduce(1)).astype(jnp.float32)
     scale = lax.broadcast_in_dim(scale + 1.0 if shape.adds_one else scale, x.shape, [0])
     store_transposed(x_smem, (x * scale).astype(shape.dtype))
-    plgpu.commit_smem()
     return x * x
+
+
+def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns the sum of what a stack's blocks add to a tile, float32 `[64, cols]`; beyond the tile it is garbage."""
+    fold_smem[pl.ds(0, TENSOR_ROWS)] = product
+    plgpu.commit_smem()
+    slice_of = lambda place: (
+        pl.ds(place * config.tile, TENSOR_ROWS), pl.ds(place * shape.columns, shape.columns)
+    )  # fmt: skip
+    total = functools.reduce(jnp.add, [load(fold_smem.at[slice_of(place)], _LAYOUT) for place in range(config.stack)])
+    plgpu.commit_smem()  # all have read it
+    return total
 
 
 def _finish(sums, squares, residual, shape: FewRowsShape):

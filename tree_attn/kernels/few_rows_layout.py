@@ -7,6 +7,7 @@ of an H200 idle so (`tests/kernels/test_few_rows.py`).
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -65,8 +66,10 @@ class FewRowsConfig:
     tile:         out-features of a tile of weights, and of the other part's as many
     tiles:        tiles of each CTA, one after another
     num_ctas:     CTAs
-    block_in:     in-features that a stage has of a tile
+    block_in:     in-features of a block
     num_stages:   stages in flight
+    stack:        blocks of a stage, which the tensor core multiplies at once: the out-features of each are some of its
+                  64 rows, the rows of x some of its columns, and what does not belong together is dropped
     is_early:     whether weights are read before the previous kernel has ended
     """
 
@@ -76,6 +79,12 @@ class FewRowsConfig:
     block_in: int
     num_stages: int
     is_early: bool = False
+    stack: int = 1
+
+    @property
+    def stacked(self) -> int:
+        """Rows of the tensor core that a tile has."""
+        return self.stack * self.tile
 
 
 def unsupported(rows: int, out_features: int, in_features: int, dtype, activation: str | None = None) -> str | None:
@@ -99,8 +108,8 @@ def overlaps() -> bool:
     return jax.__version_info__ >= OVERLAPS
 
 
-def stage_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
-    """Returns the shared memory of a stage: weights, rows of x, and the norm's scale."""
+def block_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
+    """Returns the shared memory of a block: weights, rows of x, and the norm's scale."""
     per_feature = shape.parts * tile + shape.columns + (shape.eps is not None)
     return per_feature * block_in * jnp.dtype(shape.dtype).itemsize
 
@@ -118,7 +127,7 @@ def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> Fe
     weight_bytes = shape.parts * tile * jnp.dtype(shape.dtype).itemsize
     block_in = next(size for size in BLOCKS_IN if shape.in_features % size == 0 and size * weight_bytes <= STAGE_BYTES)
     budget = (OVERLAPPED_CTA_BYTES if is_early else CTA_BYTES) - beyond_bytes(shape, tile, block_in)
-    stages = max(2, budget // stage_bytes(shape, tile, block_in))
+    stages = max(2, budget // block_bytes(shape, tile, block_in))
     stages = min(stages, tiles * (shape.in_features // block_in))
     return FewRowsConfig(
         tile=tile, tiles=tiles, num_ctas=num_ctas, block_in=block_in, num_stages=stages, is_early=is_early
@@ -134,15 +143,21 @@ def tiles_of_cta(out_features: int) -> tuple[int, int]:
     return min(choices, key=lambda choice: choice[1] * (choice[0] + TILE_COST))
 
 
-def beyond_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
-    """Returns the bytes behind the last tile that the tensor core reads with it, whatever they hold."""
-    return (TENSOR_ROWS - tile) * block_in * jnp.dtype(shape.dtype).itemsize
+def beyond_bytes(shape: FewRowsShape, rows: int, block_in: int) -> int:
+    """Returns the bytes behind the last `rows` that the tensor core reads with them, whatever they hold."""
+    return (TENSOR_ROWS - rows) * block_in * jnp.dtype(shape.dtype).itemsize
+
+
+def fold_shape(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
+    """Returns the shape of the tensor core's result in shared memory, from which the parts of a stack are added."""
+    return TENSOR_ROWS + config.stacked - config.tile, config.stack * shape.columns
 
 
 def smem_bytes(shape: FewRowsShape, config: FewRowsConfig) -> int:
     """Returns the shared memory of a CTA."""
-    stages = config.num_stages * stage_bytes(shape, config.tile, config.block_in)
-    return stages + beyond_bytes(shape, config.tile, config.block_in) + OTHER_BYTES
+    stages = config.num_stages * config.stack * block_bytes(shape, config.tile, config.block_in)
+    fold = 4 * math.prod(fold_shape(shape, config)) if config.stack > 1 else 0
+    return stages + beyond_bytes(shape, config.stacked, config.block_in) + fold + OTHER_BYTES
 
 
 def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
@@ -151,8 +166,9 @@ def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
     room = SMEM_BYTES_PER_SM // ctas - RESERVED_SMEM_BYTES
     if smem_bytes(shape, config) > room:
         raise ValueError(f"config must need at most {room} bytes of shared memory, got {config} for {shape}")
-    is_cut = config.tile % GRAIN or config.tile > TENSOR_ROWS or shape.in_features % config.block_in
+    of_stage = config.stack * config.block_in
+    is_cut = config.tile % GRAIN or config.stacked > TENSOR_ROWS or shape.in_features % of_stage
     if is_cut or config.tile * config.tiles * config.num_ctas < shape.out_features:
         raise ValueError(f"config must have tiles that cover {shape}, got {config}")
-    if not 1 <= config.num_stages <= config.tiles * (shape.in_features // config.block_in):
-        raise ValueError(f"config must have no more stages than blocks of {shape}, got {config}")
+    if not 1 <= config.num_stages <= config.tiles * (shape.in_features // of_stage):
+        raise ValueError(f"config must have no more stages than {shape} fills, got {config}")
