@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tree_attn.cluster import join
 from tree_attn.cluster.hostlist import expand_counts, expand_hostlist
 from tree_attn.cluster.launch import Launch, check_coordinator, detect, own_gpus
 
@@ -252,3 +253,11 @@ def test_gpus_that_cannot_be_dealt_out_equally():
 def test_gpus_that_were_asked_for_and_are_not_there():
     with pytest.raises(ValueError, match=r"local_device_ids must lie in 0 .. 3, the GPUs seen on n1; got \[4\]"):
         own_gpus(Launch(source="slurm", node="n1", local_device_ids=(0, 4)), GPUS, {})
+
+
+def test_one_process_takes_the_gpus_that_it_names_of_either_maker(monkeypatch):
+    options = {}
+    monkeypatch.setattr(join.jax.config, "update", options.__setitem__)
+    launch = join._alone(Launch(source="single", node="n1", local_device_ids=(1, 3)))
+    assert options == {"jax_cuda_visible_devices": "1,3", "jax_rocm_visible_devices": "1,3"}
+    assert (launch.local_device_ids, launch.hosts) == ((1, 3), ("n1",))
