@@ -10,7 +10,8 @@ from tree_attn.arguments import AnyArray, AttentionOptions, OptionArguments, one
 from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement
-from tree_attn.ring_baseline.hops import ROTATIONS, PromptRing
+from tree_attn.ring_baseline.hops import PromptRing
+from tree_attn.ring_baseline.rotation import ROTATIONS
 from tree_attn.sharded import check_call, check_shards_are_full, over_shards
 
 
@@ -18,19 +19,19 @@ from tree_attn.sharded import check_call, check_shards_are_full, over_shards
 def ring_attention(
     query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    rotation: str = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+    rotation: str | None = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"]: ...  # fmt: skip
 @overload
 def ring_attention(
     query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    rotation: str = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+    rotation: str | None = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
 @overload
 def ring_attention(
     query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    rotation: str = ..., return_lse: bool, **options: Unpack[OptionArguments],
+    rotation: str | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
 @takes_options(without=("query_positions",), is_causal=True)
 def ring_attention(
@@ -42,7 +43,7 @@ def ring_attention(
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
     block_size: Placement = UNNAMED,
-    rotation: str = "one_way",
+    rotation: str | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]:
@@ -70,8 +71,8 @@ def ring_attention(
         position `storage_order(...)[i]`. key and value may both be float8_e4m3fn or int8.
       block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work. It
         must be named where the result depends on it: if causal, with lengths or a window.
-      rotation: "one_way": K and V go to the next device, p - 1 times. "two_way": half of the KV heads go the other way
-        round, so that each link carries half in both directions at once.
+      rotation: "one_way": K and V go to the next device, p - 1 times. "joint": as one array. "two_way": half of the KV
+        heads go the other way round. None: the one predicted to be the fastest, as in `ring_decode`.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
         `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: they see the valid keys, and
         their result means nothing. Of what they hold, 0 takes the place of NaN and infinities.
@@ -91,7 +92,7 @@ def ring_attention(
       FlashAttention-2 (Dao 2023), section 3.1.2; Tree Attention, section 5.3.
     """
     axes = axis_tuple(axis_name)
-    one_of("rotation", rotation, ROTATIONS)
+    one_of("rotation", rotation, (None, *ROTATIONS))
     attention = AttentionOptions(**options)
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, is_prompt=True)
     check_self_attention(query, key)

@@ -15,8 +15,8 @@ from tree_attn.local import attend_shard
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement
-from tree_attn.ring_baseline.hops import ROTATIONS, Way, joined, split_ways
 from tree_attn.ring_baseline.rotate import place, source, to_next, typed_as_replicated
+from tree_attn.ring_baseline.rotation import ROTATIONS, Way, choose_rotation, joined, split_ways
 from tree_attn.sharded import check_call, local_shard, over_shards, pad_keys
 from tree_attn.state import SoftmaxState, merge_states
 
@@ -27,19 +27,20 @@ VARIANTS = ("overlapped", "public")
 def ring_decode(
     query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    variant: str = ..., rotation: str = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+    variant: str = ..., rotation: str | None = ..., return_lse: Literal[False] = ...,
+    **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"]: ...  # fmt: skip
 @overload
 def ring_decode(
     query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    variant: str = ..., rotation: str = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+    variant: str = ..., rotation: str | None = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @overload
 def ring_decode(
     query: Float[AnyArray, "B T N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    variant: str = ..., rotation: str = ..., return_lse: bool, **options: Unpack[OptionArguments],
+    variant: str = ..., rotation: str | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
 @takes_options()
 def ring_decode(
@@ -52,7 +53,7 @@ def ring_decode(
     batch_axis_name: AxisName | None = None,
     block_size: Placement = UNNAMED,
     variant: str = "overlapped",
-    rotation: str = "one_way",
+    rotation: str | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -69,8 +70,10 @@ def ring_decode(
       variant: "overlapped": p - 1 hops; the next hop's transfer starts before this hop's attention so that they can
         overlap. Each device sends `2 B S K H (p - 1) / p` elements. "public": p hops in a loop, attention first and
         then the transfer, as the public JAX rings do it (the last hop brings every shard home again).
-      rotation: "one_way": K and V go to the next device. "two_way", of "overlapped" only: half of the KV heads go the
-        other way round, so that each link carries half in both directions at once.
+      rotation: of "overlapped". "one_way": K and V go to the next device, each by a transfer of its own. "joint": as
+        one array, by one transfer, which costs copies. "two_way": half of the KV heads go the other way round, so that
+        each link carries half in both directions at once. None: the one that the cost model predicts to be the fastest;
+        the logger `tree_attn` says which. Without costs of the machine that is "one_way".
     Returns:
       As `tree_attn.tree_decode`.
     Raises:
@@ -85,7 +88,7 @@ def ring_decode(
     """
     axes = axis_tuple(axis_name)
     one_of("variant", variant, VARIANTS)
-    one_of("rotation", rotation, ROTATIONS if variant == "overlapped" else ("one_way",))
+    one_of("rotation", rotation, (None, *ROTATIONS) if variant == "overlapped" else (None, "one_way"))
     attention = AttentionOptions(**options)
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size)
     key, value, attention = pad_keys(key, value, attention, axes=axes, mesh=mesh, block_size=block_size)
@@ -105,7 +108,7 @@ class _RingDecode:
     axes: tuple[str, ...]
     block_size: int | None
     variant: str
-    rotation: str
+    rotation: str | None
 
     def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         shard = local_shard(self.axes, self.block_size)
@@ -113,11 +116,14 @@ class _RingDecode:
             state = attend_shard(query, key, value, options, shard)
             return add_sinks(typed_as_replicated(state, self.axes), options.sinks)
 
-        def attend_to(way: Way, key_value, hop) -> SoftmaxState:
+        def attend_to(way: Way, load, hop) -> SoftmaxState:
             visiting = dataclasses.replace(shard, index=source(self.axes, way.step * hop))
-            return attend_shard(way.query, *key_value, way.options, visiting, beside_transfers=True)
+            return attend_shard(way.query, *way.key_value(load, hop), way.options, visiting, beside_transfers=True)
 
-        ways = split_ways(self.rotation, query, key, value, options)
+        rotation = "one_way"
+        if self.variant == "overlapped":
+            rotation = choose_rotation(self.rotation, query, key, value, self.axes)
+        ways = split_ways(rotation, query, key, value, options)
         rotate = _overlapped if self.variant == "overlapped" else _public
         by_hop = rotate(attend_to, ways, self.axes, shard.num_shards)
         # Every device met the shards in another order. Merged in the ring's order they round alike everywhere.
@@ -132,12 +138,12 @@ class _RingDecode:
 
 def _overlapped(attend_to, ways: tuple[Way, ...], axes, num_shards) -> list[SoftmaxState]:
     """p - 1 hops, unrolled, so that a transfer lands in a buffer of its own while the previous shard is read."""
-    present, by_hop = [(way.key, way.value) for way in ways], []
+    present, by_hop = [way.load for way in ways], []
     for hop in range(num_shards):
         is_last = hop == num_shards - 1
         arriving = None if is_last else [to_next(x, axes, way.step) for way, x in zip(ways, present)]
         with jax.named_scope(f"ring_decode_hop_{hop}"):
-            states = [attend_to(way, key_value, hop) for way, key_value in zip(ways, present)]
+            states = [attend_to(way, load, hop) for way, load in zip(ways, present)]
         # The hop ends when both are done. Without the barrier XLA runs all transfers ahead of the attention, which
         # overlaps nothing and needs a buffer per hop instead of two.
         present, states = jax.lax.optimization_barrier((arriving, states))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,25 +14,9 @@ from tree_attn.masking import add_sinks
 from tree_attn.mesh import vary_as
 from tree_attn.placement import Shard
 from tree_attn.ring_baseline.rotate import source, to_next
+from tree_attn.ring_baseline.rotation import Way, choose_rotation, joined, split_ways
 from tree_attn.sharded import local_shard
 from tree_attn.state import SoftmaxState, empty_like, merge_state
-
-ROTATIONS = ("one_way", "two_way")
-
-
-class Way(NamedTuple):
-    """The arrays and options of the heads whose K and V go round one way: `step` is 1, or -1 for the other way."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    options: AttentionOptions
-    step: int
-
-    @property
-    def heads(self) -> int:
-        """The number of query heads."""
-        return self.query.shape[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,47 +25,46 @@ class PromptRing:
 
     axes: `()` where the device has whole prompts
     block_size: as in `ring_attention`
-    rotation: one of `ROTATIONS`
+    rotation: as in `ring_attention`
     returns_lse: False where no result depends on the lse, so that cuDNN's backward pass may run
     """
 
     axes: tuple[str, ...]
     block_size: int | None
-    rotation: str = "one_way"
+    rotation: str | None = None
     returns_lse: bool = True
 
     def __call__(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         """Returns the state of this device's queries over all keys and sinks; differentiable once."""
         shard = local_shard(self.axes, self.block_size)
+        rotation = choose_rotation(self.rotation, query, key, value, self.axes, is_causal=options.is_causal)
         query = _finite_in_padding(query, options.key_value_seq_lengths, shard)
         # So typed, what every device has gets the sum of all devices' gradients, outside of the rule below.
         query, key, value, options = vary_as((query, key, value, options), shard.index)
-        return _differentiable(self, query, key, value, options)
+        return _differentiable(dataclasses.replace(self, rotation=rotation), query, key, value, options)
 
     def forward(self, query, key, value, options: AttentionOptions) -> SoftmaxState:
         """Returns what a call returns."""
         shard = local_shard(self.axes, self.block_size)
         ways = split_ways(self.rotation, query, key, value, options)
 
-        def attended(hop, way: Way, key_value, state: SoftmaxState) -> SoftmaxState:
+        def attended(hop, way: Way, load, state: SoftmaxState) -> SoftmaxState:
             with jax.named_scope("ring_attention_hop"):
-                part = attend_shard(
-                    way.query, *key_value, way.options, self._visiting(shard, hop, way), query_shard=shard,
-                    beside_transfers=True,
-                )  # fmt: skip
+                arrays, visiting = (way.query, *way.key_value(load, hop)), self._visiting(shard, hop, way)
+                part = attend_shard(*arrays, way.options, visiting, query_shard=shard, beside_transfers=True)
             if shard.num_shards == 1:
                 return part
             # Merged in float32: a bf16 running output would round once per hop.
             return merge_state(state, SoftmaxState(part.out.astype(part.lse.dtype), part.lse))
 
         def step(carry, hop):
-            arriving = [to_next(key_value, self.axes, way.step) for way, (key_value, _) in zip(ways, carry)]
+            arriving = [to_next(load, self.axes, way.step) for way, (load, _) in zip(ways, carry)]
             states = [attended(hop, way, *of_way) for way, of_way in zip(ways, carry)]
             # As in ring_decode: two buffers, and a transfer beside each hop's attention.
             return jax.lax.optimization_barrier(list(zip(arriving, states))), None
 
         empty = lambda way: vary_as(_empty_state(way), query)
-        carry = [((way.key, way.value), empty(way)) for way in ways]
+        carry = [(way.load, empty(way)) for way in ways]
         carry = _over_hops(step, carry, shard.num_shards)
         states = [attended(shard.num_shards - 1, way, *of_way) for way, of_way in zip(ways, carry)]
         state = SoftmaxState(*(joined(parts, axis=2) for parts in zip(*states)))
@@ -103,10 +85,10 @@ class PromptRing:
         rows = {"lse": state.lse, "of_out": of_out, "of_sum": of_sum}
         rows = _by_way(rows if self.returns_lse else rows | {"out": state.out}, ways)
 
-        def at_hop(hop, way: Way, key_value, rows_of_way) -> Gradient:
+        def at_hop(hop, way: Way, load, rows_of_way) -> Gradient:
             with jax.named_scope("ring_attention_backward_hop"):
-                visiting = self._visiting(shard, hop, way)
-                return shard_gradient(way.query, *key_value, way.options, visiting, query_shard=shard, **rows_of_way)
+                arrays, visiting = (way.query, *way.key_value(load, hop)), self._visiting(shard, hop, way)
+                return shard_gradient(*arrays, way.options, visiting, query_shard=shard, **rows_of_way)
 
         def sent(way: Way, total: Gradient) -> Gradient:
             if shard.num_shards == 1:
@@ -115,20 +97,20 @@ class PromptRing:
             return total._replace(key=of_key, value=of_value)
 
         def step(carry, hop):
-            arriving = [to_next(key_value, self.axes, way.step) for way, (key_value, _) in zip(ways, carry)]
+            arriving = [to_next(load, self.axes, way.step) for way, (load, _) in zip(ways, carry)]
             # A first hop has nothing before it, and says so where hops are unrolled.
             is_first = isinstance(hop, int) and hop == 0
             before = [total if is_first else sent(way, total) for way, (_, total) in zip(ways, carry)]
-            here = [at_hop(hop, way, key_value, of_way) for way, (key_value, _), of_way in zip(ways, carry, rows)]
+            here = [at_hop(hop, way, load, of_way) for way, (load, _), of_way in zip(ways, carry, rows)]
             arriving, before, here = jax.lax.optimization_barrier((arriving, before, here))
             return list(zip(arriving, jax.tree.map(jnp.add, before, here))), None
 
         zeros = lambda way: vary_as(zero_gradient(*way[:4]), query)
-        carry = _over_hops(step, [((way.key, way.value), zeros(way)) for way in ways], shard.num_shards)
+        carry = _over_hops(step, [(way.load, zeros(way)) for way in ways], shard.num_shards)
         last = shard.num_shards - 1
         totals = [
-            sent(way, jax.tree.map(jnp.add, sent(way, total), at_hop(last, way, key_value, of_way)))
-            for way, (key_value, total), of_way in zip(ways, carry, rows)
+            sent(way, jax.tree.map(jnp.add, sent(way, total), at_hop(last, way, load, of_way)))
+            for way, (load, total), of_way in zip(ways, carry, rows)
         ]
         *arrays, scales = zip(*totals)
         scales = None if scales[0] is None else joined(scales, axis=1)
@@ -141,47 +123,12 @@ class PromptRing:
         return dataclasses.replace(shard, index=source(self.axes, way.step * hop))
 
 
-def split_ways(rotation: str, query, key, value, options: AttentionOptions) -> tuple[Way, ...]:
-    """Returns all heads as one way, or two halves of the KV heads, with their queries, as two.
-
-    Raises:
-      NotImplementedError: "two_way" with a single KV head.
-    """
-    if rotation == "one_way":
-        return (Way(query, key, value, options, 1),)
-    num_kv_heads = key.shape[2]
-    if num_kv_heads == 1:
-        raise NotImplementedError("rotation='two_way' sends half of the KV heads each way round, and key has only 1")
-    half, group = -(-num_kv_heads // 2), query.shape[2] // num_kv_heads
-
-    def way(heads: slice, step: int) -> Way:
-        of_query = slice(*(None if end is None else end * group for end in (heads.start, heads.stop)))
-        parts = query[:, :, of_query], key[:, :, heads], value[:, :, heads]
-        return Way(*parts, options_of_heads(options, of_query, heads), step)
-
-    return way(slice(None, half), 1), way(slice(half, None), -1)
-
-
-def options_of_heads(options: AttentionOptions, query_heads, kv_heads) -> AttentionOptions:
-    """Returns the options of some heads; slices, or arrays of indices."""
-    indices = {"sinks": query_heads, "key_scale": kv_heads, "value_scale": kv_heads}
-    found = {name: getattr(options, name) for name in indices}
-    return dataclasses.replace(
-        options, **{name: None if x is None else jnp.asarray(x)[indices[name]] for name, x in found.items()}
-    )
-
-
 def _by_way(arrays: dict[str, jax.Array], ways: tuple[Way, ...]) -> list[dict[str, jax.Array]]:
     """Returns each way's part of arrays `[B, T, N, ...]`."""
     if len(ways) == 1:
         return [arrays]
     half = ways[0].heads
     return [{name: x[:, :, heads] for name, x in arrays.items()} for heads in (slice(None, half), slice(half, None))]
-
-
-def joined(parts, axis: int):
-    """Returns the arrays of all ways as one, along the axis of heads."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=axis)
 
 
 def _empty_state(way: Way) -> SoftmaxState:

@@ -22,7 +22,8 @@ from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement
 from tree_attn.reduce.collectives import all_to_all
 from tree_attn.ring_baseline.attention import check_self_attention
-from tree_attn.ring_baseline.hops import ROTATIONS, PromptRing, options_of_heads
+from tree_attn.ring_baseline.hops import PromptRing
+from tree_attn.ring_baseline.rotation import ROTATIONS, options_of_heads
 from tree_attn.sharded import check_call, check_shards_are_full, over_shards
 from tree_attn.state import SoftmaxState
 
@@ -31,19 +32,19 @@ from tree_attn.state import SoftmaxState
 def ulysses_attention(
     query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    rotation: str = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
+    rotation: str | None = ..., return_lse: Literal[False] = ..., **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"]: ...  # fmt: skip
 @overload
 def ulysses_attention(
     query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    rotation: str = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
+    rotation: str | None = ..., return_lse: Literal[True], **options: Unpack[OptionArguments],
 ) -> tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
 @overload
 def ulysses_attention(
     query: Float[AnyArray, "B S N H"], key: Num[AnyArray, "B S K H"], value: Num[AnyArray, "B S K Hv"], *,
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
-    rotation: str = ..., return_lse: bool, **options: Unpack[OptionArguments],
+    rotation: str | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
 @takes_options(without=("query_positions",), is_causal=True)
 def ulysses_attention(
@@ -55,7 +56,7 @@ def ulysses_attention(
     mesh: Mesh | None = None,
     batch_axis_name: AxisName | None = None,
     block_size: Placement = UNNAMED,
-    rotation: str = "one_way",
+    rotation: str | None = None,
     return_lse: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]:
@@ -92,7 +93,7 @@ def ulysses_attention(
     Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3; the mix: USP (Fang and Zhao 2024), section 3.
     """
     axes = axis_tuple(axis_name)
-    one_of("rotation", rotation, ROTATIONS)
+    one_of("rotation", rotation, (None, *ROTATIONS))
     attention = AttentionOptions(**options)
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, is_prompt=True)
     check_self_attention(query, key)
@@ -111,7 +112,7 @@ class _UlyssesAttention:
 
     axes: tuple[str, ...]
     block_size: int | None
-    rotation: str
+    rotation: str | None
     return_lse: bool
 
     def __call__(self, query, key, value, options: AttentionOptions):

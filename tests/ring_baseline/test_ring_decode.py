@@ -89,7 +89,7 @@ def test_two_ways_round_need_two_heads_and_the_overlapped_variant():
         NotImplementedError, match="'two_way' sends half of the KV heads each way round, and key has only 1"
     ):
         ring_on(3, rotation="two_way")(query, key, value)
-    with pytest.raises(ValueError, match="rotation must be one of 'one_way', got 'two_way'"):
+    with pytest.raises(ValueError, match="rotation must be one of None, 'one_way', got 'two_way'"):
         ring_on(3, rotation="two_way", variant="public")(query, key, value)
 
 

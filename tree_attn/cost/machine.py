@@ -68,6 +68,8 @@ EXCHANGES = {
     ),
     # Every device to the next: one hop of a ring.
     "neighbour": ExchangePattern(num_exchanges=1, rounds=_one_round, payloads_sent=lambda p: 1),
+    # The same, half of the payload to the next device and half to the previous one.
+    "both_ways": ExchangePattern(num_exchanges=1, rounds=_one_round, payloads_sent=lambda p: 1),
 }
 
 
@@ -202,6 +204,11 @@ class Machine:
         sent = pattern.payloads_sent(size) * payload_bytes
         lines = self.links(size, stride).costs[exchange].lines
         return latency_us + min(pattern.num_exchanges * line.alpha_us + sent / line.bytes_per_s * 1e6 for line in lines)
+
+    def knows(self, exchange: str, size: int, stride: int = 1) -> bool:
+        """Returns whether `exchange_us` knows the cost of an exchange among `size` devices, `stride` apart."""
+        links = zip((self.node, self.network), self._split(size, stride))
+        return all(exchange in link.costs for link, devices in links if devices > 1)
 
     def _split(self, size: int, stride: int) -> tuple[int, int]:
         """Returns how many of `size` devices, `stride` apart, one node holds, and the number of nodes."""

@@ -6,10 +6,12 @@ from tree_attn.arguments import check_exchanged_heads
 from tree_attn.cost import datasheets
 from tree_attn.cost.machine import Machine
 from tree_attn.cost.predict import Prediction
+from tree_attn.cost.rotation import Pass, predict_rotations
 from tree_attn.cost.step import STATE_BYTES, DecodeStep, itemsize
 
 # "ulysses_ring": heads are exchanged over the first mesh axis, and a ring runs over the second.
-STRATEGIES = ("ring", "ring_two_way", "ulysses", "ulysses_ring")
+STRATEGIES = ("ring", "ring_joint", "ring_two_way", "ulysses", "ulysses_ring")
+ROTATION_OF = {"ring": "one_way", "ring_joint": "joint", "ring_two_way": "two_way", "ulysses_ring": "one_way"}
 
 
 def check_runs(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> None:
@@ -34,7 +36,7 @@ def check_runs(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> No
 def exchange_bytes_sent(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> tuple[float, ...]:
     """Predicts the bytes that each device sends in one forward pass: by the exchange of heads, and by the ring.
 
-        ring, ring_two_way   (p - 1) kv
+        a ring               (p - 1) kv, whichever way
         ulysses              (u - 1) / u (2 q + c kv),   u = p
         ulysses_ring         the same over the first axis of u devices, and (r - 1) c kv over the second of r
 
@@ -54,13 +56,15 @@ def exchange_bytes_sent(step: DecodeStep, strategy: str, axis_sizes: Sequence[in
 def memory_bytes(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> int:
     """Predicts the bytes of one device's arrays: arguments, result, running sums in float32, and what arrives.
 
-    A ring holds up to three shards of keys and values. An exchange of heads holds each array before and after it.
+    A ring holds up to three shards of keys and values, and one more where they travel as one array. An exchange of
+    heads holds each array before and after it.
     """
     num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
     query_bytes, key_value_bytes = _query_bytes(step), step.key_value_bytes_per_device
     sums = query_bytes // itemsize(step.dtype) * STATE_BYTES
     if num_parts == 1:
-        return 2 * query_bytes + sums + min(num_shards, 3) * key_value_bytes
+        num_held = min(num_shards, 3) + (strategy == "ring_joint" and num_shards > 1)
+        return 2 * query_bytes + sums + num_held * key_value_bytes
     return 4 * query_bytes + sums + (1 + copies * min(num_shards, 3)) * key_value_bytes
 
 
@@ -70,8 +74,7 @@ def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_si
     With `local = 2 b n_h d_h N^2 / p / product rate`, the products of one device at its datasheet's rate:
 
         ring           local + (p - 1) max(transfer - local / p, 0):  a hop ends when both are done
-        ring_two_way   the same; a transfer is of half the bytes on a torus, whose links carry both directions at once,
-                       and of quarters behind a switch, where a device has one link for all
+        ring_joint, ring_two_way   a pass of that rotation (`tree_attn.cost.rotation`)
         ulysses        local + the exchanges of query, key, value and result, each as a transfer of its bytes
         ulysses_ring   both: the exchanges over the first axis, and the hops over the second
 
@@ -87,25 +90,17 @@ def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_si
     Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3.2; Ring Attention (Liu et al. 2023), section 3.
     """
     bytes_sent = exchange_bytes_sent(step, strategy, axis_sizes)
-    try:
-        flops_per_s = datasheets.rates(machine.device_kind)["product_flops_per_s"]
-    except KeyError as error:
-        raise NotImplementedError(f"the rate of products of a {machine.device_kind} is unknown") from error
     num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
-    flops = 2 * step.batch * step.num_heads * step.head_dim * step.num_keys**2 / step.n_devices
-    local_us = flops / flops_per_s * 1e6
+    local_us = products_us(step, machine)
     exchanges_us = ()
     if num_parts > 1:
         array_bytes = (_query_bytes(step),) * 2 + (copies * step.key_value_bytes_per_device / 2,) * 2
         sent = ((num_parts - 1) / num_parts * one for one in array_bytes)
         exchanges_us += (sum(machine.exchange_us("neighbour", one, num_parts) for one in sent),)
     if num_shards > 1:
-        key_bytes = copies * step.key_value_bytes_per_device / 2
-        transfer = lambda num_bytes: machine.exchange_us("neighbour", num_bytes, num_shards, num_parts)
-        transfer_us = 2 * transfer(key_bytes)
-        if strategy == "ring_two_way":
-            transfer_us = (2 if machine.device_kind.startswith("TPU") else 4) * transfer(key_bytes / 2)
-        exchanges_us += ((num_shards - 1) * max(transfer_us - local_us / num_shards, 0.0),)
+        ring = ring_pass(step, axis_sizes, strategy, attention_us=local_us / num_shards)
+        rotation = ROTATION_OF[strategy]
+        exchanges_us += (predict_rotations(ring, machine, (rotation,))[rotation],)
     return Prediction(
         local_us=local_us + machine.local_us,
         collective_us=0.0,
@@ -113,6 +108,28 @@ def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_si
         bytes_sent=bytes_sent,
         memory_bytes=memory_bytes(step, strategy, axis_sizes),
     )
+
+
+def products_us(step: DecodeStep, machine: Machine) -> float:
+    """Predicts the least microseconds of one device's products, `2 b n_h d_h N^2 / p` of them.
+
+    Raises:
+      NotImplementedError: there is no datasheet of the device.
+    """
+    try:
+        flops_per_s = datasheets.rates(machine.device_kind)["product_flops_per_s"]
+    except KeyError as error:
+        raise NotImplementedError(f"the rate of products of a {machine.device_kind} is unknown") from error
+    return 2 * step.batch * step.num_heads * step.head_dim * step.num_keys**2 / step.n_devices / flops_per_s * 1e6
+
+
+def ring_pass(step: DecodeStep, axis_sizes: Sequence[int], strategy: str = "ring", *, attention_us: float) -> Pass:
+    """Returns the pass of a strategy's ring; `attention_us` is that of one hop."""
+    num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
+    return Pass(
+        num_shards=num_shards, key_value_bytes=copies * step.key_value_bytes_per_device, attention_us=attention_us,
+        stride=num_parts,
+    )  # fmt: skip
 
 
 def _parts(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> tuple[int, int, int]:

@@ -107,7 +107,7 @@ def cheapest(elements: int, axis_sizes: Mapping[str, int], mesh: Mesh | None = N
 
 def _by_cost(elements: int, sizes: tuple[int, ...]) -> Iterator[Reduction]:
     """Yields the reductions from the cheapest on; without measured costs, those with one latency per axis."""
-    known = _machine()
+    known = machine_here()
     if known is None:
         rest = ("gather",) * (len(sizes) - 1)
         yield from ((first, *rest) if rest else first for first in ("fused", "gather"))
@@ -129,7 +129,7 @@ def _why_not(reduction: Reduction, elements: int, axes: tuple[str, ...], mesh: M
     return None
 
 
-def _machine() -> machine.Machine | None:
+def machine_here() -> machine.Machine | None:
     """Returns the measured costs of the machine that programs run on, with as many GPUs per node as there are."""
     known = machine.load(jax.local_devices()[0].device_kind) if default_platform() == "gpu" else None
     num_nodes = topology.num_nodes() if known else None

@@ -147,11 +147,16 @@ def test_heads_that_devices_do_not_divide_are_a_row_with_the_reason(tmp_path, ca
 
 @pytest.mark.slow
 def test_a_ring_both_ways_round_is_compared_on_request(tmp_path):
-    options = ("--devices", "3", "--keys", "96", "--two-way", "--reduction", "gather", "--no-plots")
+    options = ("--devices", "3", "--keys", "96", "--joint", "--two-way", "--reduction", "gather", "--no-plots")
     assert compare(tmp_path, *options) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert names(rows) == ["tree gather", "ring_overlapped None", "ring_two_way None", "ring_public None"]
-    one_way, two_way = rows[1:3]
+    rings = ["ring_overlapped None", "ring_joint None", "ring_two_way None", "ring_public None"]
+    assert names(rows) == ["tree gather", *rings]
+    one_way, joint, two_way = rows[1:4]
+    assert [row["rotation"] for row in rows] == [None, "one_way", "joint", "two_way", None]
+    assert joint["error"] is None and joint["collectives_lowered"] == {"collective-permute": 2}
+    for row in (one_way, joint, two_way):
+        assert row["neighbour_gb_per_s"] == row["transfers_gb_per_s"][row["rotation"]] > 0
     assert two_way["error"] is None and two_way["collectives_lowered"] == {"collective-permute": 8}
     for name in ("bytes_sent_per_device_predicted", "peak_memory_bytes_predicted"):
         assert one_way[name] == two_way[name]

@@ -125,7 +125,8 @@ def test_machine_out_measures_what_plan_reads(capsys, tmp_path, monkeypatch):
     measured = machine.read(path)
     assert (measured.device_kind, measured.gpus_per_node) == ("cpu", 2)
     for level in (measured.node, measured.network):
-        assert level.is_measured and set(level.costs) == {"allreduce", "gather", "neighbour"}  # fused needs GPUs
+        without_gpus = {"allreduce", "gather", "neighbour", "both_ways"}  # fused needs GPUs
+        assert level.is_measured and set(level.costs) == without_gpus
     assert measured.provenance["command"].startswith("tree-attn doctor --distributed")
     assert {point["kind"] for point in measured.provenance["points"]["node"]} == set(measured.network.costs)
     assert cli.main(["plan", "--machine", str(path), "--nodes", "2", "--keys", "64"]) == 0

@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--prefill",
         action="store_true",
-        help="compare attention within prompts of --keys tokens, striped: rings one way and two ways round, Ulysses, "
-        "and Ulysses with a ring outside",
+        help="compare attention within prompts of --keys tokens, striped: rings by every rotation, Ulysses, and "
+        "Ulysses with a ring outside",
     )
     shape.add_argument(
         "--gradient", action="store_true", help="with --prefill: the forward and the backward pass in one call"
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reductions of tree attention, e.g. allreduce,gather, and shard_heads, an all-to-all and then a gather of "
         "the heads (default: all; fused and shard_heads on GPUs only)",
     )
+    compared.add_argument("--joint", action="store_true", help="a ring too that sends K and V as one array")
     compared.add_argument(
         "--two-way", action="store_true", help="a ring too that sends half of the heads each way round"
     )

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,8 @@ _RESULT_FIELDS = (
     "compile_s",
     "peak_memory_bytes_compiled", "peak_memory_bytes_runtime", "peak_memory_bytes_runtime_at_most",
     "collectives_lowered", "collectives_compiled", "bytes_sent_per_device_compiled", "max_abs_error", "tolerance",
-    "oracle_num_keys", "oracle_batch", "oracle_num_kv_heads", "sent_gb_per_s", "neighbour_gb_per_s", "error",
+    "oracle_num_keys", "oracle_batch", "oracle_num_kv_heads", "sent_gb_per_s", "neighbour_gb_per_s",
+    "transfers_gb_per_s", "error",
 )  # fmt: skip
 
 
@@ -50,8 +51,9 @@ class Case:
     With `SHARD_HEADS` every device has its part of the heads. The step then ends in a gather of the heads, because the
     next query is whole on every device.
 
-    The strategy "ring_two_way" is "ring_overlapped" with half of the heads each way round; it sends and holds as much.
-    `axis_sizes` has one entry, or two for "hierarchical": devices of a node, and nodes.
+    `axis_sizes` has one entry, or two for "hierarchical": devices of a node, and nodes. `rotation` is that of an
+    overlapped ring. The strategies "ring_joint" and "ring_two_way" are "ring_overlapped" by the rotation of that name,
+    and send as much.
     """
 
     strategy: str
@@ -59,6 +61,7 @@ class Case:
     implementation: str
     step: DecodeStep
     axis_sizes: tuple[int, ...]
+    rotation: str | None = None
 
     @property
     def label(self) -> str:
@@ -92,16 +95,17 @@ class Case:
             step = self.step
             heads = step.batch * step.num_queries * step.hidden_size * itemsize(step.dtype)
             return (step.n_devices - 1) / step.n_devices * (step.packed_state_bytes + heads)
-        return predict.bytes_sent_per_device(self.step, self._one_way, self.reduction, axis_sizes=self.axis_sizes)
+        return predict.bytes_sent_per_device(self.step, self._plain, self.reduction, axis_sizes=self.axis_sizes)
 
     @property
     def peak_memory_bytes(self) -> int | None:
         """Peak memory of a device, by the paper's equations."""
-        return predict.peak_memory_bytes(self.step, self._one_way)
+        return predict.peak_memory_bytes(self.step, self._plain)
 
     @property
-    def _one_way(self) -> str:
-        return "ring_overlapped" if self.strategy == "ring_two_way" else self.strategy
+    def _plain(self) -> str:
+        """The strategy of the paper's equations, which know no rotation."""
+        return self.strategy if self.strategy in predict.STRATEGIES else "ring_overlapped"
 
     def mesh(self, devices: Sequence[jax.Device]) -> Mesh:
         """Returns the devices as one axis, or as two for "hierarchical"."""
@@ -115,9 +119,9 @@ class Case:
             return lambda *arrays: jax.lax.with_sharding_constraint(decode(*arrays), everyone)
         if self.strategy == "tree":
             return functools.partial(tree_decode, reduction=self.reduction, **options)
-        if self.strategy == "ring_two_way":
-            return functools.partial(ring_decode, rotation="two_way", **options)
-        return functools.partial(ring_decode, variant=self.strategy.removeprefix("ring_"), **options)
+        if self.strategy == "ring_public":
+            return functools.partial(ring_decode, variant="public", **options)
+        return functools.partial(ring_decode, rotation=self.rotation, **options)
 
 
 def plan(
@@ -126,7 +130,8 @@ def plan(
     implementations: Sequence[str | None],
     platform: str,
     *,
-    has_two_way: bool = False,
+    rotations: Sequence[str] = (),
+    fastest: Mapping[DecodeStep, str] | None = None,
 ) -> list[Case]:
     """Lists all cases: for each step and implementation, tree with every reduction and then the rings.
 
@@ -134,7 +139,8 @@ def plan(
       reductions: of the tree, with `SHARD_HEADS`; if empty, all on GPUs, and elsewhere those without "fused" and it.
       implementations: local kernels; None is the one that the library would choose.
       platform: of the devices, e.g. "gpu".
-      has_two_way: the rings include "ring_two_way".
+      rotations: the rings include these beside "ring_overlapped", each as a strategy of its own.
+      fastest: by step, the rotation of "ring_overlapped"; default: "one_way".
     """
     for name in implementations if steps else ():
         if name is None:
@@ -150,9 +156,11 @@ def plan(
             sizes = tuple(axes.values()) if axes else (step.n_devices,)
             cases.append(case(strategy="tree", reduction=reduction, axis_sizes=sizes))
         in_ring = named or _automatic_implementation(step, platform, beside_transfers=True)
-        for strategy in ("ring_overlapped", *["ring_two_way"] * has_two_way, "ring_public"):
-            ring = case(strategy=strategy, reduction=None, implementation=in_ring, axis_sizes=(step.n_devices,))
-            cases.append(ring)
+        ring = functools.partial(case, reduction=None, implementation=in_ring, axis_sizes=(step.n_devices,))
+        chosen = (fastest or {}).get(step, "one_way")
+        cases.append(ring(strategy="ring_overlapped", rotation=chosen))
+        cases += [ring(strategy=f"ring_{rotation}", rotation=rotation) for rotation in rotations]
+        cases.append(ring(strategy="ring_public"))
     return cases
 
 
@@ -169,7 +177,7 @@ def new_row(
     row = {"strategy": case.strategy, "reduction": case.reduction, "implementation": case.implementation}
     row |= {"n_devices": step.n_devices, "n_processes": jax.process_count(), "axis_sizes": list(case.axis_sizes)}
     row |= {name: sizes[name] for name in ("batch", "num_keys", "num_heads", "num_kv_heads", "head_dim", "dtype")}
-    row |= dict.fromkeys(_RESULT_FIELDS)
+    row |= {"rotation": case.rotation} | dict.fromkeys(_RESULT_FIELDS)
     row["peak_memory_bytes_predicted"] = case.peak_memory_bytes
     row["bytes_sent_per_device_predicted"] = case.bytes_sent
     return row | {

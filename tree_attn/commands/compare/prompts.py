@@ -64,10 +64,9 @@ class PromptCase(Case):
         implementation = None if self.implementation == AUTOMATIC else self.implementation
         options = dict(axis_name=self.axes, mesh=mesh, block_size=BLOCK_SIZE, implementation=implementation)
         if self.strategy.startswith("ulysses"):
-            attention = functools.partial(ulysses_attention, **options)
+            attention = functools.partial(ulysses_attention, rotation=self.rotation, **options)
         else:
-            rotation = "two_way" if self.strategy == "ring_two_way" else "one_way"
-            attention = functools.partial(ring_attention, rotation=rotation, **options)
+            attention = functools.partial(ring_attention, rotation=self.rotation, **options)
         return functools.partial(_gradients, attention) if self.has_gradient else attention
 
 
@@ -89,7 +88,7 @@ def plan(
                 cases.append(
                     PromptCase(
                         strategy=strategy, reduction=None, implementation=name or AUTOMATIC, step=step,
-                        axis_sizes=sizes, has_gradient=has_gradient,
+                        axis_sizes=sizes, has_gradient=has_gradient, rotation=prompt.ROTATION_OF.get(strategy),
                     )
                 )  # fmt: skip
     return cases

@@ -86,11 +86,26 @@ def _remarks(rows: Sequence[dict], finished: Sequence[dict], has_kernels: bool, 
             f"Every result was checked against attention in float64: {_label(worst)} is the furthest off, by "
             f"{worst['max_abs_error']:.1e} of {worst['tolerance']:.1e} allowed."
         )
+    yield from _rotations(finished)
     for row in rows:
         if row["error"] is not None:
             yield f"Not measured: {_label(row)}, {row['num_keys']:,} keys: {row['error']}"
     if any(_sends_more_than_predicted(row) for row in rows):
         yield "Some programs send more than predicted: XLA on CPU moves 16-bit numbers as float32 (see --dtype)."
+
+
+def _rotations(finished: Sequence[dict]) -> Iterator[str]:
+    """Yields, for each ring that chose its rotation, which it is, and its rate beside those of bare transfers."""
+    for row in finished:
+        if row["strategy"] != "ring_overlapped" or row.get("rotation") is None or row["n_devices"] == 1:
+            continue
+        rates = {name: gb_per_s for name, gb_per_s in (row["transfers_gb_per_s"] or {}).items() if gb_per_s}
+        sentence = f"{_label(row)} over {row['num_keys']:,} keys sends {row['rotation'].replace('_', ' ')}"
+        if rates and row["sent_gb_per_s"] and "emulated" not in row["hardware"]:
+            bare = ", ".join(f"{name.replace('_', ' ')} {rate(gb_per_s)}" for name, gb_per_s in rates.items())
+            share = row["sent_gb_per_s"] / max(rates.values())
+            sentence += f" at {rate(row['sent_gb_per_s'])}, {share:.2f} of the fastest bare transfers ({bare})"
+        yield f"{sentence}."
 
 
 def conclusions(rows: Sequence[dict]) -> list[str]:

@@ -74,7 +74,9 @@ def _run_ranks(args: argparse.Namespace, name: str, *options: str) -> int:
     for option in ("keys", "reduction", "implementation"):
         items = [str(item) for some in getattr(args, option) or () for item in some]
         command += [f"--{option}", ",".join(items)] if items else []
-    command += [f"--{flag.replace('_', '-')}" for flag in ("prefill", "gradient", "two_way") if getattr(args, flag)]
+    command += [
+        f"--{flag.replace('_', '-')}" for flag in ("prefill", "gradient", "joint", "two_way") if getattr(args, flag)
+    ]
     command += ["--coordinator-address", address, "--num-processes", str(args.devices)]
     ranks = [[*command, "--process-id", str(rank), *_local_device(rank)] for rank in range(args.devices)]
     with _started(ranks) as started:

@@ -10,14 +10,14 @@ import jax
 from tree_attn.arguments import one_of
 from tree_attn.cluster import join
 from tree_attn.commands import drawing, phases, processes, terminal, units
-from tree_attn.commands.compare import cases, plots, prompts, report, search
+from tree_attn.commands.compare import cases, plots, prompts, report, search, transfers
 from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory, WrongResult, chain_lengths
 from tree_attn.commands.options import check_at_least, check_folder
 from tree_attn.cost.step import DecodeStep
 from tree_attn.devices import ensure_devices
 from tree_attn.local import IMPLEMENTATIONS, check_implementation
-from tree_attn.measure import links, provenance, transfer_settings
+from tree_attn.measure import provenance, transfer_settings
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.mesh import make_mesh
 from tree_attn.reduce import REDUCTIONS
@@ -35,8 +35,7 @@ class Sweep:
       n_iters: samples of each row.
       requested_chain: steps in a program; None chooses (`chain_lengths`).
       is_emulated: the devices are emulated on the CPU.
-      neighbour_gb_per_s: by step, the rate of bare transfers of one shard's keys; None for one device.
-      both_ways_gb_per_s: the same, half of them each way round; empty where no case sends so.
+      transfers: rates of bare transfers of the steps' sizes, and the rotation that they favour.
       writer: the rows; process 0 writes them.
       command: the command line, for the rows.
       nccl_setting: the name of NCCL's setting, for the rows; None where none was named.
@@ -47,8 +46,7 @@ class Sweep:
     n_iters: int
     requested_chain: int | None
     is_emulated: bool
-    neighbour_gb_per_s: dict[DecodeStep, float | None]
-    both_ways_gb_per_s: dict[DecodeStep, float | None]
+    transfers: transfers.Transfers
     writer: MeasuredRows
     command: str
     nccl_setting: str | None = None
@@ -89,7 +87,9 @@ def compare(args: argparse.Namespace) -> int:
         _write_links(args, sweep)
         return 0
     platform = sweep.devices[0].platform
-    all_cases = cases.plan(steps, reductions, implementations, platform, has_two_way=args.two_way)
+    all_cases = cases.plan(
+        steps, reductions, implementations, platform, rotations=_rotations(args), fastest=sweep.transfers.rotation
+    )
     if args.prefill:
         all_cases = prompts.plan(steps, implementations, has_gradient=args.gradient)
     pending = _pending(all_cases, sweep)
@@ -104,7 +104,7 @@ def compare(args: argparse.Namespace) -> int:
         raise ValueError(f"nothing could be measured: {pending[0][1]['error']}")
     if is_first_process() and not args.json and not args.gradient:
         device_kind = sweep.devices[0].device_kind
-        report.print_predictions([case for case, _ in pending], device_kind, sweep.neighbour_gb_per_s)
+        report.print_predictions([case for case, _ in pending], device_kind, sweep.transfers.one_way())
     _time_all(checked, sweep)
     if is_first_process():
         _finish(args, all_cases, sweep)
@@ -172,20 +172,15 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementation
     is_emulated = devices[0].platform == "cpu"
     mesh = make_mesh({"seq": args.devices}, devices)
     with phases.phase("timing the links"):
-        rates, both_ways = (
-            {
-                step: links.neighbour_gb_per_s(mesh, step.key_value_bytes_per_device // 2, both_ways=both_ways)
-                for step in (steps if args.two_way or args.prefill or not both_ways else ())
-            }
-            for both_ways in (False, True)
-        )
+        device_kind = None if is_emulated or args.links_only else devices[0].device_kind
+        timed = ("joint", "two_way") if args.prefill else _rotations(args)
+        rates = transfers.measure(mesh, steps, timed, device_kind=device_kind)
     return Sweep(
         laboratory=(prompts.PromptLaboratory if args.prefill else Laboratory)(devices, args.seed),
         n_iters=args.iters,
         requested_chain=args.chain,
         is_emulated=is_emulated,
-        neighbour_gb_per_s=rates,
-        both_ways_gb_per_s=both_ways,
+        transfers=rates,
         writer=MeasuredRows(args.out / "results.jsonl", _common(args, devices), is_writer=is_first_process()),
         command=args.command_line,
         nccl_setting=args.nccl,
@@ -193,10 +188,15 @@ def _start(args: argparse.Namespace, steps: Sequence[DecodeStep], implementation
     )
 
 
+def _rotations(args: argparse.Namespace) -> list[str]:
+    """Returns the rotations that are compared beside the chosen one."""
+    return [name for name in ("joint", "two_way") if getattr(args, name)]
+
+
 def _write_links(args: argparse.Namespace, sweep: Sweep) -> None:
     """Writes a row for each size of a bare transfer between neighbours, which `_start` has timed."""
     writer = MeasuredRows(args.out / search.TRANSFERS, is_writer=is_first_process())
-    for step, gb_per_s in sweep.neighbour_gb_per_s.items():
+    for step, gb_per_s in sweep.transfers.one_way().items():
         setting = {"nccl_setting": args.nccl, "nccl": provenance.nccl_settings()}
         size = {"n_devices": args.devices, "bytes": step.key_value_bytes_per_device // 2}
         place = {"hardware": provenance.hardware(sweep.devices), "command": args.command_line}
@@ -208,7 +208,7 @@ def _common(args: argparse.Namespace, devices: Sequence[jax.Device]) -> dict[str
     options = ("devices", "batch", "heads", "kv_heads", "head_dim", "dtype", "iters", "chain", "seed")
     lists = {name: _flat(getattr(args, name)) or None for name in ("keys", "reduction", "implementation")}
     place = {"n_processes": jax.process_count(), "hardware": provenance.hardware(devices)}
-    flags = {name: True for name in ("prefill", "gradient", "two_way") if getattr(args, name)}
+    flags = {name: True for name in ("prefill", "gradient", "joint", "two_way") if getattr(args, name)}
     return {name: getattr(args, name) for name in options} | lists | place | flags | {"jax_version": jax.__version__}
 
 
@@ -261,11 +261,8 @@ def _timed(case: Case, row: dict[str, Any], sweep: Sweep) -> dict[str, Any]:
             on_sample=step,
         )
     sent = row["bytes_sent_per_device_compiled"]
-    rates = sweep.both_ways_gb_per_s if case.strategy == "ring_two_way" else sweep.neighbour_gb_per_s
-    return fields | {
-        "sent_gb_per_s": None if sent is None else sent / fields["latency_us_median"] / 1e3,
-        "neighbour_gb_per_s": rates[case.step],
-    }
+    fields |= {"sent_gb_per_s": None if sent is None else sent / fields["latency_us_median"] / 1e3}
+    return fields | sweep.transfers.of_row(case.step, case.rotation)
 
 
 def _attempt(row: dict[str, Any], sweep: Sweep, measure_fields: Callable[[], dict]) -> bool:

@@ -85,7 +85,7 @@ def _costs(points: Sequence[Point], collective: ExchangeCost | None, *, is_acros
         measured = [point for point in points if point.exchange == name]
         if name in COLLECTIVES:
             costs[name] = collective
-        elif name == "neighbour":
+        elif name in ("neighbour", "both_ways"):
             costs[name] = ExchangeCost(round_us=0.0, lines=fit_transfers(measured))
         else:
             costs[name] = fit_exchange(measured, is_across=is_across)
@@ -106,9 +106,10 @@ def _points(mesh: Mesh, axis: str) -> list[Point]:
                 continue
             payload_bytes = num_rows * (HEAD_DIM + 1) * 4
             found.append(Point(exchange=exchange, size=size, payload_bytes=payload_bytes, us=max(us, MIN_US)))
-    for num_bytes in (4_096, 1_000_000) if is_emulated(mesh) else TRANSFER_BYTES:
-        us = num_bytes / neighbour_gb_per_s(mesh, num_bytes, axis_name=axis) / 1e3
-        found.append(Point(exchange="neighbour", size=whole, payload_bytes=num_bytes, us=us))
+    all_bytes = (4_096, 1_000_000) if is_emulated(mesh) else TRANSFER_BYTES
+    for exchange, num_bytes in itertools.product(("neighbour", "both_ways"), all_bytes):
+        gb_per_s = neighbour_gb_per_s(mesh, num_bytes, axis_name=axis, both_ways=exchange == "both_ways")
+        found.append(Point(exchange=exchange, size=whole, payload_bytes=num_bytes, us=num_bytes / gb_per_s / 1e3))
     return found
 
 

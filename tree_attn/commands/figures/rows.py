@@ -35,7 +35,7 @@ def read(folders: Sequence[pathlib.Path]) -> list[dict]:
 
 
 def _is_predicted(row: dict) -> bool:
-    """Returns False for a ring that goes both ways round, a prompt, and heads that are sharded."""
+    """Returns False for a ring by a rotation that was named, a prompt, and heads that are sharded."""
     return row["strategy"] in STRATEGIES and row["reduction"] not in UNPREDICTED
 
 
@@ -58,8 +58,9 @@ def reduction(row: dict) -> str | tuple[str, ...] | None:
 def predict(row: dict, machine: Machine) -> Prediction:
     """Returns the cost model's prediction for the row's step."""
     return predict_step(
-        step(row), row["strategy"], reduction(row), machine=machine, axis_sizes=tuple(row["axis_sizes"])
-    )
+        step(row), row["strategy"], reduction(row), machine=machine, axis_sizes=tuple(row["axis_sizes"]),
+        rotation=row.get("rotation") or "one_way",
+    )  # fmt: skip
 
 
 def predicted_us(row: dict, machine: Machine) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tree_attn.commands.options import check_at_least, reading
 from tree_attn.commands.units import size, time, times_as
-from tree_attn.cost import datasheets, predict, prompt, ranges
+from tree_attn.cost import datasheets, predict, prompt, ranges, rotation
 from tree_attn.cost import machine as machines
 from tree_attn.cost.machine import EXCHANGES, Machine
 from tree_attn.cost.step import STATE_BYTES, DecodeStep
@@ -23,7 +23,8 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
       `fitted_devices` (the most devices that a constant was fitted to; 0: none was measured), `strategies` (the
       fastest first: the fields of `tree_attn.cost.predict.Prediction`, `latency_us`, `latency_range_us` as in
       `tree_attn.cost.ranges`, and `fits`), `left_out` (label -> why it cannot run there), `choice` (a label, or None
-      where nothing fits) and `reason`; with `--prefill` also `prefill`, True.
+      where nothing fits) and `reason`; `rotations` (of a ring over all devices: the microseconds that each is predicted
+      to add to the attention of one pass; empty where they are unknown); with `--prefill` also `prefill`, True.
 
     Raises:
       ValueError: an option out of range, named.
@@ -66,6 +67,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
         "left_out": left_out,
         "choice": choice,
         "reason": reason,
+        "rotations": _rotations(step, axis_sizes, machine, is_prompt=args.prefill),
     } | ({"prefill": True} if args.prefill else {})
 
 
@@ -138,6 +140,18 @@ def prompt_strategies_of(
         times = {"latency_range_us": None, "latency_us": predicted.latency_us, **dataclasses.asdict(predicted)}
         found.append(names | times | {"fits": predicted.memory_bytes <= machine.memory_bytes})
     return sorted(found, key=lambda one: one["latency_us"]), left_out
+
+
+def _rotations(step: DecodeStep, axis_sizes: tuple[int, ...], machine: Machine, *, is_prompt: bool) -> dict[str, float]:
+    """Returns what each rotation that can run adds to a pass of the ring, in us; by `rotation=None` the least runs."""
+    candidates = [name for name in rotation.ROTATIONS if name != "two_way" or step.num_kv_heads > 1]
+    try:
+        ring = predict.ring_pass(step, machine)
+        if is_prompt:
+            ring = prompt.ring_pass(step, axis_sizes, attention_us=prompt.products_us(step, machine) / step.n_devices)
+        return rotation.predict_rotations(ring, machine, candidates) if step.n_devices > 1 else {}
+    except NotImplementedError:
+        return {}
 
 
 def _check_exchanges(

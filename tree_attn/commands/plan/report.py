@@ -4,6 +4,7 @@ from typing import Any
 
 from tree_attn.commands import terminal
 from tree_attn.commands.units import size, time
+from tree_attn.cost import rotation
 
 
 def print_document(document: dict[str, Any]) -> None:
@@ -40,7 +41,16 @@ def print_document(document: dict[str, Any]) -> None:
         terminal.say(console, f"not possible: {labels}: {why}.")
     for where, source in () if is_alone else document["links"].items():
         terminal.say(console, f"links {where}: {source}")
+    if document["rotations"]:
+        terminal.say(console, _rotation(document["rotations"]))
     terminal.say(console, document["reason"])
+
+
+def _rotation(added_us: dict[str, float]) -> str:
+    """Returns the sentence on the rotation that a ring would choose."""
+    chosen = rotation.fastest(added_us)
+    times = ", ".join(f"{name} {time(us)}" for name, us in added_us.items())
+    return f"A ring without a named rotation turns {chosen!r}. Predicted to be added to its attention: {times}."
 
 
 def _time_and_range(one: dict[str, Any]) -> str:
