@@ -53,7 +53,8 @@ def ring_attention(
 
     `block_size=1` (striped) balances the causal mask: the query and key positions of every pair of shards interleave.
     In each hop each device then has half of its pairs to compute, to within one diagonal. The stored order is that of
-    `KVCache`, which takes K and V without reordering.
+    `KVCache`, which takes K and V without reordering. `block_size="zigzag"` balances it with long runs of tokens. A hop
+    between two devices then needs no mask.
 
     The backward pass goes over blocks of queries and keys, with the lse of the forward pass over all keys:
 
@@ -67,10 +68,11 @@ def ring_attention(
 
     Args:
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`
-        (`tree_attn.placement.storage_order`); S a multiple of devices x block_size. The query stored at index i is at
-        position `storage_order(...)[i]`. key and value may both be float8_e4m3fn or int8.
-      block_size: 1 striped (balanced); b block-cyclic; None contiguous, where the last device does most of the work. It
-        must be named where the result depends on it: if causal, with lengths or a window.
+        (`tree_attn.placement.storage_order`); S a multiple of devices x block_size, or zigzag of 2 x devices. The query
+        stored at index i is at position `storage_order(...)[i]`. key and value may both be float8_e4m3fn or int8.
+      block_size: 1 striped (balanced); b block-cyclic; "zigzag" (balanced): of 2 p runs of tokens, device i has runs i
+        and 2 p - 1 - i; None contiguous, where the last device does most of the work. It must be named where the
+        result depends on it: if causal, with lengths or a window.
       rotation: "one_way": K and V go to the next device, p - 1 times. "joint": as one array. "two_way": half of the KV
         heads go the other way round. None: the one predicted to be the fastest, as in `ring_decode`.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.

@@ -2,19 +2,20 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from tree_attn.arguments import AttentionOptions, clip_to_int32
 from tree_attn.devices import default_platform
-from tree_attn.local import attend_shard
-from tree_attn.local.gradient import Gradient, first_derivative_only, shard_gradient, zero_gradient
+from tree_attn.local.gradient import Gradient, first_derivative_only, zero_gradient
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import vary_as
-from tree_attn.placement import Shard
+from tree_attn.placement import BlockSize, Shard
 from tree_attn.ring_baseline.rotate import source, to_next
 from tree_attn.ring_baseline.rotation import Way, choose_rotation, joined, split_ways
+from tree_attn.ring_baseline.runs import hop_gradient, hop_state
 from tree_attn.sharded import local_shard
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
@@ -30,7 +31,7 @@ class PromptRing:
     """
 
     axes: tuple[str, ...]
-    block_size: int | None
+    block_size: BlockSize
     rotation: str | None = None
     returns_lse: bool = True
 
@@ -50,8 +51,9 @@ class PromptRing:
 
         def attended(hop, way: Way, load, state: SoftmaxState) -> SoftmaxState:
             with jax.named_scope("ring_attention_hop"):
-                arrays, visiting = (way.query, *way.key_value(load, hop)), self._visiting(shard, hop, way)
-                part = attend_shard(*arrays, way.options, visiting, query_shard=shard, beside_transfers=True)
+                part = hop_state(
+                    way.query, *way.key_value(load, hop), way.options, shard, **self._visiting(shard, hop, way)
+                )
             if shard.num_shards == 1:
                 return part
             # Merged in float32: a bf16 running output would round once per hop.
@@ -88,7 +90,7 @@ class PromptRing:
         def at_hop(hop, way: Way, load, rows_of_way) -> Gradient:
             with jax.named_scope("ring_attention_backward_hop"):
                 arrays, visiting = (way.query, *way.key_value(load, hop)), self._visiting(shard, hop, way)
-                return shard_gradient(*arrays, way.options, visiting, query_shard=shard, **rows_of_way)
+                return hop_gradient(*arrays, way.options, shard, **visiting, **rows_of_way)
 
         def sent(way: Way, total: Gradient) -> Gradient:
             if shard.num_shards == 1:
@@ -116,11 +118,12 @@ class PromptRing:
         scales = None if scales[0] is None else joined(scales, axis=1)
         return Gradient(*(joined(parts, axis=2) for parts in arrays), scales), of_sum
 
-    def _visiting(self, shard: Shard, hop, way: Way) -> Shard:
-        """Returns the shard whose keys are here after `hop` hops."""
-        if not self.axes:
-            return shard
-        return dataclasses.replace(shard, index=source(self.axes, way.step * hop))
+    def _visiting(self, shard: Shard, hop, way: Way) -> dict[str, Any]:
+        """Returns the shard whose keys are here after `hop` hops, and whether it is known to be another's."""
+        if isinstance(hop, int) and hop == 0:
+            return {"visiting": shard, "is_other": False}
+        visiting = dataclasses.replace(shard, index=source(self.axes, way.step * hop))
+        return {"visiting": visiting, "is_other": isinstance(hop, int)}
 
 
 def _by_way(arrays: dict[str, jax.Array], ways: tuple[Way, ...]) -> list[dict[str, jax.Array]]:

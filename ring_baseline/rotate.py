@@ -17,15 +17,16 @@ from tree_attn.reduce.collectives import psum
 KeyValue = tuple[Array, Array]
 
 
-def to_next(key_value: KeyValue, axes: tuple[str, ...], step: int = 1) -> KeyValue:
+def to_next(load: KeyValue | Array, axes: tuple[str, ...], step: int = 1) -> KeyValue | Array:
     """Sends K and V, each in its own dtype, to the next device of the ring and returns what the previous one sent.
 
     Args:
+      load: two arrays, or one with both.
       step: 1; or -1 for the other way round.
     """
     num_shards = math.prod(bound_axis_sizes(axes))
     permutation = [(i, (i + step) % num_shards) for i in range(num_shards)]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, _in_mesh_order(axes), permutation), key_value)
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, _in_mesh_order(axes), permutation), load)
 
 
 def place(axes: tuple[str, ...]) -> Int[Array, ""]:

@@ -19,7 +19,7 @@ from tree_attn.arguments import (
 )
 from tree_attn.array_axes import BATCH, HEADS, option_specs
 from tree_attn.mesh import AxisName, axis_tuple
-from tree_attn.placement import UNNAMED, Placement
+from tree_attn.placement import UNNAMED, ZIGZAG, BlockSize, Placement, PromptLayout
 from tree_attn.reduce.collectives import all_to_all
 from tree_attn.ring_baseline.attention import check_self_attention
 from tree_attn.ring_baseline.hops import PromptRing
@@ -76,7 +76,7 @@ def ulysses_attention(
     Args:
       query, key, value: as in `ring_attention`; u divides N, and u divides K or K divides u.
       axis_name: a mesh axis, or a tuple: the first exchanges heads, and is to have the fastest links.
-      block_size, options: as in `ring_attention`.
+      block_size, options: as in `ring_attention`; "zigzag" over one axis only.
       rotation: of the ring over the other axes, as in `ring_attention`; each device has K / u KV heads then.
       mesh, batch_axis_name, return_lse: as in `tree_attn.tree_decode`.
     Returns:
@@ -98,6 +98,10 @@ def ulysses_attention(
     block_size = check_call(query, key, value, attention, axes=axes, block_size=block_size, is_prompt=True)
     check_self_attention(query, key)
     check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
+    if block_size == ZIGZAG and len(axes) > 1:
+        raise NotImplementedError(
+            f"block_size={block_size!r} needs one mesh axis, got axis_name {axes}: a ring outside takes runs or blocks"
+        )
     body = _UlyssesAttention(axes=axes, block_size=block_size, rotation=rotation, return_lse=return_lse)
     along = P(BATCH, axes, HEADS)
     return over_shards(
@@ -111,7 +115,7 @@ class _UlyssesAttention:
     """The part of each device. The fields are the arguments of `ulysses_attention`."""
 
     axes: tuple[str, ...]
-    block_size: int | None
+    block_size: BlockSize
     rotation: str | None
     return_lse: bool
 
@@ -125,17 +129,25 @@ class _UlyssesAttention:
         options = options_of_heads(
             options, _local_heads(query, exchange, num_parts), _local_heads(key, exchange, num_parts) // copies
         )
-        block = query.shape[1] if self.block_size is None else self.block_size
+        block = self.block_size if isinstance(self.block_size, int) else query.shape[1]
         # In rounds of one block from each device, tokens are block-cyclic over the other axes, and in order without.
+        in_order, stored = self._orders(num_parts * query.shape[1], num_parts)
         ring = PromptRing(
             axes=tuple(rest), block_size=block if rest else None, rotation=self.rotation, returns_lse=self.return_lse
         )
-        state = ring(*(_to_heads(x, exchange, num_parts, block) for x in (query, key, value)), options)
-        out = _to_tokens(state.out, exchange, num_parts, block)
+        state = ring(*(in_order(_to_heads(x, exchange, num_parts, block)) for x in (query, key, value)), options)
+        out = _to_tokens(stored(state.out), exchange, num_parts, block)
         if not self.return_lse:
             return out
-        lse = _to_tokens(state.lse[..., None], exchange, num_parts, block)[..., 0]
+        lse = _to_tokens(stored(state.lse[..., None]), exchange, num_parts, block)[..., 0]
         return tuple(SoftmaxState(out, lse))
+
+    def _orders(self, num_tokens: int, num_parts: int):
+        """Returns the functions that put received tokens in order, and back; two runs of a device are no one block."""
+        if self.block_size != ZIGZAG or not num_tokens:
+            return 2 * (lambda x: x,)
+        layout = PromptLayout(num_tokens=num_tokens, num_shards=num_parts, block_size=ZIGZAG)
+        return layout.restore, layout.store
 
 
 def _local_heads(x, axis: str, num_parts: int):

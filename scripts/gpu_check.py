@@ -198,14 +198,14 @@ def decode_checks(num_devices: int, name_part: str | None = None) -> Iterator[di
 
 
 def prefill_checks(num_devices: int) -> Iterator[dict]:
-    """Checks ring_attention and ulysses_attention, striped and contiguous, causal, with lengths and windows."""
+    """Checks ring_attention and ulysses_attention, striped, contiguous and zigzag, causal, with lengths and windows."""
     from tree_attn import make_mesh
     from tree_attn.ring_baseline import ring_attention, ulysses_attention
 
     mesh = make_mesh({"seq": num_devices})
     two_way = functools.partial(ring_attention, rotation="two_way")
     ways = {"ring_attention": ring_attention, "ring_two_way": two_way, "ulysses_attention": ulysses_attention}
-    for what, block_size, name in itertools.product(ways, (1, None), ("plain", "lengths", "window")):
+    for what, block_size, name in itertools.product(ways, (1, None, "zigzag"), ("plain", "lengths", "window")):
         options = dict(OPTIONS[name], is_causal=True)
         shape = dict(SHAPES[1], num_queries=1920, num_keys=1920)
         if what == "ring_two_way" and shape["num_kv_heads"] == 1:

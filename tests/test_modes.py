@@ -171,6 +171,7 @@ def test_the_rule_of_gradients_inside_is_that_of_psum():
 PROMPT_OPTIONS = OPTIONS | {"local_window_size": (5, None), "logits_soft_cap": 2.0}
 PROMPTS = {
     "ring": (ring_attention, ONE),
+    "ring_of_runs": (ring_attention, ONE),  # without a window, hops between devices take a branch each
     "ulysses": (ulysses_attention, ONE),
     "mix": (ulysses_attention, TWO),
 }
@@ -180,9 +181,11 @@ PROMPTS = {
     "name, check_vma",
     [
         ("ring", True),
+        ("ring_of_runs", True),
         ("ulysses", False),
         ("mix", True),
         pytest.param("ring", False, marks=pytest.mark.slow),
+        pytest.param("ring_of_runs", False, marks=pytest.mark.slow),
         pytest.param("ulysses", True, marks=pytest.mark.slow),
         pytest.param("mix", False, marks=pytest.mark.slow),
     ],
@@ -191,9 +194,11 @@ def test_prompts_in_a_shard_map(name, check_vma):
     """The output is sharded, so a loss is a sum over devices, `psum`: p times too large unchecked, as JAX has it."""
     arrays = draw(num_queries=KEYS)
     function, axes = PROMPTS[name]
-    function = functools.partial(function, block_size=None, **PROMPT_OPTIONS)
+    options = (OPTIONS if name == "ring_of_runs" else PROMPT_OPTIONS) | {"block_size": None}
+    function = functools.partial(function, **options)
     out, outside, inside = values_and_gradients(function, axes, arrays, check_vma=check_vma, sharded_query=True)
-    expected_out, gradients = expected(arrays, PROMPT_OPTIONS | {"query_positions": np.arange(KEYS)})
+    del options["block_size"]
+    expected_out, gradients = expected(arrays, options | {"query_positions": np.arange(KEYS)})
     assert_gradients(out, expected_out)
     assert_gradients(outside, gradients)
     devices = 2 ** len(axes)

@@ -1,4 +1,4 @@
-"""Placement: the shard and slot of each key, contiguous and block-cyclic."""
+"""Placement: the shard and slot of each key, contiguous, block-cyclic and zigzag."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from tree_attn import PromptLayout, Shard, storage_order
 from tree_attn.placement import locate
 
 PLACEMENTS = [(1, None, 6), (3, None, 4), (1, 2, 6), (2, 1, 5), (3, 2, 4), (8, 5, 10)]  # shards, block, slots per shard
+PLACEMENTS += [(1, "zigzag", 4), (3, "zigzag", 6), (8, "zigzag", 4)]
 
 
 def shards(num_shards, block_size):
@@ -24,6 +25,8 @@ def shards(num_shards, block_size):
         (2, 1, [0, 2, 4, 6, 1, 3, 5, 7]),
         (2, 2, [0, 1, 4, 5, 2, 3, 6, 7]),
         (4, 1, [0, 4, 1, 5, 2, 6, 3, 7]),
+        (2, "zigzag", [0, 1, 6, 7, 2, 3, 4, 5]),
+        (4, "zigzag", [0, 7, 1, 6, 2, 5, 3, 4]),
     ],
 )
 def test_storage_order_by_hand(num_shards, block_size, expected):
@@ -49,7 +52,7 @@ def test_valid_keys_are_the_prefix_that_local_lengths_counts(num_shards, block_s
         is_valid = np.asarray(shard.positions(num_slots))[None, :] < lengths[:, None]
         is_prefix = np.arange(num_slots)[None, :] < np.asarray(count)[:, None]
         np.testing.assert_array_equal(is_valid, is_prefix)
-    if block_size is not None:
+    if isinstance(block_size, int):
         assert (np.max(counts, axis=0) - np.min(counts, axis=0)).max() <= block_size
 
 
@@ -58,7 +61,7 @@ def test_the_index_of_a_shard_may_be_traced():
     np.testing.assert_array_equal(traced(2), Shard(index=2, num_shards=3, block_size=2).positions(4))
 
 
-@pytest.mark.parametrize("num_shards, block_size, num_slots", [case for case in PLACEMENTS if case[1] is not None])
+@pytest.mark.parametrize("num_shards, block_size, num_slots", [case for case in PLACEMENTS if isinstance(case[1], int)])
 def test_locate_is_the_inverse_of_positions(num_shards, block_size, num_slots):
     for shard in shards(num_shards, block_size):
         holder, slots = locate(shard.positions(num_slots), num_shards, block_size)
@@ -66,17 +69,17 @@ def test_locate_is_the_inverse_of_positions(num_shards, block_size, num_slots):
         np.testing.assert_array_equal(slots, np.arange(num_slots))
 
 
-@pytest.mark.parametrize("block_size", [None, 2])
+@pytest.mark.parametrize("block_size", [None, 2, "zigzag"])
 def test_no_tokens_have_an_empty_order(block_size):
     assert storage_order(0, num_shards=2, block_size=block_size).shape == (0,)
 
 
 @pytest.mark.parametrize(
-    "num_tokens, num_shards, block_size", [(7, 3, 1), (7, 3, 2), (12, 2, 3), (5, 4, None), (1, 8, 1)]
+    "num_tokens, num_shards, block_size", [(7, 3, 1), (7, 3, 2), (12, 2, 3), (5, 4, None), (1, 8, 1), (17, 3, "zigzag")]
 )
 def test_a_prompt_is_padded_stored_and_restored(num_tokens, num_shards, block_size):
     layout = PromptLayout(num_tokens=num_tokens, num_shards=num_shards, block_size=block_size)
-    padded, unit = layout.padded_tokens, num_shards * (block_size or 1)
+    padded, unit = layout.padded_tokens, num_shards * (2 if block_size == "zigzag" else block_size or 1)
     assert padded % unit == 0 and num_tokens <= padded < num_tokens + unit
     x = np.arange(1, 2 * num_tokens + 1, dtype=np.float32).reshape(2, num_tokens)
     by_hand = np.pad(x, [(0, 0), (0, padded - num_tokens)])[:, storage_order(padded, num_shards, block_size)]
@@ -94,7 +97,7 @@ def test_a_prompt_is_padded_stored_and_restored(num_tokens, num_shards, block_si
     np.testing.assert_array_equal(layout.last(np.array([0, 99], np.uint32)), layout.last(np.array([1, num_tokens])))
 
 
-@pytest.mark.parametrize("block_size", [None, 2])
+@pytest.mark.parametrize("block_size", [None, 2, "zigzag"])
 def test_a_prompt_over_explicit_axes_is_stored_and_restored(block_size):
     mesh = jax.make_mesh((2, 3), ("data", "seq"), (AxisType.Explicit,) * 2, devices=jax.devices()[:6])
     shard = lambda x: jax.device_put(x, NamedSharding(mesh, P("data", "seq")))

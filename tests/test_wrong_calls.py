@@ -311,6 +311,26 @@ SHARDED = {
         ValueError,
         r"block_size must be .*, got True",
     ),
+    "zigzag_outside_of_prompts": (
+        lambda devices: ring(mesh=devices.mesh, block_size="zigzag"),
+        ValueError,
+        r"block_size must be None \(contiguous\) or an integer of at least 1, got 'zigzag'",
+    ),
+    "unknown_placement_of_a_prompt": (
+        lambda devices: prefill(PROMPT, mesh=devices.mesh, block_size="zag"),
+        ValueError,
+        r"block_size must be None \(contiguous\), 'zigzag' or an integer of at least 1, got 'zag'",
+    ),
+    "zigzag_prompt_does_not_divide": (
+        lambda devices: prefill(PROMPT[:, :9], KEY[:, :9], mesh=devices.mesh, block_size="zigzag"),
+        ValueError,
+        r"key must hold a multiple of 2 num_shards = 6 slots, got 9",
+    ),
+    "unknown_rotation": (
+        lambda devices: ring(mesh=devices.mesh, rotation="both"),
+        ValueError,
+        r"rotation must be one of None, 'one_way', 'joint', 'two_way', got 'both'",
+    ),
     "keys_do_not_fill_blocks": (
         lambda devices: tree(mesh=devices.mesh, block_size=5),
         ValueError,

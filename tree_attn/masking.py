@@ -126,7 +126,8 @@ def visibility(
     Args:
       shard: the shard that the keys are, of `num_slots` slots.
       query_shard: the shard of the same prompt that the queries are, in the same placement (ring prefill); their
-        positions come from it. None: the queries are those of `options`.
+        positions come from it. The same object as `shard` where the keys are the queries' own. None: the queries are
+        those of `options`.
     """
     if query_shard is not None:
         options = dataclasses.replace(options, query_positions=query_shard.positions(num_queries))
@@ -138,10 +139,9 @@ def visibility(
     positions = None
     if is_causal or window is not None:
         positions = _positions(batch, num_queries, num_keys, lengths, options.query_positions)
-    # In a striped placement, position t of one shard comes before position t of the next.
-    are_alike = (
-        query_shard is not None and num_queries == num_slots and (shard.num_shards == 1 or shard.block_size == 1)
-    )
+    # In a striped placement, position t of one shard comes before position t of the next. Positions ascend in all.
+    is_own = shard.num_shards == 1 or shard is query_shard
+    are_alike = query_shard is not None and num_queries == num_slots and (is_own or shard.block_size == 1)
     is_diagonal = is_causal and window is None and are_alike
     return Visibility(
         lengths=lengths,
@@ -151,7 +151,7 @@ def visibility(
         is_causal=is_causal,
         window=window,
         is_diagonal=is_diagonal,
-        is_strict=jnp.asarray(query_shard.index < shard.index) if is_diagonal and shard.num_shards > 1 else None,
+        is_strict=jnp.asarray(query_shard.index < shard.index) if is_diagonal and not is_own else None,
     )
 
 

@@ -28,7 +28,7 @@ from tree_attn.devices import default_platform, default_runtime
 from tree_attn.local import check_implementation
 from tree_attn.masking import depends_on_positions
 from tree_attn.mesh import AxisName, are_auto, bound_axis_sizes, check_axes, checks_replication
-from tree_attn.placement import UNNAMED, Placement, Shard, named_block_size
+from tree_attn.placement import UNNAMED, ZIGZAG, BlockSize, Placement, Shard, named_block_size, slot_unit
 
 EVERYWHERE = P()  # the same on every device
 Result = TypeVar("Result")
@@ -152,7 +152,7 @@ def check_call(
     batch_parts: int = 1,
     is_prompt: bool = False,
     needs_positions: bool = False,
-) -> int | None:
+) -> BlockSize:
     """Returns the placement of a call whose arrays and options fit each other.
 
     Args:
@@ -169,7 +169,7 @@ def check_call(
     num_shards = num_held_shards(axes) if batch_parts == 1 else 1
     options.check(query, key, value, num_keys=key.shape[1] * num_shards)
     needs_positions |= depends_on_positions(options, query.shape[1] * (num_shards if is_prompt else 1))
-    return named_block_size(block_size, axes=axes, depends_on_positions=needs_positions)
+    return named_block_size(block_size, axes=axes, depends_on_positions=needs_positions, takes_zigzag=is_prompt)
 
 
 def pad_keys(
@@ -201,11 +201,12 @@ def pad_keys(
     return padded(key), padded(value), options
 
 
-def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, block_size: int | None) -> None:
+def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, block_size: BlockSize) -> None:
     """Raises ValueError unless `key` fills its shards: whole blocks, as many on each."""
     unit = _slot_unit(axes, mesh, block_size)
     if key.shape[1] % unit:
-        raise ValueError(f"key must hold a multiple of num_shards * block_size = {unit} slots, got {key.shape[1]}")
+        of = "2 num_shards" if block_size == ZIGZAG else "num_shards * block_size"
+        raise ValueError(f"key must hold a multiple of {of} = {unit} slots, got {key.shape[1]}")
 
 
 def check_one_device(**sharding) -> None:
@@ -215,7 +216,7 @@ def check_one_device(**sharding) -> None:
             raise ValueError(f"{name} must be None where axis_name is, got {value!r}")
 
 
-def local_shard(axes: tuple[str, ...], block_size: int | None) -> Shard:
+def local_shard(axes: tuple[str, ...], block_size: BlockSize) -> Shard:
     """Returns this device's shard, inside a `shard_map` that binds `axes`; `()`: the whole sequence."""
     if not axes:
         return Shard(block_size=block_size)
@@ -240,9 +241,11 @@ def num_mesh_shards(axes: tuple[str, ...], mesh: Mesh | None) -> int:
     return math.prod(chosen.shape[axis] for axis in axes)
 
 
-def _slot_unit(axes: tuple[str, ...], mesh: Mesh | None, block_size: int | None) -> int:
-    """Returns the unit in which whole arrays have slots: a block on each shard. It is 1 for a device's own part."""
-    return 1 if is_local(axes) else num_mesh_shards(axes, mesh) * (block_size or 1)
+def _slot_unit(axes: tuple[str, ...], mesh: Mesh | None, block_size: BlockSize) -> int:
+    """Returns the unit in which arrays have slots: a block on each shard. A device's own part only has two halves."""
+    if is_local(axes):
+        return 2 if block_size == ZIGZAG else 1
+    return num_mesh_shards(axes, mesh) * slot_unit(block_size)
 
 
 def _kernels_for(mesh: Mesh | AbstractMesh | None):

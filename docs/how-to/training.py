@@ -27,7 +27,7 @@ class Strategy:
     function: Callable
     sizes: dict[str, int]
     sequence: tuple[str, ...]
-    block_size: int | None
+    block_size: int | str | None
 
     @property
     def layout(self) -> PromptLayout:
@@ -48,6 +48,7 @@ STRATEGIES = {
     "one device": Strategy(on_one_device, {"seq": 1, "data": 1}, ("seq",), None),
     "ring, contiguous": Strategy(ring_attention, FLAT, ("seq",), None),
     "ring, striped": Strategy(ring_attention, FLAT, ("seq",), 1),
+    "ring, zigzag": Strategy(ring_attention, FLAT, ("seq",), "zigzag"),
     "ulysses": Strategy(ulysses_attention, FLAT, ("seq",), None),
     "ulysses inside, ring outside": Strategy(ulysses_attention, SPLIT, ("device", "node"), 1),
 }

@@ -20,7 +20,7 @@ def prompt_of(**changes):
 
 def test_bytes_are_those_of_the_arrays_that_travel():
     step = prompt_of()
-    for ring in ("ring", "ring_two_way"):
+    for ring in ("ring", "ring_joint", "ring_two_way", "ring_zigzag"):
         assert exchange_bytes_sent(step, ring, (8,)) == (7 * KEY_VALUE,)
     assert exchange_bytes_sent(step, "ulysses", (8,)) == (7 / 8 * (2 * QUERY + KEY_VALUE),)
     both = (3 / 4 * (2 * QUERY + KEY_VALUE), KEY_VALUE)
@@ -54,7 +54,7 @@ def test_both_ways_gain_on_a_torus_only():
 
 def test_one_device_sends_nothing_and_all_strategies_take_the_same():
     step = prompt_of(n_devices=1)
-    found = [predict_prompt(step, name, machine=H200, axis_sizes=(1,)) for name in ("ring", "ring_two_way", "ulysses")]
+    found = [predict_prompt(step, name, machine=H200, axis_sizes=(1,)) for name in prompt.STRATEGIES[:-1]]
     assert {one.latency_us for one in found} == {found[0].latency_us} and found[0].bytes_sent == ()
     assert {one.memory_bytes for one in found} == {found[0].memory_bytes}
 
@@ -65,6 +65,7 @@ def test_one_device_sends_nothing_and_all_strategies_take_the_same():
         ("ulysses", (8,), {"num_heads": 12, "num_kv_heads": 12}, "8 devices of its first axis .*, got N=12 and K=12"),
         ("ulysses_ring", (8,), {}, r"two mesh axes of at least two devices each, got \(8,\)"),
         ("ring_two_way", (8,), {"num_kv_heads": 1}, "there is only 1"),
+        ("ring_zigzag", (8,), {"num_keys": 8 * 1001}, "it needs a multiple of 16 tokens, two runs for each device"),
     ],
 )
 def test_what_cannot_run_is_said(strategy, sizes, changes, message):

@@ -15,16 +15,18 @@ TOKENS = 120  # divided by every number of devices here
 LENGTHS = np.array([TOKENS, 53], np.int32)
 
 
-def assert_as_dense(function, axis_sizes, block_size, options, *, lengths=None, heads=4, kv_heads=2, **more):
-    """Asserts that output and lse are the oracle's, and the derivatives those of dense attention.
+def assert_as_dense(
+    function, axis_sizes, block_size, options, *, lengths=None, heads=4, kv_heads=2, tokens=TOKENS, **more
+):
+    """Asserts that output and lse are the oracle's, and the derivatives those of dense attention in float64.
 
     Args:
       function: `ring_attention` or `ulysses_attention`.
       options: of attention; derivatives are taken with respect to those that are arrays too.
       more: arguments of `function` alone.
     """
-    order = storage_order(TOKENS, int(np.prod(list(axis_sizes.values()))), block_size)
-    arrays = Case(queries=TOKENS, keys=TOKENS, heads=heads, kv_heads=kv_heads, value_dim=5).arrays()
+    order = storage_order(tokens, int(np.prod(list(axis_sizes.values()))), block_size)
+    arrays = Case(queries=tokens, keys=tokens, heads=heads, kv_heads=kv_heads, value_dim=5).arrays()
     sharded = partial(
         function, axis_name=tuple(axis_sizes), mesh=make_mesh(axis_sizes), block_size=block_size, return_lse=True,
         key_value_seq_lengths=lengths, **more,
@@ -35,18 +37,25 @@ def assert_as_dense(function, axis_sizes, block_size, options, *, lengths=None, 
         return jax.tree.map(lambda x: x[:, np.argsort(order)], stored)
 
     options = {"is_causal": True} | options
-    where = {"query_positions": np.arange(TOKENS), "key_value_seq_lengths": lengths}
+    where = {"query_positions": np.arange(tokens), "key_value_seq_lengths": lengths}
     got, derivatives = results(in_natural_order, arrays, options)
     assert_attention(got, *arrays, **where | options)
-    _, expected = results(partial(dense_attention, **where), arrays, options)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = [np.asarray(x, np.float64) for x in arrays]
+        _, expected = results(partial(dense_attention, **where), wide, jax.tree.map(_wide, options))
+        expected = jax.tree.map(np.asarray, expected)
     assert_gradients(derivatives, expected)
+
+
+def _wide(x):
+    return np.asarray(x, np.float64) if isinstance(x, np.ndarray) else x
 
 
 def results(attention, arrays, options):
     """Returns `(out, lse)`, and the derivatives of a weighted sum of both by all arrays, those of options too."""
     rng = np.random.default_rng(1)
     rows, dim = arrays[0].shape[:3], arrays[2].shape[-1]
-    of_out, of_lse = (jnp.asarray(rng.normal(size=(*rows, *last)), jnp.float32) for last in ((dim,), ()))
+    of_out, of_lse = (jnp.asarray(rng.normal(size=(*rows, *last)), arrays[0].dtype) for last in ((dim,), ()))
 
     def loss(arrays, numbers):
         out, lse = attention(*arrays, **options | numbers)

@@ -49,7 +49,9 @@ def ring_in_natural_order(axis_sizes, block_size, **options):
 
 
 @pytest.mark.parametrize(
-    "name, block_size", [(name, 1) for name in OPTIONS] + [("causal", 2), ("causal", None), ("window", 4)]
+    "name, block_size",
+    [(name, 1) for name in OPTIONS]
+    + [("causal", 2), ("causal", None), ("window", 4), ("sinks", "zigzag"), ("window", "zigzag")],
 )
 def test_every_option_and_placement_with_lengths(name, block_size):
     arrays, options = PROMPT.arrays(), OPTIONS[name]
@@ -125,6 +127,13 @@ def test_striping_balances_every_hop_to_within_one_diagonal(num_shards):
     pairs = pairs_per_hop(num_shards, slots, block_size=1)
     assert (pairs.max(axis=1) - pairs.min(axis=1)).max() <= slots
     assert pairs.max() <= slots * slots / 2 + slots, "about half of the pairs of two shards"
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 8])
+def test_zigzag_balances_every_hop_and_leaves_half_of_the_pairs(num_shards):
+    slots = 16
+    pairs = pairs_per_hop(num_shards, slots, block_size="zigzag")
+    assert (pairs[1:] == slots * slots / 2).all() and (pairs[0] == slots * (slots + 1) / 2).all()
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 8])

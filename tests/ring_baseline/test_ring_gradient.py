@@ -17,7 +17,7 @@ from prompts import LENGTHS, assert_as_dense
 from tree_attn import make_mesh, storage_order
 from tree_attn.local import gradient
 from tree_attn.measure import hlo
-from tree_attn.ring_baseline import hops, ring_attention
+from tree_attn.ring_baseline import hops, ring_attention, runs, ulysses_attention
 
 EVERYTHING = {"logits_soft_cap": 2.0, "local_window_size": (40, None), "sinks": SINKS, **HEAD_SCALES}
 CASES = {
@@ -31,10 +31,15 @@ CASES = {
     "sinks": ({"seq": 3}, 2, {"sinks": SINKS}),
     "scales": ({"seq": 5}, 1, HEAD_SCALES),
     "everything": ({"seq": 3}, 1, EVERYTHING),
+    "zigzag": ({"seq": 3}, "zigzag", {}),
+    "zigzag_one_device": ({"seq": 1}, "zigzag", {"sinks": SINKS}),
+    "zigzag_all_pairs": ({"seq": 2}, "zigzag", {"is_causal": False}),
+    "zigzag_everything": ({"seq": 5}, "zigzag", EVERYTHING),
+    "zigzag_two_axes": ({"device": 3, "node": 2}, "zigzag", {"logits_soft_cap": 1.5}),
 }
 
 
-FAST = ("causal", "one_device", "two_axes", "contiguous_window", "everything")
+FAST = ("causal", "one_device", "two_axes", "contiguous_window", "everything", "zigzag")
 BOTH_WAYS = ("one_device", "two_axes", "everything")
 
 
@@ -70,10 +75,36 @@ def test_unrolled_as_on_gpus_the_gradient_of_keys_makes_as_many_hops_as_there_ar
     assert_gradients(lowered.compile()(*(x[:, order] for x in arrays)), [x[:, order] for x in dense])
 
 
-def test_finite_differences():
+@pytest.mark.parametrize(
+    "block_size, rotation",
+    [("zigzag", "one_way"), (None, "two_way"), pytest.param("zigzag", "two_way", marks=pytest.mark.slow)],
+)
+def test_unrolled_as_on_gpus_hops_between_runs_need_no_mask(block_size, rotation, monkeypatch):
+    monkeypatch.setattr(hops, "default_platform", lambda: "gpu")
+    attend_shard, masked = runs.attend_shard, []
+
+    def noted(query, key, value, options, shard, **more):
+        masked.append(options.is_causal)
+        return attend_shard(query, key, value, options, shard, **more)
+
+    monkeypatch.setattr(runs, "attend_shard", noted)
+    options = {"logits_soft_cap": 2.0, "sinks": SINKS, **HEAD_SCALES}
+    assert_as_dense(ring_attention, {"seq": 3}, block_size, options, lengths=LENGTHS, rotation=rotation)
+    # A device's own shard has a diagonal; each of two hops has a branch with attention, or two.
+    branches = 2 if block_size == "zigzag" else 1
+    assert masked.count(False) == 2 * branches * masked.count(True) > 0
+
+
+@pytest.mark.slow
+def test_zigzag_on_eight_devices():
+    assert_as_dense(ring_attention, {"seq": 8}, "zigzag", {}, lengths=np.array([96, 41], np.int32), tokens=96)
+
+
+@pytest.mark.parametrize("block_size", [1, *(pytest.param(x, marks=pytest.mark.slow) for x in (None, 2, "zigzag"))])
+def test_finite_differences(block_size):
     arrays = Case(queries=12, keys=12).arrays()
     sinks = jnp.asarray(SINKS[:4]) / 30
-    options = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=1, return_lse=True)
+    options = dict(axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=block_size, return_lse=True)
     options |= dict(key_value_seq_lengths=np.array([12, 7], np.int32), logits_soft_cap=3.0, local_window_size=(6, None))
     attention = jax.jit(lambda query, key, value, sinks: ring_attention(query, key, value, sinks=sinks, **options))
     jax.test_util.check_grads(attention, (*arrays, sinks), order=1, modes=("rev",), atol=3e-3, rtol=3e-3, eps=1e-2)
@@ -115,13 +146,18 @@ def test_bfloat16(stored):
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=0.04 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096, 32768])
-def test_memory_is_a_small_multiple_of_the_arguments(tokens):
+@pytest.mark.parametrize(
+    "function, block_size, tokens",
+    [(ring_attention, 1, tokens) for tokens in (1024, 4096, 32768)]
+    + [pytest.param(ring_attention, "zigzag", tokens, marks=pytest.mark.slow) for tokens in (1024, 32768)]
+    + [pytest.param(ulysses_attention, 1, tokens, marks=pytest.mark.slow) for tokens in (1024, 32768)],
+)
+def test_memory_is_a_small_multiple_of_the_arguments(function, block_size, tokens):
     """Compiled, and not run: the probabilities of a hop alone would take more at 4,096 tokens."""
     mesh = make_mesh({"seq": 8})
     along = NamedSharding(mesh, P(None, "seq"))
-    array = jax.ShapeDtypeStruct((1, tokens, 4, 64), jnp.float32, sharding=along)
-    call = partial(ring_attention, axis_name="seq", mesh=mesh, block_size=1)
+    array = jax.ShapeDtypeStruct((1, tokens, 4 if function is ring_attention else 8, 64), jnp.float32, sharding=along)
+    call = partial(function, axis_name="seq", mesh=mesh, block_size=block_size)
     loss = lambda query, key, value, weights: jnp.vdot(call(query, key, value), weights)
     memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*[array] * 4).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 6 * memory.argument_size_in_bytes

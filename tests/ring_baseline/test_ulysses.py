@@ -23,6 +23,7 @@ CASES = {
     "one_kv_head": ({"seq": 3}, None, {"logits_soft_cap": 1.5, "scale": 0.6}, 6, 1),
     "blocks_all_pairs": ({"seq": 5}, 4, {"is_causal": False}, 5, 5),
     "fewer_kv_heads": ({"seq": 8}, 1, {"sinks": np.tile(SINKS, 2), **EVERYTHING}, 8, 2),
+    "zigzag": ({"seq": 2}, "zigzag", {"sinks": SINKS, **EVERYTHING}, 4, 2),
     "mix": (MIX, None, {"sinks": SINKS, **EVERYTHING}, 4, 2),
     "mix_striped": (WIDE_MIX, 1, {}, 4, 2),
     "mix_blocks": (WIDE_MIX, 3, {"is_causal": False, "local_window_size": 30}, 4, 2),
@@ -30,7 +31,7 @@ CASES = {
 }
 
 
-FAST = ("grouped", "one_kv_head", "fewer_kv_heads", "mix", "mix_fewer_kv_heads")
+FAST = ("grouped", "zigzag", "one_kv_head", "fewer_kv_heads", "mix", "mix_fewer_kv_heads")
 
 
 def some_are_slow(name, has_lengths):
@@ -75,6 +76,12 @@ def test_heads_that_the_devices_do_not_divide_are_refused_with_the_numbers(heads
         ValueError, match=f"that the {devices} devices of its first axis divide, .*, got N={heads} and K={kv_heads}"
     ):
         ulysses_attention(*arrays, axis_name="seq", mesh=make_mesh({"seq": devices}), block_size=1)
+
+
+def test_a_zigzag_over_two_axes_is_refused():
+    arrays = Case(queries=24, keys=24).arrays()
+    with pytest.raises(NotImplementedError, match="block_size='zigzag' needs one mesh axis, got axis_name"):
+        ulysses_attention(*arrays, axis_name=tuple(MIX), mesh=make_mesh(MIX), block_size="zigzag")
 
 
 def test_a_second_derivative_is_refused_by_name():

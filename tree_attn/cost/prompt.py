@@ -10,8 +10,9 @@ from tree_attn.cost.rotation import Pass, predict_rotations
 from tree_attn.cost.step import STATE_BYTES, DecodeStep, itemsize
 
 # "ulysses_ring": heads are exchanged over the first mesh axis, and a ring runs over the second.
-STRATEGIES = ("ring", "ring_joint", "ring_two_way", "ulysses", "ulysses_ring")
-ROTATION_OF = {"ring": "one_way", "ring_joint": "joint", "ring_two_way": "two_way", "ulysses_ring": "one_way"}
+# Placements are striped, but for "ring_zigzag".
+STRATEGIES = ("ring", "ring_joint", "ring_two_way", "ring_zigzag", "ulysses", "ulysses_ring")
+ROTATION_OF = {name: "one_way" for name in STRATEGIES} | {"ring_joint": "joint", "ring_two_way": "two_way"}
 
 
 def check_runs(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> None:
@@ -24,6 +25,8 @@ def check_runs(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> No
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {strategy!r}")
     if strategy == "ring_two_way" and step.num_kv_heads == 1:
         raise NotImplementedError("half of the KV heads go each way round, and there is only 1")
+    if strategy == "ring_zigzag" and step.num_keys % (2 * step.n_devices):
+        raise NotImplementedError(f"it needs a multiple of {2 * step.n_devices} tokens, two runs for each device")
     if strategy == "ulysses_ring" and len(axis_sizes) != 2:
         raise NotImplementedError(f"it needs two mesh axes of at least two devices each, got {tuple(axis_sizes)}")
     if strategy.startswith("ulysses"):
@@ -73,7 +76,7 @@ def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_si
 
     With `local = 2 b n_h d_h N^2 / p / product rate`, the products of one device at its datasheet's rate:
 
-        ring           local + (p - 1) max(transfer - local / p, 0):  a hop ends when both are done
+        ring, ring_zigzag   local + (p - 1) max(transfer - local / p, 0):  a hop ends when both are done
         ring_joint, ring_two_way   a pass of that rotation (`tree_attn.cost.rotation`)
         ulysses        local + the exchanges of query, key, value and result, each as a transfer of its bytes
         ulysses_ring   both: the exchanges over the first axis, and the hops over the second

@@ -58,13 +58,22 @@ def device_time(fn: Callable, *args: Any, calls: int = 1, n_iters: int = 32, war
 
 def device_events(run: Callable[[], Any]) -> list[tuple[float, float, str]]:
     """Returns kernels, copies and memsets of `run()` as (start, end, name) in ns, by their start; none on a CPU."""
+    return sorted(event for events in events_of_devices(run).values() for event in events)
+
+
+def events_of_devices(run: Callable[[], Any]) -> dict[str, list[tuple[float, float, str]]]:
+    """Returns the events of `device_events` by the name of their device; this process's devices only."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
         (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(trace))
-    lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
-    return sorted((e.start_ns, e.start_ns + e.duration_ns, e.name) for line in lines for e in line.events)
+    of_plane = lambda plane: (event for line in plane.lines if "Stream" in line.name for event in line.events)
+    return {
+        plane.name: sorted((e.start_ns, e.start_ns + e.duration_ns, e.name) for e in of_plane(plane))
+        for plane in data.planes
+        if "GPU" in plane.name
+    }
 
 
 def _busy_ns(intervals: np.ndarray) -> float:

@@ -15,7 +15,7 @@ from tree_attn.cost.step import DecodeStep
 
 SMALL = ["--prefill", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float32", "--iters", "2"]
 
-RINGS = ("ring", "ring_joint", "ring_two_way")
+RINGS = ("ring", "ring_joint", "ring_two_way", "ring_zigzag")
 
 
 def compare(out, *options: str) -> int:

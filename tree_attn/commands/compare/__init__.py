@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--prefill",
         action="store_true",
-        help="compare attention within prompts of --keys tokens, striped: rings by every rotation, Ulysses, and "
-        "Ulysses with a ring outside",
+        help="compare attention within prompts of --keys tokens: striped rings by every rotation, a zigzag "
+        "ring, Ulysses, and Ulysses with a ring outside",
     )
     shape.add_argument(
         "--gradient", action="store_true", help="with --prefill: the forward and the backward pass in one call"

@@ -18,13 +18,13 @@ from tree_attn.commands.compare.trial import Laboratory
 from tree_attn.cost import prompt
 from tree_attn.cost.step import DecodeStep
 from tree_attn.mesh import node_axes
-from tree_attn.placement import storage_order
+from tree_attn.placement import ZIGZAG, storage_order
 from tree_attn.ring_baseline import ring_attention, ulysses_attention
 from tree_attn.tolerances import relative_out_tolerance
 
 AUTOMATIC = "automatic"  # the kernel that the library chooses, hop by hop
 CHECKED_TOKENS = 32  # of each device: the oracle takes one query at a time
-BLOCK_SIZE = 1  # striped: every device has the same share of a causal prompt
+STRIPED = 1  # every device has the same share of a causal prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,11 @@ class PromptCase(Case):
     """
 
     has_gradient: bool = False
+
+    @property
+    def block_size(self) -> int | str:
+        """The placement."""
+        return ZIGZAG if self.strategy == "ring_zigzag" else STRIPED
 
     @property
     def obstacle(self) -> str | None:
@@ -62,7 +67,7 @@ class PromptCase(Case):
     def decode(self, mesh: Mesh) -> Callable:
         """Returns the function that is compared: of (query, key, value), or of the three as one for gradients."""
         implementation = None if self.implementation == AUTOMATIC else self.implementation
-        options = dict(axis_name=self.axes, mesh=mesh, block_size=BLOCK_SIZE, implementation=implementation)
+        options = dict(axis_name=self.axes, mesh=mesh, block_size=self.block_size, implementation=implementation)
         if self.strategy.startswith("ulysses"):
             attention = functools.partial(ulysses_attention, rotation=self.rotation, **options)
         else:
@@ -114,7 +119,7 @@ class PromptLaboratory(Laboratory):
         rng = np.random.default_rng(self.seed)
         arrays = [rng.normal(size=shape).astype(np.float32) for shape in _shapes(short.step)]
         arrays = [np.asarray(x.astype(jnp.dtype(short.step.dtype))) for x in arrays]
-        order = storage_order(tokens, case.step.n_devices, BLOCK_SIZE)
+        order = storage_order(tokens, case.step.n_devices, case.block_size)
         sharding = NamedSharding(mesh, along)
         stored = tuple(
             jax.make_array_from_callback(x.shape, sharding, lambda part, x=x: x[:, order][part]) for x in arrays
