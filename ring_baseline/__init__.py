@@ -1,8 +1,9 @@
 """Ring Attention, written as well as we can write it: the baseline Tree Attention is compared with.
 
-Between GPUs, call `tree_attn.measure.links.spread_transfers()` before JAX starts them, as the commands do. Without it,
-NCCL sends transfers of 17 to 84 MB at less than half of the link's rate. `tree-attn compare --nccl search` finds the
-fastest setting for a size; `tree_attn.measure.transfer_settings.apply` takes its name.
+Between GPUs, call `spread_transfers()` and `join_transfers()` of `tree_attn.measure.links` before JAX starts them, as
+the commands do. Without the first, NCCL sends transfers of 17 to 84 MB at less than half of the link's rate. Without
+the second, XLA waits for one of K and V in each hop, where a shard of both has more than 32 MiB. `tree-attn compare
+--nccl search` finds the fastest setting for a size; `tree_attn.measure.transfer_settings.apply` takes its name.
 """
 
 from tree_attn.ring_baseline.attention import ring_attention

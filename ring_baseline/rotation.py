@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tree_attn.arguments import AttentionOptions
 from tree_attn.cost import datasheets
 from tree_attn.cost.machine import Machine
-from tree_attn.cost.rotation import ROTATIONS, Pass, fastest, predict_rotations
+from tree_attn.cost.rotation import ROTATIONS, Pass, fastest, joined_bytes, predict_rotations
 from tree_attn.devices import default_platform
 from tree_attn.mesh import bound_axis_sizes
 from tree_attn.reduce import machine_here
@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
     @property
     def load(self) -> KeyValue | jax.Array:
-        """What this device sends first: its own K and V."""
+        """The arrays that this device sends first: its own K and V."""
         pair = self.key, self.value
         return jnp.concatenate(pair, axis=-1) if self.is_joint else pair
 
@@ -106,7 +106,7 @@ def choose_rotation(rotation: str | None, query, key, value, axes: tuple[str, ..
         candidates = [name for name in ROTATIONS if name != "two_way" or key.shape[2] > 1]
         ring = Pass(
             num_shards=num_shards, key_value_bytes=key.nbytes + value.nbytes, stride=_stride(axes),
-            attention_us=_attention_us(query, key, value, machine, is_causal),
+            attention_us=_attention_us(query, key, value, machine, is_causal), joined_bytes=joined_bytes(),
         )  # fmt: skip
         try:
             times = predict_rotations(ring, machine, candidates)

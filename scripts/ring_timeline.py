@@ -35,6 +35,7 @@ def main() -> None:
     from tree_attn.measure import links
 
     links.spread_transfers()
+    links.join_transfers()
     timelines = profile(args)
     if not any(timelines.values()):
         raise SystemExit("the profiler saw no device event: this needs GPUs")

@@ -33,7 +33,7 @@ def test_bytes_are_those_of_the_arrays_that_travel():
 def test_a_hop_takes_the_longer_of_transfer_and_attention():
     step = prompt_of()
     local_us = 2 * HEADS * DIM * TOKENS**2 / 8 / datasheets.rates("NVIDIA H200")["product_flops_per_s"] * 1e6
-    transfer_us = 2 * H200.exchange_us("neighbour", KEY_VALUE / 2, 8)
+    transfer_us = H200.exchange_us("neighbour", KEY_VALUE, 8)
     found = predict_prompt(step, "ring", machine=H200, axis_sizes=(8,))
     assert found.local_us == pytest.approx(local_us + H200.local_us)
     assert found.exchanges_us == (pytest.approx(7 * max(transfer_us - local_us / 8, 0)),)

@@ -21,35 +21,38 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tree_attn.measure import links
 from tree_attn.ring_baseline import hops, ring_attention, ring_decode
 
 H200 = (pathlib.Path(__file__).parents[1] / "kernels" / "h200.txtpb").read_text()
-TOKENS = 8192
+TOKENS = 65_536
 WORK = ("fusion", "custom-call", "while", "conditional", "call", "dot")
 
 
 def main():
+    links.join_transfers()
     hops.default_platform = lambda: "gpu"  # hops are unrolled there
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x4")
     mesh = Mesh(np.array(topology.devices), "seq")
     shape = lambda spec, *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     where = dict(axis_name="seq", mesh=mesh, implementation="xla")
-    stored = shape(P(None, "seq"), 1, TOKENS, 4, 64)
-    for rotation in ("one_way", "joint", "two_way"):
+    stored = shape(P(None, "seq"), 1, TOKENS, 8, 64)  # K and V of a shard have 34 MB
+    for rotation in ("one_way", "joint"):
         decode = functools.partial(ring_decode, rotation=rotation, block_size=None, **where)
         report(f"decode {rotation}", decode, shape(P(), 1, 1, 8, 64), stored, stored)
+    prompt = shape(P(None, "seq"), 1, TOKENS // 64, 8, 64)
     for block_size in (1, "zigzag"):
         attend = functools.partial(ring_attention, rotation="one_way", block_size=block_size, **where)
-        report(f"prompt {block_size}", attend, *3 * (stored,))
+        report(f"prompt {block_size}", attend, *3 * (prompt,))
         gradient = jax.grad(lambda *arrays, attend=attend: attend(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
-        report(f"gradient {block_size}", gradient, *3 * (stored,))
+        report(f"gradient {block_size}", gradient, *3 * (prompt,))
 
 
 def report(name: str, program, *shapes) -> None:
-    """Prints the number of transfers, and of what runs between the start and the end of each."""
+    """Prints how many transfers the device waits for, and what runs between start and end of each of the others."""
     text = jax.jit(program).trace(*shapes).lower().compile().as_text()
-    (pathlib.Path(os.environ["RING_DUMP"]) / f"{name}.txt").write_text(text) if "RING_DUMP" in os.environ else None
-    print(json.dumps({"name": name, "beside": beside(text)}), flush=True)
+    waited = len(re.findall(r" collective-permute\(", text))
+    print(json.dumps({"name": name, "waited": waited, "beside": beside(text)}), flush=True)
 
 
 def beside(text: str) -> list[int]:

@@ -43,9 +43,8 @@ def test_one_array_within_prompts(is_unrolled, monkeypatch):
     assert_as_dense(ring_attention, {"seq": 3}, 1, {"sinks": SINKS}, lengths=LENGTHS, rotation="joint")
 
 
-@pytest.mark.parametrize("kv_heads, value_dtype", [(1, "bfloat16"), (2, "float8_e4m3fn")])
-def test_narrow_arrays_join(kv_heads, value_dtype):
-    case = Case(dtype="bfloat16", kv_heads=kv_heads, stored_dtype=value_dtype)
+def test_narrow_arrays_of_a_single_head_join():
+    case = Case(dtype="bfloat16", kv_heads=1, stored_dtype="float8_e4m3fn")
     ring = partial(ring_decode, axis_name="seq", mesh=make_mesh({"seq": 3}), return_lse=True, rotation="joint")
     assert_attention(jax.jit(ring)(*case.arrays()), *case.arrays())
 
@@ -53,14 +52,14 @@ def test_narrow_arrays_join(kv_heads, value_dtype):
 H200, TORUS = machine.load("NVIDIA H200"), dataclasses.replace(datasheets.load("TPU v5p"), device_kind="TPU v5p")
 # A trace is kept by its shapes: each call has its own number of keys.
 CALLS = {
-    "few_keys": ("decode", 4096, 8, H200, "joint"),
+    "few_keys": ("decode", 4096, 8, H200, "one_way"),
     "many_keys": ("decode", 655_360, 8, H200, "one_way"),
     "torus": ("decode", 655_356, 8, TORUS, "two_way"),
     "torus_one_head": ("decode", 655_352, 1, TORUS, "one_way"),
     "no_costs": ("decode", 655_348, 8, None, "one_way"),
-    "hidden_by_attention": ("ring", 32_768, 8, H200, "one_way"),
-    "short_prompt": ("ring", 512, 8, H200, "joint"),
-    "mix": ("ulysses", 1024, 8, H200, "joint"),
+    "short_prompt": ("ring", 512, 8, H200, "one_way"),
+    "long_prompt": ("ring", 131_072, 8, H200, "joint"),
+    "mix": ("ulysses", 131_072, 8, H200, "joint"),
 }
 
 
@@ -68,6 +67,7 @@ CALLS = {
 def test_the_fastest_by_the_cost_model_is_logged(name, monkeypatch, caplog):
     function, tokens, kv_heads, known, expected = CALLS[name]
     monkeypatch.setattr(rotation, "_machine", lambda: known)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # XLA joins what has 32 MiB
     shape = lambda tokens, heads: jax.ShapeDtypeStruct((1, tokens, heads, 128), jnp.bfloat16)
     mesh, axes = make_mesh({"seq": 4}), "seq"
     if function == "decode":

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def join(args: argparse.Namespace, n_devices: int | None):
-    """Calls `tree_attn.initialize` with these options, and has NCCL use all channels of a link; returns the Launch.
+    """Calls `tree_attn.initialize` with these options, and has XLA and NCCL use links well; returns the Launch.
 
     An option `nccl` names another setting of NCCL. All ranks must have the same command and options, but for those in
     `_OF_A_RANK`.
@@ -46,6 +46,7 @@ def join(args: argparse.Namespace, n_devices: int | None):
         links.spread_transfers()
     else:
         transfer_settings.apply(args.nccl)
+    links.join_transfers()
     return initialize(
         args.coordinator_address,
         args.num_processes,

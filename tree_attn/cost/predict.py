@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tree_attn.cost import equations
 from tree_attn.cost.equations import check_positive
 from tree_attn.cost.machine import EXCHANGES, Machine
-from tree_attn.cost.rotation import Pass, predict_rotations
+from tree_attn.cost.rotation import Pass
 from tree_attn.cost.step import STATE_BYTES, DecodeStep, itemsize
 
 STRATEGIES = ("tree", "ring_overlapped", "ring_public")
@@ -207,7 +207,6 @@ def predict_step(
     *,
     machine: Machine,
     axis_sizes: Sequence[int] | None = None,
-    rotation: str = "one_way",
 ) -> Prediction:
     """Predicts the time of one step. With `local = 2 b t d_kv / read rate + machine.local_us`, of one shard:
 
@@ -224,7 +223,6 @@ def predict_step(
       reduction: for "tree", see `reduction_us`; None for rings.
       machine: its measured costs.
       axis_sizes: see `reduction_us`; default: one axis of all devices.
-      rotation: of "ring_overlapped"; the formula is that of "one_way", and `tree_attn.cost.rotation` has the others.
 
     Raises:
       ValueError: see `bytes_sent_per_device`.
@@ -248,10 +246,10 @@ def predict_step(
             bytes_sent=bytes_sent,
             memory_bytes=memory_bytes,
         )
+    transfer_us = 2 * machine.exchange_us("neighbour", shard_bytes / 2, p)
     if strategy == "ring_overlapped":
-        added_us = predict_rotations(ring_pass(step, machine), machine, (rotation,))[rotation]
+        added_us = (p - 1) * max(transfer_us - local_us, 0.0)
     else:
-        transfer_us = 2 * machine.exchange_us("neighbour", shard_bytes / 2, p)
         added_us = p * (transfer_us + 2 * read_us) if p > 1 else 0.0
     return Prediction(
         local_us=p * local_us,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tree_attn.cost.rotation import JOIN_FLAG
 from tree_attn.measure.latency import latency_us
 
 TRANSFER_CHUNK_BYTES = 64 * 1024
@@ -29,6 +30,21 @@ def spread_transfers() -> None:
       >>> spread_transfers()  # then ring_decode, ring_attention
     """
     os.environ.setdefault("NCCL_P2P_NVL_CHUNKSIZE", str(TRANSFER_CHUNK_BYTES))
+
+
+def join_transfers() -> None:
+    """Makes XLA send K and V as one transfer on GPUs, whatever their size, without a copy.
+
+    By default it joins transfers up to 32 MiB. Of larger ones it runs one beside the attention and waits for the other
+    (docs/log/ring.md: "XLA runs one of two large transfers beside the attention"). Call it before JAX starts its
+    devices; what `XLA_FLAGS` says already stays.
+
+    Example:
+      >>> join_transfers()  # then ring_attention
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if JOIN_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {JOIN_FLAG}={1 << 34}".strip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,14 @@ def test_prompts_have_what_the_model_says(capsys):
     text = capsys.readouterr().out
     assert "PREDICTED per prompt, forward: 1,048,576 keys" in text and "ulysses ring" in text
     left_out = planned(capsys, *options, "--gpus-per-node", "7")["left_out"]
-    assert set(left_out) == {"ulysses", "ulysses ring"}
+    assert set(left_out) == {"ulysses", "ulysses ring", "ring zigzag"}
+    # Which rotation a ring without a named one takes: on a torus both directions are free at once.
+    assert list(document["rotations"]) == ["one_way", "joint", "two_way"] and min(document["rotations"].values()) >= 0
+    assert "A ring without a named rotation turns 'one_way'. Predicted to be added to its attention: one_way" in text
+    torus = planned(capsys, "--device-kind", "TPU v5p", "--keys", "65536", "--kv-heads", "8", "--gpus-per-node", "4")
+    assert min(torus["rotations"], key=torus["rotations"].get) == "two_way"
+    alone = planned(capsys, *options, "--gpus-per-node", "1")
+    assert alone["rotations"] == {}
 
 
 def test_fused_stays_in_a_node_and_among_small_states(capsys):

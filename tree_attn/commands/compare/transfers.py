@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tree_attn.commands.processes import broadcast
 from tree_attn.cost import limits
-from tree_attn.cost.rotation import ROTATIONS, Pass, added_us, fastest
+from tree_attn.cost.rotation import ROTATIONS, Hop, Pass, added_us, fastest
 from tree_attn.cost.step import DecodeStep
 from tree_attn.measure import links
 
@@ -75,7 +75,7 @@ def _chosen(step: DecodeStep, gb_per_s: dict[str, float], device_kind: str) -> s
     read_bytes_per_s = num_bytes / read_us * 1e6 if read_us else float("inf")
     return fastest(
         {
-            name: added_us(name, ring, transfer_us=num_bytes / rate / 1e3, read_bytes_per_s=read_bytes_per_s)
+            name: added_us(name, ring, Hop(beside_us=num_bytes / rate / 1e3), read_bytes_per_s=read_bytes_per_s)
             for name, rate in gb_per_s.items()
             if name not in left_out
         }

@@ -35,8 +35,9 @@ def read(folders: Sequence[pathlib.Path]) -> list[dict]:
 
 
 def _is_predicted(row: dict) -> bool:
-    """Returns False for a ring by a rotation that was named, a prompt, and heads that are sharded."""
-    return row["strategy"] in STRATEGIES and row["reduction"] not in UNPREDICTED
+    """Returns False for a ring by another rotation than one way, a prompt, and heads that are sharded."""
+    is_plain = row.get("rotation") in (None, "one_way") and row["reduction"] not in UNPREDICTED
+    return row["strategy"] in STRATEGIES and is_plain
 
 
 def device_kind(row: dict) -> str:
@@ -58,9 +59,8 @@ def reduction(row: dict) -> str | tuple[str, ...] | None:
 def predict(row: dict, machine: Machine) -> Prediction:
     """Returns the cost model's prediction for the row's step."""
     return predict_step(
-        step(row), row["strategy"], reduction(row), machine=machine, axis_sizes=tuple(row["axis_sizes"]),
-        rotation=row.get("rotation") or "one_way",
-    )  # fmt: skip
+        step(row), row["strategy"], reduction(row), machine=machine, axis_sizes=tuple(row["axis_sizes"])
+    )
 
 
 def predicted_us(row: dict, machine: Machine) -> float:
