@@ -35,6 +35,7 @@ def commands(folder: pathlib.Path) -> dict[str, list[str]]:
         "doctor": ["--devices", "4"],
         "plan": ["--keys", "81920"],
         "figures": ["3", "--rows", str(rows), "--out", str(folder / "figures")],
+        "reproduce": ["hydragen-figure-4", "--out", str(folder / "reproduce")],
         "demo": ["--picture", str(folder / "demo.png")],
         "generate": [*PROMPT, "--out", str(folder / "generate")],
         "sample": [*PROMPT, "--num-samples", "2"],
