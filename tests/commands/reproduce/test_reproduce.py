@@ -20,7 +20,6 @@ BEYOND = {
     "tree-figure-3": ["128 GPUs"],
     "bifurcated-table-6": ["batch 2,048", "batch 16, not", "batch 32, not", "batch 64, not"],
     "hydragen-figure-3": ["batch 1,024", *(f"batch {n}, not" for n in (64, 128, 256, 512))],
-    "hydragen-figure-5": ["8 questions", "16 questions"],  # of the small form
 }
 
 
