@@ -41,8 +41,18 @@ def test_figure_3_measures_where_there_are_rows_and_predicts_to_128(measured):
 def test_figure_3_is_over_gpus_for_the_length_that_most_numbers_of_them_measured(measured):
     on_two = [row | {"n_devices": 2, "axis_sizes": [2]} for row in measured if row["num_keys"] == 81_920]
     figure = paper.figure_3([*measured, *on_two], H200)
-    assert set(figure.axes) == {"over keys", "81,920 keys", "5,120,000 keys"}
+    assert set(figure.axes) == {"over keys", "81,920 keys", "5,120,000 keys", paper.RATIOS}
     assert set(values(figure, "81,920 keys", "ring overlapped", True)) == {2, 4}
+
+
+def test_figure_3_has_the_papers_ratio_beside_ours(measured):
+    figure = paper.figure_3(measured, H200)
+    here = [row for row in measured if row["num_keys"] == 640_000]
+    us = {(row["strategy"], row["reduction"]): row["latency_us_median"] for row in here}
+    ratio = us["ring_public", None] / us["tree", "allreduce"]
+    assert values(figure, paper.RATIOS, "640,000 keys", True) == {4: pytest.approx(ratio)}
+    assert values(figure, paper.RATIOS, "the paper, 5,120,000 keys", True) == {128: 8}
+    assert set(values(figure, paper.RATIOS, "5,120,000 keys", False)) == set(GPUS) - {1}
 
 
 def test_figure_3_takes_the_best_tree_and_keeps_the_papers(measured):
@@ -125,7 +135,8 @@ def test_tiny_rows_of_one_gpu_and_a_machine_of_ones_own(tmp_path, measured, caps
         options = ["--rows", str(tmp_path), "--machine", str(tmp_path / "machine.json"), "--out", str(tmp_path / "new")]
         assert cli.main(["figures", figure, *options, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
-        assert {point["x"] for point in document["points"] if point["is_measured"]} <= {1, 64, 32}
+        ours = [point for point in document["points"] if not point["series"].startswith("the paper")]
+        assert {point["x"] for point in ours if point["is_measured"]} <= {1, 64, 32}
         assert pathlib.Path(document["files"]["drawing"]).read_bytes().startswith(b"\x89PNG")
 
 

@@ -16,6 +16,9 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 CLUSTERS = (8, 64, 128)  # of the paper's Figure 3a
 LENGTHS = tuple(80_000 * 2**i for i in range(7))  # to 5.12M, as in the paper
 HIDDEN_SIZES = (1024, 2048, 4096, 8192)
+# The one ratio that the paper prints, of its ring's time to its tree's, and where.
+PAPER_RATIO, PAPER_GPUS, PAPER_KEYS = 8, 128, 5_120_000
+RATIOS = "ring public over tree allreduce"
 
 Values = dict[tuple[str, DecodeStep], float]  # (series, step) -> a time or a size
 
@@ -51,7 +54,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     """Returns the time of a step over keys, relative to the ring's with the fewest keys on as many GPUs; and over GPUs.
 
     The panels over GPUs are of two lengths: the one that was measured on the most numbers of GPUs (among equals the
-    longest), and the paper's.
+    longest), and the paper's. The last panel has the ratio of the paper's two algorithms, and the one that it prints.
 
     Source: Tree Attention, section 6.1 and Figure 3.
     """
@@ -70,7 +73,12 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
         more = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
         axes[panel := f"{keys:,} keys"] = ("GPUs", "us")
         points += _points(panel, found, "n_devices", True, num_keys=keys)
-        points += _points(panel, _fastest(_predicted_times(more, machine)), "n_devices", False)
+        predicted = _fastest(_predicted_times(more, machine))
+        points += _points(panel, predicted, "n_devices", False)
+        points += _ratios(found, keys, True) + _ratios(predicted, keys, False)
+    axes[RATIOS] = ("GPUs", "ratio of times")
+    theirs = f"the paper, {PAPER_KEYS:,} keys"
+    points.append(Point(panel=RATIOS, series=theirs, x=PAPER_GPUS, y=PAPER_RATIO, is_measured=True))
     return Figure(axes=axes, points=points, comparisons=_compared_times(measured, machine))
 
 
@@ -141,6 +149,17 @@ def _points(panel: str, values: Values, x: str, is_measured: bool, **where: int)
         for (series, step), y in values.items()
         if all(getattr(step, name) == value for name, value in where.items())
     ]
+
+
+def _ratios(values: Values, num_keys: int, is_measured: bool) -> list[Point]:
+    """Returns the time of the paper's ring over that of its tree, for each number of GPUs that has both."""
+    ring, tree = (
+        {step.n_devices: us for (name, step), us in values.items() if (name, step.num_keys) == (series, num_keys)}
+        for series in ("ring public", "tree allreduce")
+    )
+    ratios = {count: ring[count] / tree[count] for count in ring.keys() & tree.keys() if count > 1}
+    named = {"panel": RATIOS, "series": f"{num_keys:,} keys", "is_measured": is_measured}
+    return [Point(x=count, y=ratio, **named) for count, ratio in sorted(ratios.items())]
 
 
 def _relative(panel: str, values: Values, n_devices: int, is_measured: bool, fewest: int) -> list[Point]:
