@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from prompts import LENGTHS, assert_as_dense
 
 from tree_attn import make_mesh, storage_order
+from tree_attn.commands.compare.prompts import expected_results
 from tree_attn.local import gradient
 from tree_attn.measure import hlo
 from tree_attn.ring_baseline import hops, ring_attention, runs, ulysses_attention
@@ -97,6 +98,22 @@ def test_unrolled_as_on_gpus_hops_between_runs_need_no_mask(block_size, rotation
     # A device's own shard has a diagonal; each of two hops has a branch with attention, or two.
     branches = 2 if block_size == "zigzag" else 1
     assert masked.count(False) == 2 * branches * masked.count(True) > 0
+
+
+@pytest.mark.parametrize("block_size", [1, pytest.param("zigzag", marks=pytest.mark.slow)])
+def test_gradients_are_those_of_the_oracle_in_float64(block_size):
+    """The oracle's gradient is written out, in numpy; the cotangent is the output itself."""
+    arrays = Case(queries=24, keys=24).arrays()
+    order = storage_order(24, 3, block_size)
+    ring = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=block_size)
+
+    def gradients(*arrays):
+        out, pull = jax.vjp(ring, *arrays)
+        return pull(out)
+
+    expected = expected_results(*arrays, has_gradient=True)
+    assert expected[0].dtype == np.float64
+    assert_gradients(jax.jit(gradients)(*(x[:, order] for x in arrays)), [x[:, order] for x in expected])
 
 
 @pytest.mark.slow
