@@ -178,6 +178,38 @@ def test_a_command_runs_in_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == {"error": "WRONG: its table", "rows": [], "files": {}}
 
 
+def test_where_the_memory_ends_the_next_run_begins(tmp_path, monkeypatch, capsys):
+    folders = []
+
+    def run(args):
+        folders.append(args.out.name)
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory" if folders[1:] == [] else "another")
+
+    monkeypatch.setattr("tree_attn.commands.bench.run", run)
+    with pytest.raises(RuntimeError, match="another"):
+        cli.main(["reproduce", "bifurcated-table-6", "--out", str(tmp_path)])
+    assert folders == ["small_shared", "small_not_shared"]
+
+
+def test_on_gpus_our_numbers_stand_beside_the_papers(capsys):
+    one = EXPERIMENTS["lean-figure-8"]
+    shared = {"hardware": "1 x NVIDIA H200"}
+    rows = [one.points[6].where | shared | {"device_us_median": 2.0}]
+    rows += [one.points[6].over | shared | {"device_us_median": 5.0}]
+    rows += [one.points[2].where | shared | {"error": "RuntimeError: none"}]
+    report.print_experiment(one, GPUS, rows)
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["64k", "keys,", "over", "fixed", "split", "2.5", "2.53"] in lines
+    assert ["4k", "keys,", "over", "fixed", "split", "does", "not", "run", ">2"] in lines
+    assert "Hardware: ours 1 x NVIDIA H200; the paper's 1 x H100, FlashDecoding 2.5.6." in printed
+    assert "What differs: The fixed split is" in printed
+    table = [line for line in printed.splitlines() if line.startswith(" ")]
+    assert max(map(len, table)) <= 80
+    found = report.document(one, GPUS, rows)
+    assert found["small_form"] is None and found["points"][6]["ours"]["value"] == 2.5
+
+
 def test_numbers_follow_from_the_newest_rows():
     one = EXPERIMENTS["tree-table-1"]
     tokens = {"config": "llama-3.1-8b", "context": 32768, "n_devices": 8}
