@@ -1,7 +1,11 @@
 """FlashDecoding's fixed split in the lean kernel: its number of parts, and that a part is a CTA's whole run."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401  (a fixture)
 
+from tree_attn import attend
 from tree_attn.kernels import schedule
 from tree_attn.measure.steps import lean
 
@@ -43,3 +47,17 @@ def test_sequences_of_several_lengths_have_no_fixed_split():
     ragged = lean.LeanStep(lengths=(64, 128), num_heads=2, num_kv_heads=2, head_dim=64)
     with pytest.raises(NotImplementedError, match="sequences of one length"):
         lean.split_config(ragged)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_a_fixed_split_is_exact_and_has_no_race(time_limit):  # noqa: F811
+    case = step(1, 512, 2)
+    assert lean.split_config(case)[1] == 2  # parts are merged
+    draw = lambda seed, tokens: jax.random.normal(jax.random.key(seed), (1, tokens, 2, 64), jnp.bfloat16)
+    query, key, value = draw(0, 1), draw(1, 512), draw(2, 512)
+    with interpreter() as kernels:
+        out = lean.fixed_split(case).run(query, key, value)
+    assert len(kernels) == 2 and not any(kernel.races_found for kernel in kernels)
+    expected = attend(query, key, value, implementation="xla").out
+    assert jnp.abs(out.astype(jnp.float32) - expected.astype(jnp.float32)).max() < 0.005
