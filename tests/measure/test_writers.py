@@ -22,6 +22,7 @@ OTHER_JSON = {
     "scripts/cache_error.py": "a printed row",
     "scripts/oracle_case.py": "a field of a row",
     "scripts/plot_concepts.py": "a digest of the numbers of a figure",
+    "scripts/ring_timeline.py": "the intervals of a time line",
     "scripts/soak_fused.py": "a printed row",
     "scripts/sweep_flashinfer.py": "messages to a worker, whose replies become rows",
     "scripts/sweep_flashinfer_worker.py": "those replies",
