@@ -74,6 +74,7 @@ def test_the_kernel_multiplies_as_xla_does(on_one_sm):
 def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monkeypatch):
     """Lowered for CUDA: the kernel is called for each and for the head, of new tokens and not of prompts."""
     monkeypatch.setattr("tree_attn.kernels.few_rows_layout.overlaps", lambda: True)
+    monkeypatch.setattr(few_rows_call, "overlaps", lambda: True)
     config = LlamaConfig(**SHAPE | {"num_layers": 3}, vocab_size=64, max_position=32)
     sharding = sharding_over(config, 1)
     create = parameters.random(sharding, jnp.bfloat16)
