@@ -49,6 +49,8 @@ TESTS = {
     "ring_baseline": ("ring_baseline",),
     "ring_baseline/attention.py": ("ring_baseline/test_ring_attention.py",),
     "ring_baseline/hops.py": ("ring_baseline/test_ring_gradient.py", "ring_baseline/test_ring_attention.py"),
+    "ring_baseline/rotation.py": ("ring_baseline/test_ring_rotation.py", "ring_baseline/test_ring_decode.py"),
+    "ring_baseline/runs.py": ("ring_baseline/test_ring_gradient.py",),
     "ring_baseline/ulysses.py": ("ring_baseline/test_ulysses.py",),
     "tree_attn/local/gradient.py": ("ring_baseline/test_ring_gradient.py",),
     "ring_baseline/decode.py": ("ring_baseline/test_ring_decode.py",),
