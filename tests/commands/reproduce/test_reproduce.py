@@ -63,6 +63,7 @@ def rows_of_command(one: Command) -> list[dict]:
         ]
     common = {"config": args["--config"], "n_devices": int(args["--devices"])}
     common |= {"problem_tokens": int(args.get("--problem-tokens", 0))}
+    common |= {"weights": "replicated" if "--replicate-weights" in options else "spread"}
     common |= {"share_prefix": False if "--no-share-prefix" in options else None}
     return [
         common | {"context": int(context), "batch": int(batch) * int(args.get("--problems", 1))}
@@ -212,13 +213,13 @@ def test_on_gpus_our_numbers_stand_beside_the_papers(capsys):
 
 def test_numbers_follow_from_the_newest_rows():
     one = EXPERIMENTS["tree-table-1"]
-    tokens = {"config": "llama-3.1-8b", "context": 32768, "n_devices": 8}
+    tokens = {"config": "llama-3.1-8b", "context": 32768, "n_devices": 8, "weights": "replicated"}
     rows = [tokens | {"attention": "tree", "prefill_plus_10_tokens_s": 9.0}]
     rows += [tokens | {"attention": "ring", "error": "out of memory", "hardware": "8 x GPU"}]
     rows += [tokens | {"attention": "tree", "prefill_plus_10_tokens_trials_s": [1.0, 2.0, 3.0], "hardware": "8 x GPU"}]
     first, second, third, *_ = report.lines(one, rows)
-    assert first == ("32k tokens, tree", "2 ± 0.58", "0.6 ± 0.15")
-    assert second == ("32k tokens, ring", "does not run", "2.57 ± 0.35") and third.ours == ""
+    assert first == ("32k tokens, tree, weights replicated", "2 ± 0.58", "0.6 ± 0.15")
+    assert second == ("32k tokens, ring, weights replicated", "does not run", "2.57 ± 0.35") and third.ours == ""
     assert one.error(one.points[1], rows) == "out of memory" and report.hardware(one, rows) == ["8 x GPU"]
 
 
@@ -246,10 +247,12 @@ def test_depths_count_together():
 def test_the_numbers_are_those_of_the_papers():
     """Some of each paper, read from its text again."""
     printed = {name: dict(line[::2] for line in report.lines(one, [])) for name, one in EXPERIMENTS.items()}
-    assert printed["tree-table-1"]["256k tokens, ring"] == "8.19 ± 1.07"
+    assert printed["tree-table-1"]["256k tokens, ring, weights spread"] == "8.19 ± 1.07"
     assert (
         printed["tree-table-2"][
-            "20,000 tokens, tree" if "20,000 tokens, tree" in printed["tree-table-2"] else "20k tokens, tree"
+            "20,000 tokens, tree"
+            if "20,000 tokens, tree" in printed["tree-table-2"]
+            else "20k tokens, tree, weights replicated"
         ]
         == "0.74 ± 0.01"
     )

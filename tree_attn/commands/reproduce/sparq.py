@@ -62,8 +62,7 @@ TABLE_2_EXPERIMENT = Experiment(
     measure=scores,
     paper_hardware="Llama 2 13B (scores depend on no hardware)",
     differs=(
-        SCORES
-        + "The text is a King James Bible, the paper's are Tiny Shakespeare and WikiText. Passages to repeat end "
+        SCORES + "The paper's texts are Tiny Shakespeare and WikiText, ours is that of --text. Passages to repeat end "
         "after 64 tokens. The tasks of question answering and summaries need data sets that are not here."
     ),
     points=[point for task, table in TABLE_2.items() for point in _scores(task, table, {"context": 1024})],
