@@ -49,6 +49,7 @@ def test_mutated_files_are_read_right_or_raise_the_one_error(seed):
 
 
 def test_the_trial_notices_another_error_a_missing_name_and_wrong_weights(monkeypatch):
+    assert files.check(files.Case("folder", "config.json", ())) is None  # the first check opens all kinds of files
     case = files.Case("folder", "config.json", (("json", ("vocab_size",), "1"),))
     for error, fault in (
         (KeyError("content"), "KeyError: "),
