@@ -142,11 +142,16 @@ def test_positions_beyond_int32_are_refused_where_they_are_known(shape):
     "num_queries, num_shards, block_size, is_diagonal",
     [(SLOTS, 1, None, True), (SLOTS, 2, 1, True), (SLOTS, 2, 2, False), (SLOTS, 2, None, False), (3, 2, 1, False)],
 )
-def test_the_diagonal_of_kernels_serves_a_striped_prompt_only(num_queries, num_shards, block_size, is_diagonal):
-    shard = Shard(index=0, num_shards=num_shards, block_size=block_size)
+def test_the_diagonal_of_kernels_serves_a_striped_prompt_and_a_shard_with_itself(
+    num_queries, num_shards, block_size, is_diagonal
+):
+    shard, same_place = (Shard(index=0, num_shards=num_shards, block_size=block_size) for _ in range(2))
     sizes = {"batch": 2, "num_queries": num_queries, "num_slots": SLOTS}
-    view = visibility(AttentionOptions(is_causal=True), **sizes, shard=shard, query_shard=shard)
-    assert view.is_diagonal == is_diagonal
+    of = lambda query_shard: visibility(
+        AttentionOptions(is_causal=True), **sizes, shard=shard, query_shard=query_shard
+    ).is_diagonal
+    assert of(same_place) == is_diagonal  # its index could be another one, known on the device only
+    assert of(shard) == (num_queries == SLOTS)
 
 
 @pytest.mark.parametrize("num_shards, of_query, of_key", [(1, 0, 0), (2, 0, 0), (2, 0, 1), (2, 1, 0), (3, 1, 2)])

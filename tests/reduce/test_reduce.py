@@ -103,7 +103,7 @@ def test_on_a_known_machine_none_is_what_costs_least(axis_sizes, elements, tried
     """The H200's numbers, in nodes of four; states that are only shapes."""
     caplog.set_level(logging.INFO, "tree_attn")
     known = dataclasses.replace(machine.load("NVIDIA H200"), gpus_per_node=4)
-    monkeypatch.setattr("tree_attn.reduce._machine", lambda: known)
+    monkeypatch.setattr("tree_attn.reduce.machine_here", lambda: known)
     state = SoftmaxState(jnp.zeros((elements // 129, 128)), jnp.zeros(elements // 129))
     on_device = lambda state: reduce_state(state, tuple(axis_sizes), None)
     mapped = jax.shard_map(on_device, mesh=make_mesh(axis_sizes), in_specs=P(), out_specs=P(), check_vma=False)

@@ -116,7 +116,7 @@ def predict_rotations(ring: Pass, machine: Machine, candidates: Iterable[str] = 
       NotImplementedError: the cost of a transfer between these devices is unknown.
 
     Example:
-      >>> ring = Pass(num_shards=2, key_value_bytes=2e8, attention_us=5000.0, joined_bytes=joined_bytes())
+      >>> ring = Pass(num_shards=2, key_value_bytes=2e8, attention_us=5000.0, joined_bytes=32e6)
       >>> fastest(predict_rotations(ring, machine.load("NVIDIA H200")))
       'joint'
     """
