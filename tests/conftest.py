@@ -100,6 +100,14 @@ def no_nodes_recorded():
 
 
 @pytest.fixture(autouse=True)
+def flags_as_before():
+    """Commands lift XLA's limit of joined transfers in their process, and predictions read it there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        yield
+
+
+@pytest.fixture(autouse=True)
 def traced_anew(request):
     """Programs of other tests do not serve those that patch what is traced, or read what tracing logs."""
     if not {"monkeypatch", "caplog"}.isdisjoint(request.fixturenames):
