@@ -147,9 +147,9 @@ def test_the_diagonal_of_kernels_serves_a_striped_prompt_and_a_shard_with_itself
 ):
     shard, same_place = (Shard(index=0, num_shards=num_shards, block_size=block_size) for _ in range(2))
     sizes = {"batch": 2, "num_queries": num_queries, "num_slots": SLOTS}
-    of = lambda query_shard: visibility(
-        AttentionOptions(is_causal=True), **sizes, shard=shard, query_shard=query_shard
-    ).is_diagonal
+    of = lambda query_shard: (
+        visibility(AttentionOptions(is_causal=True), **sizes, shard=shard, query_shard=query_shard).is_diagonal
+    )
     assert of(same_place) == is_diagonal  # its index could be another one, known on the device only
     assert of(shard) == (num_queries == SLOTS)
 
