@@ -41,6 +41,22 @@ def set_layout(monkeypatch, **layout):
     monkeypatch.setattr(tuning, "lean_config", lambda shape, is_static: config)
 
 
+@pytest.fixture
+def watched_products(monkeypatch):
+    """Has registers read the tensor core's operands too, by the proxy through which it reads them.
+
+    The race detector does not see the reads of the tensor core itself.
+    """
+    wgmma = plgpu.wgmma
+
+    def watched(acc_ref, left, right):
+        _ = left[...], right[...]
+        plgpu.commit_smem()
+        wgmma(acc_ref, left, right)
+
+    monkeypatch.setattr(plgpu, "wgmma", watched)
+
+
 @contextlib.contextmanager
 def interpreter():
     """Yields the list of each interpreted kernel's races; JAX itself keeps the last kernel's only."""

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 from few_rows_cases import ADDED, GATED, H200_SMS, LLAMA_1B, LLAMA_8B, NORMED, Product
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from lean_interpreter import has_race, interpreter, needs_interpreter, time_limit  # noqa: F401
+from lean_interpreter import has_race, interpreter, needs_interpreter, time_limit, watched_products  # noqa: F401
 from test_lean_races import mutant
 
 from tree_attn.kernels import few_rows
@@ -73,28 +72,17 @@ def test_rows_do_not_reach_one_another():
 WHOLE = Product(in_features=512, out_features=256, layout={"tile": 64, "tiles": 2, "num_ctas": 2, "block_in": 64})
 
 
-@pytest.fixture
-def watched_products(monkeypatch):
-    """Has registers read what the tensor core does: its reads are unknown to the race detector."""
-    wgmma = plgpu.wgmma
-
-    def watched(acc_ref, left, right):
-        _ = left[...], right[...]
-        plgpu.commit_smem()
-        wgmma(acc_ref, left, right)
-
-    monkeypatch.setattr(plgpu, "wgmma", watched)
-
-
 @needs_interpreter
+@pytest.mark.usefixtures("watched_products")
 @pytest.mark.parametrize("options", [{}, NORMED | GATED], ids="+".join)
-def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_been(options, watched_products):
+def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_been(options):
     interpreted(Product(rows=2, in_features=512, out_features=256, options=options, layout=WHOLE.layout))
 
 
 @needs_interpreter
+@pytest.mark.usefixtures("watched_products")
 @pytest.mark.parametrize("barrier", ["full.at[stage]", "free.at[stage]"])
-def test_a_wait_that_is_left_out_is_found(barrier, watched_products, monkeypatch):
+def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
     changed = mutant(few_rows, f"plgpu.barrier_wait({barrier})")
     monkeypatch.setattr("few_rows_cases.multiply_few_rows", changed.multiply_few_rows)
     assert has_race(WHOLE)

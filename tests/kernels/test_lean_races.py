@@ -8,28 +8,22 @@ import pathlib
 import types
 
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
-from lean_interpreter import check, has_race, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
+from lean_interpreter import (  # noqa: F401
+    check,
+    has_race,
+    needs_interpreter,
+    set_layout,
+    small_layout,
+    time_limit,
+    watched_products,
+)
 
 from tree_attn.kernels import kv_parts, lean_merge, lean_walk
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import tall as tall_kernel
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watched_products")]
-
-
-@pytest.fixture
-def watched_products(monkeypatch):
-    """Has registers read the tensor core's operands too, by the proxy through which it reads them."""
-    wgmma = plgpu.wgmma
-
-    def watched(acc_ref, left, right):
-        _ = left[...], right[...]
-        plgpu.commit_smem()
-        wgmma(acc_ref, left, right)
-
-    monkeypatch.setattr(plgpu, "wgmma", watched)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,24 @@ def assert_as_dense(
     assert_gradients(derivatives, expected)
 
 
+def assert_value_and_gradients(ring, query, key, value, **options):
+    """Asserts that `ring`'s output and lse are the oracle's, and its gradients those of dense attention.
+
+    Args:
+      ring: takes query, key and value only, and returns lse too.
+      options: of attention, with which `ring` is made.
+    """
+
+    def loss(attention, *arrays):
+        state = attention(*arrays)
+        return jnp.sum(state[0] ** 2), state
+
+    gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2), has_aux=True))
+    found, state = gradient(ring)(query, key, value)
+    assert_attention(state, query, key, value, **options)
+    assert_gradients(found, gradient(partial(dense_attention, **options))(query, key, value)[0])
+
+
 def results(attention, arrays, options):
     """Returns `(out, lse)`, and the derivatives of a weighted sum of both by all arrays, those of options too."""
     rng = np.random.default_rng(1)

@@ -11,6 +11,7 @@ from assertions import assert_attention, assert_gradients, assert_state
 from attention_cases import HEAD_SCALES, KEYS, NARROW, OPTIONS, SINKS, Case
 from dense import dense_attention
 from jax.sharding import PartitionSpec as P
+from prompts import assert_value_and_gradients
 
 from tree_attn import attend, make_mesh, storage_order, tree_decode
 from tree_attn.ring_baseline import ring_decode
@@ -65,15 +66,7 @@ def test_two_ways_round_value_and_gradient(num_devices, kv_heads):
     options = dict(key_value_seq_lengths=np.array([40, 17], np.int32), is_causal=True, local_window_size=(30, None))
     options |= scales | {"sinks": np.resize(SINKS, 2 * kv_heads)}
     ring = ring_on(num_devices, rotation="two_way", **options)
-
-    def loss(attention, *arrays):
-        state = attention(*arrays)
-        return jnp.sum(state[0] ** 2), state
-
-    gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2), has_aux=True))
-    found, state = gradient(ring)(query, key, value)
-    assert_attention(state, query, key, value, **options)
-    assert_gradients(found, gradient(partial(dense_attention, **options))(query, key, value)[0])
+    assert_value_and_gradients(ring, query, key, value, **options)
 
 
 def test_two_ways_round_send_as_much_in_each_direction():

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assertions import assert_attention, assert_gradients
+from assertions import assert_attention
 from attention_cases import HEAD_SCALES, SINKS, Case
-from dense import dense_attention
-from prompts import LENGTHS, assert_as_dense
+from prompts import LENGTHS, assert_as_dense, assert_value_and_gradients
 
 from tree_attn import make_mesh
 from tree_attn.cost import datasheets, machine
@@ -24,15 +23,7 @@ def test_one_array_of_keys_and_values_value_and_gradient():
     options = dict(key_value_seq_lengths=np.array([40, 17], np.int32), is_causal=True, sinks=SINKS) | HEAD_SCALES
     where = dict(axis_name="seq", mesh=make_mesh({"seq": 4}), block_size=None, return_lse=True)
     ring = partial(ring_decode, rotation="joint", **where, **options)
-
-    def loss(attention, *arrays):
-        state = attention(*arrays)
-        return jnp.sum(state[0] ** 2), state
-
-    gradient = lambda attention: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2), has_aux=True))
-    found, state = gradient(ring)(query, key, value)
-    assert_attention(state, query, key, value, **options)
-    assert_gradients(found, gradient(partial(dense_attention, **options))(query, key, value)[0])
+    assert_value_and_gradients(ring, query, key, value, **options)
     lowered = jax.jit(ring).lower(query, key, value)
     assert hlo.counts(lowered.as_text(dialect="hlo")) == {"collective-permute": 3}
 
