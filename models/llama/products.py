@@ -143,7 +143,7 @@ def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaP
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended.
+        ended. The kernel has not run on a GPU yet.
       sharding: of the model, over one device for the kernel.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
 
