@@ -32,7 +32,7 @@ from sweep_summary import markdown, summary
 
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import time_ways, ways
+from tree_attn.measure.steps.ways import elsewhere, time_ways, ways
 
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
 
@@ -45,7 +45,7 @@ def main() -> int:
         return 0
     # Another process shares the GPU: neither may take all memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    cases = [step for step in drawn(args) if args.only in (None, step.family)]
+    cases = [step for step in drawn(args) if step.family in args.only]
     from tree_attn.devices import default_platform
 
     if args.dry_run or default_platform() != "gpu":
@@ -66,13 +66,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the drawn cases")
     parser.add_argument("--cases", type=int, default=0, help="number of drawn cases")
     parser.add_argument("--table", action="store_true", help="the sixteen fixed steps, before the drawn ones")
-    parser.add_argument("--only", choices=FAMILIES, help="leave out the other families")
+    parser.add_argument("--only", default=",".join(FAMILIES), help='leave out the other families: "dense,ragged"')
     parser.add_argument("--ways", help='only ways with one of these in their name: "None,cudnn"')
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("sweep.jsonl"), help="JSONL file of rows")
     parser.add_argument("--go-on", action="store_true", help="add the rows that the file lacks")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no case after so many minutes")
     parser.add_argument("--iters", type=int, default=32, help="samples of each chain")
     parser.add_argument("--options", help='XLA options of a second set of ways: "name=value,name=value"')
+    parser.add_argument("--as", dest="capability", help="also time mosaic_gpu as on this compute capability: 10.0")
     parser.add_argument("--threads", type=int, default=4, help="programs compiled at the same time")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
@@ -80,6 +81,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--summary", action="store_true", help="print the summary of the file's rows")
     parser.add_argument("--markdown", action="store_true", help="print a table of the file's rows")
     args = parser.parse_args()
+    args.only = args.only.split(",")
+    if unknown := set(args.only) - set(FAMILIES):
+        parser.error(f"--only must name families of {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
     if args.iters < 32:
         parser.error(f"--iters must be at least 32, got {args.iters}")
     return args
@@ -159,7 +163,8 @@ class Sweep:
         labels = step.row() | {"title": step.title()}
         print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)
         for suffix, options in self._option_sets().items():
-            found = [way for way in ways(step) if self._is_missing(step, way.name + suffix)]
+            all_ways = ways(step) + (elsewhere(step, self._args.capability) if self._args.capability else [])
+            found = [way for way in all_ways if self._is_missing(step, way.name + suffix)]
             if found:
                 for name, fields in time_ways(step, found, options, self._args.iters, self._args.threads):
                     self._add(labels, name + suffix, fields)
@@ -199,7 +204,7 @@ def _rows(args: argparse.Namespace) -> list[dict]:
     """Returns the file's rows, of the family asked for."""
     from tree_attn.measure.rows import read
 
-    return [row for row in read(args.out) if args.only in (None, row["family"])]
+    return [row for row in read(args.out) if row["family"] in args.only]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Exits with 1 if any check failed. Without a GPU it runs on emulated CPU devices 
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 import numpy as np
+from float8_checks import float8_checks
 from garbage_checks import gradient_checks, ragged_checks
 from oracle_case import (
     EXCHANGED_SHAPES,
@@ -45,11 +47,14 @@ def main() -> int:
     parser.add_argument(
         "--only",
         "--how",
-        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, sparq, activations or prefill; or "
-        "part of the name of a strategy, e.g. fused (default: all checks)",
+        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, float8, sparq, activations or "
+        "prefill; or part of the name of a strategy, e.g. fused (default: all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
+    parser.add_argument(
+        "--as", dest="capability", help="run mosaic_gpu as on a GPU of this compute capability, e.g. 8.9"
+    )
     parser.add_argument("--go-on", action="store_true", help="leave out local and sparq checks that --out has")
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
@@ -68,9 +73,12 @@ def main() -> int:
         import jax
 
         jax.config.update("jax_num_cpu_devices", max(counts))
-    if args.trials is not None:
-        return max(run_checks(count, args.out, trial_checks(count, args.trials, args.seed)) for count in counts)
-    return max(run_checks(count, args.out, only=args.only, go_on=args.go_on) for count in counts)
+    from tree_attn.kernels import targets
+
+    with contextlib.nullcontext() if args.capability is None else targets.assumed(args.capability):
+        if args.trials is not None:
+            return max(run_checks(count, args.out, trial_checks(count, args.trials, args.seed)) for count in counts)
+        return max(run_checks(count, args.out, only=args.only, go_on=args.go_on) for count in counts)
 
 
 def run_checks(
@@ -106,7 +114,8 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
     from tree_attn.local import IMPLEMENTATIONS
 
     on_one = {
-        "prefix": prefix_checks, "ragged": ragged_checks, "gradients": gradient_checks, "parts": part_checks
+        "prefix": prefix_checks, "ragged": ragged_checks, "gradients": gradient_checks, "parts": part_checks,
+        "float8": float8_checks,
     }  # fmt: skip
     if only in on_one:
         return on_one[only]()

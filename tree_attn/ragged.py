@@ -146,7 +146,7 @@ def paged_decode(
 
     Args:
       query: `[B, T, N, H]`, the last T positions of each sequence.
-      key_pages, value_pages: `[P, page, K, H]`; the kernel needs pages of a multiple of 64 keys on a GPU.
+      key_pages, value_pages: `[P, page, K, H]`.
       page_table: int32 `[B, pages]`; entries beyond a sequence's length may be anything.
       key_value_seq_lengths: int32 `[B]`, at most `pages * page`.
       return_lse, options: as in `lean_decode`.
@@ -249,7 +249,7 @@ def choose_backend(query, key, value, view: Visibility, options: AttentionOption
       scales: as `AttentionOptions.head_scales` returns them.
       page_size: keys of a page; 0 without pages.
     """
-    reason = mosaic_gpu.unsupported_pages(page_size)
+    reason = mosaic_gpu.unsupported_pages(page_size, query.shape[1])
     obstacles = {} if reason is None else {"mosaic_gpu": reason}
     return choose(
         query, key, value, implementation=options.implementation, candidates=IMPLEMENTATIONS, obstacles=obstacles,

@@ -1,6 +1,7 @@
-"""Compiles every variant of the kernels for an absent H200, and prints a line of JSON for each.
+"""Compiles variants of the kernels for an absent GPU, and prints a line of JSON for each.
 
-The argument `grouped` selects SparQ's kernels for groups of query heads; without it all others are compiled.
+The argument is a compute capability: for "9.0", an H200, all kernels but one kind are compiled, for others the lean
+kernel as it is there. `grouped` selects the kind left out: SparQ's kernels for groups of query heads, for an H200.
 
 A program of its own, for ptxas reports registers and spills on the process's output. A kernel's report comes before
 its variant's line.
@@ -8,7 +9,6 @@ its variant's line.
 
 import json
 import os
-import pathlib
 import sys
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -18,32 +18,42 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune
 import jax
 import numpy as np
 import sparq_cases
+from gpus import GPUS, target_config
 from jax.experimental import topologies
+from jax.experimental.mosaic.gpu import utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from lean_cases import variants
+from lean_cases import variants, variants_elsewhere
 
-from tree_attn.kernels import tuning
+from tree_attn.kernels import targets, tuning
+from tree_attn.kernels.lean_layout import max_smem_bytes
 from tree_attn.local import mosaic_gpu
 
-H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
-SMS = 132
 
-
-def main():
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+def main(chosen: str):
+    capability = "9.0" if chosen == "grouped" else chosen
+    name, sms, _ = GPUS[capability]
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(capability), topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
-    configs, choose = [], tuning.lean_config
+    planned, choose = [], tuning.lean_config
     mosaic_gpu.unavailable = lambda: None
-    tuning.lean_config = lambda *args, **kwargs: configs.append(choose(*args, **kwargs)) or configs[-1]
-    tuning.device_kind = lambda: "NVIDIA H200"
-    is_grouped = sys.argv[1:] == ["grouped"]
-    for call in () if is_grouped else variants():
+    tuning.lean_config = lambda shape, **options: planned.append((shape, choose(shape, **options))) or planned[-1][1]
+    tuning.device_kind = lambda: name
+    tuning.num_sms = lambda: sms
+    if capability != "9.0":  # what JAX takes a GPU to be that is not there
+        utils._infer_arch = lambda: tuple(map(int, capability.split(".")))
+
+    def compile(call, title, ctas_per_sm=lambda: 0):
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
-        print(json.dumps({"call": str(call), "ctas_per_sm": -(-configs[-1].num_ctas // SMS)}), flush=True)
-    for call in sparq_cases.COMPILED_GROUPED if is_grouped else sparq_cases.COMPILED:
-        jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
-        print(json.dumps({"call": f"sparq {call}", "ctas_per_sm": 0}), flush=True)
+        smem_bytes = max_smem_bytes(*planned[-1]) if planned else 0
+        print(json.dumps({"call": title, "ctas_per_sm": ctas_per_sm(), "smem_bytes": smem_bytes}), flush=True)
+
+    calls = {"grouped": list, "9.0": variants}.get(chosen, variants_elsewhere)()
+    with targets.assumed(capability):
+        for call in calls:
+            compile(call, str(call), lambda: -(-planned[-1][1].num_ctas // sms))
+    for call in {"grouped": sparq_cases.COMPILED_GROUPED, "9.0": sparq_cases.COMPILED}.get(chosen, ()):
+        compile(call, f"sparq {call}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

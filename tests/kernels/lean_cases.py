@@ -148,6 +148,14 @@ def variants() -> list[Call]:
         ),
         Call(head_dim=80, dtype="float16"),
         Call(head_dim=128, dtype="float16", **float8, **lengths),
+        *(
+            Call(queries=queries, group=group, head_dim=128, **float8, **lengths, options=HEAD_SCALES | options)
+            for queries, group, options in (
+                (3, 8, {"is_causal": True, "logits_soft_cap": 30.0}),
+                (1, 16, {"local_window_size": (70, 0)}),
+                (10, 3, {}),
+            )
+        ),
         *(Call(queries=8, group=group, head_dim=128, **lengths) for group in (1, 2, 4, 8)),
         *(
             Call(layout=layout, head_dim=128, **lengths, **options)
@@ -184,6 +192,24 @@ def variants() -> list[Call]:
     ]
 
 
+def variants_elsewhere() -> list[Call]:
+    """Returns calls that differ in the kernel compiled for GPUs other than Hopper's."""
+    lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
+    float8, wide = {"stored_dtype": "float8_e4m3fn"}, {"queries": 8, "group": 16}
+    return [
+        *(Call(head_dim=head_dim, **options) for head_dim in HEAD_DIMS for options in ({}, lengths | wide)),
+        *(Call(head_dim=head_dim, **float8, **lengths, **wide) for head_dim in (64, 80, 128, 256)),
+        Call(head_dim=128, **float8, options=HEAD_SCALES),
+        Call(head_dim=80, dtype="float16", slots=251, **lengths, **causal),
+        Call(layout="packed", head_dim=128, **lengths, **causal),
+        *(
+            Call(layout="paged", page=page, head_dim=128, **lengths, options={"logits_soft_cap": 30.0})
+            for page in (16, 64)
+        ),
+        Call(head_dim=128, slots=WHOLE, **float8),
+    ]
+
+
 def in_parts() -> list[Call]:
     """Returns those of `variants` that copy KV tiles in parts: odd numbers of slots, and small pages."""
     odd, pages = {"slots": 251, "lengths": (250, 70)}, {"layout": "paged", "lengths": (250, 70)}
@@ -199,8 +225,9 @@ def in_parts() -> list[Call]:
         *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
         MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
         *(Call(page=page, head_dim=128, **pages) for page in (8, 32)),
-        *(Call(page=16, head_dim=128, **pages, **options) for options in (causal, float8 | wide, MANY)),
-        *(Call(page=16, head_dim=256, **pages, **options) for options in (wide, float8, MANY)),
+        *(Call(page=16, head_dim=128, **pages, **options) for options in (causal, float8 | wide)),
+        *(Call(page=16, head_dim=256, **pages, **options) for options in (wide, float8)),
+        *(Call(page=128, head_dim=head_dim, **pages, **MANY) for head_dim in (128, 256)),
     ]
 
 

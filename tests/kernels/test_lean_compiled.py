@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time for Hopper (sm_90a): no register is spilled, and their CTAs fit an SM."""
+"""Kernels compiled ahead of time for five kinds of GPUs: no register is spilled, and their CTAs fit an SM."""
 
 import json
 import os
@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import sparq_cases
-from lean_cases import variants
+from gpus import GPUS
+from lean_cases import variants, variants_elsewhere
 
 from tree_attn.kernels.lean_layout import is_many_query
 from tree_attn.kernels.sparq_attend import CTAS_PER_SM
@@ -37,16 +38,19 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Returns ptxas's report of each variant: `{call: (CTAs per SM, {kernel: (registers, spilled bytes)})}`."""
-    return report_of("compile_lean.py")
+    """Returns ptxas's report of each variant for an H200, by call: CTAs per SM, kernels, and bytes of shared memory.
+
+    Kernels are `{name: (registers, spilled bytes)}`.
+    """
+    return report_of("compile_lean.py", "9.0")
 
 
-def report_of(script_name: str):
+def report_of(script_name: str, *arguments: str):
     """Returns what the fixture `compiled` does, of the variants that a script compiles."""
     script = pathlib.Path(__file__).with_name(script_name)
     path = os.pathsep.join([WHEELS, *sys.path])
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), *arguments],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -68,7 +72,7 @@ def parsed(output: str):
             reported[kernel] = int(used[1]), spilled
         elif line.startswith("{"):
             variant = json.loads(line)
-            result[variant["call"]], reported = (variant["ctas_per_sm"], reported), {}
+            result[variant["call"]], reported = (variant["ctas_per_sm"], reported, variant.get("smem_bytes")), {}
     return result
 
 
@@ -82,14 +86,14 @@ def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
 
 @pytest.mark.parametrize("call", variants(), ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
-    ctas_per_sm, kernels = compiled[str(call)]
+    ctas_per_sm, kernels, _ = compiled[str(call)]
     name = "tall_attention" if is_many_query(call.queries, call.group) else "lean_attention"
     assert_fits(name, kernels[name], ctas_per_sm)
 
 
 @pytest.mark.parametrize("call", sparq_cases.COMPILED, ids=str)
 def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
-    _, kernels = compiled[f"sparq {call}"]
+    _, kernels, _ = compiled[f"sparq {call}"]
     assert "sparq_select" in kernels
     for name, ctas_per_sm in {
         "sparq_select": 3 if call.slots <= 4096 else 2,
@@ -102,7 +106,23 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
 
 
 def test_no_merge_spills(compiled):
-    merges = [kernel for _, kernels in compiled.values() for name, kernel in kernels.items() if "merge" in name]
+    merges = [kernel for _, kernels, _ in compiled.values() for name, kernel in kernels.items() if "merge" in name]
     assert len(merges) > 10  # of equal ones JAX compiles one
     assert {spilled for _, spilled in merges} == {0}
     assert max(registers for registers, _ in merges) <= MAX_MERGE_REGISTERS
+
+
+@pytest.mark.parametrize("capability", [capability for capability in GPUS if capability != "9.0"])
+def test_elsewhere_than_on_hopper_it_spills_no_register_and_its_ctas_fit(capability):
+    results = report_of("compile_lean.py", capability)
+    assert len(results) == len(variants_elsewhere())
+    *_, kib_per_sm = GPUS[capability]
+    is_compiled = 0
+    for ctas_per_sm, kernels, smem_bytes in results.values():
+        assert ctas_per_sm * (smem_bytes + 1024) <= kib_per_sm * 1024
+        for name, kernel in kernels.items():  # of equal ones JAX compiles one
+            is_compiled += 1
+            if name == "lean_attention":
+                assert_fits(name, kernel, ctas_per_sm)
+            assert kernel[1] == 0
+    assert is_compiled > len(results)

@@ -17,12 +17,15 @@ from lean_interpreter import (  # noqa: F401
 )
 
 from tree_attn.kernels import lean as lean_kernel
+from tree_attn.kernels import lean_products
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
 CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (70, 0)}
 RAGGED = (200, 0, 77, 1)  # an empty sequence, and lengths that no tile divides
 FLOAT8 = {"stored_dtype": "float8_e4m3fn", "options": HEAD_SCALES}
+FLOAT8_CAUSAL = {"stored_dtype": "float8_e4m3fn", "options": CAUSAL | {"logits_soft_cap": 2.0}}
+SINKS_OF_TWO = {"sinks": np.array([0.5, -1.0], np.float32)}
 CALLS = [
     Call(group=4),
     Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
@@ -39,6 +42,8 @@ CALLS = [
     Call(**FLOAT8, lengths=(200, 70)),
     Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
     Call(**FLOAT8, head_dim=256, slots=192),
+    Call(queries=5, group=8, kv_heads=1, head_dim=128, lengths=(150,), slots=192, **FLOAT8_CAUSAL),  # two blocks
+    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
     *(Call(**FLOAT8, layout=layout, lengths=RAGGED, group=3, head_dim=128) for layout in ("packed", "paged")),
     *(
         Call(layout=layout, lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192)
@@ -102,7 +107,7 @@ def test_it_is_exact_and_has_no_race(call):
 
 def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot(monkeypatch):
     """The rest may be memory that was never written; up to 16 slots of the last visible one are read."""
-    monkeypatch.setattr(lean_kernel, "zero_garbage", lambda *args: None)
+    monkeypatch.setattr(lean_products, "zero_garbage", lambda *args: None)
     call = Call(lengths=(3, 20, 0, 64), slots=72, head_dim=128)
     query, key, value = call.arrays()
     lengths = np.array(call.lengths)
@@ -137,6 +142,7 @@ def test_output_tiles_that_no_run_cuts_need_no_merge(call):
 CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut others once or twice
     Call(batch=4, slots=192, kv_heads=3, group=2),
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4),
+    Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, stored_dtype="float8_e4m3fn"),
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
     Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
@@ -222,6 +228,29 @@ def test_an_exchange_merges_partial_states_or_else_the_state(call, num_kernels, 
 def test_no_layout_changes_the_result(kind, layout, monkeypatch):
     set_layout(monkeypatch, **layout)
     check(Call(layout=kind, lengths=(200, 0, 77)))
+
+
+LANES = {"num_ctas": 6}  # of two heads, or of three: as many lanes, with three or two CTAs each
+
+
+@pytest.mark.parametrize(
+    "call, num_kernels",
+    [
+        (Call(slots=512, kv_heads=3), 2),  # all keys: the schedule is static
+        (Call(lengths=(500, 60), slots=512, queries=10, group=3), 2),  # a merge for each output tile
+        (Call(lengths=(500, 0, 70, 180, 3), kv_heads=3, logit_size=1e4), 2),  # a merge for each run
+        (Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=2), 2),
+        (Call(layout="packed", lengths=(300, 2, 129, 30), slots=512, kv_heads=2, group=3), 2),
+        (Call(layout="paged", lengths=(300, 64, 0), slots=320, kv_heads=2, head_dim=128), 2),
+        (Call(queries=40, slots=320, lengths=(300, 70)), 2),  # rows of queries
+        (MergedWith(group=2, lengths=(500, 100)), None),
+        (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
+    ],
+    ids=str,
+)
+def test_lanes_are_exact_and_have_no_race(call, num_kernels, monkeypatch):
+    set_layout(monkeypatch, **LANES)
+    check(call, *([] if num_kernels is None else [num_kernels]))
 
 
 def test_two_runs_agree_to_the_bit():

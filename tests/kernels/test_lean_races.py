@@ -33,6 +33,7 @@ pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watche
         (Call(slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
+        (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1, stored_dtype="float8_e4m3fn"), 2, 2),
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short output tiles: two queries are on their way
         (Call(slots=259, kv_heads=1), 2, 2),  # the last KV tile is copied in parts
@@ -52,7 +53,7 @@ def mutant(module: types.ModuleType, waits: str | None) -> types.ModuleType:
     source = pathlib.Path(module.__file__).read_text()
     assert waits is None or source.count(waits) == 1, "the kernel no longer has this wait: name the one it has"
     changed = types.ModuleType("mutant")
-    exec(compile(source.replace(waits or "\0", "pass"), "mutant", "exec"), changed.__dict__)
+    exec(compile(source.replace(waits or "\0", "None"), "mutant", "exec"), changed.__dict__)
     return changed
 
 
@@ -89,11 +90,10 @@ def test_a_wait_that_is_left_out_is_found_where_two_queries_are_on_their_way(mon
     assert has_race(SHORT_OUTPUT_TILES, or_is_unawaited=True)
 
 
-@pytest.mark.parametrize("call", [Call(slots=67), Call(layout="paged", page=32, lengths=(96, 70), slots=96)], ids=str)
-def test_a_barrier_that_does_not_wait_for_all_parts_of_a_tile_is_found(call, monkeypatch):
+def test_a_barrier_that_does_not_wait_for_all_parts_of_a_tile_is_found(monkeypatch):
     arrivals = kv_parts.num_arrivals
     monkeypatch.setattr(kv_parts, "num_arrivals", lambda *args: arrivals(*args) - 1)
-    assert has_race(call, or_is_unawaited=True)
+    assert has_race(Call(slots=67), or_is_unawaited=True)
 
 
 def leave_out_of_moving(barrier: str, monkeypatch):
@@ -115,4 +115,4 @@ def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(monkeypatch):
     changed = mutant(lean_merge, "plgpu.barrier_wait(written)")
     monkeypatch.setattr(lean_merge, "fold_partials", changed.fold_partials)
     monkeypatch.setattr(lean_kernel, "lean_attention", mutant(lean_kernel, None).lean_attention)
-    assert has_race(Call(kv_heads=1, slots=512), kernel=1)
+    assert has_race(Call(kv_heads=1, slots=1024), kernel=1)  # five partials, more than one warpgroup reads at once

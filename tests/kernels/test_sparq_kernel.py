@@ -1,11 +1,7 @@
 """SparQ's kernels in Mosaic GPU's interpreter, against the same in XLA, and lowered for CUDA."""
 
 import functools
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +9,7 @@ import numpy as np
 import pytest
 from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401
 from sparq_cases import CALLS, COMPILED_GROUPED, GROUPED, Call
-from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, parsed
+from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, report_of
 
 from tree_attn import make_mesh
 from tree_attn.kernels import sparq_attend, sparq_shape, tuning
@@ -105,18 +101,9 @@ def test_it_lowers_within_a_sharded_program(selection, group, kernels):
 
 @pytest.mark.skipif(WHEELS is None, reason="runs where test_lean_compiled.py does")
 def test_kernels_of_groups_spill_no_register_and_their_ctas_fit():
-    done = subprocess.run(
-        [sys.executable, str(pathlib.Path(__file__).with_name("compile_lean.py")), "grouped"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([WHEELS, *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    compiled = parsed(done.stdout)
+    compiled = report_of("compile_lean.py", "grouped")
     assert list(compiled) == [f"sparq {call}" for call in COMPILED_GROUPED]
-    kernels = [kernel for _, of_call in compiled.values() for kernel in of_call.items()]
+    kernels = [kernel for _, of_call, _ in compiled.values() for kernel in of_call.items()]
     assert {name for name, _ in kernels} == set(GROUPED_CTAS_PER_SM)
     for name, (registers, spilled) in kernels:
         per_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT

@@ -9,9 +9,10 @@ import pytest
 
 from tree_attn.kernels import lean, tuning
 from tree_attn.kernels.lean_call import column_blocks, schedule_tables
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, max_smem_bytes, partial_spans, scratch_bytes
-from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, max_smem_bytes, partial_spans, scratch_bytes
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import lean_schedule
+from tree_attn.kernels.targets import AMPERE, HOPPER, TARGETS
 from tree_attn.kernels.tuning import even_ctas, formula, lean_config, table_key, write_table
 
 SHAPE = LeanShape(
@@ -42,40 +43,61 @@ def table(tmp_path, monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("is_static", [False, True])
-def test_by_formula_all_ctas_fit_in_shared_memory_at_once(head_dim, stored, is_static):
-    max_cols = column_blocks(128, head_dim, stored != "bfloat16")[1]
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0"])
+def test_by_formula_all_ctas_fit_in_shared_memory_at_once(head_dim, stored, is_static, capability):
+    target = TARGETS[capability]
+    max_cols = column_blocks(128, head_dim, stored != "bfloat16", target)[1]
     for cols, batch, sms, slots in itertools.product((8, max_cols), (1, 8, 300), (78, 132), (64, 4096)):
-        shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), cols=cols, batch=batch, num_slots=slots)
+        shape = SHAPE.replace(
+            head_dim=head_dim, key_dtype=jnp.dtype(stored), cols=cols, batch=batch, num_slots=slots, target=target
+        )
         config = formula(shape, sms, is_static)
         ctas_per_sm = -(-config.num_ctas // sms)
-        assert ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM
+        assert ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= target.smem_bytes_per_sm
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim, stored, whole, monkeypatch):
+@pytest.mark.parametrize("target", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim, stored, whole, target, monkeypatch):
     scratch = {}
+
     monkeypatch.setattr(lean.pl, "run_scoped", lambda body, **arrays: scratch.update(arrays))
-    shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), whole_output_tiles=whole)
+    shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), whole_output_tiles=whole, target=target)
     config = LeanConfig()
     num_outputs = 2 if whole else 4
     lean._attend_runs(("sequences",), shape, config, None, *[None] * (4 + num_outputs))
-    arrays = [x for name, x in scratch.items() if name.endswith("_smem") or name.startswith("wide_")]
+    arrays = [x for name, x in scratch.items() if name.endswith("_smem")]
     allocated = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
-    assert len(arrays) >= 6 and 0 < allocated <= max_smem_bytes(shape, config) - scratch_bytes(shape)
+    assert len(arrays) >= (6 if target is HOPPER else 5) and 0 < allocated <= max_smem_bytes(
+        shape, config
+    ) - scratch_bytes(shape)
 
 
 @pytest.mark.parametrize(
-    "output_tiles, ctas, expected",
-    [(16, 264, 256), (1, 264, 264), (264, 264, 264), (260, 132, 130), (100, 132, 132), (300, 264, 264)],
-)
-def test_output_tiles_of_equal_length_are_cut_alike_where_that_costs_few_ctas(output_tiles, ctas, expected):
+    "output_tiles, ctas, of_sequences, of_heads",
+    [(16, 264, 256, 256), (1, 264, 264, 264), (264, 264, 264, 264), (260, 132, 130, 130), (100, 132, 132, 125),
+     (300, 264, 264, 240)],
+)  # fmt: skip
+def test_output_tiles_of_equal_length_are_cut_alike_where_that_costs_few_ctas(
+    output_tiles, ctas, of_sequences, of_heads
+):
     shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1)
-    assert even_ctas(shape, ctas, is_static=True) == expected
-    assert even_ctas(shape, ctas, is_static=False) == (ctas if output_tiles > 1 else expected)
+    assert even_ctas(shape, ctas, is_static=True) == of_sequences
+    assert even_ctas(shape, ctas, is_static=False) == (ctas if output_tiles > 1 else of_sequences)
     one_sequence = SHAPE.replace(batch=1, num_kv_heads=output_tiles)  # all of one length, which only the device knows
-    assert even_ctas(one_sequence, ctas, is_static=False) == expected
+    assert even_ctas(one_sequence, ctas, is_static=False) == of_heads
+
+
+@pytest.mark.parametrize(
+    "heads, ctas, expected",
+    [(8, 264, 8), (8, 132, 8), (32, 264, 32), (56, 132, 14), (12, 132, 12), (7, 132, 7), (1, 264, 1)],
+)
+def test_heads_that_are_cut_alike_are_as_many_as_keep_the_ctas_busy(heads, ctas, expected):
+    shape = SHAPE.replace(batch=50, num_kv_heads=heads)
+    config = LeanConfig(num_ctas=even_ctas(shape, ctas, is_static=False))
+    assert lanes(shape, config) == expected and config.num_ctas >= 0.9 * ctas
 
 
 @pytest.mark.parametrize(
@@ -93,7 +115,7 @@ def test_an_entry_of_the_table_is_taken_and_others_stay(table):
     assert lean_config(SHAPE, is_static=False) == formula(SHAPE, tuning.num_sms(), is_static=False)
     write_table("Testla", {key: {"block_kv": 192, "num_stages": 5, "ctas_per_sm": 1}})
     write_table("Testla", {"another key": {"block_kv": 64, "num_stages": 2, "ctas_per_sm": 2}})
-    expected = LeanConfig(block_kv=192, num_stages=5, num_ctas=tuning.num_sms())
+    expected = LeanConfig(block_kv=192, num_stages=5, num_ctas=even_ctas(SHAPE, tuning.num_sms(), is_static=False))
     assert lean_config(SHAPE, is_static=False) == expected
     assert lean_config(SHAPE, is_static=True) == formula(SHAPE, tuning.num_sms(), is_static=True)
     assert lean_config(SHAPE.replace(head_dim=64), is_static=False) != expected
@@ -106,7 +128,7 @@ def test_every_entry_shipped_is_a_layout():
             LeanConfig(block_kv=entry["block_kv"], num_stages=entry["num_stages"])
 
 
-@pytest.mark.parametrize("field, value", [("block_kv", 0), ("block_kv", 100), ("num_stages", 1), ("num_ctas", 0)])
+@pytest.mark.parametrize("field, value", [("block_kv", 0), ("block_kv", 100), ("num_stages", 0), ("num_ctas", 0)])
 def test_a_layout_that_cannot_be_is_named(field, value):
     with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
         LeanConfig(**{field: value})
@@ -117,14 +139,14 @@ def test_a_layout_cannot_be_changed():
         LeanConfig().block_kv = 128
 
 
-@pytest.mark.parametrize("lengths, runs", [((4096, 4090), 256), ((4096, 2048), 264)])
+@pytest.mark.parametrize("lengths, runs", [((4096, 4090), 32), ((4096, 2048), 33)])
 def test_equal_lengths_are_cut_alike_though_only_the_device_knows_them(lengths, runs):
     starts, ends = jnp.zeros((2, 1), jnp.int32), jnp.array(lengths)[:, None]
     config = LeanConfig(block_kv=64, num_ctas=264)
     sequences, table = schedule_tables(starts, ends, SHAPE, config)
     spans = partial_spans(SHAPE, config, {"sequences": sequences})
-    kv_tiles = [-(-length // 64) for length in lengths for _ in range(8)]
-    segments = [segment.output_tile for run in lean_schedule(kv_tiles, runs) for segment in run]
+    kv_tiles = [-(-length // 64) for length in lengths]  # of a lane: eight of them are cut alike
+    counts = [sum(segment.output_tile == i for run in lean_schedule(kv_tiles, runs) for segment in run) for i in (0, 1)]
     assert int((table[:, 3] > 0).sum()) == runs
-    assert (spans[:, 1] - spans[:, 0]).tolist() == [segments.count(i) for i in range(16)]
-    assert len(set(segments.count(i) for i in range(16))) == 1 or runs == 264
+    assert (spans[:, 1] - spans[:, 0]).tolist() == 8 * [counts[0]] + 8 * [counts[1]]
+    assert len(set(counts)) == 1 or runs == 33

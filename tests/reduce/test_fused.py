@@ -178,8 +178,9 @@ def test_output_tiles_have_the_partials_of_the_schedule(lengths):
         tables["sequences"], _ = lean_call.schedule_tables(starts, ends, shape, config)
         tiles = [max(1, -(-length // 64)) for length in lengths]
     by_output_tile = [[] for _ in range(12)]
-    for segment in itertools.chain(*lean_schedule([count for count in tiles for _ in range(3)], 132)):
-        by_output_tile[segment.output_tile].append(segment.partial)
+    for lane in range(3):  # a head each, one after another
+        for segment in itertools.chain(*lean_schedule(tiles, 132 // 3)):
+            by_output_tile[3 * segment.output_tile + lane].append(segment.partial + lane * (132 // 3 + 4))
     spans = lean_layout.partial_spans(shape, config, tables)
     assert [list(range(*span)) for span in spans.tolist()] == by_output_tile
 

@@ -24,6 +24,7 @@ class Device:
     platform: str = "gpu"
     version: str = "cuda 13000"
     compute_capability: str = "9.0"
+    core_count: int = 132
 
     @property
     def client(self) -> types.SimpleNamespace:
@@ -113,7 +114,8 @@ def test_buffers_of_another_host_are_not_opened(monkeypatch):
     [
         ([(Device(0, platform="cpu"),)], "needs NVIDIA GPUs, got 'cpu'"),
         ([(Device(0, version="rocm 70000"),)], "needs NVIDIA GPUs, got 'rocm'"),
-        ([(Device(0, compute_capability="8.0"),)], r"capability 9.0 \(Hopper\) only, this GPU has 8.0"),
+        ([(Device(0, compute_capability="7.5"),)], "written for compute capability 8.0, .*, this GPU has 7.5"),
+        ([(Device(0, compute_capability="8.9", core_count=46),)], "more than 64 multiprocessors, this GPU has 46"),
         ([(Device(0), Device(1), Device(2, 1), Device(3, 1))], "got 2 of 4 GPUs in a process"),
         ([(Device(0), Device(1)), (Device(2), Device(3))], "got 4 of 4 GPUs in a process, meeting in 2 group"),
         ([(Device(0),), (Device(1),)], "got 2 of 2 GPUs in a process, meeting in 2 group"),  # an axis of one device

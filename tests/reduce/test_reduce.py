@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from assertions import assert_rounded_once, assert_state
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import SoftmaxState, make_mesh, merge_states
+from tree_attn import SoftmaxState, make_mesh, merge_states, reduce
 from tree_attn.cost import machine
 from tree_attn.reduce import check_reduction, reduce_state
 from tree_attn.reduce.hierarchical import hierarchical
@@ -112,6 +113,16 @@ def test_on_a_known_machine_none_is_what_costs_least(axis_sizes, elements, tried
     assert len(said) == len(tried)
     assert said[-1] == f"reduction=None picked {tried[-1]!r}"
     assert all("fused" in line for line in said[:-1])
+
+
+def test_none_is_never_fused_where_it_was_not_run(monkeypatch):
+    tried = lambda: list(reduce._by_cost(16 * 129, (2,)))
+    device = types.SimpleNamespace(compute_capability="9.0", device_kind="unknown")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr("tree_attn.reduce.machine_here", lambda: None)
+    assert tried() == ["fused", "gather"]
+    device.compute_capability = "8.0"
+    assert tried() == ["gather"]
 
 
 def test_hierarchical_means_a_gather_at_each_level():

@@ -58,12 +58,16 @@ class Epilogue:
 
         return self._inline(emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
 
-    def leave(self, rank_ref, step, partial, acc, top, total, columns: int) -> None:
-        """Leaves partial state number `partial`: `acc [Hp, cols]`, and `top`, `total [cols]`, in the product's layout.
+    def leave(self, rank_ref, step, partial, first_dim: int, state, columns: int, head_dim: int) -> None:
+        """Leaves part of partial state number `partial`, in the product's layout.
 
-        Columns from `columns` on are padding, and left out.
+        Args:
+          state: as the products' `parts` yield it, of the head dims from `first_dim` on.
+          columns: of `cols`; the others are padding, and left out.
+          head_dim: Hp.
         """
-        head_dim = acc.shape[0]
+        acc, top, total = state
+        total = total()
 
         def emit(place, step, partial, *state):
             step, partial = step.registers.item(), partial.registers.item()
@@ -78,7 +82,9 @@ class Epilogue:
                     ops.send(ops.plus(first, ops.words(word)), x, step)
 
             acc, *per_column = state
-            acc.foreach(lambda x, where: store(x, *where))
+            acc.foreach(lambda x, where: store(x, arith.addi(where[0], at(first_dim)), where[1]))
+            if first_dim > 0:
+                return
             # All threads have these, and the first four have all columns.
             is_writer = arith.cmpi(arith.CmpIPredicate.ult, thread, at(4))
             for i, x in enumerate(per_column):

@@ -1,4 +1,4 @@
-"""KV tiles that are copied in parts: of small pages, and of arrays whose number of slots 8 does not divide.
+"""KV tiles of arrays whose number of slots 8 does not divide, copied by TMA: in parts at the end.
 
 A KV tile lies in shared memory in groups of 8 slots. `plgpu.copy_gmem_to_smem` cuts the array into such groups too, so
 8 must divide its slots. Arrays for which that does not hold are read through two views:
@@ -12,7 +12,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -30,10 +29,11 @@ BARRIER_BYTES = 8
 def kv_tilings(shape: LeanShape, config: LeanConfig):
     """Returns the transforms of keys and of values in shared memory.
 
-    K, V and P meet in the tensor core with one swizzle, and P has the `block_kv` keys of a KV tile. What is widened
-    meets nothing as it is stored: keys whose rows no swizzle divides have no transforms, but values are padded.
+    K, V and P meet in the tensor core with one swizzle, and P has the `block_kv` keys of a KV tile. What is read to
+    registers meets nothing as it is stored: keys whose rows no swizzle divides have no transforms, but values are
+    padded.
     """
-    if not shape.is_widened:
+    if not shape.uses_mma:
         return (tiling(shape.dtype, math.gcd(shape.head_dim, config.block_kv)),) * 2
     keys = tiling(shape.key_dtype, shape.head_dim)
     return keys, keys or tiling(shape.key_dtype, shape.padded_head_dim)
@@ -44,46 +44,10 @@ def has_broken_group(shape: LeanShape) -> bool:
     return shape.page_size is None and shape.num_slots % SLOT_MULTIPLE > 0
 
 
-def slots_of_part(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns how many slots of a KV tile are copied together, at the least."""
-    if shape.page_size is not None:
-        return math.gcd(shape.page_size, config.block_kv)
-    return SLOT_MULTIPLE if has_broken_group(shape) else config.block_kv
-
-
-def is_in_parts(shape: LeanShape, config: LeanConfig) -> bool:
-    """Returns whether KV tiles may be copied in parts."""
-    return slots_of_part(shape, config) < config.block_kv
-
-
-def num_arrivals(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns how many copies arrive at the barrier of a KV tile of keys that is copied in parts, or of values."""
-    if shape.page_size is None and not is_interpreted():
-        return 1  # for all parts together
-    return config.block_kv // slots_of_part(shape, config)
-
-
-def pages_of_parts(tables, shape: LeanShape, config: LeanConfig, output_tile, first):
-    """Returns the pages of the parts of the KV tile that begins at slot `first` of the sequence."""
-    part, pages = slots_of_part(shape, config), tables["pages"]
-    last = pages.shape[1] - 1  # a KV tile may reach beyond the table
-    numbers = [lax.div(first + offset, shape.page_size) for offset in range(0, config.block_kv, part)]
-    return [pages[output_tile.sequence, jnp.minimum(number, last)] for number in numbers]
-
-
-def copy_pages(ref, tile, barrier, pages, first, num_seen, head, columns) -> None:
-    """Begins the copies of a KV tile's parts, each of which arrives at the barrier.
-
-    Args:
-      pages: from `pages_of_parts`; first: the KV tile's first slot.
-      num_seen: its visible slots. Of a part without one nothing is read, and its slots become zeros.
-    """
-    part, page_size = tile.shape[0] // len(pages), ref.shape[1]
-    for i, page in enumerate(pages):
-        within = lax.rem(first + i * part, page_size) if part < page_size else 0
-        start = jnp.where(i * part < num_seen, within, page_size)  # beyond the page's last slot TMA reads nothing
-        source = ref.at[page, pl.ds(pl.multiple_of(start, SLOT_MULTIPLE), part), head, columns]
-        plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(i * part, part)], barrier)
+def num_arrivals(config: LeanConfig) -> int:
+    """Returns how many copies arrive at the barrier of a KV tile with a broken group."""
+    # On a GPU there is one arrival for all parts together.
+    return config.block_kv // SLOT_MULTIPLE if is_interpreted() else 1
 
 
 def copy_slots(ref, smem, barriers, stage, place, num_slots, columns, transforms) -> None:
@@ -104,7 +68,7 @@ def copy_slots(ref, smem, barriers, stage, place, num_slots, columns, transforms
             part = tile.at[pl.ds(first, SLOT_MULTIPLE)]
             plgpu.copy_gmem_to_smem(ref.at[block, slots, head, columns], part, barriers.at[stage])
         return
-    address = _address_of_barriers().bind(barriers) + stage * BARRIER_BYTES
+    address = address_of_barriers(barriers) + stage * BARRIER_BYTES
     scalars = [jnp.asarray(x, jnp.int32) for x in (address, block, start, head, num_slots)]
     types = (plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars))
     inline = lambda emit: lambda: plgpu.inline_mgpu(arg_types=types)(emit)(ref, tile, *scalars)
@@ -176,9 +140,13 @@ def _size(tile) -> tuple[int, int]:
     return (size[0] * size[2], size[1] * size[3]) if len(size) == 4 else tuple(size)
 
 
+def address_of_barriers(barriers):
+    """Returns the address in shared memory of the first of some barriers, which Pallas itself does not give."""
+    return _address_primitive().bind(barriers)
+
+
 @functools.cache
-def _address_of_barriers() -> Primitive:
-    """Returns a primitive that gives the address of the first of some barriers, which Pallas itself does not."""
+def _address_primitive() -> Primitive:
     from jax._src.pallas.mosaic_gpu import lowering
 
     primitive = Primitive("address_of_barriers")

@@ -17,7 +17,6 @@ Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +25,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.kv_parts import kv_tilings
-from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
     MAX_SPARE_COLUMNS,
     LeanConfig,
     LeanShape,
     has_whole_output_tiles,
     num_partials,
+    partial_of,
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import finish, merge_cut, merge_partials
+from tree_attn.kernels.lean_merge import merge_cut, merge_partials
+from tree_attn.kernels.lean_products import PER_COLUMN, products_of, query_tiling
+from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import (
     Barriers,
     move_tiles,
@@ -47,8 +48,9 @@ from tree_attn.kernels.lean_walk import (
     visible_slots,
     walk,
 )
+from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index
-from tree_attn.kernels.registers import LOWEST, full, launch, load, scaled_logits, spread, store_transposed, tiling
+from tree_attn.kernels.registers import launch, scaled_logits, spread
 
 WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
 
@@ -60,7 +62,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
 
     Args:
       query: `[output tiles, G', H]` with `G' <= cols` query columns; or `[B, T, K, H]`, if `shape.tokens`.
-      key, value: `[B, S, K, H]`; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
+      key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
       merge_with: `(out, lse)` over other keys to merge with, in the layouts of the results, or None. It needs
         `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
       tables: arrays by name; None, or left out, where there is none:
@@ -139,7 +141,7 @@ def _results(query, shape: LeanShape):
 
 def _has_registers_for_both(shape: LeanShape) -> bool:
     """Returns whether the first kernel has registers for two ends of a segment: a result, and a partial state."""
-    return not shape.is_widened and shape.cols <= MAX_SPARE_COLUMNS
+    return shape.cols <= MAX_SPARE_COLUMNS
 
 
 def writes_results(shape: LeanShape, config: LeanConfig, outputs) -> bool:
@@ -150,61 +152,61 @@ def writes_results(shape: LeanShape, config: LeanConfig, outputs) -> bool:
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
-    # K, V and P meet in the tensor core with one swizzle, and P has the `block_kv` keys of a KV tile.
-    swizzled = tiling(dtype, math.gcd(shape.head_dim, block_kv))
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=query_tiling(shape, config))
     stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype)
     key_tiling, value_tiling = kv_tilings(shape, config)
     key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     # An output tile's query is copied while the one before it is attended to, where there are registers for that.
     has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_SPARE_COLUMNS
     num_queries = 2 if epilogue is None and has_registers else 1
-    widened = {}
-    if shape.is_widened:
-        widened = {"wide_key": smem((block_kv, shape.head_dim)), "wide_value": smem((block_kv, shape.padded_head_dim))}
-    states_smem = {}
-    if epilogue is None and writes_results(shape, config, outputs):
-        states_smem |= {
-            "out_smem": smem((cols, shape.padded_head_dim), transforms=tiling(dtype, math.gcd(shape.head_dim, 64))),
-            "lse_smem": plgpu.SMEM((cols,), jnp.float32),
-        }
-    if epilogue is None and not has_whole_output_tiles(shape, config):
-        states_smem |= {
-            "acc_smem": plgpu.SMEM((shape.padded_head_dim, cols), jnp.float32),
-            "stats_smem": plgpu.SMEM((2, cols), jnp.float32),
-        }
+    products_smem = products_of(shape).scratch(shape, config)
+    results_smem = results_of(shape).scratch(
+        shape,
+        has_results=epilogue is None and writes_results(shape, config, outputs),
+        has_partials=epilogue is None and not has_whole_output_tiles(shape, config),
+    )
+
+    def attend_runs(**smem):
+        of = lambda names: {name: smem.pop(name) for name in names}
+        products = products_of(shape)(shape=shape, config=config, **of(products_smem))
+        results = results_of(shape)(shape=shape, outputs=outputs, **of(results_smem))
+        refs = query_ref, key_ref, value_ref
+        _attend_runs_scoped(tables, shape, config, epilogue, products, results, *refs, *outputs, **smem)
+
     pl.run_scoped(
-        functools.partial(
-            _attend_runs_scoped, tables, shape, config, epilogue, query_ref, key_ref, value_ref, *outputs
-        ),
+        attend_runs,
         query_smem=smem((num_queries, cols, shape.head_dim)),
         key_smem=stored((stages, block_kv, shape.head_dim), transforms=key_tiling),
         value_smem=stored((stages, block_kv, shape.padded_head_dim), transforms=value_tiling),
-        weights_smem=smem((cols, block_kv)),
         query_full=plgpu.Barrier(num_barriers=num_queries),
         query_free=plgpu.Barrier(num_barriers=num_queries),
         key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages),
         value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=value_arrivals),
         value_free=plgpu.Barrier(num_barriers=stages),
-        **states_smem,
-        **widened,
+        **products_smem,
+        **results_smem,
         collective_axes="warpgroup",
     )
 
 
 def _attend_runs_scoped(
-    tables, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *outputs,
-    query_smem, key_smem, value_smem, weights_smem, query_full, query_free, key_full, key_free, value_full, value_free,
-    out_smem=None, lse_smem=None, acc_smem=None, stats_smem=None, wide_key=None, wide_value=None,
+    tables, shape: LeanShape, config: LeanConfig, epilogue, products, results, query_ref, key_ref, value_ref, *outputs,
+    query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
-    padded = shape.padded_head_dim
     run = run_of_cta(tables, shape, config)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
         def move_query(output_tile, place):
+            if not shape.target.is_hopper:
+                seen = 0, query_ref.shape[1]
+                copy_rows(
+                    query_ref, query_smem.at[place], query_tiling(shape, config), query_full, place, 0, seen,
+                    block=output_tile.index,
+                )  # fmt: skip
+                return
             # G' may be less than cols: the copy fills what is out of bounds with zeros.
             columns = query_ref.at[column_index(shape, output_tile.index)]
             plgpu.copy_gmem_to_smem(columns, query_smem.at[place], query_full.at[place])
@@ -215,19 +217,19 @@ def _attend_runs_scoped(
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
-        per_column = plgpu.Layout.WGMMA.reduce(0)
         step = None if epilogue is None else epilogue.begin(tables.get("rank"))
+        head_scale = lambda of, output_tile: tables["scales"][of, output_tile.head] if "scales" in tables else None
 
         def attend_segment(output_tile, segment):
             query_place = segment.query_place(query_smem.shape[0])
             plgpu.barrier_wait(query_full.at[query_place])
-            visible = functools.partial(visible_slots, tables, shape, output_tile, (block_kv, cols), per_column)
+            visible = functools.partial(visible_slots, tables, shape, output_tile, (block_kv, cols), PER_COLUMN)
             seen = visible()
             span = span_of_keys(tables, output_tile)
-            head_scales = (
-                [tables["scales"][i, output_tile.head] for i in range(2)] if "scales" in tables else (None, None)
-            )
-            key_scale, value_scale = head_scales
+            query, factors = products.begin(query_smem.at[query_place])
+            key_scale = head_scale(0, output_tile)
+            if factors is not None:
+                key_scale = factors if key_scale is None else factors * key_scale
 
             def kv_tile_step(i, carry):
                 acc, top, total = carry
@@ -236,14 +238,7 @@ def _attend_runs_scoped(
                 is_refilled = kv_tile + stages < run.num_kv_tiles  # else no warpgroup waits for it
 
                 plgpu.barrier_wait(key_full.at[stage])
-
-                keys = _operand(key_smem.at[stage], wide_key)
-
-                def products(acc_ref):
-                    plgpu.wgmma(acc_ref, keys, query_smem.at[query_place].transpose((1, 0)))
-                    return acc_ref[...]
-
-                logits = pl.run_scoped(products, plgpu.ACC((block_kv, cols), jnp.float32))  # [kv, cols]
+                logits = products.logits(key_smem.at[stage], query)  # [kv, cols]
 
                 @pl.when(is_refilled)
                 def _():
@@ -257,88 +252,48 @@ def _attend_runs_scoped(
                     # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
                     first, end = seen if epilogue is None else visible()
                     logits = jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
-                new_top = jnp.maximum(top, logits.max(axis=0))  # [cols]
+                new_top = jnp.maximum(top, products.top_of(logits))  # [cols]
                 decay = jnp.exp2(top - new_top)
                 weights = jnp.exp2(logits - spread(new_top, logits.shape))
-                # Summed over keys at the end only: a sum over keys crosses warps.
-                total = total * spread(decay, total.shape) + weights  # [kv, cols]
-                store_transposed(weights_smem, weights.astype(shape.dtype))
-                plgpu.commit_smem()
+                total = products.added(total, decay, weights)
+                weights = products.ready(weights)
 
                 plgpu.barrier_wait(value_full.at[stage])
-                zero_garbage(value_smem.at[stage], span, first_slot, shape, trims_tiles(tables, shape, config))
-                values = _operand(value_smem.at[stage], wide_value)
-
-                def weighted(acc_ref):
-                    plgpu.wgmma(acc_ref, values.transpose((1, 0)), weights_smem.transpose((1, 0)))
-                    return acc_ref[...]
-
-                update = pl.run_scoped(weighted, plgpu.ACC((padded, cols), jnp.float32))  # [Hp, cols]
+                products.zero_garbage(value_smem.at[stage], span, first_slot, trims_tiles(tables, shape, config))
+                acc = products.updated(acc, decay, weights, value_smem.at[stage])
 
                 @pl.when(is_refilled)
                 def _():
                     plgpu.barrier_arrive(value_free.at[stage])
 
-                return acc * spread(decay, acc.shape) + update, new_top, total
+                return acc, new_top, total
 
-            empty = (
-                full(0.0, (padded, cols), plgpu.Layout.WGMMA),
-                full(LOWEST, (cols,), per_column),
-                full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
-            )
-            acc, top, total = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, empty)
+            state = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, products.empty())
 
             @segment.if_query_is_awaited(run, query_smem.shape[0])
             def _():
                 plgpu.barrier_arrive(query_free.at[query_place])
 
-            acc = acc if value_scale is None else acc * value_scale
-            partial = lax.axis_index("cta") + output_tile.index
-            if epilogue is not None:
-                columns = outputs[0].shape[1]
-                epilogue.leave(tables.get("rank"), step, partial, acc, top, total.sum(axis=0), columns)
-                return
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last segment's state has left
+            for first_dim, (acc, *stats) in products.parts(*state):
+                value_scale = head_scale(1, output_tile)  # read here, for it takes a register
+                part = first_dim, (acc if value_scale is None else acc * value_scale, *stats)
+                partial = partial_of(shape, config, lax.axis_index("cta"), output_tile.index)
+                if epilogue is not None:
+                    epilogue.leave(tables.get("rank"), step, partial, *part, outputs[0].shape[1], shape.padded_head_dim)
+                    continue
+                if first_dim == 0:
+                    results.await_memory()
+                if has_whole_output_tiles(shape, config):
+                    results.write(output_tile.index, *part)
+                elif not writes_results(shape, config, outputs):
+                    results.leave(partial, *part)
+                else:
+                    is_whole = segment.num_kv_tiles == output_tile.num_kv_tiles
+                    pl.when(is_whole)(functools.partial(results.write, output_tile.index, *part))
+                    pl.when(~is_whole)(functools.partial(results.leave, partial, *part))
 
-            def write_result():
-                finish(acc, top, total.sum(axis=0), out_smem, lse_smem)
-                # Columns beyond G' and head dims beyond H are out of bounds, and not written.
-                head_dims = pl.ds(output_tile.index * 0, padded)
-                plgpu.copy_smem_to_gmem(out_smem, outputs[0].at[*column_index(shape, output_tile.index), head_dims])
-                plgpu.copy_smem_to_gmem(lse_smem, outputs[1].at[output_tile.index])
-
-            def leave_partial():
-                acc_smem[...] = acc
-                stats_smem[0] = top
-                stats_smem[1] = total.sum(axis=0)
-                plgpu.commit_smem()
-                accs_ref, stats_ref = outputs[-2:]
-                plgpu.copy_smem_to_gmem(acc_smem, accs_ref.at[partial])
-                plgpu.copy_smem_to_gmem(stats_smem, stats_ref.at[partial])
-
-            if acc_smem is None:
-                write_result()
-            elif out_smem is None:
-                leave_partial()
-            else:
-                is_whole = segment.num_kv_tiles == output_tile.num_kv_tiles
-                pl.when(is_whole)(write_result)
-                pl.when(~is_whole)(leave_partial)
-
-        walk(run, tables, shape, attend_segment)
-        plgpu.wait_smem_to_gmem(0)
-        if epilogue is not None:
+        walk(run, tables, shape, config, attend_segment)
+        if epilogue is None:
+            results.end()
+        else:
             epilogue.end(tables.get("rank"), step, tables["spans"], *outputs, shape.padded_head_dim)
-
-
-def _operand(stored, wide):
-    """Returns K or V for the tensor core: as stored, or widened to the query's dtype, which is exact for float8."""
-    if wide is None:
-        return stored
-    narrow = load(stored, plgpu.Layout.WGMMA_UPCAST_2X)
-    # Hopper converts e4m3 to float16 only; bfloat16 goes by way of float32.
-    wide[...] = (
-        narrow.astype(wide.dtype) if wide.dtype == jnp.float16 else narrow.astype(jnp.float32).astype(wide.dtype)
-    )
-    plgpu.commit_smem()
-    return wide

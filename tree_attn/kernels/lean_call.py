@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tree_attn.kernels import lean, tall, tuning
+from tree_attn.kernels import lean, tall, targets, tuning
 from tree_attn.kernels.lean_layout import (
     MANY_QUERY_GROUPS,
     MANY_QUERY_ROWS,
@@ -22,6 +22,7 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     has_whole_output_tiles,
     is_many_query,
+    lanes,
     num_partials,
 )
 from tree_attn.kernels.query_layout import (
@@ -31,6 +32,7 @@ from tree_attn.kernels.query_layout import (
     to_kernel_layout,
 )
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, run_table, sequence_offsets
+from tree_attn.kernels.targets import Target
 from tree_attn.state import SoftmaxState, merge_state
 
 # Accumulators of a block of columns, with which a kernel that ends in an exchange spills no register; a quarter of
@@ -98,7 +100,7 @@ class LeanCall:
 
     def _epilogue(self, exchange, result: jax.ShapeDtypeStruct):
         """Returns the lean kernel's end in `exchange`, or None: too many accumulators, nothing to merge, or no room."""
-        max_accumulators = EXCHANGED_ACCUMULATORS // 4 if self.shape.is_widened else EXCHANGED_ACCUMULATORS
+        max_accumulators = EXCHANGED_ACCUMULATORS // 4 if self.shape.uses_mma else EXCHANGED_ACCUMULATORS
         is_narrow = self.shape.padded_head_dim * self.shape.cols <= max_accumulators
         if self.shape.tokens is not None or not self.merges_partials or not is_narrow:
             return None
@@ -161,6 +163,9 @@ def lean_shape(
     """Returns the static part of a call with one span per sequence; arguments as in `plan_call`."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
+    target = targets.current()
+    if page_size is not None and page_size % ROWS:  # a KV tile then lies in several pages, which TMA does not gather
+        target = dataclasses.replace(target, is_hopper=False)
     group = num_heads // num_kv_heads
     columns = num_queries * group
     if is_many_query(num_queries, group):
@@ -169,7 +174,7 @@ def lean_shape(
         tokens = cols // heads_together
         blocks = pl.cdiv(columns // heads_together, tokens)
     else:
-        blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype)
+        blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target)
         tokens = cols if num_queries > MAX_QUERIES else None
     return LeanShape(
         batch=batch,
@@ -186,13 +191,19 @@ def lean_shape(
         key_dtype=key.dtype,
         page_size=page_size,
         is_packed=is_packed,
+        target=target,
     )
 
 
-def column_blocks(num_columns: int, head_dim: int, is_widened: bool) -> tuple[int, int]:
+def column_blocks(num_columns: int, head_dim: int, is_widened: bool, target: Target) -> tuple[int, int]:
     """Returns how many blocks of how many query columns: a multiple of 8, as many as registers hold at most."""
-    max_columns, max_of_large = (32, 8) if is_widened else (64, 32)
-    blocks = pl.cdiv(num_columns, max_columns if head_dim <= 128 else max_of_large)
+    if not target.is_hopper:
+        max_columns = 32 if head_dim <= 64 else 16 if head_dim <= 128 else 8
+    elif is_widened:
+        max_columns = 32 if head_dim <= 64 else 24 if head_dim <= 128 else 8
+    else:
+        max_columns = 64 if head_dim <= 128 else 32
+    blocks = pl.cdiv(num_columns, max_columns)
     return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
 
 
@@ -208,15 +219,17 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig):
     first_slot = span_start // grain * grain
     # At least one, to write the result of an output tile that sees nothing.
     kv_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)
-    offsets = sequence_offsets(kv_tiles, shape.output_tiles_per_sequence)
+    # The schedule of one lane, which is that of all.
+    count = lanes(shape, config)
+    num_runs, per_sequence = config.num_ctas // count, shape.output_tiles_per_sequence // count
+    offsets = sequence_offsets(kv_tiles, per_sequence)
     # Output tiles of one length are cut alike, as where that is known when compiling.
-    even = tuning.even_ctas(shape, config.num_ctas, is_static=True)
-    max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, config.num_ctas)
+    even = tuning.even_runs(shape.batch * per_sequence, num_runs)
+    max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, num_runs)
     columns = first_slot, kv_tiles, offsets, span_start, span_end, jnp.broadcast_to(max_runs, kv_tiles.shape)
     sequences = jnp.stack(columns, axis=1).astype(jnp.int32)
     runs = run_table(
-        kv_tiles, offsets, shape.output_tiles_per_sequence, config.num_ctas, max_runs=max_runs,
-        whole_output_tiles=shape.whole_output_tiles,
+        kv_tiles, offsets, per_sequence, num_runs, max_runs=max_runs, whole_output_tiles=shape.whole_output_tiles
     )  # fmt: skip
     return sequences, runs
 

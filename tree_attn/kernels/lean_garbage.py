@@ -30,21 +30,7 @@ def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -
         slots = plgpu.broadcasted_iota(jnp.int32, shape_of_slots, axis, layout=layout) + first
         return (slots >= start) & (slots < end) if shape.is_packed else slots < end
 
-    if shape.is_widened:
-        _zero_narrow(values, is_beyond | (first_slot < start) if shape.is_packed else is_beyond, first_slot, is_key)
-    else:
-        _zero_ends(values, span, first_slot, is_beyond, is_key, shape.is_packed, is_trimmed)
-
-
-def _zero_narrow(values, has_garbage, first_slot, is_key) -> None:
-    """Zeros garbage of one byte a number, in the layout that it is widened in: the addresses are the same then."""
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
-
-    @pl.when(has_garbage)
-    def _():
-        found = lax.bitcast_convert_type(load(values, layout), jnp.int8)
-        mask = jnp.where(is_key(values.shape, 0, first_slot, layout), -1, 0).astype(jnp.int8)  # all bits or none
-        values[...] = lax.bitcast_convert_type(found & mask, values.dtype)
+    _zero_ends(values, span, first_slot, is_beyond, is_key, shape.is_packed, is_trimmed)
 
 
 def _zero_ends(values, span, first_slot, is_beyond, is_key, is_packed: bool, is_trimmed: bool) -> None:

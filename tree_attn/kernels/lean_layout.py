@@ -1,13 +1,14 @@
 """The static part of a call of LeanAttention's kernels, what is tuned of it, and where its partial states lie."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from tree_attn.kernels.schedule import num_runs, partials_of_output_tile
+from tree_attn.kernels.schedule import num_runs, partials_of_output_tile, quotient, remainder
+from tree_attn.kernels.targets import HOPPER, Target
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MANY_QUERY_HEAD_DIMS = (64, 128, 256)
@@ -45,8 +46,8 @@ class LeanConfig:
     def __post_init__(self):
         if self.block_kv < ROWS or self.block_kv % ROWS:
             raise ValueError(f"block_kv must be a multiple of {ROWS}, got {self.block_kv}")
-        if self.num_stages < 2:
-            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages must be at least 1, got {self.num_stages}")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1, got {self.num_ctas}")
 
@@ -69,6 +70,7 @@ class LeanShape:
                          `cols = G * tokens`; None where they are folded to `[output tiles, columns, H]`, as (t, g)
     dtype:               of the query, in which tensor cores multiply
     key_dtype:           of K and V as stored; float8_e4m3fn is widened in registers
+    target:              what the GPU offers
     """
 
     batch: int
@@ -87,6 +89,7 @@ class LeanShape:
     tokens: int | None = None
     dtype: Any
     key_dtype: Any
+    target: Target = HOPPER
 
     replace = dataclasses.replace
 
@@ -99,6 +102,16 @@ class LeanShape:
     def is_widened(self) -> bool:
         """K and V are stored in a narrower dtype than the query's."""
         return self.key_dtype != self.dtype
+
+    @property
+    def uses_mma(self) -> bool:
+        """Products are `mma.sync`'s (`mma.py`), not `wgmma`'s, which would need widened K and V in shared memory."""
+        return self.is_widened or not self.target.is_hopper
+
+    @property
+    def key_itemsize(self) -> int:
+        """Bytes of an element of K and V."""
+        return jnp.dtype(self.key_dtype).itemsize
 
     @property
     def output_tiles_per_sequence(self) -> int:
@@ -120,9 +133,15 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     """Returns an upper bound on the shared memory of one CTA of the first kernel (`lean._attend_runs` allocates it)."""
     itemsize = jnp.dtype(shape.dtype).itemsize
     kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
-    stages = config.num_stages * kv_tile * jnp.dtype(shape.key_dtype).itemsize + shape.is_widened * kv_tile * itemsize
-    queries = shape.cols * (2 * shape.head_dim + config.block_kv) * itemsize
-    states = shape.cols * ((shape.padded_head_dim + 2) * 4 + shape.padded_head_dim * itemsize + 4)
+    stages = config.num_stages * kv_tile * shape.key_itemsize
+    queries = shape.cols * 2 * shape.head_dim * itemsize
+    states = 0
+    if shape.target.is_hopper:
+        states += shape.cols * ((shape.padded_head_dim + 2) * 4 + shape.padded_head_dim * itemsize + 4)
+    if shape.uses_mma:
+        states += shape.cols * (ROWS + 2) * 4 * 4  # of four warps
+    else:
+        queries += shape.cols * config.block_kv * itemsize
     return stages + queries + states + scratch_bytes(shape) + 1024
 
 
@@ -135,8 +154,26 @@ def has_whole_output_tiles(shape: LeanShape, config: LeanConfig) -> bool:
     """Returns whether it is known when compiling that no run ends within an output tile: nothing is merged then."""
     if shape.static_kv_tiles is None:
         return shape.whole_output_tiles
-    runs = num_runs(shape.num_output_tiles * shape.static_kv_tiles, config.num_ctas)
-    return shape.static_kv_tiles == 1 or shape.num_output_tiles % runs == 0
+    _, runs = static_runs(shape, config)
+    return shape.static_kv_tiles == 1 or shape.num_output_tiles // lanes(shape, config) % runs == 0
+
+
+def lanes(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns L, the number of lanes: output tile `i` is number `i // L` of lane `i % L`, and so is a CTA's run.
+
+    Each lane has its own CTAs and all lanes are cut alike, because L divides the output tiles of a sequence and the
+    CTAs. So at any moment L heads read the same keys, which memory serves faster than keys here and there.
+    """
+    if MAX_SPARE_COLUMNS < shape.cols < MANY_QUERY_ROWS:
+        return 1  # no register is left to count by lanes
+    return math.gcd(shape.output_tiles_per_sequence, config.num_ctas)
+
+
+def static_runs(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
+    """Returns how many KV tiles a lane has, and how many runs, where that is known when compiling."""
+    count = lanes(shape, config)
+    total = shape.num_output_tiles // count * shape.static_kv_tiles
+    return total, num_runs(total, config.num_ctas // count)
 
 
 def num_partials(shape: LeanShape, config: LeanConfig) -> int:
@@ -144,21 +181,34 @@ def num_partials(shape: LeanShape, config: LeanConfig) -> int:
     return config.num_ctas + shape.num_output_tiles
 
 
+def partial_of(shape: LeanShape, config: LeanConfig, cta, output_tile):
+    """Returns the number of a CTA's partial state of output tile number `output_tile`: lanes lie one after another."""
+    count = lanes(shape, config)
+    place, lane = quotient(output_tile, count), remainder(output_tile, count)
+    return lane * _lane_partials(shape, config) + place + quotient(cta, count)
+
+
 def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, output_tile):
     """Returns the first partial of `output_tile`, and how many it has."""
+    count = lanes(shape, config)
+    place, lane = quotient(output_tile, count), remainder(output_tile, count)
     if shape.static_kv_tiles is not None:
-        total = shape.num_output_tiles * shape.static_kv_tiles
-        runs = num_runs(total, config.num_ctas)
-        first = output_tile * shape.static_kv_tiles
-        return partials_of_output_tile(output_tile, first, shape.static_kv_tiles, total, runs)
-    sequence = lax.div(output_tile, shape.output_tiles_per_sequence)
-    within = lax.rem(output_tile, shape.output_tiles_per_sequence)
-    kv_tiles = sequences_ref[sequence, NUM_KV_TILES]
-    first = sequences_ref[sequence, OFFSET] + within * kv_tiles
-    last = shape.batch - 1
-    total = sequences_ref[last, OFFSET] + shape.output_tiles_per_sequence * sequences_ref[last, NUM_KV_TILES]
-    runs = num_runs(total, sequences_ref[last, MAX_RUNS])
-    return partials_of_output_tile(output_tile, first, kv_tiles, total, runs)
+        kv_tiles = shape.static_kv_tiles
+        first, (total, runs) = place * kv_tiles, static_runs(shape, config)
+    else:
+        per_sequence, last = shape.output_tiles_per_sequence // count, shape.batch - 1
+        sequence, within = quotient(place, per_sequence), remainder(place, per_sequence)
+        kv_tiles = sequences_ref[sequence, NUM_KV_TILES]
+        first = sequences_ref[sequence, OFFSET] + within * kv_tiles
+        total = sequences_ref[last, OFFSET] + per_sequence * sequences_ref[last, NUM_KV_TILES]
+        runs = num_runs(total, sequences_ref[last, MAX_RUNS])
+    first_partial, number = partials_of_output_tile(place, first, kv_tiles, total, runs)
+    return lane * _lane_partials(shape, config) + first_partial, number
+
+
+def _lane_partials(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns an upper bound on the partial states of a lane."""
+    return num_partials(shape, config) // lanes(shape, config)
 
 
 def partial_spans(shape: LeanShape, config: LeanConfig, tables):

@@ -12,10 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, partials_of, scratch_bytes
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
+from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
-from tree_attn.kernels.schedule import num_runs, run_start
+from tree_attn.kernels.schedule import quotient, remainder, run_start
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 
@@ -89,19 +90,21 @@ def _if_cut(tables, place, shape: LeanShape, config: LeanConfig):
 
 
 def _first_cut(tables, place, shape: LeanShape, config: LeanConfig):
-    """Returns the output tile that run number `place` begins within, and whether it is the first to begin there."""
-    run, before = place, jnp.maximum(place - 1, 0)
+    """Returns the output tile that CTA `place`'s run begins within, and whether it is the first to begin there."""
+    count = lanes(shape, config)
+    lane, run = remainder(place, count), quotient(place, count)
+    before = jnp.maximum(run - 1, 0)
     if shape.static_kv_tiles is None:
         runs = tables["runs"]
         sequence, within, kv_tile, num_kv_tiles = (runs[run, i] for i in range(4))
-        output_tile = sequence * shape.output_tiles_per_sequence + within
+        output_tile = sequence * shape.output_tiles_per_sequence + within * count + lane
         return output_tile, (num_kv_tiles > 0) & (kv_tile > 0) & (runs[before, 3] >= kv_tile)
-    total = shape.num_output_tiles * shape.static_kv_tiles
-    runs = num_runs(total, config.num_ctas)
+    total, runs = static_runs(shape, config)
     start = run_start(run, total, runs)
-    output_tile = lax.div(start, shape.static_kv_tiles)
-    first = output_tile * shape.static_kv_tiles
-    return output_tile, (run < runs) & (start > first) & (run_start(before, total, runs) <= first)
+    number = lax.div(start, shape.static_kv_tiles)
+    first = number * shape.static_kv_tiles
+    is_first = (run < runs) & (start > first) & (run_start(before, total, runs) <= first)
+    return number * count + lane, is_first
 
 
 def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
@@ -118,6 +121,7 @@ def _merge_partials(names, of_place, groups: int, shape: LeanShape, config: Lean
     transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
     block_smem = plgpu.SMEM((shape.cols, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((shape.cols,), jnp.float32)}
+    scratch = scratch if shape.target.is_hopper else {}
     if groups > 1:
         accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32)
         scratch["folded"] = accs, plgpu.SMEM((groups, 2, shape.cols), jnp.float32), plgpu.Barrier(num_arrivals=groups)
@@ -131,7 +135,7 @@ def _merge_partials(names, of_place, groups: int, shape: LeanShape, config: Lean
 
 def _merge_scoped(
     optional, of_place, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
-    out_smem, lse_smem, folded=None, other_smem=None, other_full=None,
+    out_smem=None, lse_smem=None, folded=None, other_smem=None, other_full=None,
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
     place, block, group = (lax.axis_index(name) for name in ("place", "head_dims", "warpgroup"))
@@ -151,6 +155,11 @@ def _merge_scoped(
         if other_smem is not None:
             plgpu.barrier_wait(other_full)
             state = fold_state(state, load(other_smem.transpose((1, 0)), plgpu.Layout.WGMMA), other_lse, axis=1)
+        if out_smem is None:
+            first_dim = block * MERGE_HEAD_DIMS
+            result = finished(*state)
+            store_result(out_ref, lse_ref, output_tile, result, first_dim=first_dim, is_first=block == 0)
+            return
         finish(*state, out_smem, lse_smem)
         plgpu.copy_smem_to_gmem(out_smem, block_of(out_ref))
 
@@ -171,6 +180,8 @@ def _merge_scoped(
 def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, folded=None) -> None:
     """Folds the partials of some queries. Warpgroup i of n takes every n-th partial, from the i-th on.
 
+    Where all partials can be read together, the first warpgroup takes all and waits for no other.
+
     Args:
       count: how many partials there are.
       partial_of: `(i) -> (acc, stats)`, refs of partial i: a sum of weighted values, of `shape`, and `[2, queries]`,
@@ -182,6 +193,8 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
         a barrier of n arrivals. None: there is one warpgroup.
     """
     group, groups = (lax.axis_index("warpgroup"), folded[0].shape[0]) if folded else (0, 1)
+    is_shared = count > at_once if folded else False
+    stride = jnp.where(is_shared, groups, 1) if folded else 1
     per_query = plgpu.Layout.WGMMA.reduce(1 - axis)
 
     def read(refs):
@@ -189,7 +202,7 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
         return load(acc_ref, plgpu.Layout.WGMMA), *(load(stats_ref.at[i], per_query) for i in range(2))
 
     def step(i, state):
-        indices = [group + groups * (i * at_once + j) for j in range(at_once)]
+        indices = [group + stride * (i * at_once + j) for j in range(at_once)]
         # Past the end the last partial is read again and weighs nothing.
         partials = [read(partial_of(jnp.minimum(index, count - 1))) for index in indices]
         return _fold(state, partials, [jnp.where(index < count, 1.0, 0.0) for index in indices], axis)
@@ -199,26 +212,29 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
         full(LOWEST, shape[axis : axis + 1], per_query),
         full(0.0, shape[axis : axis + 1], per_query),
     )
-    rounds = lax.div(count + groups * at_once - 1, groups * at_once)
+    rounds = lax.div(count + stride * at_once - 1, stride * at_once)
+    if folded:
+        rounds = jnp.where(is_shared | (group == 0), rounds, 0)
     acc, top, total = lax.fori_loop(0, rounds, step, empty)
     if folded is None:
         end((acc, top, total))
         return
     accs_smem, stats_smem, written = folded
 
-    @pl.when((group > 0) & (group < count))
+    @pl.when(is_shared & (group > 0) & (group < count))
     def _():
         accs_smem[group] = acc
         stats_smem[group, 0] = top
         stats_smem[group, 1] = total
 
-    plgpu.barrier_arrive(written)
+    pl.when(is_shared)(lambda: plgpu.barrier_arrive(written))
 
     @pl.when(group == 0)
     def _():
-        plgpu.barrier_wait(written)
+        pl.when(is_shared)(lambda: plgpu.barrier_wait(written))
         others = lambda i, state: _fold(state, [read((accs_smem.at[i], stats_smem.at[i]))], [1.0], axis)
-        end(lax.fori_loop(1, jnp.minimum(count, groups), others, (acc, top, total)))
+        folded_by = jnp.where(is_shared, jnp.minimum(count, groups), 1)
+        end(lax.fori_loop(1, folded_by, others, (acc, top, total)))
 
 
 def fold_state(state, out, lse, *, axis: int):
@@ -239,14 +255,20 @@ def _fold(state, partials, weights, axis: int):
     return acc, new_top, total
 
 
-def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
-    """Writes `acc / total` and `ln(total 2^top)` to shared memory, with queries as rows; in `acc` they are `axis`."""
+def finished(acc, top, total, *, axis: int = 1):
+    """Returns out and lse: `acc / total` and `ln(total 2^top)`; queries are the `axis` of `acc`."""
     is_empty = total == 0  # not of NaN, which shows in both results
     inverse = jnp.where(is_empty, 0.0, 1.0 / total)
-    out = (acc * spread(inverse, acc.shape, axis)).astype(out_smem.dtype)
+    return acc * spread(inverse, acc.shape, axis), jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2_E))
+
+
+def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
+    """Writes `finished` to shared memory, with queries as rows."""
+    out, lse = finished(acc, top, total, axis=axis)
+    out = out.astype(out_smem.dtype)
     if axis == 1:
         store_transposed(out_smem, out)
     else:
         out_smem[...] = out
-    lse_smem[...] = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2_E))
+    lse_smem[...] = lse
     plgpu.commit_smem()

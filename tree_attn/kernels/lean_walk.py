@@ -19,9 +19,12 @@ from tree_attn.kernels.lean_layout import (
     LeanConfig,
     LeanShape,
     has_whole_output_tiles,
+    lanes,
+    static_runs,
 )
+from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.registers import load
-from tree_attn.kernels.schedule import num_runs, run_start
+from tree_attn.kernels.schedule import quotient, remainder, run_start
 
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 
@@ -76,24 +79,25 @@ class _Segment:
 
 def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     """Returns this CTA's run, from the table of runs or, if the schedule is static, from the CTA's number."""
-    cta = lax.axis_index("cta")
+    cta, count = lax.axis_index("cta"), lanes(shape, config)
+    lane, number = remainder(cta, count), quotient(cta, count)
     if shape.static_kv_tiles is None:
-        sequence, output_tile, kv_tile, num_kv_tiles = (tables["runs"][cta, i] for i in range(4))
-        return _Run(sequence=sequence, output_tile=output_tile, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles)
+        sequence, place, kv_tile, num_kv_tiles = (tables["runs"][number, i] for i in range(4))
+        within = place * count + lane
+        return _Run(sequence=sequence, output_tile=within, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles)
     # All is known but the CTA's number: no table to wait for.
-    total = shape.num_output_tiles * shape.static_kv_tiles
-    runs = num_runs(total, config.num_ctas)
-    start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
-    index = lax.div(start, shape.static_kv_tiles)
+    total, runs = static_runs(shape, config)
+    start, end = run_start(number, total, runs), run_start(number + 1, total, runs)
+    index = lax.div(start, shape.static_kv_tiles) * count + lane
     return _Run(
         sequence=lax.div(index, shape.output_tiles_per_sequence),
         output_tile=lax.rem(index, shape.output_tiles_per_sequence),
         kv_tile=lax.rem(start, shape.static_kv_tiles),
-        num_kv_tiles=jnp.where(cta < runs, end - start, 0),
+        num_kv_tiles=jnp.where(number < runs, end - start, 0),
     )
 
 
-def walk(run: _Run, tables, shape: LeanShape, attend_segment) -> Any:
+def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment) -> Any:
     """Calls `attend_segment(output_tile, segment)` for every output tile that the run touches, in order.
 
     Returns:
@@ -124,18 +128,21 @@ def walk(run: _Run, tables, shape: LeanShape, attend_segment) -> Any:
                 kv_tile=kv_tile,
                 num_kv_tiles=num_kv_tiles,
                 kv_tiles_done=kv_tiles_done,
-                output_tiles_done=index - first_index,
+                output_tiles_done=quotient(index - first_index, count),
             ),
         )
-        is_last = within == shape.output_tiles_per_sequence - 1
+        is_last = within >= shape.output_tiles_per_sequence - count
         next_sequence = jnp.where(is_last, sequence + 1, sequence)
-        return next_sequence, jnp.where(is_last, 0, within + 1), jnp.int32(0), kv_tiles_done + num_kv_tiles
+        first_within = within + (count - shape.output_tiles_per_sequence) if count > 1 else 0
+        next_within = jnp.where(is_last, first_within, within + count)
+        return next_sequence, next_within, jnp.int32(0), kv_tiles_done + num_kv_tiles
 
     # Output tiles are counted by their numbers, not in the loop: some kernels have no register left for a count.
+    count = lanes(shape, config)
     first_index = run.sequence * shape.output_tiles_per_sequence + run.output_tile
     begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0))
     sequence, within, *_ = lax.while_loop(is_left, step, begin)
-    return sequence * shape.output_tiles_per_sequence + within - first_index
+    return quotient(sequence * shape.output_tiles_per_sequence + within - first_index, count)
 
 
 def visible_slots(tables, shape: LeanShape, output_tile: _OutputTile, logits_shape=None, per_column=None):
@@ -182,7 +189,6 @@ def move_tiles(
     query_free, key_full, key_free, value_full, value_free = barriers
     block_kv, stages = config.block_kv, config.num_stages
     value_dims, tilings = value_smem.shape[-1], kv_parts.kv_tilings(shape, config)
-    is_in_pages = shape.page_size is not None and kv_parts.is_in_parts(shape, config)
 
     def move_segment(output_tile, segment):
         query_place = segment.query_place(num_queries)
@@ -197,17 +203,20 @@ def move_tiles(
             kv_tile = segment.kv_tiles_done + i
             stage = lax.rem(kv_tile, stages)
             first = output_tile.first_slot + (segment.kv_tile + i) * block_kv
-            place = _locate(tables, shape, config, output_tile, first)
+            if shape.target.is_hopper:
+                place = _locate(tables, shape, config, output_tile, first)
+                num_seen = None
+                if trims_tiles(tables, shape, config):
+                    num_seen = tables["sequences"][output_tile.sequence, SPAN_END] - first
+                copy = functools.partial(_copy_tile, shape, config, place, stage, num_seen)
+            else:
+                copy = functools.partial(_copy_rows, tables, shape, config, output_tile, first, stage)
             is_refill = kv_tile >= stages
-            num_seen = None
-            if trims_tiles(tables, shape, config) or is_in_pages:
-                num_seen = tables["sequences"][output_tile.sequence, SPAN_END] - first
 
             @pl.when(is_refill)
             def _():
                 plgpu.barrier_wait(key_free.at[stage])
 
-            copy = functools.partial(_copy_tile, shape, config, place, stage, num_seen)
             copy(key_ref, key_smem, key_full, tilings[0], slice(None))
 
             @pl.when(is_refill)
@@ -221,7 +230,7 @@ def move_tiles(
 
         lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
 
-    num_output_tiles = walk(run, tables, shape, move_segment)
+    num_output_tiles = walk(run, tables, shape, config, move_segment)
 
     def await_last(i, _):  # so that no arrival is left over
         plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries)])
@@ -236,17 +245,17 @@ def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     That saves much where output tiles are short. Kernels with many query columns, or with an exchange, have no
     registers for it.
     """
-    if "sequences" not in tables or shape.is_many_query:
+    if "sequences" not in tables or shape.is_many_query or not shape.target.is_hopper:
         return False
-    if shape.page_size is not None and GRAIN < kv_parts.slots_of_part(shape, config) < config.block_kv:
-        return False  # it is read up to a part's end
     return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_SPARE_COLUMNS and "spans" not in tables)
 
 
 def num_arrivals(tables, shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
     """Returns how many copies arrive at the barrier of a KV tile of keys, and at that of values."""
-    if kv_parts.is_in_parts(shape, config):
-        return (kv_parts.num_arrivals(shape, config),) * 2
+    if not shape.target.is_hopper:
+        return 1, 1
+    if kv_parts.has_broken_group(shape):
+        return (kv_parts.num_arrivals(config),) * 2
     return 1, 1 + trims_tiles(tables, shape, config)
 
 
@@ -269,11 +278,27 @@ def _copy_tile(
         num_slots = ref.shape[1] - start
         num_slots = num_slots if num_seen is None else jnp.minimum(num_slots, num_seen)
         kv_parts.copy_slots(ref, smem, barriers, stage, place, num_slots, columns, transforms)
-    elif isinstance(block, list):
-        kv_parts.copy_pages(ref, smem.at[stage], barriers.at[stage], block, start, num_seen, head, columns)
     else:
         ref_of = lambda slots: ref.at[block, slots, head, columns]
         _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen, zeros_from)
+
+
+def _copy_rows(
+    tables, shape: LeanShape, config: LeanConfig, output_tile, first, stage, ref, smem, barriers, transforms,
+    columns=None, zeros_from=None,
+) -> None:  # fmt: skip
+    """Begins the copy of a KV tile without TMA; arguments as in `_copy_tile`, `first` its first slot."""
+    seen = span_of_keys(tables, output_tile) or (0, shape.num_slots)
+    options = {"head": output_tile.head}
+    if shape.page_size is None:
+        options["block"] = 0 if shape.is_packed else output_tile.sequence
+    elif shape.page_size % config.block_kv:
+        options["pages"] = tables["pages"], output_tile.sequence
+    else:
+        options["block"] = tables["pages"][output_tile.sequence, lax.div(first, shape.page_size)]
+        before = first - lax.rem(first, shape.page_size)
+        first, seen = first - before, tuple(slot - before for slot in seen)
+    copy_rows(ref, smem.at[stage], transforms, barriers, stage, first, seen, **options)
 
 
 def _copy_seen(ref_of, smem, barrier, start, num_seen, zeros_from) -> None:
@@ -301,12 +326,7 @@ def _copy_seen(ref_of, smem, barrier, start, num_seen, zeros_from) -> None:
 
 
 def _locate(tables, shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, slot):
-    """Returns `(block, start, head)`: `key[block, start:]` holds the KV tile that begins at `slot` of the sequence.
-
-    Of a KV tile in several pages, `block` lists the pages, and `start` is that slot.
-    """
-    if shape.page_size is not None and kv_parts.is_in_parts(shape, config):
-        return kv_parts.pages_of_parts(tables, shape, config, output_tile, slot), slot, output_tile.head
+    """Returns `(block, start, head)`: `key[block, start:]` holds the KV tile that begins at `slot` of the sequence."""
     if shape.page_size is not None:
         page = tables["pages"][output_tile.sequence, lax.div(slot, shape.page_size)]
         return page, pl.multiple_of(lax.rem(slot, shape.page_size), 8), output_tile.head

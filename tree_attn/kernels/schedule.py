@@ -3,6 +3,7 @@
 An output tile is one block of query columns of one KV head of one sequence. The KV tiles of all output tiles are laid
 end to end. CTA g takes the g-th of `num_runs` runs, which differ in length by at most one KV tile. A run may begin
 within an output tile and end within another. Its part within one output tile is a segment and gives one partial state.
+That is the schedule of one lane, of which there is one for each head or for a few (`lean_layout.lanes`).
 
 The functions on counts take Python ints or int32 arrays alike: the host, the tests and the kernels share them.
 
@@ -23,21 +24,21 @@ Count = int | Array
 
 def num_runs(num_kv_tiles: Count, num_ctas: int) -> Count:
     """Returns how many CTAs get a run: all, unless runs would be shorter than `MIN_KV_TILES_PER_RUN`; at least 1."""
-    return _minimum(num_ctas, _maximum(_quotient(num_kv_tiles, MIN_KV_TILES_PER_RUN), 1))
+    return _minimum(num_ctas, _maximum(quotient(num_kv_tiles, MIN_KV_TILES_PER_RUN), 1))
 
 
 def run_start(run: Count, num_kv_tiles: Count, runs: Count) -> Count:
     """Returns the first KV tile of run `run` of `runs`; the next run's first ends it. The first runs take odd tiles."""
-    per_run = _quotient(num_kv_tiles, runs)
+    per_run = quotient(num_kv_tiles, runs)
     return run * per_run + _minimum(run, num_kv_tiles - per_run * runs)
 
 
 def run_of_kv_tile(kv_tile: Count, num_kv_tiles: Count, runs: Count) -> Count:
     """Returns the run that holds `kv_tile`: the inverse of `run_start`."""
-    per_run = _quotient(num_kv_tiles, runs)
+    per_run = quotient(num_kv_tiles, runs)
     in_longer = (num_kv_tiles - per_run * runs) * (per_run + 1)
-    in_first = _quotient(_minimum(kv_tile, in_longer), per_run + 1)
-    return in_first + _quotient(_maximum(kv_tile, in_longer) - in_longer, _maximum(per_run, 1))
+    in_first = quotient(_minimum(kv_tile, in_longer), per_run + 1)
+    return in_first + quotient(_maximum(kv_tile, in_longer) - in_longer, _maximum(per_run, 1))
 
 
 def partials_of_output_tile(output_tile: Count, first: Count, kv_tiles: Count, num_kv_tiles: Count, runs: Count):
@@ -175,9 +176,19 @@ def lean_schedule(kv_tiles: Sequence[int], num_ctas: int) -> list[list[Segment]]
     return schedule
 
 
-def _quotient(a: Count, b: Count) -> Count:
-    # Counts are not negative, so kernels are spared the cases that `//` on arrays distinguishes.
-    return a // b if isinstance(a, int) and isinstance(b, int) else lax.div(a, b)
+def quotient(a: Count, b: Count) -> Count:
+    """Returns `a // b`, of counts: nothing is negative."""
+    # So kernels are spared the cases that `//` on arrays distinguishes, and a division where a shift does.
+    if isinstance(b, int) and (isinstance(a, int) or b & (b - 1) == 0):
+        return a // b if isinstance(a, int) else a >> b.bit_length() - 1
+    return lax.div(a, b)
+
+
+def remainder(a: Count, b: Count) -> Count:
+    """Returns `a % b`, of counts."""
+    if isinstance(b, int) and (isinstance(a, int) or b & (b - 1) == 0):
+        return a % b if isinstance(a, int) else a & b - 1
+    return lax.rem(a, b)
 
 
 def _minimum(a: Count, b: Count) -> Count:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.kv_parts import is_in_parts
+from tree_attn.kernels.kv_parts import has_broken_group
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import (
     MANY_QUERY_ROWS,
@@ -32,6 +32,7 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     has_whole_output_tiles,
     num_partials,
+    partial_of,
     scratch_bytes,
 )
 from tree_attn.kernels.lean_merge import finish
@@ -56,7 +57,7 @@ def registers_of(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
 
     Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts takes more.
     """
-    if not is_in_parts(shape, config):
+    if not has_broken_group(shape):
         return 240, 24
     return (224, 56) if shape.head_dim <= 128 else (232, 40)
 
@@ -238,7 +239,7 @@ def _attend_runs_scoped(
                 plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], stats_ref.at[output_tile.index, rows])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
             else:
-                partial = lax.axis_index("cta") + output_tile.index
+                partial = partial_of(shape, config, lax.axis_index("cta"), output_tile.index)
                 accs_ref[partial, warpgroup] = acc
                 stats_ref[partial, warpgroup, 0] = top
                 stats_ref[partial, warpgroup, 1] = total
@@ -247,7 +248,7 @@ def _attend_runs_scoped(
             def _():
                 plgpu.barrier_arrive(query_free.at[0])
 
-        walk(run, tables, shape, attend_segment)
+        walk(run, tables, shape, config, attend_segment)
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -1,6 +1,7 @@
 """The lean kernel's layout per device: as measured (`tuning.json`), or by formula where no measurement is."""
 
 import functools
+import itertools
 import json
 import pathlib
 
@@ -8,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_bytes
-from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
-# Query columns with which an SM has registers for two CTAs; 8 where K and V are widened in registers.
-MAX_COLS_OF_TWO_CTAS = 16
+MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for two CTAs
+# The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
+MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
+MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
 
@@ -36,7 +39,9 @@ def table_key(shape: LeanShape, sms: int, is_static: bool) -> str:
     # "rows" are output tiles; the word is the table's.
     rows = "many rows" if shape.num_output_tiles > sms else "few rows"
     lengths = "short" if _is_short(shape, is_static) else "even" if is_static else "ragged"
-    return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {lengths} {rows}"
+    # A Hopper GPU runs the other GPUs' kernel too, for comparison.
+    products = "" if shape.target.is_hopper else " mma.sync"
+    return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {lengths} {rows}{products}"
 
 
 def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
@@ -44,22 +49,37 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
 
     That is two stages of KV tiles of 64 keys and two CTAs per SM; one CTA if two do not fit an SM. 128 KiB of K and V
     are then on their way to each SM, and one CTA computes while the other waits. More stages were slower on an H200,
-    if by little.
+    if by little. Of K and V that are widened KV tiles have 128 keys, or there are four stages.
     """
     if shape.is_many_query:  # the registers of a whole SM
         block_kv = 128 if shape.head_dim <= 128 else 64
         return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
-    orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
-    if shape.cols > (8 if shape.is_widened else MAX_COLS_OF_TWO_CTAS):
-        orders = orders[-1:]
-    elif _is_short(shape, is_static) and shape.cols == 8 and not shape.is_widened:
-        orders = ((3, 64, 2), *orders)
-    for ctas_per_sm, block_kv, stages in orders:
+    is_short = _is_short(shape, is_static)
+    for ctas_per_sm, block_kv, stages in _mma_orders(shape, is_short) if shape.uses_mma else _orders(shape, is_short):
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
-        if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= SMEM_BYTES_PER_SM:
+        if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= shape.target.smem_bytes_per_sm:
             return config
-    raise AssertionError(f"two tiles of K and V must fit in shared memory, got {shape}")
+    raise AssertionError(f"a tile of K and of V must fit in shared memory, got {shape}")
+
+
+def _orders(shape: LeanShape, is_short: bool):
+    """Returns layouts `(CTAs per SM, keys of a KV tile, stages)`, of which the first that fits an SM is to be taken."""
+    orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
+    if shape.cols > MAX_COLS_OF_TWO_CTAS:
+        return orders[-1:]
+    return ((3, 64, 2), *orders) if is_short and shape.cols == 8 else orders
+
+
+def _mma_orders(shape: LeanShape, is_short: bool):
+    """Returns the same for products by `mma.sync`. A KV tile of widened K and V is half as large, so there are more."""
+    accumulators = shape.cols * shape.padded_head_dim
+    is_in_small_pages = shape.page_size is not None and shape.page_size % 128 > 0
+    is_large = shape.is_widened and not (is_short or is_in_small_pages or accumulators > MAX_WIDENED_OF_128_KEYS)
+    takes_registers = shape.is_widened and not shape.target.has_float8  # to widen without the instruction
+    ctas_per_sm = (2, 1) if accumulators <= MAX_WIDENED_OF_TWO_CTAS and not takes_registers else (1,)
+    orders = itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), (4, 2) if shape.is_widened else (3, 2))
+    return *orders, (1, 64, 1)
 
 
 def _is_short(shape: LeanShape, is_static: bool) -> bool:
@@ -73,16 +93,25 @@ def _is_short(shape: LeanShape, is_static: bool) -> bool:
 
 
 def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
-    """Returns at most `ctas`, such that output tiles of equal length, as those of one sequence, are cut alike.
+    """Returns at most `ctas`: a multiple of many lanes, which cuts output tiles of equal length alike.
 
-    CTAs then read the same keys of all heads at about the same time, which memory serves faster
-    (docs/log/lean.md: "Runs that cut every output tile alike read faster").
+    So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md).
     """
-    count = shape.num_output_tiles
-    if not is_static and shape.batch > 1:
-        return ctas
-    even = count * (ctas // count) if count <= ctas else -(-count // -(-count // ctas))
-    return even if even >= 0.9 * ctas else ctas
+    per_sequence = shape.output_tiles_per_sequence
+    divisors = (n for n in range(min(per_sequence, ctas), 0, -1) if per_sequence % n == 0)
+    lanes = next(n for n in divisors if ctas // n * n >= MIN_SHARE_OF_CTAS * ctas)
+    runs = ctas // lanes
+    if is_static or shape.batch == 1:
+        runs = even_runs(shape.num_output_tiles // lanes, runs)
+    return lanes * runs
+
+
+def even_runs(output_tiles: int, runs: int) -> int:
+    """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike."""
+    even = (
+        output_tiles * (runs // output_tiles) if output_tiles <= runs else -(-output_tiles // -(-output_tiles // runs))
+    )
+    return even if even >= MIN_SHARE_OF_CTAS * runs else runs
 
 
 def num_sms() -> int:

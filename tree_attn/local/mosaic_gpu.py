@@ -1,7 +1,7 @@
-"""The backend for Hopper, written in Pallas with Mosaic GPU: LeanAttention, and the many-query kernel.
+"""The backend written in Pallas with Mosaic GPU: LeanAttention, and on Hopper GPUs the many-query kernel.
 
 This module says what the kernels can do and gives them a derivative. `tree_attn/kernels` plans and runs a call; it is
-loaded when one is made.
+loaded when one is made. Which instructions the kernels use on which GPU is said in `tree_attn/kernels/targets.py`.
 """
 
 import functools
@@ -16,20 +16,19 @@ from tree_attn.mesh import varying_axes
 from tree_attn.state import SoftmaxState, merge_state
 
 OLDEST_JAX = (0, 11)
-# Keys that are copied in parts (`tree_attn/kernels/kv_parts.py`) were run in the interpreter only: a copy that does not
-# arrive makes a kernel wait for ever, and the interpreter does not count arrivals as a GPU does.
-UNTRIED = "mosaic_gpu was not run on a GPU yet with"
 # The types of a checked `shard_map` enter a kernel with its operands, and its loops do not type-check.
 CHECKED = "mosaic_gpu does not run on sharded arrays inside a shard_map with check_vma=True"
 
 
 def unavailable() -> str | None:
-    """Returns why the kernel cannot run here (no Hopper GPU, a JAX it was never run on), or None."""
+    """Returns why the kernel cannot run here (no GPU that it is written for, a JAX it was never run on), or None."""
+    from tree_attn.kernels.targets import TARGETS
+
     if default_platform() != "gpu":
-        return f"mosaic_gpu needs a Hopper GPU; programs run on {default_platform()!r} here"
+        return f"mosaic_gpu needs an NVIDIA GPU; programs run on {default_platform()!r} here"
     capability = getattr(jax.local_devices()[0], "compute_capability", "")
-    if capability != "9.0":
-        return f"mosaic_gpu is written for compute capability 9.0 (Hopper), this GPU has {capability}"
+    if capability not in TARGETS:
+        return f"mosaic_gpu is written for compute capability {', '.join(TARGETS)}, this GPU has {capability}"
     if jax.__version_info__ < OLDEST_JAX:
         return f"mosaic_gpu was run on a GPU with JAX 0.11 and newer only; it lowers, untried, with {jax.__version__}"
     return None
@@ -38,7 +37,9 @@ def unavailable() -> str | None:
 def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scales=None) -> str | None:
     """Returns which option the kernel cannot do, or None."""
     from tree_attn.kernels import lean_layout as limits
+    from tree_attn.kernels import targets
 
+    is_hopper = targets.current().is_hopper
     if varying_axes((query, key, value)):
         return CHECKED
     num_queries, num_heads, head_dim = query.shape[1:]
@@ -52,6 +53,8 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
             f"{value.shape[-1]} for values"
         )
     group = num_heads // key.shape[2]
+    if num_queries > limits.MAX_QUERIES and not is_hopper:
+        return f"mosaic_gpu decodes up to {limits.MAX_QUERIES} queries per sequence but on Hopper, not {num_queries}"
     if num_queries > limits.MAX_QUERIES and not visible.by_length_only:
         return (
             f"mosaic_gpu decodes up to {limits.MAX_QUERIES} queries per sequence, not {num_queries}, "
@@ -66,19 +69,18 @@ def unsupported(query, key, value, *, logits_soft_cap, visible: Visibility, scal
             )
     elif group > limits.MAX_GROUP:
         return f"mosaic_gpu supports up to {limits.MAX_GROUP} query heads per key head, not {group}"
-    if key.shape[1] % limits.SLOT_MULTIPLE and default_platform() == "gpu":
-        return f"{UNTRIED} S that is no multiple of {limits.SLOT_MULTIPLE}, as {key.shape[1]}"
     return None
 
 
-def unsupported_pages(page_size: int) -> str | None:
+def unsupported_pages(page_size: int, num_queries: int) -> str | None:
     """Returns why the kernel cannot read pages of `page_size` keys, or None."""
-    from tree_attn.kernels.lean_layout import ROWS, SLOT_MULTIPLE
+    from tree_attn.kernels.lean_layout import MAX_QUERIES, ROWS
 
-    if page_size % SLOT_MULTIPLE:
-        return f"mosaic_gpu needs pages of a multiple of {SLOT_MULTIPLE} keys, not {page_size}"
-    if page_size % ROWS and default_platform() == "gpu":
-        return f"{UNTRIED} pages of no multiple of {ROWS} keys, as {page_size}"
+    if page_size % ROWS and num_queries > MAX_QUERIES:
+        return (
+            f"mosaic_gpu needs pages of a multiple of {ROWS} keys for more than {MAX_QUERIES} queries per sequence, "
+            f"not {page_size}"
+        )
     return None
 
 

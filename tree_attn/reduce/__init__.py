@@ -39,7 +39,8 @@ def reduce_state(
       axes: bound mesh axes, fastest link first.
       reduction: see `check_reduction`. None takes the one that the cost model predicts to be the cheapest for this
         state, of those that can run here. On a machine without measured costs that is "fused" over the first axis if
-        it can run, else "gather", and "gather" over the others: one latency per axis, where "allreduce" has three.
+        it can run and was run on such devices, else "gather", and "gather" over the others: one latency per axis, where
+        "allreduce" has three.
       mesh: the mesh of the axes where it is known; "fused" needs it unless it is of all devices in order.
     Raises:
       NotImplementedError: "fused" cannot run here, see `tree_attn.reduce.fused`.
@@ -110,7 +111,9 @@ def _by_cost(elements: int, sizes: tuple[int, ...]) -> Iterator[Reduction]:
     known = machine_here()
     if known is None:
         rest = ("gather",) * (len(sizes) - 1)
-        yield from ((first, *rest) if rest else first for first in ("fused", "gather"))
+        # Named, "fused" runs on other GPUs too, on none of which it was run.
+        firsts = ("fused", "gather") if fused.was_run_here() else ("gather",)
+        yield from ((first, *rest) if rest else first for first in firsts)
         return
     left = candidates(len(sizes))
     while left:

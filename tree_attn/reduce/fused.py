@@ -17,6 +17,7 @@ from tree_attn.state import SoftmaxState
 
 MAX_ELEMENTS = EXCHANGES["fused"].max_elements  # of one device's state
 OLDEST_JAX = (0, 11)
+RUN_ON = "9.0"  # compute capability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,11 @@ def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) 
 
     rank, buffers = _meeting(axes, mesh, x.size)
     return exchange_gather(x.reshape(-1), rank, buffers).reshape(-1, *x.shape)
+
+
+def was_run_here() -> bool:
+    """Returns whether the exchange was run on devices of this kind, or cannot run on them at all."""
+    return getattr(jax.devices()[0], "compute_capability", RUN_ON) == RUN_ON
 
 
 def why_not(elements: int, axes: tuple[str, ...], mesh: Mesh | None = None) -> str | None:

@@ -30,7 +30,6 @@ Groups = tuple[tuple[jax.Device, ...], ...]
 TABLE_BYTES = 4096
 TABLE_ADDRESSES = tuple(0x5D00_0000_0000 + (i << 32) for i in range(64))  # one per mesh, where it is free
 TIMEOUT_S = 60
-CAPABILITY = "9.0"
 _calls: collections.Counter = collections.Counter()
 
 
@@ -60,15 +59,20 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
 
 
 def check_platform(devices: Sequence[jax.Device]) -> None:
-    """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and on which the exchange has run."""
+    """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and for which the exchange is written."""
+    from tree_attn.kernels.exchange import NUM_CTAS
+    from tree_attn.kernels.targets import TARGETS
+
     if (runtime := runtime_of(devices[0])) != "cuda":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
-    # docs/log/fused.md: "The exchange compiles for absent GPUs if JAX knows their kind"
-    capability = getattr(devices[0], "compute_capability", CAPABILITY)
-    if capability != CAPABILITY:
+    capability = getattr(devices[0], "compute_capability", "9.0")  # devices to compile for have none
+    if capability not in TARGETS:
         raise PeerMemoryError(
-            f"fused was run on GPUs of compute capability {CAPABILITY} (Hopper) only, this GPU has {capability}"
+            f"fused is written for compute capability {', '.join(TARGETS)}, this GPU has {capability}"
         )
+    # CTAs that exchange wait for one other to come and go (`tree_attn.kernels.epilogue`).
+    if (sms := getattr(devices[0], "core_count", None)) is not None and sms <= NUM_CTAS:
+        raise PeerMemoryError(f"fused needs a GPU of more than {NUM_CTAS} multiprocessors, this GPU has {sms}")
 
 
 @functools.cache  # failures too: another attempt would allocate again

@@ -34,8 +34,10 @@ def why_not(query, key, value, key_by_component, call: SparqCall) -> str | None:
     reason = mosaic_gpu.unavailable()
     if reason is not None:
         return reason
-    from tree_attn.kernels import sparq_shape
+    from tree_attn.kernels import sparq_shape, targets
 
+    if not targets.current().is_hopper:
+        return "SparQ's kernels are for Hopper GPUs"
     return sparq_shape.unsupported(query, key, value, key_by_component, call.options)
 
 

@@ -107,7 +107,7 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     assert products.by_name("xla", two, unrolls_layers=False) == XlaProducts()
     with pytest.raises(ValueError, match=r"products must be one of .* got 'cublas'"):
         products.by_name("cublas", one, unrolls_layers=True)
-    with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs a Hopper GPU"):
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs an NVIDIA GPU"):
         products.by_name("mosaic_gpu", one, unrolls_layers=True)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     with pytest.raises(NotImplementedError, match="one device, not on 2"):

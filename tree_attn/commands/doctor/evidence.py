@@ -36,7 +36,7 @@ ROWS = {
     ("NVIDIA H200", "xla"): {"decode, int8 cache": "llama_h200"},
 }
 # The compute capabilities for which all kernels of a backend are compiled ahead of time (tests/kernels).
-COMPILED_FOR = {"mosaic_gpu": ("9.0",)}
+COMPILED_FOR = {"mosaic_gpu": ("8.0", "8.9", "9.0", "10.0", "12.0")}
 NOT_INTERPRETED = {"fused"}  # the interpreter has no memory of peers
 # By device kind: features that are compiled ahead of time through xla (tests/test_tpu_compiled.py).
 _STEPS = ("decode", "decode, lengths")

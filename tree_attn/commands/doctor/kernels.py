@@ -15,7 +15,7 @@ from tree_attn import ragged
 from tree_attn.arguments import AttentionOptions
 from tree_attn.commands.doctor import evidence
 from tree_attn.cost import datasheets, machine
-from tree_attn.local import AUTOMATIC, BESIDE_TRANSFERS, cudnn, mosaic_gpu, shard_attention, why_not
+from tree_attn.local import AUTOMATIC, BESIDE_TRANSFERS, cudnn, shard_attention, why_not
 from tree_attn.masking import Visibility, visibility
 from tree_attn.placement import Shard
 from tree_attn.sparq import hopper
@@ -124,7 +124,7 @@ def _ragged(page_size: int = 0) -> Picked:
         options = _options(has_lengths=True)
         visible = visibility(options, batch=BATCH, num_queries=1, num_slots=NUM_KEYS, shard=Shard())
         picked = ragged.choose_backend(*arrays, visible, options, None, page_size=page_size)
-        reason = why_not("mosaic_gpu", *arrays, **_masking(visible)) or mosaic_gpu.unsupported_pages(page_size)
+        reason = why_not("mosaic_gpu", *arrays, **_masking(visible))
         return picked, {} if reason is None else {"mosaic_gpu": reason}
 
     return _traced(ask)

@@ -18,7 +18,9 @@ from tree_attn.measure.steps.chains import chain_lengths, chained, time_chains
 from tree_attn.measure.steps.step import Step
 
 OURS, PICKED = "mosaic_gpu", "None"
+ELSEWHERE = "as on "  # and the compute capability for which `mosaic_gpu` is compiled; no peer, but for comparison
 FAILURES = (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)
+MAX_XLA_US = 20
 MAX_ERROR = 0.05  # of the largest value of the result; bfloat16 and float8 weights reach 0.02
 
 
@@ -54,10 +56,23 @@ def ways(step: Step) -> list[Way]:
         found = [Way(name=way, run=functools.partial(_paged, step, name=name)) for way, name in ours.items()]
         cudnn = functools.partial(cudnn_ways.paged, step)
         return [*found, Way(name="cudnn", run=cudnn, cache=functools.partial(cudnn_ways.padded_pages, step))]
-    found = [named(step, implementation) for implementation in (OURS, None, "cudnn")]
+    small = ("xla",) if step.bytes_us <= MAX_XLA_US else ()  # it is slow where there is much to read
+    found = [named(step, implementation) for implementation in (OURS, None, "cudnn", *small)]
     if step.num_queries > 1 or step.window is not None:
         return found  # jax.nn counts positions from the first key, as in a prompt
     return [*found, Way(name="cudnn, jax.nn", run=cudnn_ways.by_jax)]
+
+
+def elsewhere(step: Step, capability: str) -> list[Way]:
+    """Returns the way of `mosaic_gpu` as a GPU of another compute capability runs it; none with many queries."""
+    from tree_attn.kernels import targets
+
+    def run(*arrays, way):
+        with targets.assumed(capability):
+            return way.run(*arrays)
+
+    found = [way for way in ways(step) if way.name == OURS and not step.prefix]
+    return [Way(name=ELSEWHERE + capability, run=functools.partial(run, way=way), cache=way.cache) for way in found]
 
 
 def named(step: Step, implementation: str | None) -> Way:
@@ -170,7 +185,7 @@ def _picks() -> Iterator[list[str]]:
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.msg.startswith("implementation=None picked"):
-                picked.append(record.getMessage().removeprefix("implementation=None picked "))
+                picked.append(record.getMessage().removeprefix("implementation=None picked ").partition(":")[0])
 
     log, handler = logging.getLogger("tree_attn"), Handler(logging.INFO)
     level = log.level

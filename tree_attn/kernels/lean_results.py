@@ -1,0 +1,133 @@
+"""Results of the lean kernel's segments, and partial states, as they are written.
+
+On Hopper it passes through shared memory, and TMA copies it while the next segment is attended to. On other GPUs each
+thread writes what it has in registers, for shared memory is small.
+
+A state comes in parts of some head dims, as the products' `parts` yield them.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.lean_layout import LeanShape
+from tree_attn.kernels.lean_merge import finish, finished
+from tree_attn.kernels.plain_copies import store_columns, store_result, store_row
+from tree_attn.kernels.query_layout import column_index
+from tree_attn.kernels.registers import tiling
+
+
+def results_of(shape: LeanShape):
+    """Returns the class for a call of this shape."""
+    return CopiedResults if shape.target.is_hopper else StoredResults
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopiedResults:
+    """Results and partial states that leave through shared memory by TMA.
+
+    outputs:  references of out and lse, of accs and stats, or of all four
+    """
+
+    shape: LeanShape
+    outputs: tuple
+    out_smem: Any = None
+    lse_smem: Any = None
+    acc_smem: Any = None
+    stats_smem: Any = None
+
+    @staticmethod
+    def scratch(shape: LeanShape, *, has_results: bool, has_partials: bool) -> dict[str, Any]:
+        """Returns the shared memory for either, by the names of fields."""
+        cols, padded = shape.cols, shape.padded_head_dim
+        result, partial = {}, {}
+        if has_results:
+            transforms = tiling(shape.dtype, math.gcd(shape.head_dim, 64))
+            out = plgpu.SMEM((cols, padded), shape.dtype, transforms=transforms)
+            result = {"out_smem": out, "lse_smem": plgpu.SMEM((cols,), jnp.float32)}
+        if has_partials:
+            acc = plgpu.SMEM((padded, cols), jnp.float32)
+            partial = {"acc_smem": acc, "stats_smem": plgpu.SMEM((2, cols), jnp.float32)}
+        return result | partial
+
+    def await_memory(self) -> None:
+        """Waits until the last segment's state has left shared memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def write(self, output_tile, first_dim: int, state) -> None:
+        """Writes part of out and lse of an output tile."""
+        acc, top, total = state
+        num_dims = acc.shape[0]
+        is_all = num_dims == self.shape.padded_head_dim
+        part = self.out_smem if is_all else self.out_smem.at[:, pl.ds(first_dim, num_dims)]
+        finish(acc, top, total(), part, self.lse_smem)
+        if first_dim + num_dims < self.shape.padded_head_dim:
+            return
+        # Columns beyond G' and head dims beyond H are out of bounds, and not written.
+        head_dims = pl.ds(output_tile * 0, self.shape.padded_head_dim)
+        out_ref, lse_ref = self.outputs[:2]
+        plgpu.copy_smem_to_gmem(self.out_smem, out_ref.at[*column_index(self.shape, output_tile), head_dims])
+        plgpu.copy_smem_to_gmem(self.lse_smem, lse_ref.at[output_tile])
+
+    def leave(self, partial, first_dim: int, state) -> None:
+        """Writes part of partial state number `partial`."""
+        acc, top, total = state
+        is_all = acc.shape[0] == self.shape.padded_head_dim
+        self.acc_smem[... if is_all else pl.ds(first_dim, acc.shape[0])] = acc
+        if first_dim + acc.shape[0] < self.shape.padded_head_dim:
+            return
+        self.stats_smem[0] = top
+        self.stats_smem[1] = total()
+        plgpu.commit_smem()
+        accs_ref, stats_ref = self.outputs[-2:]
+        plgpu.copy_smem_to_gmem(self.acc_smem, accs_ref.at[partial])
+        plgpu.copy_smem_to_gmem(self.stats_smem, stats_ref.at[partial])
+
+    def end(self) -> None:
+        """Waits until all is written."""
+        plgpu.wait_smem_to_gmem(0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredResults:
+    """Results and partial states that threads write, with the methods of `CopiedResults`."""
+
+    shape: LeanShape
+    outputs: tuple
+
+    @staticmethod
+    def scratch(shape: LeanShape, *, has_results: bool, has_partials: bool) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def await_memory(self) -> None:
+        """Does nothing."""
+
+    def write(self, output_tile, first_dim: int, state) -> None:
+        """Writes part of out and lse of an output tile."""
+        acc, top, total = state
+        result = finished(acc, top, total())
+        store_result(*self.outputs[:2], output_tile, result, first_dim=first_dim, is_first=first_dim == 0)
+
+    def leave(self, partial, first_dim: int, state) -> None:
+        """Writes part of partial state number `partial`."""
+        acc, top, total = state
+        stats = top, total()
+        accs_ref, stats_ref = self.outputs[-2:]
+        cols, padded = self.shape.cols, self.shape.padded_head_dim
+        if is_interpreted():
+            accs_ref[partial, pl.ds(first_dim, acc.shape[0])] = acc
+            stats_ref[partial] = jnp.stack(stats)
+            return
+        offset = (partial * padded + first_dim) * cols
+        store_columns(accs_ref, acc, offset, strides=(cols, 1), num_rows=acc.shape[0], num_columns=cols)
+        for i, x in enumerate(stats if first_dim == 0 else ()):
+            store_row(stats_ref, x, (2 * partial + i) * cols)
+
+    def end(self) -> None:
+        """Does nothing: the kernel's end shows what was written to the next."""

@@ -1,0 +1,267 @@
+"""Copies without TMA: rows to shared memory by `cp.async`, and results from registers to global memory.
+
+A warpgroup copies a tile row by row, 16 bytes a thread and instruction. So a row may lie anywhere: no number of slots
+and no page size is out of place, and a row that is no key's becomes zeros instead of being read. The barrier counts
+each thread once its copies have landed.
+"""
+
+import functools
+import itertools
+import math
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from tree_attn.kernels import mlir as ops
+from tree_attn.kernels import mma
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.kv_parts import address_of_barriers
+
+CHUNK_BYTES = 16  # of one copy of a thread
+BARRIER_BYTES = 8
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+def copy_rows(ref, tile, transforms, barriers, place, first, seen, *, block=None, head=0, pages=None) -> None:
+    """Begins the copy of rows to shared memory, and zeros those that are not seen.
+
+    All threads of a warpgroup call this, and each arrives once.
+
+    Args:
+      ref: `[blocks, rows, H]`, or `[blocks, rows, K, H]` of which one head is copied.
+      tile: `[n, Hp]`, shared memory with `transforms`. Columns from H on are not written.
+      barriers, place: the barrier at which the copy arrives is number `place` of these.
+      first: row of the first of the n.
+      seen: rows that are copied, `(first, end)`; others become zeros. Those must be rows of `ref`.
+      block: number of the block, or None with pages.
+      head: of `ref`'s K.
+      pages: `(table, sequence)` where a block is a page: int32 `[sequences, pages of one]` and which of them. Rows
+        are then numbered through its pages.
+    """
+    table, sequence = pages if pages is not None else (None, 0)
+    block = 0 if block is None else block
+    if is_interpreted():
+        _interpreted_copy(ref, tile, block, head, table, sequence, first, seen)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barriers.at[place])
+        return
+    address = address_of_barriers(barriers) + place * BARRIER_BYTES
+    scalars = [jnp.asarray(x, jnp.int32) for x in (address, block, head, sequence, first, *seen)]
+    refs = [ref, tile] + ([] if table is None else [table])
+    types = [plgpu.RefType(), plgpu.RefType(transforms)] + [plgpu.RefType()] * (len(refs) - 2)
+
+    @plgpu.inline_mgpu(arg_types=(*types, *[_SCALAR] * len(scalars)))
+    def emit(_, source, tile, *rest):
+        *table, address, block, head, sequence, first, start, end = rest
+        numbers = [x.registers.item() for x in (address, block, head, sequence, first, start, end)]
+        _emit_copy(source, tile, *(table or [None]), *numbers)
+
+    emit(*refs, *scalars)
+
+
+def _emit_copy(source, tile, table, address, block, head, sequence, first, start, end) -> None:
+    kind, tiled = ir.MemRefType(source.type), ir.MemRefType(tile.type)
+    itemsize = utils.bitwidth(kind.element_type) // 8
+    _, rows_of_block, *_, head_dim = kind.shape
+    row_bytes = math.prod(kind.shape[2:]) * itemsize
+    num_rows = tiled.shape[0] * (tiled.shape[2] if len(tiled.shape) == 4 else 1)
+    chunks = head_dim * itemsize // CHUNK_BYTES
+    base = ops.plus(_global_address(source), _times(head, head_dim * itemsize))
+    i32 = lambda x: arith.constant(ops.i32(), x)
+    if table is None:
+        begin = arith.addi(_times(block, rows_of_block), arith.extsi(ops.i64(), first))
+        base = ops.plus(base, arith.muli(begin, ops.constant(row_bytes)))
+    else:
+        pages = ir.MemRefType(table.type).shape[1]
+        table_base = ops.plus(_global_address(table), _times(sequence, 4 * pages))
+    (thread,) = mma.asm("mov.u32 $0, %tid.x;", "r")
+    thread = arith.andi(thread, i32(mma.THREADS - 1))
+    smem = llvm.ptrtoint(ops.i32(), utils.memref_ptr(tile))
+
+    def copy(number):
+        row, chunk = arith.divui(number, i32(chunks)), arith.remui(number, i32(chunks))
+        slot = arith.addi(first, row)
+        is_seen = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, slot, start), arith.cmpi(arith.CmpIPredicate.slt, slot, end)
+        )
+        if table is None:
+            at = arith.muli(row, i32(row_bytes))
+        else:
+            # What is not seen may lie beyond the table.
+            which = arith.select(is_seen, arith.divui(slot, i32(rows_of_block)), i32(0))
+            page = ops.load(ops.plus(table_base, _times(which, 4)))
+            at = arith.addi(_times(page, rows_of_block), arith.extsi(ops.i64(), arith.remui(slot, i32(rows_of_block))))
+            at = arith.muli(at, ops.constant(row_bytes))
+        at = at if at.type == ops.i64() else arith.extui(ops.i64(), at)
+        source_address = ops.plus(base, at, arith.extui(ops.i64(), arith.muli(chunk, i32(CHUNK_BYTES))))
+        destination = arith.addi(smem, mma.swizzled(tiled, itemsize, row, chunk))
+        size = arith.select(is_seen, i32(CHUNK_BYTES), i32(0))
+        text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
+        mma.asm(text, "", destination, source_address, size)
+
+    total = num_rows * chunks
+    for i in range(0, total, mma.THREADS):
+        number = arith.addi(thread, i32(i))
+        if i + mma.THREADS <= total:
+            copy(number)
+        else:
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(total))):
+                copy(number)
+    mma.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "", address)
+
+
+def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, is_first=True) -> None:
+    """Writes part of a result from registers.
+
+    Args:
+      out_ref: `[output tiles, G', H]`; lse_ref: `[output tiles, cols]`.
+      result: `(out, lse)`: `[head dims, cols]`, of the head dims from `first_dim` on, and `[cols]`.
+      is_first: whether lse is written.
+    """
+    out, lse = result
+    _, columns, head_dim = out_ref.shape
+    num_rows = jnp.minimum(head_dim - first_dim, out.shape[0])
+    if is_interpreted():
+        part = math.gcd(head_dim, out.shape[0])
+        for row in range(0, out.shape[0], part):
+
+            @pl.when(row < num_rows)
+            def _(row=row):
+                rows = out[row : row + part, :columns].T.astype(out_ref.dtype)
+                first = jnp.minimum(first_dim + row, head_dim - part)  # what is not written must not be out of bounds
+                out_ref[output_tile, :, pl.ds(first, part)] = rows
+
+        @pl.when(is_first)
+        def _():
+            lse_ref[output_tile] = lse
+
+        return
+    num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
+    offset = output_tile * (columns * head_dim) + first_dim
+    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=columns)
+
+    @pl.when(is_first)
+    def _():
+        store_row(lse_ref, lse, output_tile * lse.shape[0])
+
+
+def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns: int) -> None:
+    """Writes `[rows, cols]` float32 of the layout WGMMA to global memory, in the dtype of `ref`.
+
+    Args:
+      ref: an array; its elements are counted as if it had one axis.
+      offset: the first element's number.
+      strides: from row to row, and from column to column, in elements.
+      num_rows: how many rows are written, a number or a scalar in the kernel.
+      num_columns: how many columns are.
+    """
+    are_all = isinstance(num_rows, int) and num_rows == x.shape[0]
+
+    def store(array, x, offset, num_rows):
+        base, kind = _element_address(array, offset)
+        limits = None if are_all else num_rows, None if num_columns == x.shape[1] else _i32(num_columns)
+        warp, group, place = mma.thread()
+        registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
+        for block_row, block, half in itertools.product(*map(range, registers.shape)):
+            first = 64 * block_row + 8 * half
+            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), group), _i32(first))
+            column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
+            _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits)
+
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows)
+
+
+def store_row(ref, x, offset) -> None:
+    """Writes `[cols]` float32, of the layout of WGMMA's columns, to the elements of `ref` from number `offset` on."""
+
+    def store(array, x, offset):
+        base, kind = _element_address(array, offset)
+        warp, group, place = mma.thread()
+        is_writer = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, group), _i32(0))
+        with mgpu.when(is_writer):
+            for block, pair in enumerate(x.registers.flat):
+                column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
+                _store_pair(base, kind, pair, _i32(0), column, (0, 1), (None, None))
+
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA.reduce(0), offset)
+
+
+def _emit_store(store, ref, x, layout, *scalars) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * len(scalars)))
+    def emit(_, array, x, *scalars):
+        store(array, x, *(scalar.registers.item() for scalar in scalars))
+
+    emit(ref, x, *(jnp.asarray(scalar, jnp.int32) for scalar in scalars))
+
+
+def _store_pair(base, kind, pair, row, column, strides, limits) -> None:
+    """Emits the stores of two neighbouring columns, if within the limits of rows and columns, each maybe None."""
+    (row_stride, column_stride), itemsize = strides, utils.bitwidth(kind) // 8
+    max_row, max_column = limits
+    is_less = lambda x, limit: arith.cmpi(arith.CmpIPredicate.slt, x, limit)
+    conditions = [] if max_row is None else [is_less(row, max_row)]
+    at = arith.addi(arith.muli(row, _i32(row_stride)), arith.muli(column, _i32(column_stride)))
+    at = ops.plus(base, arith.extui(ops.i64(), arith.muli(at, _i32(itemsize))))
+    both = [mma.element(pair, i) for i in range(2)]
+    if column_stride == 1 and itemsize == 4 and max_column is None:
+        with _when(conditions):
+            mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", at, *both)
+        return
+    for i, x in enumerate(both):
+        within = conditions if max_column is None else [*conditions, is_less(arith.addi(column, _i32(i)), max_column)]
+        address = ops.plus(at, ops.constant(i * column_stride * itemsize))
+        with _when(within):
+            if itemsize == 4:
+                mma.asm("st.global.f32 [$0], $1;", "", address, x)
+            else:
+                half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
+                mma.asm("st.global.b16 [$0], $1;", "", address, half)
+
+
+def _when(conditions):
+    return mgpu.when(functools.reduce(arith.andi, conditions, arith.constant(ir.IntegerType.get_signless(1), 1)))
+
+
+def _element_address(array, offset):
+    kind = ir.MemRefType(array.type).element_type
+    return ops.plus(_global_address(array), _times(offset, utils.bitwidth(kind) // 8)), kind
+
+
+def _global_address(ref):
+    return llvm.ptrtoint(ops.i64(), utils.memref_ptr(ref))
+
+
+def _times(x, factor: int):
+    """Returns an i32 times a number, as i64."""
+    return arith.muli(arith.extsi(ops.i64(), x), ops.constant(factor))
+
+
+def _i32(value: int):
+    return arith.constant(ops.i32(), value)
+
+
+def _interpreted_copy(ref, tile, block, head, table, sequence, first, seen) -> None:
+    count, rows = ref.shape[1], tile.shape[0]
+    if table is None:
+        part, blocks = rows, [block]
+    else:
+        part = math.gcd(count, rows)
+        last = table.shape[1] - 1
+        blocks = [table[sequence, jnp.clip((first + i) // count, 0, last)] for i in range(0, rows, part)]
+    head_index = () if ref.ndim == 3 else (head,)
+    found = []
+    for i, block in enumerate(blocks):
+        start = first + i * part if table is None else (first + i * part) % count
+        size = min(part, count)
+        begin = jnp.clip(start, 0, count - size)
+        loaded = ref[(block, pl.ds(begin, size), *head_index)]
+        found.append(loaded[jnp.clip(start + jnp.arange(part) - begin, 0, size - 1)])
+    slots = first + jnp.arange(rows)[:, None]
+    is_seen = (slots >= seen[0]) & (slots < seen[1])
+    copied = jnp.where(is_seen, jnp.concatenate(found), 0).astype(tile.dtype)
+    tile[:, pl.ds(0, ref.shape[-1])] = copied
