@@ -3,9 +3,11 @@
 import json
 import math
 import pathlib
+import re
 
 import numpy as np
 
+from tree_attn.commands.units import length
 from tree_attn.cost import datasheets
 from tree_attn.placement import Shard
 
@@ -22,7 +24,8 @@ def rows_of(name: str) -> list[dict]:
 def source(hardware: str, rows: list[dict]) -> str:
     """Returns the hardware and the commits of rows, for a caption."""
     commits = sorted({row["git_commit"][:7] for row in rows})
-    return f"{hardware}; rows of commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+    end = "" if hardware.endswith("\n") else "; "
+    return f"{hardware}{end}rows of commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def rounding_of_lse() -> dict:
@@ -53,7 +56,7 @@ def reached_products() -> dict:
         flops = 4 * batch * (prefix + suffix) * row["num_heads"] * row["head_dim"]
         num_bytes = 4 * (prefix + batch * suffix) * row["num_kv_heads"] * row["head_dim"]
         points["shared"].append((flops / num_bytes, flops / row["device_us_median"] / 1e6, row["git_commit"]))
-        labels.append((*points["shared"][-1][:2], f"{batch:,} after {prefix // 1024}k"))
+        labels.append((*points["shared"][-1][:2], f"{batch:,} after {length(prefix)}"))
     limits = {"read": READ / 1e12, "products": PRODUCTS / 1e12, "corner": PRODUCTS / READ}
     return {**points, **limits, "labels": labels, "source": source("one H200, bfloat16, mosaic_gpu", dense + shared)}
 
@@ -75,37 +78,39 @@ def parts_of_a_step() -> dict:
                 "gaps, other kernels": us[keys, "none"] - attention - merge,
                 "the reduction adds": us[keys, reduction] - us[keys, "none"],
             }
-            bars.append({"name": f"{keys // 1000}k keys a GPU\n{reduction}", "parts": parts})
+            bars.append({"name": f"{length(keys)} keys a GPU\n{reduction}", "parts": parts})
     return {"bars": bars, "source": source("eight H200s, bfloat16, batch 1, 16 heads of 128", steps)}
 
 
-def steps_over_gpus(num_keys: int = 640_000) -> dict:
-    """Returns the time of a step by tree (fused) and by the overlapped ring, over GPUs."""
-    folders = ("compare_1xh200", "compare_2xh200_2processes", "compare_4xh200_4processes_spread")
-    rows = [
-        row
-        for folder in (*folders, "compare_8xh200_8processes")
-        for row in rows_of(f"{folder}/results.jsonl")
-        if row["num_keys"] == num_keys and (row["strategy"], row["reduction"]) in (TREE, RING)
-    ]
-    gpus = sorted({row["n_devices"] for row in rows})
-    first = rows[0]
-    num_bytes = 4 * num_keys * first["num_kv_heads"] * first["head_dim"]
-    curves = {
-        name: [(row["n_devices"], row["latency_us_median"]) for row in rows if row["strategy"] == strategy]
-        for name, (strategy, _) in (("tree", TREE), ("ring", RING))
-    }
-    return {
-        "gpus": gpus,
-        "limit": [num_bytes / p / READ * 1e6 for p in gpus],
-        **curves,
-        "names": {"tree": "tree, fused", "ring": "ring, overlapped"},
-        "title": f"One step over {num_keys // 1000}k keys: the tree's falls as 1/p, the ring's rises",
-        "source": source("H200s of one host, bfloat16, batch 1, 16 heads of 128", rows),
-    }
+def steps_over_gpus(lengths: tuple[int, ...] = (81_920, 640_000)) -> dict:
+    """Returns the time of a step by tree and by the overlapped ring, over GPUs, for each number of keys.
+
+    A point is (GPUs, microseconds, whether the program named NCCL's setting for transfers). Of several rows the newest
+    folder's counts.
+    """
+    folders = ("compare_1xh200", "compare_2xh200_2processes", "compare_8xh200_8processes")
+    folders += ("compare_4xh200_4processes_pairs", "compare_4xh200_4processes_spread")
+    rows = [row for folder in folders for row in rows_of(f"{folder}/results.jsonl") if row["error"] is None]
+    panels, shown = [], []
+    for num_keys in lengths:
+        curves = {}
+        for name, way in STRATEGIES.items():
+            of_way = [row for row in rows if row["num_keys"] == num_keys and (row["strategy"], row["reduction"]) == way]
+            newest = {row["n_devices"]: row for row in of_way}
+            shown += newest.values()
+            curves[name] = [(p, row["latency_us_median"], "nccl" in row) for p, row in sorted(newest.items())]
+        row = shown[-1]
+        one = 4 * num_keys * row["num_kv_heads"] * row["head_dim"] / READ * 1e6
+        panels.append({"keys": num_keys, "limit": [(p, one / p) for p, _, _ in curves["ring"]], "curves": curves})
+    what = "H200s of one host, bfloat16, batch 1, 16 heads of 128"
+    return {"panels": panels, "source": source(what, shown) + "\nhollow: NCCL's own settings for transfers"}
 
 
-TREE, RING = ("tree", "fused"), ("ring_overlapped", None)
+STRATEGIES = {
+    "ring": ("ring_overlapped", None),
+    "gather": ("tree", "gather"),
+    "fused": ("tree", "fused"),
+}
 
 
 def fullest_device(capacity: int = 131_072, num_shards: int = 8, block: int = 1024) -> dict:
@@ -134,7 +139,7 @@ def samples_of_a_prompt(context: int = 8192) -> dict:
         "measured": [(row["batch"], row["per_token_ms_median"]) for row in rows],
         "limit": [(row["batch"], roofline_ms(row, preset(row["config"]), "NVIDIA H200")) for row in rows],
         "unshared": unshared,
-        "title": f"Llama 2 7B, samples of a prompt of {context // 1024}k tokens",
+        "title": f"Llama 2 7B, samples of a prompt of {length(context)} tokens",
         "source": source("one H200, bfloat16, random weights", rows),
     }
 
@@ -155,19 +160,68 @@ def scores_of_sparse_attentions(task: str = "needle") -> dict:
     return {**curves, "dense": dense, "unit": first["unit"], "title": title, "source": source("a CPU", rows)}
 
 
-def shares_of_the_limit() -> dict:
-    """Returns the share of the datasheet's read rate that each kernel reaches, by step."""
-    rows = rows_of("lean_h200/table.jsonl")
-    names = {"mosaic_gpu": "mosaic_gpu", "FlashInfer": "flashinfer", "cuDNN": "cudnn"}
+LEAN_STEPS = "one H200, bfloat16, query/KV heads of 128; steps that mosaic_gpu was tuned on\n"
+SHARES = ("sweep_h200/table.jsonl", "lean_h200/table.jsonl")  # rows of bench_sweep.py or bench_lean.py
+
+
+def share_rows() -> tuple[str, list[dict]]:
+    """Returns the name and the rows of the first file of SHARES that is there."""
+    name = next(name for name in SHARES if (RESULTS / name).exists())
+    return name, rows_of(name)
+
+
+def shares_of_the_limit(rows: list[dict] | None = None) -> dict:
+    """Returns the share of the datasheet's read rate that each kernel reaches, by step.
+
+    Args:
+      rows: of `bench_lean.py` or `bench_sweep.py`; None is those of `share_rows`.
+    """
+    rows = share_rows()[1] if rows is None else rows
+    is_sweep = "way" in rows[0]
+    steps = sweep_steps(rows) if is_sweep else lean_steps(rows)
+    best_peer = lambda shares: max(share for way, share in shares.items() if way in PEERS)
+    ordered = sorted(
+        ((step, shares) for step, shares in steps.items() if PEERS & shares.keys()), key=lambda item: best_peer(item[1])
+    )
+    ways = [way for way in WAYS if any(way in shares for _, shares in ordered)]
+    return {
+        "steps": [step for step, _ in ordered],
+        "curves": {way: [shares.get(way) for _, shares in ordered] for way in ways},
+        "time": "of a step in a chain" if is_sweep else "of a step's kernels",
+        "source": source("one H200, query/KV heads\n" if is_sweep else LEAN_STEPS, rows),
+    }
+
+
+WAYS = {"cuDNN": "cudnn", "FlashInfer": "flashinfer", "mosaic_gpu": "mosaic_gpu", "default": "None"}  # as rows begin
+PEERS = {"cuDNN", "FlashInfer"}
+
+
+def lean_steps(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Returns the share of each way by step, of rows of `bench_lean.py`."""
     steps: dict[str, dict] = {}
     for row in rows:
-        length = f"{row['max_keys'] // 1024}k"
-        step = f"{row['batch']} ragged, up to {length}" if row["is_ragged"] else f"{row['batch']} x {length}"
-        limit = row["key_value_bytes"] / READ * 1e6
-        shares = steps.setdefault(f"{step}, {row['num_heads']}/{row['num_kv_heads']} heads", {})
-        shares[row["implementation"]] = limit / row["device_us_median"]
-    curves = {name: [shares[implementation] for shares in steps.values()] for name, implementation in names.items()}
-    return {"steps": list(steps), "curves": curves, "source": source("one H200, bfloat16, heads of 128", rows)}
+        keys = length(row["max_keys"])
+        step = f"{row['batch']} ragged, up to {keys}" if row["is_ragged"] else f"{row['batch']} x {keys}"
+        shares = steps.setdefault(f"{step}, {row['num_heads']}/{row['num_kv_heads']}", {})
+        way = next(name for name, start in WAYS.items() if row["implementation"].startswith(start))
+        shares[way] = row["key_value_bytes"] / READ * 1e6 / row["device_us_median"]
+    return steps
+
+
+def sweep_steps(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """Returns the share of each way at its fastest, of those steps of `bench_sweep.py` whose limit is reading."""
+    steps: dict[str, dict] = {}
+    for row in {(row["case"], row["way"]): row for row in rows}.values():  # the last of each
+        if row.get("chain_us_median") and row["bytes_us"] >= row["products_us"]:
+            shares = steps.setdefault(with_short_lengths(row["title"]), {})
+            way = next(name for name, start in WAYS.items() if row["way"].startswith(start))
+            shares[way] = max(shares.get(way, 0.0), row["bytes_us"] / row["chain_us_median"])
+    return steps
+
+
+def with_short_lengths(text: str) -> str:
+    """Returns a text with "16k" for "16,384"."""
+    return re.sub(r"\d{1,3}(,\d{3})+|\d{4,}", lambda found: length(int(found[0].replace(",", ""))), text)
 
 
 def one_launch_trials(keys: int = 10_240) -> dict:
@@ -186,7 +240,7 @@ def one_launch_trials(keys: int = 10_240) -> dict:
                 times = [row["us_p10"], row["us_median"], row["us_p90"]]
                 plural = "s" * (gpus > 1)
                 tries.append([f"{way}\n{gpus} GPU{plural}", row["trial"].startswith("one"), times])
-    what = f"H200s, {keys // 1024}k keys a GPU, each way in one run with two launches"
+    what = f"H200s, {length(keys)} keys a GPU, each way in one run with two launches\n"
     return {"tries": tries, "source": source(what, rows)}
 
 

@@ -1,21 +1,27 @@
-"""Draws the figures of docs/concepts and docs/kernels, from committed rows and from formulas.
+"""Draws the figures of docs/concepts, docs/kernels and docs/results.md, from committed rows and from formulas.
 
     python3 scripts/plot_concepts.py            # all of them, into docs/figures
     python3 scripts/plot_concepts.py links      # one
 
 A picture carries a digest of the numbers that it shows. `tests/scripts/test_plot_concepts.py` compares the two, so that
-other rows ask for another picture.
+other rows ask for another picture. "shares" shows the rows of `bench_sweep.py --table`, where docs/results has them as
+sweep_h200/table.jsonl, or else those of lean_h200/table.jsonl.
 """
 
 import argparse
 import hashlib
 import json
 import pathlib
+import textwrap
 
 from concept_numbers import NUMBERS, READ
 
+from tree_attn.commands.units import length
+
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "figures"
+SIZE, DPI = (6.0, 3.5), 144  # inches: points are so large that a picture is readable at half its size
+SMALL = 8  # points, of the source
 GREEN, LIGHT_GREEN, PURPLE, GREY, RED = "#1b7837", "#7fbf7b", "#9970ab", "#555555", "#b2182b"
 
 
@@ -30,13 +36,15 @@ def draw(name: str, path: pathlib.Path) -> None:
     from matplotlib.figure import Figure
 
     numbers = NUMBERS[name]()
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    panels = len(numbers.get("panels", "1"))
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.subplots(1, panels, sharey=True)
+    for one in figure.axes:
+        one.spines[["top", "right"]].set_visible(False)
     DRAWINGS[name](axes, numbers)
     if "source" in numbers:
-        figure.supxlabel(numbers["source"], fontsize=8, color=GREY, x=0.01, ha="left")
-    figure.savefig(path, dpi=120, metadata={"Description": digest(numbers)})
+        figure.supxlabel(numbers["source"], fontsize=SMALL, color=GREY, x=0.01, ha="left")
+    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True}, metadata={"Description": digest(numbers)})
 
 
 def digest(numbers: dict) -> str:
@@ -49,9 +57,13 @@ def label(axes, x: float, y: float, text: str, colour: str, **options) -> None:
     axes.annotate(text, (x, y), color=colour, fontsize=10, annotation_clip=False, **options)
 
 
-def short(keys: float) -> str:
-    """Returns a number of keys as "80k"."""
-    return f"{keys / 1024:.0f}k" if keys % 1024 == 0 else f"{keys / 1000:,.0f}k"
+def name_marks(axes, marks: list[tuple], y: float, **options) -> None:
+    """Writes the names of marks (x, y, name, colour) in a line at a height `y`, each with a stroke to its mark."""
+    for i, (at, height, name, colour) in enumerate(sorted(marks)):
+        from_text = (0.5, float(y > height))  # the edge of the text that the mark is beyond; y grows downwards
+        arrow = {"arrowstyle": "-", "color": colour, "lw": 1, "shrinkB": 3, "relpos": from_text}
+        place = {"xytext": (0.9 * (i + 0.5) / len(marks), y), "textcoords": axes.get_yaxis_transform(), "ha": "center"}
+        label(axes, at, height, name, colour, arrowprops=arrow, **place, **options)
 
 
 def state(axes, numbers: dict) -> None:
@@ -67,18 +79,18 @@ def state(axes, numbers: dict) -> None:
 
 def bounds(axes, numbers: dict) -> None:
     """Draws reached products a second over products a byte, under both limits."""
-    xs = [0.7, numbers["corner"], 20_000]
+    xs = [0.7, numbers["corner"], 10_000]
     axes.plot(xs, [min(x * numbers["read"], numbers["products"]) for x in xs], color=GREY, lw=1.5)
     label(axes, 1.1, 2.0 * numbers["read"], f"reading, {numbers['read']:.1f} TB/s", GREY, rotation=33)
-    label(axes, 700, numbers["products"] * 1.12, f"products, {numbers['products']:.0f} TFLOP/s", GREY)
+    label(axes, 230, numbers["products"] * 1.12, f"products, {numbers['products']:.0f} TFLOP/s", GREY)
     for name, colour in (("dense", GREEN), ("shared", PURPLE)):
         points = numbers[name]
         axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], color=colour, s=40, zorder=3)
     for x, y, text in numbers["labels"]:
         is_left = text.startswith("256")  # beside its neighbour's
         side = {"ha": "right" if is_left else "left", "va": "top" if x < 10 else "center"}
-        label(axes, x / 1.25 if is_left else x * 1.25, y, text, GREY, **side)
-    axes.set(xscale="log", yscale="log", xlim=(0.7, 20_000), ylim=(2, 1_800))
+        label(axes, x / 1.12 if is_left else x * 1.25, y, text, GREY, **side)
+    axes.set(xscale="log", yscale="log", xlim=(0.7, 10_000), ylim=(0.8, 1_800))
     axes.set(xlabel="products a byte that is read: query rows that share a key", ylabel="TFLOP/s")
     axes.set_title("One query row is one product a byte: decoding reads", fontsize=11, loc="left")
 
@@ -98,29 +110,44 @@ def microsecond(axes, numbers: dict) -> None:
         axes.text(left + 2, place, f"{left:.0f}", va="center", fontsize=9)
     axes.set_yticks(range(len(numbers["bars"])), [bar["name"] for bar in numbers["bars"]], fontsize=9)
     axes.invert_yaxis()
-    handles = [axes.barh(0, 0, color=colour, label=part) for part, colour in colours.items()]
-    spacing = {"ncols": 5, "handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0}
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.18, 1), frameon=False, fontsize=9, **spacing)
-    axes.set(xlabel="microseconds of one decoding step")
+    last, middles = numbers["bars"][-1]["parts"], {}
+    for part in parts:
+        middles[part] = sum(last[before] for before in parts[: parts.index(part)]) + last[part] / 2
+    y = len(numbers["bars"])
+    marks = [(middles[part], y - 0.6, textwrap.fill(part, 10), colour) for part, colour in colours.items()]
+    name_marks(axes, marks, y + 0.35, va="top")
+    axes.set_ylim(y + 2.0, -0.6)
+    axes.set(xlabel="microseconds of a decoding step")
 
 
-def links(axes, numbers: dict) -> None:
+def links(panels, numbers: dict) -> None:
     """Draws the time of a step over the number of GPUs, by tree and by ring, with perfect scaling."""
-    gpus = numbers["gpus"]
-    axes.plot(gpus, numbers["limit"], color=GREY, ls=":", lw=1.5)
-    label(axes, gpus[-1] * 1.06, numbers["limit"][-1] * 0.82, "reading, 1/p", GREY, va="center")
-    for name, colour in (("tree", GREEN), ("ring", PURPLE)):
-        points = numbers[name]
-        axes.plot([p for p, _ in points], [us for _, us in points], color=colour, marker="o", lw=2)
-        for p, us in points:
-            above = -17 if (name, p) == ("tree", 1) else 7
-            label(axes, p, us, f"{us:,.0f}", colour, xytext=(0, above), textcoords="offset points", ha="center")
-        label(axes, points[-1][0] * 1.06, points[-1][1], numbers["names"][name], colour, va="center")
-    axes.set(xscale="log", yscale="log", xlim=(0.9, 14), ylim=(100, 40_000), ylabel="microseconds of one decoding step")
-    axes.set_xticks(gpus, [str(p) for p in gpus])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("GPUs")
-    axes.set_title(numbers["title"], fontsize=11, loc="left")
+    panels[0].figure.set_size_inches(6.6, 3.7)
+    colours = {"ring": PURPLE, "gather": LIGHT_GREEN, "fused": GREEN}
+    sizes = {"ring": 6, "gather": 10, "fused": 5}  # where marks lie on one another, all are seen
+    for axes, panel in zip(panels, numbers["panels"]):
+        gpus = [p for p, _ in panel["limit"]]
+        axes.plot(*zip(*panel["limit"]), color=GREY, ls=":", lw=1.5)
+        for name, colour in colours.items():
+            curve = panel["curves"][name]
+            axes.plot([p for p, _, _ in curve], [us for _, us, _ in curve], color=colour, lw=2, zorder=2)
+            for p, us, has_setting in curve:
+                full = colour if has_setting or name != "ring" else "white"
+                axes.plot(p, us, "o", color=colour, markerfacecolor=full, markersize=sizes[name], zorder=3)
+        p, us, _ = panel["curves"]["ring"][-1]
+        label(axes, p, us, f"ring\n{us:,.0f}", PURPLE, xytext=(8, 0), textcoords="offset points", va="center")
+        label(axes, 1, panel["limit"][2][1], "limit, 1/p", GREY, va="top")
+        for name, up in (("gather", 7), ("fused", -7)):
+            p, us, _ = panel["curves"][name][-1]
+            label(
+                axes, p, us, f"{name} {us:,.0f}", colours[name], xytext=(8, up), textcoords="offset points", va="center"
+            )
+        axes.set(xscale="log", yscale="log", xlim=(0.9, 26), ylim=(10, 40_000), xlabel="GPUs")
+        axes.set_xticks(gpus, [str(p) for p in gpus])
+        axes.set_xticks([], minor=True)
+        axes.set_yticks(ticks := [10, 100, 1000, 10_000], [f"{us:,}" for us in ticks])
+        axes.set_title(f"{length(panel['keys'])} keys", fontsize=11, loc="left")
+    panels[0].set_ylabel("microseconds of a decoding step")
 
 
 def placement(axes, numbers: dict) -> None:
@@ -130,8 +157,10 @@ def placement(axes, numbers: dict) -> None:
     label(axes, numbers["tokens"][9], numbers["contiguous"][9], "  contiguous", RED)
     label(axes, numbers["tokens"][9], 1.5, f"block-cyclic, blocks of {numbers['block']:,}", GREEN)
     axes.set(xlim=(0, numbers["tokens"][-1]), ylim=(0, 8.6), ylabel="keys of the fullest device over the mean")
-    axes.set_xticks(ticks := [i * numbers["tokens"][-1] / 4 for i in range(5)], [short(x) if x else "0" for x in ticks])
-    axes.set_xlabel(f"tokens in a cache of {short(numbers['tokens'][-1])}, on eight devices")
+    axes.set_xticks(
+        ticks := [i * numbers["tokens"][-1] / 4 for i in range(5)], [length(x) if x else "0" for x in ticks]
+    )
+    axes.set_xlabel(f"tokens in a cache of {length(numbers['tokens'][-1])}, on eight devices")
     axes.set_title("A step takes as long as the fullest device", fontsize=11, loc="left")
 
 
@@ -140,15 +169,17 @@ def prefixes(axes, numbers: dict) -> None:
     for name, colour, style in (("measured", GREEN, "o-"), ("limit", LIGHT_GREEN, ":"), ("unshared", RED, ":")):
         points = numbers[name]
         axes.plot([x for x, _ in points], [y for _, y in points], style, color=colour, lw=2)
-    texts = ("measured, the prompt\nheld and read once", "its limit", "limit if each sample\nreads its own prompt")
-    for name, text, colour, place, offset, side in (
-        ("measured", texts[0], GREEN, -1, (-14, 8), "right"),
-        ("limit", texts[1], LIGHT_GREEN, 2, (8, -14), "left"),
-        ("unshared", texts[2], RED, 2, (-14, 4), "right"),
-    ):
-        x, y = numbers[name][place]
-        label(axes, x, y, text, colour, xytext=offset, textcoords="offset points", ha=side)
-    axes.set(xscale="log", yscale="log", xlabel="samples of one prompt", ylabel="ms a token", ylim=(2.5, 1500))
+    texts = {
+        "measured": "prompt shared: {:.0f}",
+        "limit": "its limit: {:.0f}",
+        "unshared": "limit of a prompt\neach: {:.0f}",
+    }
+    for name, colour in (("measured", GREEN), ("limit", LIGHT_GREEN), ("unshared", RED)):
+        x, y = numbers[name][-1]
+        label(axes, x, y, texts[name].format(y), colour, xytext=(8, 0), textcoords="offset points", va="center")
+    axes.set(xscale="log", yscale="log", xlabel="samples of one prompt", ylabel="ms a token")
+    axes.set(xlim=(0.8, 30_000), ylim=(2, 2000))
+    axes.set_yticks(ticks := [10, 100, 1000], [f"{y:,}" for y in ticks])
     axes.set_xticks(ticks := [x for x, _ in numbers["measured"]], [f"{x:,}" for x in ticks])
     axes.set_xticks([], minor=True)
     axes.set_title(numbers["title"], fontsize=11, loc="left")
@@ -173,17 +204,24 @@ def approximations(axes, numbers: dict) -> None:
 
 def shares(axes, numbers: dict) -> None:
     """Draws the share of the read rate by step, one mark for each kernel."""
-    colours = {"cuDNN": RED, "FlashInfer": PURPLE, "mosaic_gpu": GREEN}
+    styles = {"cuDNN": (RED, "o"), "FlashInfer": (PURPLE, "o"), "mosaic_gpu": (GREEN, "o"), "default": ("black", "|")}
     places = range(len(numbers["steps"]))
+    axes.figure.set_size_inches(SIZE[0], 1.5 + 0.32 * len(places))
     axes.hlines(places, 0, 1, color="#dddddd", lw=1)
-    for name, colour in colours.items():
-        axes.plot(numbers["curves"][name], places, "o", color=colour, label=name)
+    firsts = []
+    for i, (name, curve) in enumerate(numbers["curves"].items()):
+        colour, marker = styles[name]
+        lower = 0.22 * (i - (len(numbers["curves"]) - 1) / 2)  # no mark covers another
+        points = [(share, place + lower) for place, share in enumerate(curve) if share is not None]
+        axes.plot(*zip(*points), marker, color=colour, markersize=6)
+        firsts.append((*points[0], name, colour))
+    name_marks(axes, firsts, -1.1)
     axes.axvline(1, color=GREY, ls=":", lw=1.5)
-    axes.set_yticks(places, numbers["steps"], fontsize=9)
-    axes.invert_yaxis()
+    label(axes, 1, -1.1, "limit", GREY, xytext=(3, 0), textcoords="offset points")
+    axes.set_yticks(places, numbers["steps"], fontsize=10)
+    axes.set_ylim(len(places) - 0.4, -1.3)
     axes.set_xticks(ticks := [0, 0.25, 0.5, 0.75, 1], [f"{tick:.0%}" for tick in ticks])
-    axes.set(xlim=(0, 1.03), xlabel=f"share of {READ / 1e12:.1f} TB/s, the datasheet's")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9)
+    axes.set(xlim=(0, 1.1), xlabel=f"share of {READ / 1e12:.1f} TB/s, {numbers['time']}")
 
 
 def launches(axes, numbers: dict) -> None:
@@ -196,11 +234,11 @@ def launches(axes, numbers: dict) -> None:
         colour = GREEN if is_one else GREY
         axes.plot([low, high], [y, y], color=colour, lw=1.5)
         axes.plot(median, y, "o", color=colour)
-    label(axes, 39.2, -0.25, "two launches", GREY, va="center")
-    label(axes, 39.2, 0.15, "one launch", GREEN, va="center")
+    label(axes, 45, -0.25, "two launches", GREY, va="center", ha="right")
+    label(axes, 45, 0.15, "one launch", GREEN, va="center", ha="right")
     axes.set_yticks(range(len(ways)), ways, fontsize=9)
     axes.invert_yaxis()
-    axes.set(xlim=(22, 45), xlabel="microseconds of one decoding step, p10 to p90; dots: medians")
+    axes.set(xlim=(22, 45), xlabel="microseconds of a step, p10 to p90; dots: medians")
 
 
 def runs(axes, numbers: dict) -> None:

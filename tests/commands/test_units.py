@@ -23,6 +23,15 @@ def test_times(microseconds, written):
     assert units.time(microseconds) == written
 
 
+@pytest.mark.parametrize(
+    "keys, written",
+    [(1, "1"), (700, "700"), (1500, "1.5k"), (8192, "8k"), (16_384, "16k"), (50_001, "50k"), (81_920, "80k"),
+     (640_000, "640k"), (999_999, "1000k"), (1_048_576, "1M"), (1_280_000, "1.28M"), (32_768.0, "32k")],
+)  # fmt: skip
+def test_lengths(keys, written):
+    assert units.length(keys) == written
+
+
 def test_numbers_have_no_exponents():
     numbers = [units.number(x) for x in (0.0, 0.03151, 1.4, 99.96, 100.4, 5665.5, -1234.0)]
     assert numbers == ["0", "0.0315", "1.4", "100", "100", "5,666", "-1,234"]

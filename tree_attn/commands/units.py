@@ -37,6 +37,15 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def length(keys: float) -> str:
+    """Formats a number of keys or tokens: "700", "1.5k", "16k" for 16,000 and for 16,384, "1.28M"."""
+    unit = 1024 if keys % 1024 == 0 and keys % 1000 else 1000
+    for name, size in (("M", unit**2), ("k", unit)):
+        if keys >= size:
+            return f"{float(f'{keys / size:.3g}'):g}{name}"
+    return f"{keys:g}"
+
+
 def _largest_unit(number: float, units: Sequence[str], write: Callable[[float], str]) -> str:
     """Returns a number in the largest unit in which it is 1 or more as it is written: 999,999 bytes are "1 MB"."""
     *smaller, last = units
