@@ -20,6 +20,7 @@ OTHER_JSON = {
     "models/llama/checkpoint/reading.py": "bytes of a tokenizer",
     "scripts/gpu_check.py": "printed rows, and their keys",
     "scripts/cache_error.py": "a printed row",
+    "scripts/layer_timeline.py": "the numbers of a picture",
     "scripts/oracle_case.py": "a field of a row",
     "scripts/plot_concepts.py": "a digest of the numbers of a figure",
     "scripts/ring_timeline.py": "the intervals of a time line",
