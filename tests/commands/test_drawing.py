@@ -24,3 +24,10 @@ def test_a_broken_matplotlib_leaves_no_phase(monkeypatch, error):
     monkeypatch.setattr(importlib, "import_module", fail)
     assert not drawing.has_matplotlib() and str(error) in drawing.advice()
     assert phases._screen._phases == []
+
+
+def test_names_are_spread_as_little_as_they_must():
+    assert drawing.spread([0.1, 0.5, 0.9], 0.2) == [0.1, 0.5, 0.9]
+    assert drawing.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert drawing.spread([0.0, 0.0, 1.0, 1.0], 0.25) == pytest.approx([0.0, 0.25, 0.75, 1.0])
+    assert drawing.spread([], 0.1) == []

@@ -431,7 +431,7 @@ def test_pictures_say_what_was_measured_on_what(finished, tmp_path, monkeypatch)
     plots.draw(finished[1], tmp_path)
     latency, memory, traffic = (drawing.axes[0] for drawing in drawn)
     for setting in ("4 emulated CPU devices", "4 query and 2 KV heads of 16", "batch 1"):
-        assert setting in latency.get_title() and setting in memory.get_title()
+        assert setting in latency.get_title(loc="left") and setting in memory.get_title(loc="left")
     assert [label.get_text() for label in latency.get_xticklabels()] == ["64", "128"]
     ends = [segment[:, 1] for bars in latency.collections for segment in bars.get_segments()]
     assert len(ends) == len(finished[1])

@@ -1,10 +1,82 @@
 """Plots of `tree-attn compare`: latency, memory and communication over the number of keys."""
 
+import dataclasses
+import itertools
+import math
 import pathlib
+import textwrap
 from collections.abc import Callable, Sequence
 
-from tree_attn.commands.drawing import new_figure
-from tree_attn.measure.rows import strategy_label
+from tree_attn.commands import drawing, units
+from tree_attn.commands.compare import report
+from tree_attn.commands.figures.rows import device_kind, step
+from tree_attn.cost import limits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+    """One of the plots.
+
+    Attributes:
+      title: what it shows.
+      measured, predicted: fields of the rows; None where nothing is predicted.
+      limit: returns the least value of a row's step, or None where it is unknown; `limit_name` says what it is.
+      unit: of the vertical axis, and `write` writes its values.
+    """
+
+    title: str
+    measured: str
+    predicted: str | None
+    limit: Callable[[dict], float | None]
+    limit_name: str
+    unit: str
+    write: Callable[[float], str]
+
+
+def least_us(row: dict) -> float | None:
+    """Returns the time to read K and V once by the datasheet; None for a device without one."""
+    return limits.read_limit_us(step(row), device_kind(row))
+
+
+def least_bytes(row: dict) -> float:
+    """Returns the bytes of a device's keys and values."""
+    return step(row).key_value_bytes_per_device
+
+
+def least_sent(row: dict) -> float:
+    """Returns the bytes that each device sends, on average, where all states but one are sent once: p - 1 of p."""
+    return (row["n_devices"] - 1) / row["n_devices"] * 4 * row["batch"] * row["num_heads"] * (row["head_dim"] + 1)
+
+
+PLOTS = {
+    "latency": Plot(
+        title="Latency of one decoding step",
+        measured="latency_us_median",
+        predicted=None,
+        limit=least_us,
+        limit_name="limit: reading",
+        unit="microseconds (bars: p10 to p90)",
+        write=lambda us: f"{us:,g}",
+    ),
+    "peak_memory": Plot(
+        title="Peak memory per device, compiled",
+        measured="peak_memory_bytes_compiled",
+        predicted="peak_memory_bytes_predicted",
+        limit=least_bytes,
+        limit_name="limit: K and V",
+        unit="bytes (crosses, dashed: predicted)",
+        write=units.size,
+    ),
+    "communication": Plot(
+        title="Bytes sent per device and step",
+        measured="bytes_sent_per_device_compiled",
+        predicted="bytes_sent_per_device_predicted",
+        limit=least_sent,
+        limit_name="limit: one state",
+        unit="bytes (crosses, dashed: predicted)",
+        write=units.size,
+    ),
+}
 
 
 def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
@@ -12,67 +84,93 @@ def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
 
     Predictions are crosses on a dashed line in the colour of their measurements. Rows with an error are left out.
     """
-    files = {}
-    for name, title, unit, measured, predicted in (
-        ("latency", "Latency of one decoding step", "microseconds", "latency_us_median", None),
-        ("peak_memory", "Peak memory per device, compiled", "bytes", "peak_memory_bytes_compiled",
-         "peak_memory_bytes_predicted"),
-        ("communication", "Bytes sent per device and step", "bytes", "bytes_sent_per_device_compiled",
-         "bytes_sent_per_device_predicted"),
-    ):  # fmt: skip
-        files[name] = str(folder / f"{name}.png")
-        _plot(rows, files[name], title, unit, measured, predicted)
+    files = {name: str(folder / f"{name}.png") for name in PLOTS}
+    for name, plot in PLOTS.items():
+        figure = drawing.new_figure(6.2, 4.4)
+        _draw(figure.subplots(), rows, plot)
+        figure.savefig(files[name], dpi=150)
     return files
 
 
-def _plot(rows: Sequence[dict], path: str, title: str, unit: str, measured: str, predicted: str | None) -> None:
-    figure = new_figure(7, 5)
-    axes = figure.subplots()
-    has_spread = measured == "latency_us_median"
-    solid = _series(rows, lambda row: (row["num_keys"], row[measured]))
-    dashed = {} if predicted is None else _series(rows, lambda row: (row["num_keys"], row[predicted]))
-    for name in dict.fromkeys([*solid, *dashed]):
-        points = solid.get(name, [])
-        # Lines on one another are seen by their markers: hollow ones, of several sizes.
-        size = 4 + 2 * (len(axes.get_lines()) % 3)
-        xs, ys = ([point[i] for point in points] for i in (0, 1))
-        (line,) = axes.plot(xs, ys, marker="o", markersize=size, fillstyle="none", label=name)
-        if name in dashed:  # crosses are seen over a line that agrees, and where there is one length
-            axes.plot(*zip(*dashed[name]), linestyle="--", marker="x", markersize=size, color=line.get_color())
-        if has_spread:
-            low, high = (
-                [y for _, y in _series(rows, lambda row, end=end: (row["num_keys"], row[end])).get(name, [])]
-                for end in ("latency_us_p10", "latency_us_p90")
-            )
-            axes.vlines([x for x, _ in points], low, high, color=line.get_color(), alpha=0.5, linewidth=3)
-    note = " (crosses, dashed: predicted)" if predicted else " (bars: p10 to p90)" if has_spread else ""
-    axes.set_title(f"{title}\n{_setting(rows)}", fontsize="medium")
-    axes.set(xlabel="keys", ylabel=unit + note)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log" if solid or dashed else "linear")
+def _draw(axes, rows: Sequence[dict], plot: Plot) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    title = (textwrap.fill(line, 60) for line in (plot.title, *_setting(rows)))
+    axes.set_title("\n".join(title), fontsize="medium", loc="left")
+    axes.set(xlabel="keys", ylabel=plot.unit, xscale="log")
+    ends = _curves(axes, rows, plot)
+    limit = sorted({(row["num_keys"], plot.limit(row)) for row in rows if plot.limit(row)})
+    if limit:
+        axes.plot(*zip(*limit), color="black", linestyle=":", marker="_", markersize=12, zorder=3)
+        ends.append((*limit[-1], plot.limit_name, "black"))
     lengths = sorted({row["num_keys"] for row in rows})
-    axes.set_xticks(lengths, [f"{num_keys:,}" for num_keys in lengths], rotation=30 if len(lengths) > 5 else 0)
+    space = 1.1 if len(lengths) > 1 else 2
+    axes.set_xlim(lengths[0] / space, lengths[-1] * space)
+    axes.set_xticks(lengths, [units.length(num_keys) for num_keys in lengths], rotation=30 if len(lengths) > 5 else 0)
+    if ends:
+        axes.set_yscale("log")
+        ticks = _ticks(*axes.dataLim.intervaly)
+        axes.set_yticks(ticks, [plot.write(y) for y in ticks])
+        axes.set_ylim(ticks[0] / 1.1, ticks[-1] * 1.1)
     axes.minorticks_off()
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(fontsize="small", loc="outside lower center", ncols=3)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    drawing.label_ends(axes, ends)
 
 
-def _setting(rows: Sequence[dict]) -> str:
-    """Returns what all rows have in common: "4 x NVIDIA H200, 16 query and 2 KV heads of 128, bfloat16, batch 1"."""
+def _curves(axes, rows: Sequence[dict], plot: Plot) -> list[tuple]:
+    """Draws each strategy's points, and returns what `drawing.label_ends` takes."""
+    import matplotlib
+
+    solid, dashed = _series(rows, plot.measured), _series(rows, plot.predicted)
+    low, high = (_series(rows, f"latency_us_{end}") for end in ("p10", "p90"))
+    names = dict.fromkeys(_name(row, rows) for row in rows)  # of all rows: a colour is a strategy's in every plot
+    colours = matplotlib.colormaps["tab10" if len(names) <= 10 else "tab20"].colors
+    ends = []
+    for i, name in enumerate(names):
+        if name not in solid and name not in dashed:
+            continue
+        colour, place = colours[i % len(colours)], i % 5
+        # Of lines and hollow marks on one another the later ones are smaller, so that all are seen.
+        look = {"color": colour, "markersize": 11 - 2 * place, "linewidth": 3 - 0.5 * place, "zorder": 2 + place / 10}
+        if name in solid:
+            axes.plot(*zip(*solid[name]), marker="o", fillstyle="none", **look)
+        if name in dashed:  # crosses are seen over a line that agrees, and where there is one length
+            axes.plot(*zip(*dashed[name]), linestyle="--", marker="x", **look)
+        if plot.measured == "latency_us_median":
+            bars = [[y for _, y in curve[name]] for curve in (low, high)]
+            axes.vlines([x for x, _ in solid[name]], *bars, color=colour, alpha=0.5, linewidth=3)
+        ends.append((*(solid.get(name) or dashed[name])[-1], name, colour))
+    return ends
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Returns 1, 2 or 5 times powers of ten that enclose two values; only powers where these are many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    every = [factor * 10.0**power for power, factor in itertools.product(range(first, last + 1), factors)]
+    start = max(i for i, tick in enumerate(every) if tick <= low)
+    end = min(i for i, tick in enumerate(every) if tick >= high)
+    return every[start : max(end, start + 1) + 1]
+
+
+def _setting(rows: Sequence[dict]) -> tuple[str, str]:
+    """Returns two lines of what all rows have in common: hardware and commits; heads, dtype and batch."""
     row = rows[0]
+    commits = ", ".join(dict.fromkeys((row["git_commit"] or "unknown")[:7] for row in rows))
     heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads of {row['head_dim']}"
-    return f"{row['hardware']}\n{heads}, {row['dtype']}, batch {row['batch']}"
+    return f"{row['hardware']}; commit {commits}", f"{heads}, {row['dtype']}, batch {row['batch']}"
 
 
-def _series(rows: Sequence[dict], point: Callable[[dict], tuple]) -> dict[str, list[tuple]]:
+def _series(rows: Sequence[dict], field: str | None) -> dict[str, list[tuple]]:
     """Returns the points of each series, ordered by number of keys; a log axis has no place for zeros and gaps."""
-    implementations = {row["implementation"] for row in rows}
     series: dict[str, list[tuple]] = {}
     for row in rows:
-        if row["error"] is None and point(row)[1]:
-            name = strategy_label(row["strategy"], row["reduction"])
-            name += f" ({row['implementation']})" if len(implementations) > 1 else ""
-            series.setdefault(name, []).append(point(row))
+        if field and row["error"] is None and row[field]:
+            series.setdefault(_name(row, rows), []).append((row["num_keys"], row[field]))
     return {name: sorted(points) for name, points in series.items()}
+
+
+def _name(row: dict, rows: Sequence[dict]) -> str:
+    """Returns the name of a row's strategy, and of its local kernel where the rows have several for it."""
+    label = report.label(row)
+    kernels = {other["implementation"] for other in rows if report.label(other) == label}
+    return label + (f" ({row['implementation']})" if len(kernels) > 1 else "")

@@ -67,7 +67,7 @@ def print_results(rows: Sequence[dict], what: str = "step") -> None:
         kernel = (row["implementation"],) if has_kernels else ()
         times = (time(row[f"latency_us_{name}"]) for name in ("median", "p10", "p90"))
         sizes = (size(row[name]) for name in ("peak_memory_bytes_compiled", "bytes_sent_per_device_compiled"))
-        table.add_row(f"{row['num_keys']:,}", _label(row), *kernel, *times, *sizes)
+        table.add_row(f"{row['num_keys']:,}", label(row), *kernel, *times, *sizes)
     console.print(table)
     for sentence in _remarks(rows, finished, has_kernels, what):
         terminal.say(console, sentence)
@@ -76,20 +76,20 @@ def print_results(rows: Sequence[dict], what: str = "step") -> None:
 def _remarks(rows: Sequence[dict], finished: Sequence[dict], has_kernels: bool, what: str) -> Iterator[str]:
     if finished and not has_kernels:
         yield f"Local kernel: {finished[0]['implementation']}."
-    sent = {_label(row): row["collectives_compiled"] for row in finished if row["collectives_compiled"]}
+    sent = {label(row): row["collectives_compiled"] for row in finished if row["collectives_compiled"]}
     if sent:
-        counts = (f"{label} {_counted(collectives)}" for label, collectives in sent.items())
+        counts = (f"{name} {_counted(collectives)}" for name, collectives in sent.items())
         yield f"Collectives of a {what}: {'; '.join(counts)}."
     if finished:
         worst = max(finished, key=lambda row: row["max_abs_error"] / row["tolerance"])
         yield (
-            f"Every result was checked against attention in float64: {_label(worst)} is the furthest off, by "
+            f"Every result was checked against attention in float64: {label(worst)} is the furthest off, by "
             f"{worst['max_abs_error']:.1e} of {worst['tolerance']:.1e} allowed."
         )
     yield from _rotations(finished)
     for row in rows:
         if row["error"] is not None:
-            yield f"Not measured: {_label(row)}, {row['num_keys']:,} keys: {row['error']}"
+            yield f"Not measured: {label(row)}, {row['num_keys']:,} keys: {row['error']}"
     if any(_sends_more_than_predicted(row) for row in rows):
         yield "Some programs send more than predicted: XLA on CPU moves 16-bit numbers as float32 (see --dtype)."
 
@@ -100,7 +100,7 @@ def _rotations(finished: Sequence[dict]) -> Iterator[str]:
         if row["strategy"] != "ring_overlapped" or row.get("rotation") is None or row["n_devices"] == 1:
             continue
         rates = {name: gb_per_s for name, gb_per_s in (row["transfers_gb_per_s"] or {}).items() if gb_per_s}
-        sentence = f"{_label(row)} over {row['num_keys']:,} keys sends {row['rotation'].replace('_', ' ')}"
+        sentence = f"{label(row)} over {row['num_keys']:,} keys sends {row['rotation'].replace('_', ' ')}"
         if rates and row["sent_gb_per_s"] and "emulated" not in row["hardware"]:
             bare = ", ".join(f"{name.replace('_', ' ')} {rate(gb_per_s)}" for name, gb_per_s in rates.items())
             share = row["sent_gb_per_s"] / max(rates.values())
@@ -123,23 +123,24 @@ def conclusions(rows: Sequence[dict]) -> list[str]:
         fast, slow = sorted((trees[0], rings[0]), key=latency)
         ratio = latency(slow) / latency(fast)
         factor = "as fast as" if ratio < 1.05 else f"{times_as(ratio)} times as fast as"
-        other = f"the best {'tree' if slow is trees[0] else 'ring'} ({_label(slow)})"
+        other = f"the best {'tree' if slow is trees[0] else 'ring'} ({label(slow)})"
         times = f"{time(latency(fast))} against {time(latency(slow))}"
         where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""
-        sentences.append(f"{where}{_label(fast)} is {factor} {other} over {num_keys:,} keys: {times}.")
+        sentences.append(f"{where}{label(fast)} is {factor} {other} over {num_keys:,} keys: {times}.")
     return sentences
 
 
 def _fastest_first(rows: Sequence[dict], num_keys: int) -> list[str]:
     """Returns the sentence that names the fastest of the rows, and the times of the others."""
     fast, *others = rows
-    times = ", ".join(f"{_label(row)} {time(row['latency_us_median'])}" for row in others)
+    times = ", ".join(f"{label(row)} {time(row['latency_us_median'])}" for row in others)
     where = "On these emulated devices, which say nothing about GPUs, " if "emulated" in fast["hardware"] else ""
     after = f"; {times}" if others else ""
-    return [f"{where}{_label(fast)} is the fastest over {num_keys:,} keys: {time(fast['latency_us_median'])}{after}."]
+    return [f"{where}{label(fast)} is the fastest over {num_keys:,} keys: {time(fast['latency_us_median'])}{after}."]
 
 
-def _label(row: dict) -> str:
+def label(row: dict) -> str:
+    """Returns the name of a row's strategy, with NCCL's setting where rows were measured under several."""
     setting = row.get("nccl_setting")
     return strategy_label(row["strategy"], row["reduction"]) + (f", NCCL {setting}" if setting else "")
 
