@@ -89,7 +89,8 @@ def floor_us(row: Mapping[str, Any]) -> dict[str, float]:
 def draw_rows(rows: Iterable[Mapping[str, Any]], folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws a picture, and writes its numbers beside it, for each model, context and batch; returns the pictures.
 
-    Rows without events are left out. Of several rows of one way the last counts.
+    Rows without events are left out, and with a printed reason those whose layers cannot be told apart. Of several rows
+    of one way the last counts.
 
     Raises:
       ValueError: no row has events.
@@ -107,8 +108,14 @@ def draw_rows(rows: Iterable[Mapping[str, Any]], folder: pathlib.Path) -> list[p
         picture = folder / f"layer_{config}_{context}_{batch}.png"
         found = {"config": config, "context": context, "batch": batch}
         first = next(iter(ways.values()))
-        found |= {"floor_us": floor_us(first), "read_bytes_per_s": first["read_bytes_per_s"]}
-        found |= {"ways": [summary(row) for row in ways.values()]}
+        found |= {"floor_us": floor_us(first), "read_bytes_per_s": first["read_bytes_per_s"], "ways": []}
+        for way, row in ways.items():
+            try:
+                found["ways"].append(summary(row))
+            except ValueError as error:
+                print(f"{config}, {context:,}, {way}: {error}")
+        if not found["ways"]:
+            continue
         picture.with_suffix(".json").write_text(json.dumps(found) + "\n")
         draw(found, picture)
         pictures.append(picture)

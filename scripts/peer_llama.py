@@ -10,7 +10,8 @@ context, batch, attention and kind of sum; the fastest is the peer.
 A sample is `--replays` steps that the host enqueues at once, over their number. All steps are at one position: what
 planning FlashInfer's attention costs the host at every token is in no time.
 
-`--check` compares logits with a plain float32 forward at a small size instead, on GPUs or with `--device cpu`.
+`--check` compares logits with a plain float32 forward at a small size first, on GPUs or with `--device cpu`. FlashInfer
+compiles its kernels at their first use, for minutes; `FLASHINFER_WORKSPACE_BASE` names the folder that keeps them.
 """
 
 import argparse
@@ -117,9 +118,9 @@ def run(rank: int, args: argparse.Namespace, port: int | None) -> int:
             world_size=args.devices, device_id=torch.device("cuda", rank) if args.device == "cuda" else None,
         )  # fmt: skip
     try:
-        if not args.check:
-            return time_cases(args, rank)
-        return int(any([check(args, rank, *case) for case in cases(args)]))
+        if args.check and any([check(args, rank, *case) for case in cases(args)]):
+            return 1
+        return time_cases(args, rank) if args.out else 0
     finally:
         if port is not None:
             torch.distributed.destroy_process_group()
@@ -223,7 +224,8 @@ def time_cases(args: argparse.Namespace, rank: int) -> int:
                 print(f"{args.config}, {context:,} x {batch}: {row['way']}: {text}", flush=True)
         if timed and rank == 0:
             ms, way, floor = min(timed)
-            print(f"{args.config}, {context:,} x {batch}: the fastest is {way}, {ms:.3f} ms; its bytes {floor} ms")
+            words = f"{args.config}, {context:,} x {batch}: the fastest is {way}, {ms:.3f} ms"
+            print(words if floor is None else f"{words}; reading its bytes takes {floor} ms", flush=True)
         num_failed += not timed
     return int(num_failed > 0)
 

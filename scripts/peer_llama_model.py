@@ -5,6 +5,7 @@ a layer join the parts. Every GPU has the whole embedding, of which a step reads
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -216,20 +217,21 @@ class PlainOperations:
 class FlashInferOperations(PlainOperations):
     """The same by FlashInfer's kernels, on a GPU. A plan serves all layers, and all steps at its position."""
 
-    def __init__(self, config: LlamaConfig, *, attention: str, **options):
+    def __init__(self, config: LlamaConfig, *, attention: str, device: str, **options):
         """Makes the cache, and memory for partial results.
 
         Args:
           config: the model's shape.
           attention: "decode", `BatchDecodeWithPagedKVCacheWrapper` on tensor cores; or "xqa".
-          options: as `PlainOperations` takes them.
+          device: of all tensors.
+          options: the others, as `PlainOperations` takes them.
         """
         import flashinfer
 
-        super().__init__(config, **options)
+        super().__init__(config, device=device, **options)
         self._flashinfer, self._is_xqa = flashinfer, attention == "xqa"
-        self._int32 = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")  # XQA's must be zeros
+        self._int32 = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # XQA's must be zeros
         self._sequences = self._int32(range(self.batch))
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True)
 
@@ -242,7 +244,8 @@ class FlashInferOperations(PlainOperations):
         self._starts = self._int32(range(0, self.batch * used + 1, used))
         self._last = self._int32([(self.length - 1) % PAGE + 1] * self.batch)
         if self._is_xqa:
-            self._lengths = torch.tensor([self.length] * self.batch, dtype=torch.uint32, device="cuda")
+            lengths = [self.length] * self.batch
+            self._lengths = torch.tensor(lengths, dtype=torch.uint32, device=self.positions.device)
             return
         dtype = self.caches[0].dtype
         self._decode.plan(

@@ -40,6 +40,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if (args.saved or args.peer) and not args.timeline:
         parser.error("--saved and --peer need --timeline")
+    for option, path in (("--peer", args.peer), ("--out", args.out if args.saved else None)):
+        if path is not None and not path.is_file():
+            parser.error(f"{option} must be a file of rows, got {path}")
     if not args.saved:
         if args.timeline:  # before JAX starts its devices
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {RUN_GRAPHS}".strip()

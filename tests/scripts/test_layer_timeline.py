@@ -78,11 +78,14 @@ def test_a_saved_profile_is_drawn_beside_the_peers(tmp_path, capsys):
     ours.append({"config": "llama-3.2-1b", "context": 1024, "samples": 1, "kernels": {}})  # of a run without events
     ours.append(row("tree-attn, products xla", made_up(3, 2), samples=1))
     peer = RowWriter(tmp_path / "peer.jsonl", is_writer=True)
+    peer.append(row("torch, FlashInfer xqa, cuBLAS", made_up(3, 2)[4:], batch=1))  # a layer is lost
     peer.append(row("torch, FlashInfer decode, cuBLAS", made_up(3, 2, PEER_ATTENTION, late_us=9.0), batch=1))
     files = ["--out", str(ours.path), "--peer", str(peer.path), "--timeline", str(tmp_path / "pictures")]
     profile_llama.main(["--saved", *files])
     picture = tmp_path / "pictures" / "layer_llama-3.2-1b_1024_1.png"
-    assert str(picture) in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert str(picture) in printed and picture.read_bytes().startswith(b"\x89PNG")
+    assert "FlashInfer xqa, cuBLAS: no kernel runs once in each of 3 layers of 2 steps: 5 x lean_attention" in printed
     drawn = json.loads(picture.with_suffix(".json").read_text())
     assert drawn["floor_us"] == {"weights": 30.0, "keys and values": 5.0}
     assert [(way["way"], way["layer_us"], way["busy_us"]) for way in drawn["ways"]] == [
@@ -94,6 +97,20 @@ def test_a_saved_profile_is_drawn_beside_the_peers(tmp_path, capsys):
 def test_rows_without_events_are_named(tmp_path):
     with pytest.raises(ValueError, match="rows must have way, config"):
         layer_timeline.draw_rows([{"config": "llama-3.2-1b"}], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--saved"], "--saved and --peer need --timeline"),
+        (["--saved", "--timeline", "pictures"], "--out must be a file of rows, got"),
+        (["--peer", "none.jsonl", "--timeline", "pictures"], "--peer must be a file of rows, got none.jsonl"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_profiled(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        profile_llama.main(["--out", str(tmp_path / "none.jsonl"), *options])
+    assert message in capsys.readouterr().err
 
 
 def test_kernels_that_overlap_lie_in_lanes_of_their_own():

@@ -1,6 +1,8 @@
 """The peer's step in plain torch against this library's Llama, and the rows and checks of its script, on a CPU."""
 
+import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,85 @@ def as_torch(llama: Llama) -> model.Weights:
         final_norm=tensor(llama.final_norm.scale),
         head=tensor(llama.head),
     )
+
+
+class StandIn(types.ModuleType):
+    """FlashInfer's functions that the peer calls, by plain torch, with its arguments, layouts and writes in place."""
+
+    def __init__(self):
+        super().__init__("flashinfer")
+        self.decode, self.calls = self, []
+
+    def rmsnorm(self, x, scale, eps):
+        return torch.nn.functional.rms_norm(x, scale.shape, scale, eps)
+
+    def fused_add_rmsnorm(self, x, residual, scale, eps):
+        x.copy_(self.rmsnorm(residual.add_(x), scale, eps))
+
+    def silu_and_mul(self, x):
+        return torch.nn.functional.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]
+
+    def apply_rope_with_cos_sin_cache_inplace(self, positions, query, key, head_size, cos_sin_cache):
+        assert cos_sin_cache.dtype == torch.float32
+        for heads in (query.view(len(query), -1, head_size), key.view(len(key), -1, head_size)):
+            cosine, sine = cos_sin_cache[positions.long()][:, None].chunk(2, -1)
+            first, second = heads.chunk(2, -1)
+            heads.copy_(torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1))
+
+    def append_paged_kv_cache(self, key, value, batch, positions, cache, indices, starts, last, layout):
+        page = cache.shape[2]
+        assert layout == "NHD" and torch.equal(last, positions % page + 1)
+        for i, (b, position) in enumerate(zip(batch.tolist(), positions.tolist(), strict=True)):
+            place = indices[starts[b] + position // page]
+            cache[place, 0, position % page], cache[place, 1, position % page] = key[i], value[i]
+
+    def xqa_batch_decode_with_kv_cache(self, query, cache, _, table, lengths, longest, *, kv_layout, bmm1_scale):
+        assert kv_layout == "NHD" and lengths.dtype == torch.uint32 and lengths.tolist() == [longest] * len(query)
+        self.calls.append("xqa")
+        pages = [cache[places.long()].transpose(0, 1).flatten(1, 2)[:, :longest] for places in table]  # [2, S, K, H]
+        keys, values = torch.stack(pages, 1).transpose(2, 3)
+        options = {"scale": bmm1_scale, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(query[:, :, None], keys, values, **options)
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, workspace, layout, *, use_tensor_cores):
+        assert layout == "NHD" and use_tensor_cores
+        return types.SimpleNamespace(plan=self._plan, run=self._run)
+
+    def _plan(self, starts, indices, last, heads, kv_heads, head_dim, page, *, q_data_type, kv_data_type):
+        assert (heads, kv_heads, head_dim, page) == (4, 2, 8, model.PAGE)
+        counts = starts.diff()
+        self.table, self.longest = indices.view(len(counts), -1), int((counts[0] - 1) * page + last[0])
+
+    def _run(self, query, cache):
+        lengths = torch.full((len(query),), self.longest).to(torch.uint32)
+        options = dict(kv_layout="NHD", bmm1_scale=query.shape[-1] ** -0.5)
+        out = self.xqa_batch_decode_with_kv_cache(query, cache, None, self.table, lengths, self.longest, **options)
+        self.calls[-1] = "decode"
+        return out[:, :, 0]
+
+
+@pytest.mark.parametrize("attention", ["decode", "xqa"])
+def test_flashinfers_operations_get_what_makes_the_same_step(monkeypatch, attention):
+    library = StandIn()
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setattr(model, "WORKSPACE_BYTES", 16)
+    weights = model.random_weights(CONFIG, dtype=torch.float32, device="cpu")
+    options = dict(count=1, batch=3, capacity=70, dtype=torch.float32, device="cpu")
+    plain = model.PlainOperations(CONFIG, **options)
+    calling = model.FlashInferOperations(CONFIG, attention=attention, **options)
+    calling.caches = [cache.clone() for cache in plain.caches]  # of random numbers, where no step writes
+    found = []
+    for run in (plain, calling):
+        peer = model.Peer(weights, run, model.Alone())
+        for position in (0, 1, 62, 63, 64, 65):
+            peer.tokens.copy_(torch.tensor([5, 6, 7]) + position % 3)
+            run.place(position)
+            peer.step()
+            found.append(peer.logits)
+    steps = len(found) // 2
+    for expected, logits in zip(found[:steps], found[steps:], strict=True):
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)
+    assert library.calls == [attention] * 2 * steps
 
 
 def operations(count: int = 1, batch: int = 1, capacity: int = 100) -> model.PlainOperations:
@@ -124,6 +205,7 @@ def test_the_check_tells_wrong_logits_from_right_ones(monkeypatch, capsys, chang
     if change == "cache":
         place = model.PlainOperations.place
         monkeypatch.setattr(model.PlainOperations, "place", lambda self, position: place(self, min(position, 64)))
+    monkeypatch.setattr(peer_llama, "time_cases", lambda *_: pytest.fail("--out is not given"))
     status = peer_llama.main(["--config", "llama-3.2-1b", "--device", "cpu", "--check"])
     assert (status, capsys.readouterr().out.split()[0]) == ((0, "ok") if change is None else (1, "WRONG"))
 
