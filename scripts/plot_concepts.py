@@ -10,6 +10,7 @@ sweep_h200/table.jsonl, or else those of lean_h200/table.jsonl.
 
 import argparse
 import hashlib
+import io
 import json
 import pathlib
 import textwrap
@@ -44,7 +45,18 @@ def draw(name: str, path: pathlib.Path) -> None:
     DRAWINGS[name](axes, numbers)
     if "source" in numbers:
         figure.supxlabel(numbers["source"], fontsize=SMALL, color=GREY, x=0.01, ha="left")
-    figure.savefig(path, dpi=DPI, pil_kwargs={"optimize": True}, metadata={"Description": digest(numbers)})
+    save(figure, path, dpi=DPI, description=digest(numbers))
+
+
+def save(figure, path: pathlib.Path, *, dpi: int, description: str = "") -> None:
+    """Writes a figure as PNG with 64 colours, which halves its bytes and more, and with a description in it."""
+    from PIL import Image, PngImagePlugin
+
+    drawn, text = io.BytesIO(), PngImagePlugin.PngInfo()
+    figure.savefig(drawn, dpi=dpi)
+    text.add_text("Description", description)
+    with Image.open(drawn) as picture:
+        picture.convert("RGB").quantize(64).save(path, format="PNG", optimize=True, pnginfo=text)
 
 
 def digest(numbers: dict) -> str:

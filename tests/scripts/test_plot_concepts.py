@@ -56,4 +56,4 @@ def test_rows_of_the_sweep_take_the_place_of_older_ones(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_picture_is_small(name):
-    assert (plot_concepts.FOLDER / f"{name}.png").stat().st_size < 90_000
+    assert (plot_concepts.FOLDER / f"{name}.png").stat().st_size < 60_000
