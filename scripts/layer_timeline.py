@@ -40,6 +40,16 @@ def unpacked(row: Mapping[str, Any]) -> list[Event]:
     return [(start, start + us, row["kernel_names"][index]) for start, us, index in row["events"]]
 
 
+def read_rate(device_kind: str) -> float | None:
+    """Returns the bytes per second of a device's datasheet; None where there is none, and then nothing is drawn."""
+    from tree_attn.cost import datasheets
+
+    try:
+        return datasheets.rates(device_kind)["read_bytes_per_s"]
+    except KeyError:
+        return None
+
+
 def kind_of(name: str) -> str:
     """Returns what a kernel does, by its name."""
     return next((kind for kind, pattern, _ in KINDS if pattern.search(name)), OTHER)
@@ -89,6 +99,8 @@ def floor_us(row: Mapping[str, Any]) -> dict[str, float]:
 def draw_rows(rows: Iterable[Mapping[str, Any]], folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws a picture, and writes its numbers beside it, for each model, context and batch; returns the pictures.
 
+    Sequences that share their prompt (`samples`) and those with a context each (`batch`) are of pictures of their own.
+
     Rows without events are left out, and with a printed reason those whose layers cannot be told apart. Of several rows
     of one way the last counts.
 
@@ -98,15 +110,15 @@ def draw_rows(rows: Iterable[Mapping[str, Any]], folder: pathlib.Path) -> list[p
     groups: dict[tuple, dict[str, Mapping]] = collections.defaultdict(dict)
     for row in rows:
         if all(row.get(name) is not None for name in NEEDED):
-            batch = row.get("batch") or row.get("samples") or 1
-            groups[row["config"], row["context"], batch][row["way"]] = row
+            batch, samples = row.get("batch") or 1, row.get("samples") or 1
+            groups[row["config"], row["context"], batch, samples][row["way"]] = row
     if not groups:
         raise ValueError(f"rows must have {', '.join(NEEDED)}: none has them all")
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
-    for (config, context, batch), ways in groups.items():
-        picture = folder / f"layer_{config}_{context}_{batch}.png"
-        found = {"config": config, "context": context, "batch": batch}
+    for (config, context, batch, samples), ways in groups.items():
+        picture = folder / f"layer_{config}_{context}_{batch}{f'_{samples}_samples' if samples > 1 else ''}.png"
+        found = {"config": config, "context": context, "batch": batch, "samples": samples}
         first = next(iter(ways.values()))
         found |= {"floor_us": floor_us(first), "read_bytes_per_s": first["read_bytes_per_s"], "ways": []}
         for way, row in ways.items():
@@ -160,6 +172,7 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.set_xlim(0, longest * 1.01)
     axes.set_xlabel("us from the start of the layer's attention; numbers in bars are us")
     batch = f" x {found['batch']}" if found["batch"] > 1 else ""
+    batch += f", {found['samples']} samples" if found["samples"] > 1 else ""
     axes.set_title(f"{found['config']}, {found['context']:,} tokens{batch}: one layer of a decoding step")
     patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if _occurs(kind, ways)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)

@@ -270,7 +270,7 @@ def measure(args: argparse.Namespace, weights, labels: dict) -> dict:
 
 def bytes_read(args: argparse.Namespace, weights, labels: dict) -> dict:
     """Returns the bytes of a step and of a layer on one GPU, and the least time of a step."""
-    from tree_attn.cost import datasheets
+    from layer_timeline import read_rate
 
     shape, dtype = args.shape, weights.head.dtype
     cache = 2 * labels["batch"] * labels["context"] * shape.num_kv_heads * shape.head_dim * dtype.itemsize
@@ -278,9 +278,8 @@ def bytes_read(args: argparse.Namespace, weights, labels: dict) -> dict:
     of_layer = sum(tensor.nbytes for tensor in vars(weights.layers[0]).values())
     found = {"weights_bytes_per_device": weights.num_bytes, "cache_bytes_per_device": shape.num_layers * cache}
     found |= {"layer_weights_bytes": of_layer, "layer_cache_bytes": cache}
-    try:
-        rate = datasheets.rates(device_kind(args))["read_bytes_per_s"]
-    except KeyError:
+    rate = read_rate(device_kind(args))
+    if rate is None:
         return found | {"read_bytes_per_s": None, "floor_ms": None}
     floor = (weights.num_bytes + shape.num_layers * cache) / rate * 1e3
     return found | {"read_bytes_per_s": rate, "floor_ms": round(floor, 3)}

@@ -106,16 +106,14 @@ def profile(generator, prompts, new_tokens: int) -> tuple[dict[str, tuple[float,
 
 def timeline_fields(config, args: argparse.Namespace, device_kind: str, events: list) -> dict:
     """Returns the fields of a row that its time line is drawn from."""
-    from layer_timeline import packed
-
-    from tree_attn.cost import datasheets
+    from layer_timeline import packed, read_rate
 
     heads = config.num_heads + config.num_kv_heads  # twice each: queries and their output, keys and values
     weights = config.hidden_size * (2 * heads * config.head_dim + 3 * config.intermediate_size + 2)
     cache = 2 * args.context * config.num_kv_heads * config.head_dim  # once: all samples share the prompt
     fields = {"way": f"tree-attn, products {args.products}", "steps": args.new_tokens - 1}
     fields |= {"layer_weights_bytes": 2 * weights, "layer_cache_bytes": 2 * cache}  # bfloat16
-    return fields | {"read_bytes_per_s": datasheets.rates(device_kind)["read_bytes_per_s"]} | packed(events)
+    return fields | {"read_bytes_per_s": read_rate(device_kind)} | packed(events)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def test_a_saved_profile_is_drawn_beside_the_peers(tmp_path, capsys):
     ours = RowWriter(tmp_path / "ours.jsonl", is_writer=True)
     ours.append({"config": "llama-3.2-1b", "context": 1024, "samples": 1, "kernels": {}})  # of a run without events
     ours.append(row("tree-attn, products xla", made_up(3, 2), samples=1))
+    ours.append(row("tree-attn, products xla", made_up(3, 2), samples=4))
     peer = RowWriter(tmp_path / "peer.jsonl", is_writer=True)
     peer.append(row("torch, FlashInfer xqa, cuBLAS", made_up(3, 2)[4:], batch=1))  # a layer is lost
     peer.append(row("torch, FlashInfer decode, cuBLAS", made_up(3, 2, PEER_ATTENTION, late_us=9.0), batch=1))
@@ -91,6 +92,7 @@ def test_a_saved_profile_is_drawn_beside_the_peers(tmp_path, capsys):
     assert [(way["way"], way["layer_us"], way["busy_us"]) for way in drawn["ways"]] == [
         ("tree-attn, products xla", 60.0, 54.0), ("torch, FlashInfer decode, cuBLAS", 69.0, 54.0),
     ]  # fmt: skip
+    assert (tmp_path / "pictures" / "layer_llama-3.2-1b_1024_1_4_samples.png").is_file()
     assert [kernel[2] for kernel in drawn["ways"][1]["kernels"]] == ["attention", "attention", "product", "product"]
 
 

@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import profile_llama
 import pytest
 
 from tree_attn.measure.rows import read
@@ -225,6 +226,10 @@ def test_rows_have_times_bytes_and_provenance(monkeypatch, tmp_path):
     layer = 32 * (4 + 2 * 2) * 8 + 32 * 4 * 8 + 3 * 32 * 64 + 2 * 32
     assert rows[0]["weights_bytes_per_device"] == 4 * (2 * layer + 32 + 64 * 32)
     assert rows[0]["layer_weights_bytes"] == 4 * layer
+    arguments = types.SimpleNamespace(context=70, products="xla", new_tokens=2)
+    ours = profile_llama.timeline_fields(CONFIG, arguments, "NVIDIA H200", [])  # of bfloat16
+    assert all(2 * ours[name] == rows[0][name] for name in ("layer_weights_bytes", "layer_cache_bytes"))
+    assert ours["read_bytes_per_s"] == 4.8e12 and rows[0]["read_bytes_per_s"] is None
 
 
 @pytest.mark.parametrize(
