@@ -6,7 +6,7 @@
     python3 scripts/bench_prefix.py llama --out docs/results/prefix_h200/llama.jsonl        # heads as Llamas have them
 
 This is Hydragen's microbenchmark: a batch of sequences with one new token each, a prefix that all share, and a suffix
-for each. Device time is measured as by `bench_lean.py`. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+for each. Device time is measured as by `bench_sweep.py`. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import argparse

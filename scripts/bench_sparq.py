@@ -4,7 +4,7 @@
     python3 scripts/bench_sparq.py markdown --out docs/results/sparq_h200/table.jsonl     # docs/results.md's table
 
 Each sequence has one new token; the cache holds keys twice, and the mean of the values, as `KVCache` does on request.
-Device time is measured as by `bench_lean.py`. The way "sparq, no mean" leaves the mean value out, which is the default
+Device time is measured as by `bench_sweep.py`. The way "sparq, no mean" leaves the mean value out, which is the default
 for groups of query heads. Set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 

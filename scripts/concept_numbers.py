@@ -160,25 +160,17 @@ def scores_of_sparse_attentions(task: str = "needle") -> dict:
     return {**curves, "dense": dense, "unit": first["unit"], "title": title, "source": source("a CPU", rows)}
 
 
-LEAN_STEPS = "one H200, bfloat16, query/KV heads of 128; steps that mosaic_gpu was tuned on\n"
-SHARES = ("sweep_h200/table.jsonl", "lean_h200/table.jsonl")  # rows of bench_sweep.py or bench_lean.py
-
-
-def share_rows() -> tuple[str, list[dict]]:
-    """Returns the name and the rows of the first file of SHARES that is there."""
-    name = next(name for name in SHARES if (RESULTS / name).exists())
-    return name, rows_of(name)
+SHARES = "sweep_h200/table.jsonl"
 
 
 def shares_of_the_limit(rows: list[dict] | None = None) -> dict:
     """Returns the share of the datasheet's read rate that each kernel reaches, by step.
 
     Args:
-      rows: of `bench_lean.py` or `bench_sweep.py`; None is those of `share_rows`.
+      rows: of `bench_sweep.py`; None is those of SHARES.
     """
-    rows = share_rows()[1] if rows is None else rows
-    is_sweep = "way" in rows[0]
-    steps = sweep_steps(rows) if is_sweep else lean_steps(rows)
+    rows = rows_of(SHARES) if rows is None else rows
+    steps = sweep_steps(rows)
     best_peer = lambda shares: max(share for way, share in shares.items() if way in PEERS)
     ordered = sorted(
         ((step, shares) for step, shares in steps.items() if PEERS & shares.keys()), key=lambda item: best_peer(item[1])
@@ -187,25 +179,13 @@ def shares_of_the_limit(rows: list[dict] | None = None) -> dict:
     return {
         "steps": [step for step, _ in ordered],
         "curves": {way: [shares.get(way) for _, shares in ordered] for way in ways},
-        "time": "of a step in a chain" if is_sweep else "of a step's kernels",
-        "source": source("one H200, query/KV heads\n" if is_sweep else LEAN_STEPS, rows),
+        "time": "of a step in a chain",
+        "source": source("one H200, query/KV heads\n", rows),
     }
 
 
 WAYS = {"cuDNN": "cudnn", "FlashInfer": "flashinfer", "mosaic_gpu": "mosaic_gpu", "default": "None"}  # as rows begin
 PEERS = {"cuDNN", "FlashInfer"}
-
-
-def lean_steps(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Returns the share of each way by step, of rows of `bench_lean.py`."""
-    steps: dict[str, dict] = {}
-    for row in rows:
-        keys = length(row["max_keys"])
-        step = f"{row['batch']} ragged, up to {keys}" if row["is_ragged"] else f"{row['batch']} x {keys}"
-        shares = steps.setdefault(f"{step}, {row['num_heads']}/{row['num_kv_heads']}", {})
-        way = next(name for name, start in WAYS.items() if row["implementation"].startswith(start))
-        shares[way] = row["key_value_bytes"] / READ * 1e6 / row["device_us_median"]
-    return steps
 
 
 def sweep_steps(rows: list[dict]) -> dict[str, dict[str, float]]:
@@ -214,8 +194,9 @@ def sweep_steps(rows: list[dict]) -> dict[str, dict[str, float]]:
     for row in {(row["case"], row["way"]): row for row in rows}.values():  # the last of each
         if row.get("chain_us_median") and row["bytes_us"] >= row["products_us"]:
             shares = steps.setdefault(with_short_lengths(row["title"]), {})
-            way = next(name for name, start in WAYS.items() if row["way"].startswith(start))
-            shares[way] = max(shares.get(way, 0.0), row["bytes_us"] / row["chain_us_median"])
+            way = next((name for name, start in WAYS.items() if row["way"].startswith(start)), None)
+            if way is not None:
+                shares[way] = max(shares.get(way, 0.0), row["bytes_us"] / row["chain_us_median"])
     return steps
 
 

@@ -8,7 +8,7 @@ A row names its commit and command. Its date is the row's own, or that of the RE
 import re
 import statistics
 
-from concept_numbers import PEERS, READ, RESULTS, STRATEGIES, rows_of, share_rows, shares_of_the_limit
+from concept_numbers import PEERS, READ, RESULTS, SHARES, STRATEGIES, rows_of, shares_of_the_limit
 
 from tree_attn.commands.bench.roofline import roofline_ms
 from tree_attn.commands.figures.rows import device_kind
@@ -46,7 +46,7 @@ def reduction(name: str = "reduce_8xh200/steps.jsonl", keys: int = 80_000) -> li
 
 def share() -> list[str]:
     """Returns the line of the median share of the read rate, with the best peer's beside it."""
-    name, rows = share_rows()
+    name, rows = SHARES, rows_of(SHARES)
     found = shares_of_the_limit()
     curves = found["curves"]
     ours = [share for share in curves.get("default", curves["mosaic_gpu"]) if share]

@@ -4,8 +4,7 @@
     python3 scripts/plot_concepts.py links      # one
 
 A picture carries a digest of the numbers that it shows. `tests/scripts/test_plot_concepts.py` compares the two, so that
-other rows ask for another picture. "shares" shows the rows of `bench_sweep.py --table`, where docs/results has them as
-sweep_h200/table.jsonl, or else those of lean_h200/table.jsonl.
+other rows ask for another picture. "shares" shows the rows of `bench_sweep.py --table`.
 """
 
 import argparse
@@ -229,7 +228,7 @@ def shares(axes, numbers: dict) -> None:
         firsts.append((*points[0], name, colour))
     name_marks(axes, firsts, -1.1)
     axes.axvline(1, color=GREY, ls=":", lw=1.5)
-    label(axes, 1, -1.1, "limit", GREY, xytext=(3, 0), textcoords="offset points")
+    label(axes, 1, len(places) - 0.7, "limit", GREY, xytext=(3, 0), textcoords="offset points")
     axes.set_yticks(places, numbers["steps"], fontsize=10)
     axes.set_ylim(len(places) - 0.4, -1.3)
     axes.set_xticks(ticks := [0, 0.25, 0.5, 0.75, 1], [f"{tick:.0%}" for tick in ticks])

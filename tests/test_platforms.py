@@ -23,10 +23,10 @@ OWN = {  # what our kernels run on Hopper, of the call that the table is about
 }  # fmt: skip
 # A row of each feature's measurement, by the backend that it is about.
 IS_ROW = {
-    "decode": lambda row: row.get("implementation") == "mosaic_gpu" and row.get("is_ragged") is False,
-    "decode, lengths": lambda row: row.get("implementation") == "mosaic_gpu" and row.get("is_ragged") is True,
+    "decode": lambda row: row["way"] == "mosaic_gpu" and not row["gives_lengths"] and row["chain_us_median"] > 0,
+    "decode, lengths": lambda row: row["way"] == "mosaic_gpu" and row["gives_lengths"] and row["chain_us_median"] > 0,
     "decode, soft cap": lambda row: row.get("options_name") == "soft_cap" and row["implementation"] == "mosaic_gpu",
-    "decode, float8 cache": lambda row: row.get("cache_dtype") == "float8_e4m3fn" and row["per_token_ms_median"] > 0,
+    "decode, float8 cache": lambda row: row["way"] == "mosaic_gpu" and row["dtype"] == "float8_e4m3fn",
     "decode, int8 cache": lambda row: row.get("cache_dtype") == "int8" and row["per_token_ms_median"] > 0,
     "packed ragged batch": lambda row: row.get("how") == "packed" and row["implementation"] == "mosaic_gpu",
     "paged cache": lambda row: row.get("how") == "paged" and row["implementation"] == "mosaic_gpu",

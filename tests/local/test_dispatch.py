@@ -13,6 +13,7 @@ from attention_cases import HEAD_SCALES, Case
 from tree_attn import Shard, SoftmaxState, attend, make_mesh, merge_state, tree_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.local import IMPLEMENTATIONS, attend_shard, choose, cudnn, flash_attn, mosaic_gpu, xla
+from tree_attn.masking import visibility
 
 needs_cpu = pytest.mark.skipif(cudnn.unavailable() is None, reason="runs only where cuDNN cannot")
 
@@ -133,6 +134,9 @@ def test_a_ring_is_given_another_kernel_than_a_tree(monkeypatch):
     for backend in IMPLEMENTATIONS.values():
         monkeypatch.setattr(backend, "unavailable", lambda: None)
         monkeypatch.setattr(backend, "unsupported", lambda *_, **__: None)
-    assert choose(None, None, None, implementation=None) == "mosaic_gpu"
-    assert choose(None, None, None, implementation=None, beside_transfers=True) == "cudnn"
+    query, key = (jnp.zeros((1, size, 2, 64), jnp.bfloat16) for size in (1, 16))
+    visible = visibility(AttentionOptions(), batch=1, num_queries=1, num_slots=16, shard=Shard())
+    pick = partial(choose, query, key, key, implementation=None, visible=visible)
+    assert pick() == "mosaic_gpu"
+    assert pick(beside_transfers=True) == "cudnn"
     assert choose(None, None, None, implementation="mosaic_gpu", beside_transfers=True) == "mosaic_gpu"

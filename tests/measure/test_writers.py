@@ -18,6 +18,7 @@ PLAIN_ROWS = {"tree_attn/measure/rows.py", "tree_attn/commands/generate/saved_to
 OTHER_JSON = {
     "models/llama/checkpoint/chat_template.py": "a prompt's text",
     "models/llama/checkpoint/reading.py": "bytes of a tokenizer",
+    "scripts/fit_choice.py": "fitted constants",
     "scripts/gpu_check.py": "printed rows, and their keys",
     "scripts/cache_error.py": "a printed row",
     "scripts/layer_timeline.py": "the numbers of a picture",

@@ -22,7 +22,7 @@ from tree_attn.arguments import (
     one_of,
     takes_options,
 )
-from tree_attn.local import cudnn, flash_attn, mosaic_gpu, xla
+from tree_attn.local import cudnn, flash_attn, mosaic_gpu, prediction, xla
 from tree_attn.local.contracts import Backend, Epilogue, Exchange
 from tree_attn.local.mosaic_gpu import slot_multiple
 from tree_attn.masking import add_sinks, visibility
@@ -33,7 +33,8 @@ from tree_attn.state import SoftmaxState, merge_state
 IMPLEMENTATIONS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn,
 }  # fmt: skip
-# The order in which `implementation=None` tries them. flash_attn reads K and V once per query head: it is never picked.
+# The order in which `implementation=None` tries them where nothing predicts their times. flash_attn reads K and V once
+# per query head: it is never picked.
 AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
 # The lean kernel occupies every SM to its end, and a transfer's kernels wait for one: cuDNN makes a faster ring.
 BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
@@ -70,8 +71,8 @@ def attend(
       scale: multiplies the logits, default `H ** -0.5`.
       key_scale, value_scale: float32 `[K]`, factors of the stored keys and values of each head; default 1.
       shard: the shard of the sequence that `key` is; default: the whole sequence.
-      implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn". None takes the first of the first three that can run
-        and logs its name.
+      implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn". None takes that of the first three that is predicted
+        to be fastest (`tree_attn/local/prediction.py`), or the first that can run, and logs its name and why.
     Returns:
       `SoftmaxState(out [B, T, N, Hv] in query's dtype, lse float32 [B, T, N])`. A query that sees no key has 0 and
       -inf.
@@ -188,7 +189,7 @@ def choose(
     obstacles: Mapping[str, str] | None = None,
     **arguments,
 ) -> str:
-    """Returns the backend that will run: the named one, or the first of the automatic order that can.
+    """Returns the backend that will run: the named one, or the fastest by prediction, or the first that can.
 
     Args:
       beside_transfers: as in `attend_shard`.
@@ -204,13 +205,29 @@ def choose(
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
         return implementation
+    able = []
     for name in candidates or (BESIDE_TRANSFERS if beside_transfers else AUTOMATIC):
         reason = reason_against(name)
         if reason is None:
-            _log.info("implementation=None picked %r", name)
-            return name
-        _log.debug("implementation=None passed over %r: %s", name, reason)
-    raise AssertionError("xla does everything")
+            able.append(name)
+        else:
+            _log.debug("implementation=None passed over %r: %s", name, reason)
+    # Beside transfers, and for packed or paged keys, steps were not measured: their order is what is known.
+    is_measured = candidates is None and not beside_transfers
+    times = prediction.predicted_us(query, key, arguments["visible"]) if is_measured and len(able) > 1 else {}
+    name, why = _fastest(able, times)
+    _log.info("implementation=None picked %r: %s", name, why)
+    return name
+
+
+def _fastest(able: list[str], predicted_us: Mapping[str, float]) -> tuple[str, str]:
+    """Returns the backend to run of those that are able, in their order, and why."""
+    if len(able) == 1:
+        return able[0], "no other can run this call"
+    if able[0] not in predicted_us:
+        return able[0], f"the first of {', '.join(able)}; such calls were not measured on this device"
+    times = {name: predicted_us[name] for name in able if name in predicted_us}
+    return min(times, key=times.__getitem__), "predicted " + ", ".join(f"{k} {us:.4g} us" for k, us in times.items())
 
 
 def check_implementation(implementation: str | None, candidates: tuple[str, ...] | None = None) -> None:

@@ -22,10 +22,10 @@ class Evidence(NamedTuple):
 # By device kind and backend: the folder of docs/results that has the rows of a feature.
 ROWS = {
     ("NVIDIA H200", "mosaic_gpu"): {
-        "decode": "lean_h200",
-        "decode, lengths": "lean_h200",
+        "decode": "sweep_h200",
+        "decode, lengths": "sweep_h200",
         "decode, soft cap": "garbage_h200",
-        "decode, float8 cache": "llama_h200",
+        "decode, float8 cache": "sweep_h200",
         "packed ragged batch": "garbage_h200",
         "paged cache": "garbage_h200",
         "shared prefix": "prefix_h200",

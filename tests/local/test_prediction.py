@@ -1,0 +1,102 @@
+"""Predicted times, by which `implementation=None` picks where they are known."""
+
+import json
+import logging
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tree_attn import attend
+from tree_attn.arguments import AttentionOptions
+from tree_attn.local import IMPLEMENTATIONS, prediction
+from tree_attn.masking import visibility
+from tree_attn.placement import Shard
+
+ROOT = pathlib.Path(__file__).parents[2]
+CPU = jax.local_devices()[0].device_kind
+
+
+def visible(num_queries: int = 1, num_slots: int = 100, **options):
+    return visibility(AttentionOptions(**options), batch=2, num_queries=num_queries, num_slots=num_slots, shard=Shard())
+
+
+@pytest.mark.parametrize(
+    "num_queries, options, expected",
+    [
+        (1, {}, "one query, all keys"),
+        (1, {"is_causal": True}, "one query, all keys"),
+        (1, {"key_value_seq_lengths": jnp.array([3, 9])}, "one query, lengths"),
+        (1, {"local_window_size": (7, 0), "key_value_seq_lengths": jnp.array([3, 9])}, "one query, a window"),
+        (4, {"is_causal": True}, "several queries, all keys"),
+        (4, {}, None),
+    ],
+)
+def test_kinds_of_calls(num_queries, options, expected):
+    assert prediction.kind_of_call(num_queries, visible(num_queries, **options)) == expected
+
+
+def test_what_is_counted():
+    one, seen, slots, gflop = prediction.counts((2, 3, 8, 64), (2, 100, 4, 64), 2, keys_seen=150)
+    assert (one, seen, slots) == (1, 150 * 2 * 4 * 64 * 2 / 1e6, 200 * 2 * 4 * 64 * 2 / 1e6)
+    assert gflop == 2 * 2 * 3 * 8 * 64 * 150 / 1e9  # products with K and with V, a multiplication and an addition each
+
+
+def test_a_window_is_what_is_seen(monkeypatch):
+    fitted = {CPU: {"xla": {"one query, a window": [0, 1, 0, 0]}, "cudnn": {"one query, a window": [0, 0, 1, 0]}}}
+    monkeypatch.setattr(prediction, "constants", lambda: fitted)
+    arrays = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
+    found = prediction.predicted_us(*arrays, visible(local_window_size=(9, 0)))
+    assert found == pytest.approx({"xla": 2 * 10 * 1024 / 1e6, "cudnn": 2 * 100 * 1024 / 1e6})
+
+
+@pytest.mark.parametrize(
+    "fitted, expected, why",
+    [
+        ({"cudnn": [5, 0, 0, 0], "xla": [9, 0, 0, 0]}, "cudnn", "predicted cudnn 5 us, xla 9 us"),
+        ({"cudnn": [5, 0, 0, 0], "xla": [2, 0, 0, 0]}, "xla", "predicted cudnn 5 us, xla 2 us"),
+        ({"xla": [2, 0, 0, 0]}, "cudnn", "the first of cudnn, xla; such calls were not measured on this device"),
+        ({}, "cudnn", "the first of cudnn, xla; such calls were not measured on this device"),
+    ],
+)
+def test_none_picks_the_fastest_by_prediction_and_says_why(fitted, expected, why, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "tree_attn")
+    constants = {CPU: {name: {"one query, all keys": values} for name, values in fitted.items()}}
+    monkeypatch.setattr(prediction, "constants", lambda: constants)
+    cudnn, xla = IMPLEMENTATIONS["cudnn"], IMPLEMENTATIONS["xla"]
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    monkeypatch.setattr(cudnn, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(cudnn, "attend", xla.attend)
+    query, key = (jnp.ones((1, size, 2, 8), jnp.bfloat16) for size in (1, 16))
+    attend(query, key, key)
+    assert f"implementation=None picked {expected!r}: {why}" in caplog.messages
+
+
+def test_the_constants_are_those_of_the_committed_steps():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import fit_choice
+    finally:
+        sys.path.pop(0)
+    from tree_attn.measure import rows
+
+    files = [ROOT / "docs/results/sweep_h200" / name for name in ("drawn.jsonl", "table.jsonl")]
+    steps = fit_choice.measured([row for file in files for row in rows.read(file)])
+    assert fit_choice.fitted(steps) == json.loads(prediction.FILE.read_text())
+    assert max(fit_choice.losses(steps)) < 1.1
+
+
+def test_a_fit_finds_the_constants_of_exact_steps():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import fit_choice
+    finally:
+        sys.path.pop(0)
+    steps = {}
+    for case in range(8):
+        counts = prediction.counts((1, 1, 8, 64), (1, 100 * 2**case, 8, 64), 2, keys_seen=100 * 2**case - 17 * case)
+        steps[str(case)] = counts, 3 + 0.2 * counts[1] + 0.01 * counts[2]
+    assert fit_choice.fit(steps.values()) == pytest.approx([3, 0.2, 0.01, 0], abs=0.02)
+    assert fit_choice.left_out_error(steps) < 0.01
