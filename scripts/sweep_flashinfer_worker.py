@@ -104,7 +104,7 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
 
     from tree_attn.measure.latency import time_in_turn
     from tree_attn.measure.provenance import clocks_during
-    from tree_attn.measure.steps.chains import IN_FLIGHT, chain_fields
+    from tree_attn.measure.steps.chains import chain_fields, chains_in_flight
     from tree_attn.measure.steps.ways import chains
 
     run = RUNS[way](data)
@@ -114,7 +114,9 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     assert error <= allowed, f"the result is off by {error:.3g} of its largest value"
     calls, long_calls = chains(data.step)
     short, long = (_replay(functools.partial(_chain, run, data, count)) for count in (calls, long_calls))
-    timing = time_in_turn(short, long, chain=calls, long_chain=long_calls, in_flight=IN_FLIGHT, n_iters=n_iters)
+    in_flight = chains_in_flight(short)
+    short, long = (functools.partial(replay, in_flight) for replay in (short, long))
+    timing = time_in_turn(short, long, chain=calls, long_chain=long_calls, in_flight=in_flight, n_iters=n_iters)
     versions = {"flashinfer": flashinfer.__version__, "torch": torch.__version__}
     kernels = _kernels(functools.partial(_chain, run, data, calls), calls, n_iters) | clocks_during(short)
     return kernels | chain_fields(timing) | {"max_error": error, "peer_versions": versions}
@@ -127,11 +129,9 @@ def _chain(run: Callable, data: Data, calls: int) -> None:
         query = run(query, data.caches[i % len(data.caches)])
 
 
-def _replay(chain: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that replays a CUDA graph of `chain()` IN_FLIGHT times and waits for its end."""
+def _replay(chain: Callable[[], None]) -> Callable[..., None]:
+    """Returns a function that replays a CUDA graph of `chain()` some times and waits for its end."""
     import torch
-
-    from tree_attn.measure.steps.chains import IN_FLIGHT
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -142,8 +142,8 @@ def _replay(chain: Callable[[], None]) -> Callable[[], None]:
             chain()
     torch.cuda.synchronize()
 
-    def replay():
-        for _ in range(IN_FLIGHT):
+    def replay(count: int = 1):
+        for _ in range(count):
             graph.replay()
         torch.cuda.synchronize()
 

@@ -260,3 +260,9 @@ def test_tables_of_other_benchmarks_show_chains_and_say_what_does_not_pay(tmp_pa
 def test_steps_of_other_benchmarks_are_timed_in_chains(on_cpu):
     row = chains.time_steps(lambda query, key: query * key, jnp.ones(3), [(jnp.ones(3),), (jnp.ones(3),)], 32)
     assert (row["chain_us_median"], row["device_us_median"], row["caches"]) == (3.0, 1.0, 2)
+
+
+def test_a_long_chain_is_dispatched_alone(monkeypatch):
+    clock = iter((0.0, chains.LONG_S / 2, 1.0, 1.0 + 2 * chains.LONG_S))
+    monkeypatch.setattr(chains.time, "perf_counter", lambda: next(clock))
+    assert [chains.chains_in_flight(lambda: None) for _ in range(2)] == [chains.IN_FLIGHT, 1]

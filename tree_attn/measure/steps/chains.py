@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,6 +13,7 @@ from tree_attn.measure.device_time import device_time
 from tree_attn.measure.latency import time_in_turn
 
 IN_FLIGHT = 4  # chains dispatched before the host waits: enqueueing is then hidden, as in a decode loop
+LONG_S = 0.02  # of a short chain, in which its own enqueueing is hidden
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 
 
@@ -51,19 +53,33 @@ def time_chains(programs: Sequence[Callable], args: tuple, counts: tuple[int, in
 
     Args:
       programs: a short and a long chain of `counts` calls, compiled.
-      n_iters: samples of each; each sample is of IN_FLIGHT dispatches.
+      n_iters: samples of each; each sample is of `chains_in_flight` dispatches.
     """
 
+    in_flight = chains_in_flight(lambda: jax.block_until_ready(programs[0](*args)))
+
     def runs(program):
-        return lambda: jax.block_until_ready([program(*args) for _ in range(IN_FLIGHT)])
+        return lambda: jax.block_until_ready([program(*args) for _ in range(in_flight)])
 
     short, long = map(runs, programs)
-    timing = time_in_turn(short, long, chain=counts[0], long_chain=counts[1], in_flight=IN_FLIGHT, n_iters=n_iters)
+    timing = time_in_turn(short, long, chain=counts[0], long_chain=counts[1], in_flight=in_flight, n_iters=n_iters)
     try:
         kernels = profile(programs[0], *args, calls=counts[0], n_iters=n_iters)
     except RuntimeError as error:  # the profiler lost events: the chain's time stands without it
         kernels = {"device_error": str(error)} | provenance.clocks()
     return kernels | chain_fields(timing)
+
+
+def chains_in_flight(run: Callable[[], object]) -> int:
+    """Returns how many chains to dispatch before the host waits: one of a chain as long as LONG_S.
+
+    Args:
+      run: runs the short chain and waits for its end.
+    """
+    run()
+    start = time.perf_counter()
+    run()
+    return 1 if time.perf_counter() - start > LONG_S else IN_FLIGHT
 
 
 def chain_fields(timing) -> dict:
