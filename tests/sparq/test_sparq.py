@@ -1,6 +1,7 @@
 """SparQ against Algorithm 1 in float64, dense attention at its limits, and itself over any sharding."""
 
 import functools
+import logging
 
 import jax
 import jax.extend
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, attend, make_mesh, merge_states, reference, sparq_decode, storage_order
 from tree_attn.measure import hlo
-from tree_attn.sparq import xla
+from tree_attn.sparq import hopper, xla
 from tree_attn.sparq.transfers import sparq_transfer_elements
 
 B, S, H = 2, 24, 16
@@ -268,3 +269,14 @@ def test_a_context_mesh_must_divide_the_keys_by_component_too():
         pytest.raises(ValueError, match="key_by_component must hold keys that 5 devices divide, got 24"),
     ):
         sparq_decode(*arrays(), **CHOICE, axis_name="seq", key_by_component=components)
+
+
+def test_the_log_says_where_exact_attention_is_the_better_choice(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "tree_attn")
+    query, key = jnp.ones((1, 1, 8, 8), jnp.float32), jnp.ones((1, 16, 1, 8), jnp.float32)
+    sparq_decode(query, key, key, num_components=4, num_keys=8)
+    assert hopper.advice(8, None) is None and "exact attention" not in caplog.text
+    monkeypatch.setattr(hopper, "default_platform", lambda: "gpu")
+    assert [hopper.advice(group, None) is None for group in (1, 4, 8)] == [True, True, False]
+    sparq_decode(query, key, key, num_components=4, num_keys=6)  # traced anew
+    assert "sparq_decode: without SparQ's kernels exact attention was faster on an H200" in caplog.messages

@@ -136,7 +136,8 @@ def sparq_decode(
       key_value_seq_lengths, is_causal, scale: as in `tree_attn.local.attend`.
       implementation: as there. With None and "mosaic_gpu" both gathers are kernels on a Hopper GPU, where all are
         bfloat16 or float16, G up to 8, `key_by_component` is given, S (of a shard) is a multiple of 512 and r of 4.
-        They have no gradient. The logger `tree_attn` has at DEBUG why they are not used.
+        They have no gradient. The logger `tree_attn` has at DEBUG why they are not used, and at INFO where exact
+        attention was the better choice.
       axis_name, mesh, batch_axis_name, block_size, reduction, return_lse: as in `tree_attn.tree_decode`. Without
         `axis_name` all is on one device. A local window too makes the result depend on `block_size`.
       selection: "global" or "per_shard".
@@ -222,6 +223,8 @@ def _decode_shard(
     grouped = query.reshape(batch, num_queries, key.shape[2], -1, head_dim)
     why_not = hopper.why_not(query, key, value, key_by_component, call)
     _log.debug("kernels of SparQ's gathers: %s", why_not or "used")
+    if advice := hopper.advice(grouped.shape[3], why_not):
+        _log.info("sparq_decode: %s", advice)
     if why_not is None:
         choice = hopper.choose(grouped, key_by_component, visible, first_recent, call)
         state = hopper.attend_kept(grouped, key, value, choice, call)

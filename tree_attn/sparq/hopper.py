@@ -12,12 +12,15 @@ Shapes: as in `tree_attn/sparq/xla.py`.
 import jax
 import jax.numpy as jnp
 
+from tree_attn.devices import default_platform
 from tree_attn.local import mosaic_gpu
 from tree_attn.masking import Visibility
 from tree_attn.mesh import varying_axes
 from tree_attn.sparq.options import SparqCall
 from tree_attn.sparq.xla import Choice, choose_candidates, lse_over_shards
 from tree_attn.state import SoftmaxState
+
+UNPAID_GROUP = 8  # query heads of a KV head from which on what SparQ saves is little: they share one read of its keys
 
 
 def why_not(query, key, value, key_by_component, call: SparqCall) -> str | None:
@@ -39,6 +42,22 @@ def why_not(query, key, value, key_by_component, call: SparqCall) -> str | None:
     if not targets.current().is_hopper:
         return "SparQ's kernels are for Hopper GPUs"
     return sparq_shape.unsupported(query, key, value, key_by_component, call.options)
+
+
+def advice(group: int, obstacle: str | None) -> str | None:
+    """Returns where exact attention is the better choice on a GPU, as measured (docs/results.md); None elsewhere.
+
+    Args:
+      group: query heads of a KV head.
+      obstacle: from `why_not`.
+    """
+    if default_platform() != "gpu":
+        return None
+    if obstacle is not None:
+        return "without SparQ's kernels exact attention was faster on an H200"
+    if group >= UNPAID_GROUP:
+        return f"with {group} query heads a KV head SparQ is not 1.5 times as fast as exact attention on an H200"
+    return None
 
 
 def kernel_shape(grouped, num_slots: int, call: SparqCall):
