@@ -2,7 +2,7 @@
 
 `layers.py` names the operations, and `ForwardContext.products` runs them. XLA's run everywhere. The kernel
 (`tree_attn/kernels/few_rows_call.py`) makes one launch of an operation, of 1 to 16 rows on one GPU. XLA multiplies
-what the kernel cannot. The kernel was not measured yet, so nothing picks it by itself.
+what the kernel cannot. A token's time by the kernel was not measured yet, so nothing picks it by itself.
 """
 
 import dataclasses
@@ -143,7 +143,7 @@ def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaP
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended. The kernel has not run on a GPU yet.
+        ended. The kernel is exact on an H200; `mosaic_gpu_early` has not run on one, which takes JAX 0.12.
       sharding: of the model, over one device for the kernel.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
 

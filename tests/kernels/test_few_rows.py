@@ -101,8 +101,19 @@ def test_work_is_even_and_enough_is_in_flight(rows, shape, is_early):
     of_cta = config.tile * config.tiles
     assert (config.num_ctas - 1) * of_cta < out_features <= config.num_ctas * of_cta
     assert out_features / H200_SMS >= 0.96 * of_cta
-    in_flight = config.num_stages * shape.parts * config.tile * config.block_in * shape.dtype.itemsize
+    in_flight = config.num_stages * shape.parts * config.stacked * config.block_in * shape.dtype.itemsize
     assert in_flight * (2 if is_early else 1) >= 64 * 1024  # of weights, for an SM
+
+
+def test_small_tiles_fill_the_tensor_core_by_stacked_blocks():
+    """Llama 3.2 1B's output and down products have such tiles; larger ones were not measured stacked."""
+    stack_of = lambda i, o, options, **more: (
+        Product(in_features=i, out_features=o, options=options, ctas=H200_SMS, **more).config.stack
+    )
+    assert [stack_of(*shape) for shape in LLAMA_1B] == [1, 4, 1, 4, 1]
+    assert [stack_of(*shape) for shape in LLAMA_8B] == [1] * 5
+    assert stack_of(8192, 1024, ADDED) == 8  # tiles of 8
+    assert stack_of(8192 + 128, 2048, ADDED) == 1  # blocks of a stage do not divide the in-features
 
 
 def test_a_layout_that_does_not_fit_is_refused():
