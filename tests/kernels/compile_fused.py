@@ -56,6 +56,7 @@ def main():
     report(step_of_attention(mesh, 1, 8, causal, num_queries=2))
     report(step_of_attention(mesh, 2, 8, {}, **float8))
     report(step_of_attention(mesh, 1, 8, causal, num_queries=4))
+    report(step_of_attention(mesh, 1, 8, causal, num_queries=4, head_dim=64))
     report(step_of_attention(mesh, 2, 8, causal, num_queries=2, head_dim=256))
     report(step_of_attention(mesh, 2, 8, {}, num_queries=2, head_dim=80))
     report(step_of_attention(mesh, 2, 8, {}, num_queries=8))

@@ -180,6 +180,7 @@ def variants() -> list[Call]:
             for queries, head_dim in ((16, 80), (32, 128), (30, 256))
         ),
         Call(queries=16, head_dim=128, **lengths),
+        Call(queries=4, group=8, slots=640, lengths=(600, 70), options={"is_causal": True}),  # KV tiles of 128 keys
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
         *(
             Call(lengths=(100, 7), slots=104, head_dim=128, **options) for options in ({}, float8)

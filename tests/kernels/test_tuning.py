@@ -150,3 +150,14 @@ def test_equal_lengths_are_cut_alike_though_only_the_device_knows_them(lengths, 
     assert int((table[:, 3] > 0).sum()) == runs
     assert (spans[:, 1] - spans[:, 0]).tolist() == 8 * [counts[0]] + 8 * [counts[1]]
     assert len(set(counts)) == 1 or runs == 33
+
+
+@pytest.mark.parametrize(
+    "head_dim, cols, num_slots, block_kv",
+    [(64, 24, 4096, 128), (64, 40, 4096, 64), (128, 24, 4096, 64), (64, 24, 64, 64)],
+)
+def test_small_head_dims_of_one_cta_have_large_tiles(head_dim, cols, num_slots, block_kv):
+    """One CTA of 64 keys of head dim 64 has too few bytes on their way: rows of tuning.jsonl, (1, 64, 2)."""
+    shape = SHAPE.replace(head_dim=head_dim, cols=cols, num_slots=num_slots)
+    config = formula(shape, 132, is_static=False)
+    assert (config.block_kv, config.num_stages) == (block_kv, 2) and config.num_ctas <= 132

@@ -8,7 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_bytes
+from tree_attn.kernels.lean_layout import MAX_SPARE_COLUMNS, ROWS, LeanConfig, LeanShape, max_smem_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN
 
@@ -66,8 +66,9 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
 def _orders(shape: LeanShape, is_short: bool):
     """Returns layouts `(CTAs per SM, keys of a KV tile, stages)`, of which the first that fits an SM is to be taken."""
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
-    if shape.cols > MAX_COLS_OF_TWO_CTAS:
-        return orders[-1:]
+    if shape.cols > MAX_COLS_OF_TWO_CTAS:  # one CTA: with 64 keys at a time too few bytes are on their way
+        has_large_tiles = shape.head_dim <= 64 and shape.cols <= MAX_SPARE_COLUMNS and not is_short
+        return ((1, 128, 2), orders[-1]) if has_large_tiles else orders[-1:]
     return ((3, 64, 2), *orders) if is_short and shape.cols == 8 else orders
 
 
