@@ -17,18 +17,27 @@ from benching import chosen, origin
 from tree_attn.measure.steps.chains import profile
 
 CANDIDATES = tuple(itertools.product((1, 2, 3), (64, 128), (2, 3, 4)))  # CTAs per SM, keys per KV tile, stages
-# batch, keys, query heads, KV heads, head dim, dtype of K and V, ragged
+# batch, queries of each sequence, keys, query heads, KV heads, head dim, dtype of K and V, ragged
 CALLS = (
-    (1, 65536, 16, 16, 128, "bfloat16", False),
-    (64, 4096, 32, 8, 128, "bfloat16", False),
-    (16, 32768, 32, 8, 128, "bfloat16", True),
-    (4, 32768, 32, 8, 128, "bfloat16", True),
-    (1, 131072, 16, 16, 64, "bfloat16", False),
-    (32, 16384, 32, 8, 64, "bfloat16", False),
-    (32, 16384, 32, 8, 64, "bfloat16", True),
-    (1, 65536, 16, 8, 256, "bfloat16", False),
-    (1, 131072, 32, 8, 128, "float8_e4m3fn", False),
-    (64, 8192, 32, 8, 128, "float8_e4m3fn", False),
+    (1, 1, 65536, 16, 16, 128, "bfloat16", False),
+    (64, 1, 4096, 32, 8, 128, "bfloat16", False),
+    (16, 1, 32768, 32, 8, 128, "bfloat16", True),
+    (4, 1, 32768, 32, 8, 128, "bfloat16", True),
+    (64, 1, 8192, 32, 8, 128, "bfloat16", True),
+    (1, 1, 131072, 16, 16, 64, "bfloat16", False),
+    (32, 1, 16384, 32, 8, 64, "bfloat16", False),
+    (32, 1, 16384, 32, 8, 64, "bfloat16", True),
+    (1, 1, 65536, 16, 8, 256, "bfloat16", False),
+    (32, 1, 4096, 16, 8, 256, "bfloat16", True),
+    (1, 1, 131072, 32, 8, 128, "float8_e4m3fn", False),
+    (64, 1, 8192, 32, 8, 128, "float8_e4m3fn", False),
+    (64, 1, 8192, 32, 8, 128, "float8_e4m3fn", True),
+    # Several queries, which see one key more than the one before: 16, 24, 32 and 64 query columns.
+    (64, 4, 4096, 32, 8, 128, "bfloat16", True),
+    (64, 3, 4096, 64, 8, 128, "bfloat16", True),
+    (64, 4, 4096, 64, 8, 128, "bfloat16", True),
+    (64, 8, 4096, 64, 8, 128, "bfloat16", True),
+    (64, 4, 8192, 64, 8, 64, "bfloat16", True),
 )
 
 
@@ -64,12 +73,13 @@ def _sweep(call):
     from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
     from tree_attn.local import mosaic_gpu
 
-    batch, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call
-    query = jax.random.normal(jax.random.key(0), (batch, 1, num_heads, head_dim), jnp.bfloat16)
+    batch, num_queries, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call
+    query = jax.random.normal(jax.random.key(0), (batch, num_queries, num_heads, head_dim), jnp.bfloat16)
     shape = (batch, keys, num_kv_heads, head_dim)
     draw = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16).astype(dtype))
     key, value = draw(1), draw(2)
     ends = jnp.arange(1, batch + 1, dtype=jnp.int32)[:, None] * (keys // batch)
+    ends = ends + jnp.arange(1 - num_queries, 1, dtype=jnp.int32)
     spans = (jnp.zeros_like(ends), ends) if is_ragged else None
     lean = functools.partial(mosaic_gpu.lean_state, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
     lean_shape = lean_call.lean_shape(query, key, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
