@@ -15,6 +15,7 @@ from tree_attn.cost.step import DecodeStep
 
 SMALL = ["--prefill", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "float32", "--iters", "2"]
 
+SIZES = dict(batch=1, num_keys=64, num_heads=6, num_kv_heads=3, head_dim=8, dtype="float32", n_devices=8)
 RINGS = ("ring", "ring_joint", "ring_two_way", "ring_zigzag")
 
 
@@ -51,6 +52,33 @@ def test_gradients_of_every_strategy(tmp_path):
         assert row["bytes_sent_per_device_predicted"] is row["peak_memory_bytes_predicted"] is None
 
 
+@pytest.mark.parametrize("gradient", [[], ["--gradient"]], ids=["forward", "gradient"])
+def test_one_gpu_has_cudnns_own_attention_beside_ours(tmp_path, capsys, monkeypatch, gradient):
+    """Through `jax.nn`, whose implementation in XLA stands in here: with grouped heads, causal, checked and timed."""
+    monkeypatch.setattr(prompts.cudnn, "unavailable", lambda: None)
+    own, called = jax.nn.dot_product_attention, []
+
+    def stand_in(*arrays, implementation, **options):
+        called.append(implementation)
+        return own(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    monkeypatch.setattr(prompts.prompt, "STRATEGIES", ("ring",))
+    assert compare(tmp_path, "--devices", "1", "--keys", "32", *gradient) == 0
+    ours, cudnns = rows_of(tmp_path)
+    assert (ours["strategy"], cudnns["strategy"], cudnns["implementation"]) == ("ring", "jax_nn", "cudnn")
+    assert cudnns["error"] is None and cudnns["latency_us_median"] > 0 and set(called) == {"cudnn"}
+    assert cudnns["max_abs_error"] <= cudnns["tolerance"] and cudnns["bytes_sent_per_device_compiled"] == 0
+    assert "jax nn" in capsys.readouterr().out
+
+
+def test_cudnns_own_attention_is_a_row_with_its_reason_without_a_gpu_and_no_row_on_several():
+    plan = lambda devices: prompts.plan([DecodeStep(**SIZES | {"n_devices": devices})], [None])
+    (case,) = (case for case in plan(1) if case.strategy == "jax_nn")
+    assert "needs a CUDA GPU" in case.obstacle and not case.bytes_sent and case.peak_memory_bytes is None
+    assert all(case.strategy != "jax_nn" for case in plan(8))
+
+
 def test_the_oracle_is_dense_attention_and_its_gradient():
     arrays = Case(queries=12, keys=12).arrays()
     attention = lambda *arrays: dense_attention(*arrays, is_causal=True)[0]
@@ -81,8 +109,7 @@ def test_options_that_do_not_go_together_are_one_line(tmp_path, capsys, options,
 
 
 def test_cases_name_the_axes_and_what_cannot_run():
-    sizes = dict(batch=1, num_keys=64, num_heads=6, num_kv_heads=3, head_dim=8, dtype="float32", n_devices=8)
-    cases = {case.strategy: case for case in prompts.plan([DecodeStep(**sizes)], [None])}
+    cases = {case.strategy: case for case in prompts.plan([DecodeStep(**SIZES)], [None])}
     assert cases["ulysses_ring"].axes == ("device", "node") and cases["ring"].axes == ("device",)
     assert cases["ring"].obstacle is None and cases["ring"].peak_memory_bytes > 0
     assert "got N=6 and K=3" in cases["ulysses"].obstacle and cases["ulysses"].bytes_sent is None

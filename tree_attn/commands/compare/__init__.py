@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         action="store_true",
         help="compare attention within prompts of --keys tokens: striped rings by every rotation, a zigzag "
-        "ring, Ulysses, and Ulysses with a ring outside",
+        "ring, Ulysses, and Ulysses with a ring outside; on one GPU, cuDNN's own attention by jax.nn too",
     )
     shape.add_argument(
         "--gradient", action="store_true", help="with --prefill: the forward and the backward pass in one call"

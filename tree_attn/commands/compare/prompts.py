@@ -17,6 +17,7 @@ from tree_attn.commands.compare.cases import Case
 from tree_attn.commands.compare.trial import Laboratory
 from tree_attn.cost import prompt
 from tree_attn.cost.step import DecodeStep
+from tree_attn.local import cudnn
 from tree_attn.mesh import node_axes
 from tree_attn.placement import ZIGZAG, storage_order
 from tree_attn.ring_baseline import ring_attention, ulysses_attention
@@ -24,6 +25,8 @@ from tree_attn.tolerances import relative_out_tolerance
 
 AUTOMATIC = "automatic"  # the kernel that the library chooses, hop by hop
 CHECKED_TOKENS = 32  # of each device: the oracle takes one query at a time
+ONE_DEVICE = "jax_nn"  # the strategy of `OneDeviceCase`
+GRADIENT_ERROR = 4  # of a gradient over that of a result: three rounded products, and a rounded cotangent
 STRIPED = 1  # every device has the same share of a causal prompt
 
 
@@ -75,6 +78,30 @@ class PromptCase(Case):
         return functools.partial(_gradients, attention) if self.has_gradient else attention
 
 
+class OneDeviceCase(PromptCase):
+    """The row of one GPU without this library: cuDNN's attention by `jax.nn`, forward and backward its own."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why this device cannot run the case, or None."""
+        return cudnn.unavailable()
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that the device sends: none."""
+        return 0.0
+
+    @property
+    def peak_memory_bytes(self) -> None:
+        """No prediction: the memory of cuDNN's attention is not modelled."""
+        return None
+
+    def decode(self, mesh: Mesh) -> Callable:
+        """Returns the function that is compared, as `PromptCase` does."""
+        attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return functools.partial(_gradients, attention) if self.has_gradient else attention
+
+
 def _gradients(attention: Callable, arrays):
     out, pull = jax.vjp(attention, *arrays)
     return pull(out)
@@ -83,7 +110,7 @@ def _gradients(attention: Callable, arrays):
 def plan(
     steps: Sequence[DecodeStep], implementations: Sequence[str | None], *, has_gradient: bool = False
 ) -> list[PromptCase]:
-    """Lists all cases: for each step and implementation, every strategy."""
+    """Lists all cases: for each step and implementation, every strategy; on one device cuDNN's own attention too."""
     cases = []
     for step in steps:
         factors = tuple((node_axes(step.n_devices) or {}).values()) or (step.n_devices,)
@@ -96,6 +123,13 @@ def plan(
                         axis_sizes=sizes, has_gradient=has_gradient, rotation=prompt.ROTATION_OF.get(strategy),
                     )
                 )  # fmt: skip
+        if step.n_devices == 1:
+            cases.append(
+                OneDeviceCase(
+                    strategy=ONE_DEVICE, reduction=None, implementation="cudnn", step=step, axis_sizes=(1,),
+                    has_gradient=has_gradient,
+                )
+            )  # fmt: skip
     return cases
 
 
@@ -144,8 +178,8 @@ class PromptLaboratory(Laboratory):
 
 
 def _tolerance(case: Case, expected: np.ndarray) -> float:
-    """Returns the error allowed; a gradient is made of three rounded products, and of a rounded cotangent."""
-    return (4 if case.has_gradient else 1) * relative_out_tolerance(case.step.dtype, expected)
+    """Returns the error allowed."""
+    return (GRADIENT_ERROR if case.has_gradient else 1) * relative_out_tolerance(case.step.dtype, expected)
 
 
 def expected_results(query, key, value, *, has_gradient: bool) -> list[np.ndarray]:
