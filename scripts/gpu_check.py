@@ -36,6 +36,7 @@ from oracle_case import (
 )
 from part_checks import part_checks
 from process_per_device import environment, has_gpu, join, spawn, writable
+from prompt_checks import prefill_checks, prompt_gradient_checks
 from trial_checks import trial_checks
 
 
@@ -47,8 +48,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         "--how",
-        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, float8, sparq, activations or "
-        "prefill; or part of the name of a strategy, e.g. fused (default: all checks)",
+        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, float8, sparq, activations, "
+        "prefill or prompt_gradients; or part of the name of a strategy, e.g. fused (default: all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
@@ -121,7 +122,10 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
         return on_one[only]()
     if only == "sparq":
         return sparq_checks(num_devices, done)
-    if only in (of_devices := {"activations": activation_checks, "prefill": prefill_checks}):
+    of_devices = {
+        "prefill": prefill_checks, "prompt_gradients": prompt_gradient_checks, "activations": activation_checks,
+    }  # fmt: skip
+    if only in of_devices:
         return of_devices[only](num_devices)
     if only in IMPLEMENTATIONS:
         return local_checks([only], done)
@@ -132,8 +136,7 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
     return itertools.chain(
         *local,
         decode_checks(num_devices),
-        prefill_checks(num_devices),
-        activation_checks(num_devices),
+        *(checks(num_devices) for checks in of_devices.values()),
         sparq_checks(num_devices, done),
     )
 
@@ -204,26 +207,6 @@ def decode_checks(num_devices: int, name_part: str | None = None) -> Iterator[di
             case = OracleCase(dtype="bfloat16", options=OPTIONS[name], num_shards=num_devices, **shape)
             labels = dict(what=what, how=way, implementation="mosaic_gpu", options_name=name)
             yield case.check(functools.partial(call, implementation="mosaic_gpu"), **labels)
-
-
-def prefill_checks(num_devices: int) -> Iterator[dict]:
-    """Checks ring_attention and ulysses_attention, striped, contiguous and zigzag, causal, with lengths and windows."""
-    from tree_attn import make_mesh
-    from tree_attn.ring_baseline import ring_attention, ulysses_attention
-
-    mesh = make_mesh({"seq": num_devices})
-    two_way = functools.partial(ring_attention, rotation="two_way")
-    ways = {"ring_attention": ring_attention, "ring_two_way": two_way, "ulysses_attention": ulysses_attention}
-    for what, block_size, name in itertools.product(ways, (1, None, "zigzag"), ("plain", "lengths", "window")):
-        options = dict(OPTIONS[name], is_causal=True)
-        shape = dict(SHAPES[1], num_queries=1920, num_keys=1920)
-        if what == "ring_two_way" and shape["num_kv_heads"] == 1:
-            continue
-        if what == "ulysses_attention" and (shape["num_heads"] % num_devices or shape["num_kv_heads"] % num_devices):
-            continue
-        case = OracleCase(dtype="bfloat16", options=options, num_shards=num_devices, block_size=block_size, **shape)
-        call = functools.partial(ways[what], mesh=mesh, axis_name="seq", implementation="xla")
-        yield case.check(call, what=what, implementation="xla", options_name=name, prefill=True)
 
 
 def activation_checks(num_devices: int) -> Iterator[dict]:
