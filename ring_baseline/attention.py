@@ -64,7 +64,8 @@ def ring_attention(
 
     It keeps the arguments, `out` and `lse`, and computes P again. K and V go round once more, and dkey and dvalue
     follow them in float32. Memory is linear in the tokens of a device: on eight CPU devices the temporaries of a
-    gradient are at most six times its arguments. Only the first derivative exists, by reverse mode.
+    gradient in float32, of heads of 64, are at most six times its arguments. Only the first derivative exists, by
+    reverse mode.
 
     Args:
       query, key, value: `[B, S, N or K, H]`, one S, sharded on S in the storage order of `block_size`

@@ -167,18 +167,32 @@ def test_bfloat16(stored):
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=0.04 * np.abs(expected).max())
 
 
+MIX = {"device": 2, "node": 4}
+WAYS = {
+    "striped": (ring_attention, {"seq": 8}, {"block_size": 1}),
+    "contiguous": (ring_attention, {"seq": 8}, {"block_size": None}),
+    "zigzag": (ring_attention, {"seq": 8}, {"block_size": "zigzag"}),
+    "joint": (ring_attention, {"seq": 8}, {"block_size": 1, "rotation": "joint"}),
+    "two_way": (ring_attention, {"seq": 8}, {"block_size": 1, "rotation": "two_way"}),
+    "ulysses": (ulysses_attention, {"seq": 8}, {"block_size": 1}),
+    "mix": (ulysses_attention, MIX, {"block_size": 1}),
+}
+# 8 x 257 and 8 x 65: a query more than a tile takes, on each device, and on the two that exchange heads.
+MEMORY = [("striped", tokens) for tokens in (1024, 8 * 257, 4096, 32768)] + [("mix", 8 * 65)]
+SLOW_MEMORY = [(way, tokens) for way in WAYS for tokens in (64, 1024, 8 * 257 + 8, 32768)]
+
+
 @pytest.mark.parametrize(
-    "function, block_size, tokens",
-    [(ring_attention, 1, tokens) for tokens in (1024, 4096, 32768)]
-    + [pytest.param(ring_attention, "zigzag", tokens, marks=pytest.mark.slow) for tokens in (1024, 32768)]
-    + [pytest.param(ulysses_attention, 1, tokens, marks=pytest.mark.slow) for tokens in (1024, 32768)],
+    "way, tokens",
+    MEMORY + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_MEMORY if one not in MEMORY],
 )
-def test_memory_is_a_small_multiple_of_the_arguments(function, block_size, tokens):
+def test_memory_is_a_small_multiple_of_the_arguments(way, tokens):
     """Compiled, and not run: the probabilities of a hop alone would take more at 4,096 tokens."""
-    mesh = make_mesh({"seq": 8})
-    along = NamedSharding(mesh, P(None, "seq"))
+    function, axis_sizes, options = WAYS[way]
+    mesh, axes = make_mesh(axis_sizes), tuple(axis_sizes)
+    along = NamedSharding(mesh, P(None, axes))
     array = jax.ShapeDtypeStruct((1, tokens, 4 if function is ring_attention else 8, 64), jnp.float32, sharding=along)
-    call = partial(function, axis_name="seq", mesh=mesh, block_size=block_size)
+    call = partial(function, axis_name=axes, mesh=mesh, **options)
     loss = lambda query, key, value, weights: jnp.vdot(call(query, key, value), weights)
     memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*[array] * 4).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 6 * memory.argument_size_in_bytes

@@ -18,7 +18,7 @@ from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState, empty_like, merge_state
 
 MAX_TILE_QUERIES = 512
-MAX_TILE_QUERIES_ON_CPU = 256  # the logits of a tile are the largest temporary of a gradient there
+MAX_TILE_QUERIES_ON_CPU = 128  # the logits of a tile are the largest temporary of a gradient there
 # float32 logits in memory; 16 MiB. One chunk covers most decode steps, so that a GPU runs no loop at all.
 MAX_LOGITS_PER_CHUNK = 1 << 22
 MIN_CHUNK_KEYS = 256
@@ -47,6 +47,8 @@ def attend(
     if num_queries <= tile_queries:
         return tile(query, visible)
     num_tiles = -(-num_queries // tile_queries)
+    if on_cpu:  # of one more query than a tile takes, tiles of half of them: what is padded takes memory too
+        tile_queries = -(-num_queries // num_tiles)
     padding = num_tiles * tile_queries - num_queries
 
     def tiles_first(x, pad_mode):  # [B, T, ...] -> [tiles, B, tile, ...]

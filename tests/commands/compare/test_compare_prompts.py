@@ -56,11 +56,11 @@ def test_gradients_of_every_strategy(tmp_path):
 def test_one_gpu_has_cudnns_own_attention_beside_ours(tmp_path, capsys, monkeypatch, gradient):
     """Through `jax.nn`, whose implementation in XLA stands in here: with grouped heads, causal, checked and timed."""
     monkeypatch.setattr(prompts.cudnn, "unavailable", lambda: None)
-    own, called = jax.nn.dot_product_attention, []
+    of_jax, called = jax.nn.dot_product_attention, []
 
     def stand_in(*arrays, implementation, **options):
         called.append(implementation)
-        return own(*arrays, implementation="xla", **options)
+        return of_jax(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     monkeypatch.setattr(prompts.prompt, "STRATEGIES", ("ring",))
