@@ -23,6 +23,7 @@ OTHER_JSON = {
     "scripts/cache_error.py": "a printed row",
     "scripts/layer_timeline.py": "the numbers of a picture",
     "scripts/oracle_case.py": "a field of a row",
+    "scripts/sanitize.py": "a printed row",
     "scripts/plot_concepts.py": "a digest of the numbers of a figure",
     "scripts/ring_timeline.py": "the intervals of a time line",
     "scripts/soak_fused.py": "a printed row",
