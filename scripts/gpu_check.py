@@ -5,6 +5,7 @@ Slots beyond the lengths hold NaN in every check.
     python3 scripts/gpu_check.py --devices 1,2,8 --out docs/results/gpu_check.jsonl                # one process
     python3 scripts/gpu_check.py --devices 1,2,8 --out ... --process-per-device                    # one per GPU
     python3 scripts/gpu_check.py --devices 1,2 --out ... --trials 300 --seed 1                     # random cases
+    python3 scripts/gpu_check.py --out ... --only parts --as 8.9 --every 5                         # a thin selection
 
 Every check runs twice and must give the same bits, on every device. cuDNN's own kernels do not promise that: for them
 it is recorded only. The file gets one JSON row per check; a backend that cannot do a case is recorded with its reason.
@@ -30,6 +31,7 @@ from oracle_case import (
     PREFIX_SHAPES,
     SHAPES,
     SHORT_SHAPES,
+    THINNING,
     OracleCase,
     inputs,
     is_same_everywhere,
@@ -38,6 +40,8 @@ from part_checks import part_checks
 from process_per_device import environment, has_gpu, join, spawn, writable
 from prompt_checks import prefill_checks, prompt_gradient_checks
 from trial_checks import trial_checks
+
+UNTHINNED = (None, "gradients", "sparq", "activations")  # of --only: not all are a call beside the oracle
 
 
 def main() -> int:
@@ -56,6 +60,9 @@ def main() -> int:
     parser.add_argument(
         "--as", dest="capability", help="run mosaic_gpu as on a GPU of this compute capability, e.g. 8.9"
     )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="of the checks that --only names every N-th, in its order"
+    )
     parser.add_argument("--go-on", action="store_true", help="leave out local and sparq checks that --out has")
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
@@ -64,9 +71,15 @@ def main() -> int:
         parser.error("--trials: runs in one process")
     if args.go_on and args.process_per_device:
         parser.error("--go-on: processes that read --out while one writes it would leave out different checks")
+    if args.every < 1:
+        parser.error(f"--every: must be at least 1, got {args.every}")
+    if args.every > 1 and (args.trials is not None or args.only in UNTHINNED):
+        parser.error(f"--every: needs --only, and none of {', '.join(map(str, UNTHINNED[1:]))}")
+    THINNING.every = args.every
     counts = [int(count) for count in args.devices.split(",")]
     if args.process_per_device:
         command = [sys.executable, __file__, "--out", str(args.out), *(["--only", args.only] if args.only else [])]
+        command += [*(["--as", args.capability] if args.capability else []), "--every", str(args.every)]
         return max(spawn([*command, "--devices", str(count)], count) for count in counts)
     if args.worker:
         join(args.worker)
@@ -76,10 +89,16 @@ def main() -> int:
         jax.config.update("jax_num_cpu_devices", max(counts))
     from tree_attn.kernels import targets
 
+    if args.capability not in (None, *targets.TARGETS):
+        parser.error(f"--as: must be one of {', '.join(targets.TARGETS)}, got {args.capability}")
+    selected = {"every": args.every} if args.every > 1 else {}
+    selected |= {"as": args.capability} if args.capability else {}
     with contextlib.nullcontext() if args.capability is None else targets.assumed(args.capability):
         if args.trials is not None:
-            return max(run_checks(count, args.out, trial_checks(count, args.trials, args.seed)) for count in counts)
-        return max(run_checks(count, args.out, only=args.only, go_on=args.go_on) for count in counts)
+            trials = functools.partial(trial_checks, num_draws=args.trials, seed=args.seed)
+            return max(run_checks(count, args.out, trials(count), fields=selected) for count in counts)
+        options = dict(only=args.only, go_on=args.go_on, fields=selected)
+        return max(run_checks(count, args.out, **options) for count in counts)
 
 
 def run_checks(
@@ -88,15 +107,20 @@ def run_checks(
     checks: Iterator[dict] | None = None,
     only: str | None = None,
     go_on: bool = False,
+    fields: dict | None = None,
 ) -> int:
-    """Runs these checks, or every check over `num_devices` devices, or those of `only`; returns the exit status."""
+    """Runs these checks, or every check over `num_devices` devices, or those of `only`; returns the exit status.
+
+    Args:
+      fields: of every row: what was selected.
+    """
     from tree_attn.measure.rows import MeasuredRows
 
     writer = MeasuredRows(out)
     done = {_key(row) for row in writer.rows} if go_on else set()
     rows = []
-    for row in checks or _checks(num_devices, only, done):
-        rows.append(row | environment(num_devices))
+    for row in filter(None, checks or _checks(num_devices, only, done)):  # what --every leaves out has no row
+        rows.append(row | (fields or {}) | environment(num_devices))
         writer.append(writable(rows[-1]))
     failed = [row for row in rows if row["passed"] is False]
     if writer.is_writer:

@@ -9,7 +9,9 @@ import numpy as np
 
 from tree_attn import Shard, attend, lean_decode, paged_decode
 from tree_attn.arguments import AttentionOptions
+from tree_attn.kernels.exchange import Buffers
 from tree_attn.local import attend_shard, shard_attention
+from tree_attn.reduce import fused
 
 PAGE = 64
 WHOLE = 128  # slots with which no output tile is cut in two, for a run has two KV tiles at least
@@ -129,6 +131,21 @@ class Exchanged(Call):
         return state
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fused(Call):
+    """A call and the exchange of `reduction="fused"` between four devices: to be compiled, for there are none."""
+
+    def __str__(self):
+        return f"fused {super().__str__()}"
+
+    def run(self, query, key, value, *lengths):
+        lengths = {"key_value_seq_lengths": lengths[0]} if lengths else {}
+        options = AttentionOptions(implementation="mosaic_gpu", **lengths, **self.options)
+        buffers = Buffers(table=0x5D00_0000_0000, num_ranks=4, capacity=fused.MAX_ELEMENTS)
+        exchange = fused.Exchange(None, buffers)
+        return shard_attention(query, key, value, options, Shard()).run(exchange=exchange)
+
+
 def variants() -> list[Call]:
     """Returns calls that differ in the compiled kernel: head dims, dtypes, masks, layouts, query columns."""
     lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
@@ -208,6 +225,10 @@ def variants_elsewhere() -> list[Call]:
             for page in (16, 64)
         ),
         Call(head_dim=128, slots=WHOLE, **float8),
+        # The kernel ends in the exchange; of float8 too; and more columns, whose exchange is a kernel of its own.
+        Fused(head_dim=128),
+        Fused(slots=1024, lengths=(1000, 70), group=12, **float8),
+        Fused(head_dim=128, group=16),
     ]
 
 

@@ -21,6 +21,7 @@ REGISTER_UNIT = 8  # per thread, as the hardware hands them out
 THREADS = {
     "few_rows": 2 * 128,
     "lean_attention": 2 * 128,
+    "lean_exchange": 2 * 128,
     "tall_attention": 3 * 128,
     "sparq_components": 128,
     "sparq_select": 128,
@@ -38,9 +39,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Returns ptxas's report of each variant for an H200, by call: CTAs per SM, kernels, and bytes of shared memory.
+    """Returns ptxas's report of each variant for an H200, by call: CTAs per SM, kernels, and shared memory.
 
-    Kernels are `{name: (registers, spilled bytes)}`.
+    Kernels are `{name: (registers, spilled bytes)}`. Shared memory is the first kernel's bytes, None if it was compiled
+    for an earlier variant, and the most that it was planned to have.
     """
     return report_of("compile_lean.py", "9.0")
 
@@ -72,7 +74,9 @@ def parsed(output: str):
             reported[kernel] = int(used[1]), spilled
         elif line.startswith("{"):
             variant = json.loads(line)
-            result[variant["call"]], reported = (variant["ctas_per_sm"], reported, variant.get("smem_bytes")), {}
+            smem_bytes = next(iter(variant.get("smem_bytes", [])), None)
+            smem_bytes = smem_bytes, variant.get("planned_smem_bytes")
+            result[variant["call"]], reported = (variant["ctas_per_sm"], reported, smem_bytes), {}
     return result
 
 
@@ -84,9 +88,18 @@ def assert_fits(name: str, kernel: tuple[int, int], ctas_per_sm: int):
     assert spilled == 0, name
 
 
+def assert_shares_memory(smem_bytes: tuple[int | None, int], ctas_per_sm: int, kib_per_sm: int):
+    """Asserts that so many CTAs fit an SM, by what the compiled kernel asks for, and that the plan's bound is one."""
+    found, planned = smem_bytes
+    assert found is None or found <= planned
+    # The hardware takes 1 KiB of each CTA, and ptxas a byte.
+    assert ctas_per_sm * ((planned if found is None else found) + 1 + 1024) <= kib_per_sm * 1024
+
+
 @pytest.mark.parametrize("call", variants(), ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
-    ctas_per_sm, kernels, _ = compiled[str(call)]
+    ctas_per_sm, kernels, smem_bytes = compiled[str(call)]
+    assert_shares_memory(smem_bytes, ctas_per_sm, GPUS["9.0"][-1])
     name = "tall_attention" if is_many_query(call.queries, call.group) else "lean_attention"
     assert_fits(name, kernels[name], ctas_per_sm)
 
@@ -117,12 +130,14 @@ def test_elsewhere_than_on_hopper_it_spills_no_register_and_its_ctas_fit(capabil
     results = report_of("compile_lean.py", capability)
     assert len(results) == len(variants_elsewhere())
     *_, kib_per_sm = GPUS[capability]
-    is_compiled = 0
+    names, measured = [], []
     for ctas_per_sm, kernels, smem_bytes in results.values():
-        assert ctas_per_sm * (smem_bytes + 1024) <= kib_per_sm * 1024
+        assert_shares_memory(smem_bytes, ctas_per_sm, kib_per_sm)
+        measured.append(smem_bytes[0])
         for name, kernel in kernels.items():  # of equal ones JAX compiles one
-            is_compiled += 1
-            if name == "lean_attention":
+            names.append(name)
+            if name in ("lean_attention", "lean_exchange"):
                 assert_fits(name, kernel, ctas_per_sm)
             assert kernel[1] == 0
-    assert is_compiled > len(results)
+    assert len(names) > len(results) and None not in measured
+    assert names.count("lean_exchange") == 2 and "fused_exchange" in names
