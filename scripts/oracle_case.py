@@ -70,7 +70,7 @@ def refused(error: Exception) -> dict:
 
 
 class Thinning:
-    """Which checks run: every n-th, from the first on. The others yield no row (`gpu_check.py --every`)."""
+    """Selects every n-th check, from the first on; the others yield no row (`gpu_check.py --every`)."""
 
     def __init__(self):
         self.every, self._number = 1, -1

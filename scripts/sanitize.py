@@ -10,7 +10,7 @@ Attention by the lean kernel, with NaN beyond the lengths:
 - odd: a number of keys that 8 does not divide; pages: of 16 keys; small_pages: of 5
 - exchanged: like cut, and the kernel ends in an exchange, here with itself; exchanged_float8: the same of float8
 
-With `--as` these run as on a GPU of another compute capability: by `mma.sync` and `cp.async`, of shared memory like there.
+With `--as` these run as on a GPU of another compute capability: by `mma.sync` and `cp.async`, in its shared memory.
 
 Kernels for Hopper only:
 - tall: many query rows; shared: many query rows of several heads, whose merge takes the suffixes' state along
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--as: {args.call} has kernels for Hopper only")
     if args.call in ATTENTION:
         with contextlib.nullcontext() if args.capability is None else targets.assumed(args.capability):
-            row = attended(args.call)
+            row = attended(args.call) | ({"as": args.capability} if args.capability else {})
         print(json.dumps(writable(row)))
         return int(not row["passed"])
     if args.call == "mutant":

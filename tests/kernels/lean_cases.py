@@ -207,6 +207,7 @@ def variants() -> list[Call]:
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),
         *in_parts(),
+        *exchanges(),
     ]
 
 
@@ -225,10 +226,19 @@ def variants_elsewhere() -> list[Call]:
             for page in (16, 64)
         ),
         Call(head_dim=128, slots=WHOLE, **float8),
-        # The kernel ends in the exchange; of float8 too; and more columns, whose exchange is a kernel of its own.
+        *exchanges(),
+        Fused(head_dim=128, group=16),  # more accumulators than a kernel that ends in an exchange has
+    ]
+
+
+def exchanges() -> list[Call]:
+    """Returns calls whose kernel ends in an exchange, and some where it has too few registers for that."""
+    long, float8 = {"slots": 1024, "lengths": (1000, 70)}, {"stored_dtype": "float8_e4m3fn"}
+    return [
         Fused(head_dim=128),
-        Fused(slots=1024, lengths=(1000, 70), group=12, **float8),
-        Fused(head_dim=128, group=16),
+        Fused(group=8, **float8, **long),
+        Fused(head_dim=128, group=8, **float8, **long),
+        Fused(queries=2, group=6, **long, options={"is_causal": True}),
     ]
 
 

@@ -284,8 +284,12 @@ def test_a_call_of_the_driver_that_fails_is_named_and_its_context_left(library):
     library.statuses["cuCtxEnablePeerAccess"] = 704  # already enabled
     driver.enable_peer(0, 1)
     library.statuses["cuCtxEnablePeerAccess"] = 217
-    with pytest.raises(PeerMemoryError, match="cuCtxEnablePeerAccess failed"):
+    unreached = r"needs GPUs that reach each other's memory, and GPU 0 cannot reach GPU 1: cuCtxEnablePeerAccess failed"
+    with pytest.raises(PeerMemoryError, match=unreached):
         driver.enable_peer(0, 1)
+    library.statuses["cuIpcOpenMemHandle_v2"] = 217
+    with pytest.raises(PeerMemoryError, match="another process cannot be reached: cuIpcOpenMemHandle_v2 failed"):
+        driver.open(module._host(), bytes(ctypes.sizeof(module._Handle)))
 
 
 def test_memory_of_another_process_is_opened_for_peers(library):

@@ -42,7 +42,7 @@ class Epilogue:
 
     Each of `num_ctas` CTAs begins, leaves its partial states, if any, and ends, all in its first warpgroup. The first
     `NUM_CTAS` exchange: they wait for the other CTAs' partial states, and those wait for none. So `NUM_CTAS + 1` CTAs
-    must fit at a time. No check is made: a Hopper GPU has more SMs.
+    must fit at a time, which `tree_attn.reduce.peer_memory.check_platform` sees to.
 
     The argument `rank_ref` of all methods is the reference of `exchange`'s rank, or None.
     """

@@ -1,8 +1,8 @@
-"""LeanAttention on Hopper as two Mosaic GPU kernels: partial states by equal runs of KV tiles, then their merge.
+"""LeanAttention as two Mosaic GPU kernels: partial states by equal runs of KV tiles, then their merge.
 
 The shape of the first kernel, `_attend_runs`, per CTA:
-- one warpgroup moves (TMA), one computes; K and V have barriers of their own, so that a stage's K refills while its V
-  is in use;
+- one warpgroup moves (TMA, or `cp.async`: `targets.py`), one computes; K and V have barriers of their own, so that a
+  stage's K refills while its V is in use;
 - operands are swapped, S^T = K Q^T and O^T = V^T P^T: the 64 rows that a tensor core wants are keys; the few query
   columns of a decode step (T x G) are padded to a multiple of 8 only;
 - the CTA walks its run over the output tiles it touches (`lean_walk.py`). It writes the results of those that it holds
@@ -62,7 +62,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
 
     Args:
       query: `[output tiles, G', H]` with `G' <= cols` query columns; or `[B, T, K, H]`, if `shape.tokens`.
-      key, value: `[B, S, K, H]`, S a multiple of 8; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
+      key, value: `[B, S, K, H]`; `[1, total, K, H]` if packed; `[pages, page_size, K, H]` if paged.
       merge_with: `(out, lse)` over other keys to merge with, in the layouts of the results, or None. It needs
         `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
       tables: arrays by name; None, or left out, where there is none:

@@ -38,6 +38,8 @@ from tree_attn.state import SoftmaxState, merge_state
 # Accumulators of a block of columns, with which a kernel that ends in an exchange spills no register; a quarter of
 # them where keys and values are widened.
 EXCHANGED_ACCUMULATORS = 4096
+# The most with which two CTAs of such a kernel share an SM, of products by `mma.sync` and with lengths.
+MAX_SHARED_ACCUMULATORS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,13 +101,28 @@ class LeanCall:
         return jax.ShapeDtypeStruct((self.shape.num_output_tiles, columns, head_dim), query.dtype)
 
     def _epilogue(self, exchange, result: jax.ShapeDtypeStruct):
-        """Returns the lean kernel's end in `exchange`, or None: too many accumulators, nothing to merge, or no room."""
-        max_accumulators = EXCHANGED_ACCUMULATORS // 4 if self.shape.uses_mma else EXCHANGED_ACCUMULATORS
-        is_narrow = self.shape.padded_head_dim * self.shape.cols <= max_accumulators
-        if self.shape.tokens is not None or not self.merges_partials or not is_narrow:
+        """Returns the lean kernel's end in `exchange`, or None: too few registers, nothing to merge, or no room."""
+        if self.shape.tokens is not None or not self.merges_partials or not self._has_registers_for_exchange():
             return None
         count = num_partials(self.shape, self.config)
         return exchange.epilogue(result, self.config.num_ctas, count, self.shape.padded_head_dim)
+
+    def _has_registers_for_exchange(self) -> bool:
+        """Returns whether a kernel that ends in an exchange spills no register, and all its CTAs fit at once.
+
+        CTAs that exchange wait for all others. Where fewer fit an SM than planned, the others run on the SMs that are
+        left. `tests/kernels/test_lean_compiled.py` has registers.
+        """
+        shape = self.shape
+        accumulators = shape.padded_head_dim * shape.cols
+        if accumulators > (EXCHANGED_ACCUMULATORS // 4 if shape.uses_mma else EXCHANGED_ACCUMULATORS):
+            return False
+        if self.config.num_ctas <= tuning.num_sms():
+            return True
+        is_static = shape.static_kv_tiles is not None  # tables of lengths take registers
+        if shape.uses_mma:
+            return shape.cols <= 8 and (is_static or accumulators <= MAX_SHARED_ACCUMULATORS)
+        return is_static or shape.cols <= 8 or shape.num_output_tiles == 1
 
     def _state(self, out, lse) -> SoftmaxState:
         return SoftmaxState(

@@ -77,7 +77,8 @@ def _mma_orders(shape: LeanShape, is_short: bool):
     accumulators = shape.cols * shape.padded_head_dim
     is_in_small_pages = shape.page_size is not None and shape.page_size % 128 > 0
     is_large = shape.is_widened and not (is_short or is_in_small_pages or accumulators > MAX_WIDENED_OF_128_KEYS)
-    takes_registers = shape.is_widened and not shape.target.has_float8  # to widen without the instruction
+    # To widen without the instruction, and for more addresses than newer GPUs need.
+    takes_registers = not shape.target.has_float8 and (shape.is_widened or shape.cols > 8)
     ctas_per_sm = (2, 1) if accumulators <= MAX_WIDENED_OF_TWO_CTAS and not takes_registers else (1,)
     orders = itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), (4, 2) if shape.is_widened else (3, 2))
     return *orders, (1, 64, 1)

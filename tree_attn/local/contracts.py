@@ -71,8 +71,13 @@ class Epilogue(Protocol):
     def begin(self, rank_ref: Any) -> Any:
         """Returns the number of the step, which `leave` and `end` take."""
 
-    def leave(self, rank_ref: Any, step: Any, partial: Any, acc: Any, top: Any, total: Any, columns: int) -> None:
-        """Leaves partial state number `partial`: `acc [Hp, cols]`, `top [cols]`, `total [cols]`, unnormalised."""
+    def leave(
+        self, rank_ref: Any, step: Any, partial: Any, first_dim: int, state: Any, columns: int, head_dim: int
+    ) -> None:
+        """Leaves part of partial state number `partial`, of the head dims from `first_dim` on.
+
+        That is `acc [head dims, cols]`, `top [cols]` and a function that returns `total [cols]`, unnormalised.
+        """
 
     def end(self, rank_ref: Any, step: Any, spans_ref: Any, out_ref: Any, lse_ref: Any, padded_head_dim: int) -> None:
         """Merges the partial states of all devices into the results; `spans_ref` has those of each output tile."""

@@ -72,8 +72,9 @@ def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mes
       state: this device's, or its attention, not yet run: its kernel's partial states then need no merge of their own.
       mesh: the mesh of the axes. Without it they must be of all `jax.devices()`, in that order.
     Raises:
-      NotImplementedError: the devices are not NVIDIA GPUs of one host, in one process or one process each; JAX is older
-        than 0.11; or the state is larger than `MAX_ELEMENTS`.
+      NotImplementedError: the devices are not NVIDIA GPUs of one host, in one process or one process each; they cannot
+        reach each other's memory, or have 64 multiprocessors or fewer; JAX is older than 0.11; or the state is larger
+        than `MAX_ELEMENTS`.
     """
     if isinstance(state, ShardAttention):
         merged = state.run(exchange=Exchange(*_meeting(axes, mesh, state.num_elements)))

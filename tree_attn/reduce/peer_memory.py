@@ -221,14 +221,18 @@ class _Driver:
             raise PeerMemoryError("fused needs all GPUs in one host")
         address, with_peer_access = ctypes.c_uint64(), ctypes.c_uint(1)
         handle = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, with_peer_access)
+        self._call(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, with_peer_access,
+            needs="fused needs GPUs that reach each other's memory, and a GPU of another process cannot be reached",
+        )  # fmt: skip
         return address.value
 
     def enable_peer(self, ordinal: int, peer: int) -> None:
         """Lets GPU `ordinal` reach the memory of GPU `peer` of the same process."""
         already = 704
         with self.context(ordinal):
-            self._call("cuCtxEnablePeerAccess", self._context(peer), ctypes.c_uint(0), accept=(0, already))
+            needs = f"fused needs GPUs that reach each other's memory, and GPU {ordinal} cannot reach GPU {peer}"
+            self._call("cuCtxEnablePeerAccess", self._context(peer), ctypes.c_uint(0), accept=(0, already), needs=needs)
 
     @contextlib.contextmanager
     def context(self, ordinal: int):
@@ -247,12 +251,13 @@ class _Driver:
             self._contexts[ordinal] = context
         return self._contexts[ordinal]
 
-    def _call(self, name: str, *args, accept: tuple[int, ...] = (0,)) -> None:
+    def _call(self, name: str, *args, accept: tuple[int, ...] = (0,), needs: str = "") -> None:
         status = getattr(self._library, name)(*args)
         if status not in accept:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(status, ctypes.byref(text))
-            raise PeerMemoryError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status})")
+            needs = f"{needs}: " if needs else ""
+            raise PeerMemoryError(f"{needs}{name} failed: {(text.value or b'unknown error').decode()} ({status})")
 
 
 class _Handle(ctypes.Structure):
