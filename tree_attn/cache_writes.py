@@ -11,22 +11,30 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from tree_attn.mesh import bound_axis_sizes
-from tree_attn.placement import locate
+from tree_attn.placement import Shard, locate
 from tree_attn.reduce.collectives import psum
 from tree_attn.sharded import local_shard
 
 NAMES = ("key", "value", "key_by_component")  # the arrays that have slots
 
 
-def write(cache, key, value, lengths: Int[Array, " B"], layer):
-    """Writes T tokens at positions `lengths .. lengths + T`; a sequence without room for all stays as it is."""
-    num_new, shard = key.shape[1], local_shard(cache.axes, cache.block_size)
+def slots_of_new(cache, lengths: Int[Array, " B"], num_new: int, shard: Shard):
+    """Returns the slots of positions `lengths .. lengths + T`, int32 `[B, T]`, and whether they are the shard's.
+
+    No slot is, of a sequence that has no room for all T.
+    """
     has_room = lengths + num_new <= cache.capacity
     positions = lengths[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None, :]  # [B, T]
     positions = jnp.where(has_room[:, None], positions, cache.capacity)
     holder, slot = locate(positions, shard.num_shards, cache.block_size)
     slot = slot % cache.key.shape[-3] if cache.rolls else slot
-    is_mine = (holder == shard.index) & (positions < cache.capacity)
+    return slot, (holder == shard.index) & (positions < cache.capacity)
+
+
+def write(cache, key, value, lengths: Int[Array, " B"], layer):
+    """Writes T tokens at positions `lengths .. lengths + T`; a sequence without room for all stays as it is."""
+    num_new = key.shape[1]
+    slot, is_mine = slots_of_new(cache, lengths, num_new, local_shard(cache.axes, cache.block_size))
 
     def put(stored, new, is_by_component):
         num_slots = stored.shape[-1 if is_by_component else -3]
@@ -46,6 +54,7 @@ def write(cache, key, value, lengths: Int[Array, " B"], layer):
     changed = {name: put(getattr(cache, name), x, name == "key_by_component") for name, x in new.items()}
     if cache.value_sum is not None:
         added = widened(new["value"], cache.scales(layer)["value_scale"]).sum(axis=1)
+        has_room = lengths + num_new <= cache.capacity
         added = jnp.where(has_room[:, None, None], added, 0.0)
         changed["value_sum"] = cache.value_sum.at[slice(None) if layer is None else layer].add(added)
     return dataclasses.replace(cache, **changed)

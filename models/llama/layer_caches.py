@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tree_attn.cache import KVCache
+from tree_attn.cache_layer import LayerTuple
+from tree_attn.cache_writes import slots_of_new
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.layer_kinds import global_mask
+from tree_attn.placement import Shard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["whole", "windowed"], meta_fields=["is_global"])
@@ -120,6 +123,37 @@ class LayerCaches:
 
 
 AnyCache = KVCache | LayerCaches
+
+
+def unwritable(cache: AnyCache) -> str | None:
+    """Returns why `written_by` cannot write to a cache, or None."""
+    if not isinstance(cache, KVCache) or not isinstance(cache.arrays, LayerTuple):
+        return "a kernel writes to caches of layers that lie apart and are of one kind"
+    one = cache.arrays.layers[0]
+    if cache.rolls or any(x is not None for x in (one.key_scale, one.value_sum, one.key_by_component)):
+        return "a kernel writes keys and values alone, of all tokens and without scales"
+    return None
+
+
+def written_by(write: Callable, cache: KVCache, layer: int, num_new: int) -> tuple[Any, KVCache]:
+    """Has T new tokens of a layer written by a kernel that makes them, as `KVCache.write` would, on one device.
+
+    Args:
+      write: `(key, value, slots) -> (result, key, value)`, the layer's arrays `[B, S, K, H]` before and after; slots
+        are int32 `[B, T]`, S where a token has none.
+      cache: none that is `unwritable`.
+      layer: its number.
+      num_new: T.
+
+    Returns:
+      The result, and the cache.
+    """
+    arrays = cache.arrays.layers[layer]
+    slots, is_there = slots_of_new(arrays, cache.lengths, num_new, Shard(block_size=arrays.block_size))
+    result, key, value = write(arrays.key, arrays.value, jnp.where(is_there, slots, arrays.num_slots))
+    layers = list(cache.arrays.layers)
+    layers[layer] = dataclasses.replace(arrays, key=key, value=value)
+    return result, dataclasses.replace(cache, arrays=LayerTuple(tuple(layers)))
 
 
 def of_kind(cache: AnyCache, layer: jax.Array | int, is_global: bool) -> tuple[KVCache, jax.Array | int]:

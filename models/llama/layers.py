@@ -80,6 +80,22 @@ class SelfAttention(nnx.Module):
         self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
     ) -> tuple[jax.Array, AnyCache]:
         """Adds attention to the branch's `x`, `[B, T, D]`; writes this layer's new keys and values to the cache."""
+        query, key, value, cache = self._rotated(branch, cache, layer, context)
+        with jax.named_scope("attend"):
+            out, cache = context.attend(query, key, value, cache, layer)
+        with jax.named_scope("output"):
+            return from_heads(branch, out, self.output[...], context), cache
+
+    def _rotated(self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext):
+        """Returns queries, keys and values, and the cache; without keys and values where it has them already."""
+        is_plain = self.bias is None and self.query_norm is None and self.key_norm is None
+        if context.appends and is_plain:
+            with jax.named_scope("append"):
+                rotation, weights = context.cosine_sine(layer), self.query_key_value[...]
+                appended = context.products.append(branch, weights, rotation, cache, layer)
+            if appended is not None:
+                query, cache = appended
+                return query, None, None, cache
         with jax.named_scope("project"):
             bias = None if self.bias is None else self.bias[...]
             query, key, value = query_key_value(branch, self.query_key_value[...], bias, context)
@@ -89,10 +105,7 @@ class SelfAttention(nnx.Module):
         with jax.named_scope("rope"):
             cosine_sine = context.cosine_sine(layer)
             query, key = apply_rotation(query, cosine_sine), apply_rotation(key, cosine_sine)
-        with jax.named_scope("attend"):
-            out, cache = context.attend(query, key, value, cache, layer)
-        with jax.named_scope("output"):
-            return from_heads(branch, out, self.output[...], context), cache
+        return query, key, value, cache
 
 
 def _query_key_value_bias(config: LlamaConfig, create: Create) -> nnx.Param:

@@ -171,12 +171,12 @@ class Llama(nnx.Module):
         positions = first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
 
         def attend(query, key, value, cache, layer):
-            cache = cache.write(key, value, layer=layer)
+            cache = cache if key is None else cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
             read = lambda kind, **options: attention.decode(query, *of_kind(cache, layer, kind), levels, **options)
             return in_layer(self.config, layer, read), cache
 
-        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None)
+        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None, appends=True)
         return _logits(self, x, self.products), cache.advance(num_tokens)
 
     def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, AnyCache]:
@@ -194,18 +194,16 @@ class Llama(nnx.Module):
         return _logits(self, x, self.products), cache
 
     def _run_layers(
-        self, tokens: jax.Array, positions: jax.Array, cache: AnyCache, attend: Attend, token_axis: str | None
-    ) -> tuple[jax.Array, AnyCache]:
+        self, tokens: jax.Array, positions: jax.Array, cache: AnyCache, attend: Attend, token_axis: str | None,
+        appends: bool = False,
+    ) -> tuple[jax.Array, AnyCache]:  # fmt: skip
         with jax.named_scope("embed"):
             x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
             x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
         context = ForwardContext(
-            cosine_sine=rotations(self.config, positions),
-            attend=attend,
-            sharding=self.sharding,
-            token_axis=token_axis,
-            products=self.products if token_axis is None else XlaProducts(),
-        )
+            cosine_sine=rotations(self.config, positions), attend=attend, sharding=self.sharding,
+            token_axis=token_axis, products=self.products if token_axis is None else XlaProducts(), appends=appends,
+        )  # fmt: skip
         if self.unroll_layers:
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):

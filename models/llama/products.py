@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.local import mosaic_gpu
+from tree_attn.models.llama.layer_caches import AnyCache, unwritable, written_by
 from tree_attn.models.llama.sharding import LlamaSharding
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early")
@@ -65,6 +66,19 @@ class XlaProducts:
         """Multiplies a branch's input by `[..., D]` to `[B, T, ...]`."""
         return product_of(branch.normed(), kernel)
 
+    def append(
+        self, branch: Branch, kernel: jax.Array, cosine_sine: tuple[jax.Array, jax.Array], cache: AnyCache, layer
+    ) -> tuple[jax.Array, AnyCache] | None:
+        """Makes rotated queries, and writes keys and values of new tokens to the cache, where one launch does all.
+
+        Args:
+          kernel: `[K, G + 2, H, D]`; cosine_sine: of `rope.rotation`; layer: number of the layer in the cache.
+
+        Returns:
+          Queries `[B, T, N, H]` and the cache; or None: product, rotation and write are operations of their own.
+        """
+        return None
+
     def gate(self, branch: Branch, activation: str, kernel: jax.Array) -> jax.Array:
         """Computes `activation(gate(x)) * up(x)` of a branch's input, `[B, T, F]`, by weights `[2, F, D]`."""
         gate_and_up = product_of(branch.normed(), kernel)
@@ -83,6 +97,8 @@ class XlaProducts:
 class FewRowsProducts(XlaProducts):
     """Products by the kernel for few rows, which takes norm, gate and residual along; others by XLA.
 
+    The product of query, key and value ends in rotation and the cache's write, where the cache is one for it.
+
     Attributes:
       is_early: whether weights are read before the previous kernel has ended: no kernel of the program may write them.
     """
@@ -94,6 +110,25 @@ class FewRowsProducts(XlaProducts):
         if self._is_refused("project", branch.x, kernel, norm=branch.norm):
             return super().project(branch, kernel)
         return self._run(branch.x, kernel.reshape(-1, kernel.shape[-1]), kernel.shape[:-1], norm=branch.norm)
+
+    def append(
+        self, branch: Branch, kernel: jax.Array, cosine_sine: tuple[jax.Array, jax.Array], cache: AnyCache, layer
+    ) -> tuple[jax.Array, AnyCache] | None:
+        """Does `XlaProducts.append`, where the cache is of the dtype of `x` and its layers lie apart."""
+        from tree_attn.kernels.few_rows_call import few_rows_into_cache
+        from tree_attn.kernels.few_rows_layout import unsupported_cache
+
+        if self._is_refused("append", branch.x, kernel, norm=branch.norm):
+            return None
+        reason = unwritable(cache) or unsupported_cache(kernel.shape[2], branch.x.dtype, cache.arrays.dtype)
+        if reason is not None:
+            _log.info("products: append by xla: %s", reason)
+            return None
+        options = _norm_options(branch.norm) | {"is_early": self.is_early}
+        write = lambda key, value, slots: few_rows_into_cache(
+            branch.x, kernel, key, value, slots, cosine_sine, **options
+        )  # fmt: skip
+        return written_by(write, cache, layer, branch.x.shape[1])
 
     def gate(self, branch: Branch, activation: str, kernel: jax.Array) -> jax.Array:
         """Does `XlaProducts.gate`, in one launch."""
@@ -133,9 +168,13 @@ class FewRowsProducts(XlaProducts):
         from tree_attn.kernels.few_rows_call import few_rows_product
 
         if norm is not None:
-            options |= {"scale": norm.scale[...], "eps": norm.eps, "adds_one": norm.adds_one}
+            options |= _norm_options(norm)
         out = few_rows_product(x.reshape(-1, x.shape[-1]), kernel, is_early=self.is_early, **options)
         return out.reshape(*x.shape[:-1], *out_shape)
+
+
+def _norm_options(norm: Any) -> dict[str, Any]:
+    return {"scale": norm.scale[...], "eps": norm.eps, "adds_one": norm.adds_one}
 
 
 def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaProducts:
@@ -143,7 +182,7 @@ def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaP
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended. The kernel is exact on an H200; `mosaic_gpu_early` has not run on one, which takes JAX 0.12.
+        ended. The kernel is exact on an H200. Neither `append` nor `mosaic_gpu_early`, for JAX 0.12, has run on a GPU.
       sharding: of the model, over one device for the kernel.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
 

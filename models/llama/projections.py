@@ -15,7 +15,10 @@ from tree_attn.reduce.activations import gather_activations, sum_activations
 
 
 class Attend(Protocol):
-    """Attention and its cache, for one layer: `(query, key, value, cache, layer) -> (out, cache)`."""
+    """Attention and its cache, for one layer: `(query, key, value, cache, layer) -> (out, cache)`.
+
+    Where `ForwardContext.appends`, key and value may be None: the cache has them already.
+    """
 
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, cache: AnyCache, layer: jax.Array | int
@@ -32,6 +35,7 @@ class ForwardContext:
       sharding: maps dimensions of intermediate arrays to mesh axes.
       token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
       products: run the products of weights that are not cut over the sequence's devices.
+      appends: whether keys and values may be in the cache before attention.
     """
 
     cosine_sine: Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]
@@ -39,6 +43,7 @@ class ForwardContext:
     sharding: LlamaSharding
     token_axis: str | None
     products: XlaProducts
+    appends: bool = False
 
     def clashes(self, axis: str) -> bool:
         """True if a logical axis is cut over devices of the sequence: an array can have only one of the two."""

@@ -9,7 +9,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune
 
 import jax
 import numpy as np
-from few_rows_cases import compiled_products
+from few_rows_cases import compiled_appends, compiled_products
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -19,7 +19,7 @@ H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 def main():
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
-    for product in compiled_products():
+    for product in (*compiled_products(), *compiled_appends()):
         jax.jit(product.run).trace(*product.shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(product), "ctas_per_sm": 2 if product.is_early else 1}), flush=True)
 

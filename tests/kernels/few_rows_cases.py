@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tree_attn.kernels.few_rows import multiply_few_rows
-from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, few_rows_config
+from tree_attn.kernels.few_rows import multiply_few_rows, multiply_into_cache
+from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, few_rows_config
 
 EPS = 1e-5
 NORMED, GATED, ADDED = {"eps": EPS}, {"parts": 2, "activation": "silu"}, {"has_residual": True}
@@ -111,4 +111,89 @@ def compiled_products() -> list[Product]:
         *model(LLAMA_1B[:1], layout={"stack": 2, "block_in": 128, "num_stages": 6}),
         *model(LLAMA_1B[3:4], layout={"stack": 4, "block_in": 128, "num_stages": 6}),
         *model(LLAMA_8B[3:4], rows=16, layout={"stack": 2, "block_in": 128, "num_stages": 6}),
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Append:
+    """Queries, keys and values of new tokens, of which keys and values go to a cache's slots."""
+
+    batch: int = 1
+    tokens: int = 1
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 32
+    in_features: int = 128
+    slots: int = 8
+    ctas: int = 3
+    dtype: str = "bfloat16"
+    is_early: bool = False
+    adds_one: bool = False
+
+    def __str__(self):
+        """A test's name: what differs from the default."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return "append " + " ".join(f"{name}={value}" for name, value in values if value != getattr(Append, name))
+
+    @property
+    def shape(self) -> FewRowsShape:
+        dtype = jnp.dtype(self.dtype)
+        return FewRowsShape(
+            rows=self.batch * self.tokens, in_features=self.in_features, dtype=dtype, out_dtype=dtype, parts=1,
+            out_features=self.kv_heads * (self.group + 2) * self.head_dim, eps=EPS, adds_one=self.adds_one,
+            heads=Heads(head_dim=self.head_dim, group=self.group, tokens=self.tokens),
+        )  # fmt: skip
+
+    def shapes(self, sharding=None):
+        """Returns the shapes of x, weights, scale, angles, slots, keys and values."""
+        shape = self.shape
+        of = lambda *size, dtype=self.dtype: jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)
+        cache = of(self.batch, self.slots, self.kv_heads, self.head_dim)
+        return (
+            of(shape.rows, shape.in_features), of(1, shape.out_features, shape.in_features), of(shape.in_features),
+            of(2, shape.rows, self.head_dim // 2, dtype="float32"), of(shape.columns, dtype="int32"), cache, cache,
+        )  # fmt: skip
+
+    def inputs(self):
+        """Returns them: the last row's slot is beyond the cache, the others' differ in each sequence."""
+        rng = np.random.default_rng(0)
+        shapes = self.shapes()
+        x, weights, scale, _, _, key, value = (rng.normal(size=x.shape) for x in shapes)
+        angles = rng.uniform(0, 6, shapes[3].shape[1:])
+        slots = np.full(self.shape.columns, -1)
+        slots[: self.shape.rows] = np.concatenate(
+            [rng.permutation(self.slots)[: self.tokens] for _ in range(self.batch)]
+        )
+        if self.shape.rows > 1:
+            slots[self.shape.rows - 1] = self.slots
+        arrays = x, weights * self.in_features**-0.5, scale, [np.cos(angles), np.sin(angles)], slots, key, value
+        return [jnp.asarray(array, of.dtype) for array, of in zip(arrays, shapes)]
+
+    def run(self, *inputs):
+        config = few_rows_config(self.shape, self.ctas, self.is_early)
+        return multiply_into_cache(*inputs, shape=self.shape, config=config)
+
+    def expected(self):
+        """Returns queries, and the cache's keys and values, float64."""
+        x, weights, scale, (cosine, sine), slots, key, value = (np.array(x, np.float64) for x in self.inputs())
+        x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * (scale + self.adds_one)
+        heads = (x @ weights[0].T).reshape(len(x), self.kv_heads, self.group + 2, self.head_dim)
+        first, second = np.split(heads, 2, axis=-1)
+        cosine, sine = cosine[:, None, None], sine[:, None, None]
+        rotated = np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+        for row, slot in enumerate(slots[: len(x)].astype(int)):
+            if slot < self.slots:
+                key[row // self.tokens, slot] = rotated[row, :, self.group]
+                value[row // self.tokens, slot] = heads[row, :, self.group + 1]
+        return rotated[:, :, : self.group].reshape(len(x), -1, self.head_dim), key, value
+
+
+def compiled_appends() -> list[Append]:
+    """Returns those of the two models that are compiled."""
+    of_8b = dict(kv_heads=8, group=4, head_dim=128, in_features=4096, slots=8192, ctas=H200_SMS)
+    return [
+        Append(**of_8b),
+        Append(**of_8b, batch=16),
+        Append(**of_8b, batch=4, tokens=4, is_early=True),
+        Append(**of_8b | {"head_dim": 64, "in_features": 2048}),
     ]

@@ -1,7 +1,7 @@
 """Products of few rows, compiled ahead of time for Hopper: no register is spilled, and CTAs fit an SM."""
 
 import pytest
-from few_rows_cases import compiled_products
+from few_rows_cases import compiled_appends, compiled_products
 from test_lean_compiled import assert_fits, pytestmark, report_of  # noqa: F401
 
 MAX_REGISTERS = 112
@@ -12,7 +12,7 @@ def compiled():
     return report_of("compile_few_rows.py")
 
 
-@pytest.mark.parametrize("product", compiled_products(), ids=str)
+@pytest.mark.parametrize("product", [*compiled_products(), *compiled_appends()], ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(product, compiled):
     ctas_per_sm, kernels, _ = compiled[str(product)]
     assert_fits("few_rows", kernels["few_rows"], ctas_per_sm)

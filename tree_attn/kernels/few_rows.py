@@ -23,11 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
 
+from tree_attn.kernels.few_rows_heads import read_places_of, row_of_group, turned, write_heads
 from tree_attn.kernels.few_rows_layout import (
     GRAIN,
     IN_MULTIPLE,
@@ -36,12 +34,12 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsShape,
     check_fits,
     fold_shape,
+    turn_shape,
 )
+from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.mlir import narrowed, widened
 from tree_attn.kernels.registers import LOG2_E, full, launch, load, store_transposed, tiling, transposable_layout
 
-_LAYOUT = plgpu.Layout.WGMMA
 _REDUCTION_BYTES = 1024
 
 
@@ -53,14 +51,38 @@ def multiply_few_rows(x, weights, scale=None, residual=None, *, shape: FewRowsSh
       x: `[rows, I]`; weights: `[parts, O, I]`; scale: `[I]`, where `shape.eps`; residual: `[rows, O]`, where
         `shape.has_residual`.
     """
+    out = jax.ShapeDtypeStruct((shape.rows, shape.out_features), shape.out_dtype)
+    return _launch({"x": x, "weights": weights, "scale": scale, "residual": residual}, out, shape, config)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def multiply_into_cache(x, weights, scale, angles, slots, key, value, *, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns rotated queries `[rows, N, H]`, and the caches with rotated keys and values written to their slots.
+
+    Args:
+      x, weights, scale: as in `multiply_few_rows`; out-features are `shape.heads`'.
+      angles: float32 `[2, rows, H/2]`, cosines and sines.
+      slots: int32 `[columns]`, the slot of each row in its sequence; nothing is written where there is none.
+      key, value: `[B, S, K, H]`, written in place where they are not used any more.
+    """
+    heads = shape.heads
+    num_heads = shape.out_features // ((heads.group + 2) * heads.head_dim) * heads.group
+    query = jax.ShapeDtypeStruct((shape.rows, num_heads, heads.head_dim), shape.out_dtype)
+    key, value = jax.new_ref(key), jax.new_ref(value)
+    arrays = {"x": x, "weights": weights, "scale": scale, "angles": angles, "slots": slots, "key": key, "value": value}
+    query = _launch(arrays, query, shape, config)
+    return query, jax.freeze(key), jax.freeze(value)
+
+
+def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig):
+    """Launches the kernel, which writes `out`, and those of `arrays` that are refs."""
     check_fits(shape, config)
     if shape.rows > GRAIN:  # a copy cuts x into groups of 8 rows, of which the last must be whole
-        x = jnp.pad(x, [(0, shape.columns - shape.rows), (0, 0)])
-    arrays = {"x": x, "weights": weights, "scale": scale, "residual": residual}
+        arrays["x"] = jnp.pad(arrays["x"], [(0, shape.columns - shape.rows), (0, 0)])
     arrays = {name: array for name, array in arrays.items() if array is not None}
     return launch(
         functools.partial(_multiply, tuple(arrays), shape, config),
-        out_type=jax.ShapeDtypeStruct((shape.rows, shape.out_features), shape.out_dtype),
+        out_type=out,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
@@ -82,7 +104,10 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
         scratch["scale_smem"] = smem((stages, config.stack, block_in))
     if config.stack > 1:
         scratch["fold_smem"] = plgpu.SMEM(fold_shape(shape, config), jnp.float32)
-    arrivals = config.stack * (shape.parts + 1 + (shape.eps is not None))
+    if shape.heads is not None:
+        scratch["turn_smem"] = plgpu.SMEM(turn_shape(shape), jnp.float32)
+    copies = shape.parts * (1 if shape.heads is None else config.tile // GRAIN)
+    arrivals = config.stack * (copies + 1 + (shape.eps is not None))
     pl.run_scoped(
         functools.partial(_multiply_scoped, dict(zip(names, refs)), shape, config, refs[-1]),
         full=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
@@ -94,14 +119,14 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
 
 def _multiply_scoped(
     refs, shape: FewRowsShape, config: FewRowsConfig, out_ref, *,
-    full, free, weights_smem, x_smem, scale_smem=None, fold_smem=None,
+    full, free, weights_smem, x_smem, scale_smem=None, fold_smem=None, turn_smem=None,
 ):  # fmt: skip
     stages, stack, cols = config.num_stages, config.stack, shape.columns
     blocks = shape.in_features // (stack * config.block_in)  # stages of a tile
     first_tile = lax.axis_index("cta") * config.tiles
 
-    def rows_of(stage, part: int, rows: int, place: int = 0):
-        first = ((stage * shape.parts + part) * stack + place) * config.tile
+    def rows_of(stage, part: int, rows: int, place: int = 0, group: int = 0):
+        first = ((stage * shape.parts + part) * stack + place) * config.tile + group * GRAIN
         return weights_smem.at[pl.ds(pl.multiple_of(first, GRAIN), rows)]
 
     def x_of(stage, place: int):
@@ -110,6 +135,9 @@ def _multiply_scoped(
     def first_feature(tile):
         return pl.multiple_of((first_tile + tile) * config.tile, GRAIN)
 
+    def first_pair(tile):
+        return pl.multiple_of((first_tile + tile) * (config.tile // 2), GRAIN)
+
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
         def columns(step, place: int):
@@ -117,11 +145,18 @@ def _multiply_scoped(
             return pl.ds(pl.multiple_of(block * config.block_in, IN_MULTIPLE), config.block_in)
 
         def copy_weights(step, stage):
-            rows = pl.ds(first_feature(lax.div(step, blocks)), config.tile)
+            tile = lax.div(step, blocks)
+            if shape.heads is None:
+                groups = [(first_feature(tile), config.tile)]
+            else:
+                row_of = functools.partial(row_of_group, first_pair(tile), heads=shape.heads)
+                groups = [(row_of(group), GRAIN) for group in range(config.tile // GRAIN)]
             for place in range(stack):
                 for part in range(shape.parts):
-                    source = refs["weights"].at[part, rows, columns(step, place)]
-                    plgpu.copy_gmem_to_smem(source, rows_of(stage, part, config.tile, place), full.at[stage])
+                    for group, (first, rows) in enumerate(groups):
+                        source = refs["weights"].at[part, pl.ds(first, rows), columns(step, place)]
+                        target = rows_of(stage, part, rows, place, group)
+                        plgpu.copy_gmem_to_smem(source, target, full.at[stage])
                 if scale_smem is not None:
                     source = refs["scale"].at[columns(step, place)]
                     plgpu.copy_gmem_to_smem(source, scale_smem.at[stage, place], full.at[stage])
@@ -155,7 +190,10 @@ def _multiply_scoped(
 
         def tile_step(tile, _):
             feature = first_feature(tile)
-            residual = _read_residual(refs["residual"], feature, shape, config) if shape.has_residual else None
+            residual = read_residual(refs["residual"], feature, shape, config) if shape.has_residual else None
+            read_places = lambda: read_places_of(refs, first_pair(tile), shape)
+            # On their way while weights are multiplied, where registers hold them: of 16 rows two CTAs fit no SM.
+            places = read_places() if shape.heads is not None and cols == GRAIN else None
 
             def products(*accs):
                 def block_step(block, squares):
@@ -180,7 +218,13 @@ def _multiply_scoped(
             release((tile + 1) * blocks - 1)
             if stack > 1:
                 sums = [_folded(x, fold_smem, shape, config) for x in sums]
-            _write(out_ref, _finish(sums, squares, residual, shape), feature, shape, config)
+            result = _finish(sums, squares, residual, shape)
+            if shape.heads is None:
+                write_rows(out_ref, result, feature, shape, config)
+                return
+            slots, angles = places or read_places()
+            result = turned(result, angles, turn_smem)
+            write_heads((out_ref, refs["key"], refs["value"]), result, slots, first_pair(tile), shape, config)
 
         lax.fori_loop(0, config.tiles, tile_step, None)
 
@@ -220,7 +264,7 @@ def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):
     slice_of = lambda place: (
         pl.ds(place * config.tile, TENSOR_ROWS), pl.ds(place * shape.columns, shape.columns)
     )  # fmt: skip
-    total = functools.reduce(jnp.add, [load(fold_smem.at[slice_of(place)], _LAYOUT) for place in range(config.stack)])
+    total = functools.reduce(jnp.add, [load(fold_smem.at[slice_of(place)], LAYOUT) for place in range(config.stack)])
     plgpu.commit_smem()  # all have read it
     return total
 
@@ -236,65 +280,3 @@ def _finish(sums, squares, residual, shape: FewRowsShape):
         gate, up = sums
         result = gate / (1.0 + jnp.exp2(gate * -LOG2_E)) * up
     return result if residual is None else result + residual
-
-
-def _read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
-    """Returns what is to be added to a tile, float32 `[64, cols]`; where there is nothing, numbers of other places."""
-    size = (TENSOR_ROWS, shape.columns)
-    if is_interpreted():
-        beyond = [(0, size[1] - shape.rows), (0, size[0])]
-        whole = jnp.pad(ref[...].astype(jnp.float32), beyond).T
-        return lax.dynamic_slice(whole, (feature, 0), size)
-    result = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=_LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(_LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
-    def emit(_, zeros, ref, feature):
-        at, _ = _places(feature, shape, config)
-        # Without a branch all reads are on their way together.
-        read = lambda _, place: widened(memref.load(ref, at(*place)))
-        return zeros.foreach(read, create_array=True)
-
-    return emit(full(0.0, size, _LAYOUT), ref, feature)
-
-
-def _write(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig) -> None:
-    """Writes a tile's result, from float32 `[64, cols]` to `[rows, O]`."""
-    if is_interpreted():
-        for first in range(0, config.tile, GRAIN):
-
-            @pl.when(feature + first < shape.out_features)
-            def _(first=first):
-                part = result[first : first + GRAIN, : shape.rows].T
-                ref[:, pl.ds(feature + first, GRAIN)] = part.astype(ref.dtype)
-
-        return
-
-    @plgpu.inline_mgpu(arg_types=(_LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def emit(_, result, ref, feature):
-        at, is_inside = _places(feature, shape, config)
-
-        def write(x, place):
-            with utils.when(is_inside(*place)):
-                memref.store(narrowed(x, ref), ref, at(*place))
-
-        result.foreach(write)
-
-    emit(result, ref, feature)
-
-
-def _places(feature, shape: FewRowsShape, config: FewRowsConfig):
-    """Returns functions of a place in a tile: its nearest indices `(row, feature)`, and whether these are its own."""
-    index = ir.IndexType.get()
-    constant = lambda value: arith.constant(index, value)
-    feature = arith.index_cast(index, feature.registers.item())
-
-    def at(i, column):
-        inside = arith.minui(arith.addi(feature, i), constant(shape.out_features - 1))
-        return [arith.minui(column, constant(shape.rows - 1)), inside]
-
-    def is_inside(i, column):
-        below = lambda x, end: arith.cmpi(arith.CmpIPredicate.ult, x, constant(end))
-        in_tile = arith.andi(below(i, config.tile), below(arith.addi(feature, i), shape.out_features))
-        return arith.andi(in_tile, below(column, shape.rows))
-
-    return at, is_inside

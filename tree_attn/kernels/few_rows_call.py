@@ -6,8 +6,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.few_rows import multiply_few_rows
-from tree_attn.kernels.few_rows_layout import FewRowsShape, few_rows_config, overlaps, unsupported
+from tree_attn.kernels.few_rows import multiply_few_rows, multiply_into_cache
+from tree_attn.kernels.few_rows_layout import (
+    FewRowsShape,
+    Heads,
+    few_rows_config,
+    overlaps,
+    unsupported,
+    unsupported_cache,
+)
 from tree_attn.kernels.tuning import num_sms
 
 
@@ -49,3 +56,43 @@ def few_rows_product(
     config = dataclasses.replace(few_rows_config(shape, num_sms(), is_early), **(layout or {}))
     weights = weights.reshape(shape.parts, out_features, in_features)
     return multiply_few_rows(x, weights, scale, residual, shape=shape, config=config)
+
+
+def few_rows_into_cache(
+    x, weights, key, value, slots, cosine_sine, *, scale, eps: float, adds_one: bool = False, is_early: bool = False
+):  # fmt: skip
+    """Makes queries, keys and values of few tokens, rotates them, and writes keys and values to a cache, in one launch.
+
+    Args:
+      x: `[B, T, D]`, of 1 to 16 tokens.
+      weights: `[K, G + 2, H, D]`: of each KV head its queries, key and value.
+      key, value: the cache, `[B, S, K, H]`, written in place where no later operation reads the old one.
+      slots: int32 `[B, T]`, the slot of each token; nothing is written where there is no such slot.
+      cosine_sine: float32 `[B, T, 1, H/2]` each, of each token's position. Pairs are `(d, d + H/2)`.
+      scale, eps, adds_one, is_early: as in `few_rows_product`.
+
+    Returns:
+      Queries `[B, T, K G, H]`, and the cache's keys and values.
+
+    Raises:
+      ValueError: the kernel cannot make these.
+    """
+    (num_kv_heads, members, head_dim, in_features), (batch, tokens, _) = weights.shape, x.shape
+    rows, out_features = batch * tokens, num_kv_heads * members * head_dim
+    reason = unsupported(rows, out_features, in_features, x.dtype) or unsupported_cache(head_dim, x.dtype, key.dtype)
+    if reason is None and is_early and not overlaps():
+        reason = f"is_early must be False with JAX {jax.__version__}, got {is_early}"
+    if reason is not None:
+        raise ValueError(reason)
+    shape = FewRowsShape(
+        rows=rows, in_features=in_features, out_features=out_features, parts=1, dtype=x.dtype, out_dtype=x.dtype,
+        eps=eps, adds_one=adds_one, heads=Heads(head_dim=head_dim, group=members - 2, tokens=tokens),
+    )  # fmt: skip
+    angles = jnp.stack([angle.reshape(rows, head_dim // 2) for angle in cosine_sine])
+    # Rows that pad those of x have no slot.
+    slots = jnp.pad(slots.reshape(rows), (0, shape.columns - rows), constant_values=-1)
+    query, key, value = multiply_into_cache(
+        x.reshape(rows, in_features), weights.reshape(1, out_features, in_features), scale, angles, slots, key, value,
+        shape=shape, config=few_rows_config(shape, num_sms(), is_early),
+    )  # fmt: skip
+    return query.reshape(batch, tokens, -1, head_dim), key, value

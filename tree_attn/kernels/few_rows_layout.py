@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, WRITES_IN_PLACE
 
 MAX_ROWS = 16
 GRAIN = 8  # out-features that are copied together, at the least
@@ -33,6 +33,20 @@ OVERLAPS = (0, 12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Describes out-features `[K, G + 2, H]`: of each KV head its queries, key and value.
+
+    head_dim:  H
+    group:     G, query heads of a KV head
+    tokens:    rows of a sequence
+    """
+
+    head_dim: int
+    group: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FewRowsShape:
     """Describes what is computed: `y = x W^T`, and what goes before and after it.
 
@@ -42,6 +56,7 @@ class FewRowsShape:
     eps:           of the norm of x, or None
     adds_one:      whether the norm's factor is one more than its scale
     has_residual:  whether something is added to the result
+    heads:         of out-features that are rotated, and of which keys and values go to a cache; or None
     """
 
     rows: int
@@ -54,6 +69,12 @@ class FewRowsShape:
     eps: float | None = None
     adds_one: bool = False
     has_residual: bool = False
+    heads: Heads | None = None
+
+    @property
+    def grain(self) -> int:
+        """Out-features of which tiles are multiples: with heads 8 of each half of a head."""
+        return GRAIN if self.heads is None else 2 * GRAIN
 
     @property
     def columns(self) -> int:
@@ -105,6 +126,17 @@ def unsupported(rows: int, out_features: int, in_features: int, dtype, activatio
     return None
 
 
+def unsupported_cache(head_dim: int, dtype, cache_dtype) -> str | None:
+    """Returns why the kernel cannot rotate such heads and write them to such a cache, or None."""
+    if jax.__version_info__ < WRITES_IN_PLACE:
+        return f"a kernel writes in place from JAX 0.11 on, not with {jax.__version__}"
+    if head_dim % (2 * GRAIN):
+        return f"few rows are rotated at head dims of a multiple of {2 * GRAIN}, not {head_dim}"
+    if jnp.dtype(dtype) != jnp.dtype(cache_dtype):
+        return f"few rows are written in their own dtype, {jnp.dtype(dtype).name}, not {jnp.dtype(cache_dtype).name}"
+    return None
+
+
 def overlaps() -> bool:
     """Returns whether this JAX lets a kernel begin before the previous one has ended."""
     return jax.__version_info__ >= OVERLAPS
@@ -127,7 +159,7 @@ def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> Fe
       sms: streaming multiprocessors, each of which gets one CTA.
       is_early: leaves half of an SM to the next kernel.
     """
-    tile, tiles = tiles_of_cta(-(-shape.out_features // sms))
+    tile, tiles = tiles_of_cta(-(-shape.out_features // sms), shape.grain)
     num_ctas = -(-shape.out_features // (tile * tiles))
     weight_bytes = shape.parts * tile * jnp.dtype(shape.dtype).itemsize
     block_in = next(size for size in BLOCKS_IN if shape.in_features % size == 0 and size * weight_bytes <= STAGE_BYTES)
@@ -144,11 +176,11 @@ def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> Fe
     return dataclasses.replace(config, num_stages=stages)
 
 
-def tiles_of_cta(out_features: int) -> tuple[int, int]:
+def tiles_of_cta(out_features: int, grain: int = GRAIN) -> tuple[int, int]:
     """Returns the size of tiles, and their number, that hold so many out-features in the least time."""
     if out_features <= TENSOR_ROWS:
-        return -(-out_features // GRAIN) * GRAIN, 1
-    sizes = range(TENSOR_ROWS, TENSOR_ROWS // 2 - 1, -GRAIN)
+        return -(-out_features // grain) * grain, 1
+    sizes = range(TENSOR_ROWS, TENSOR_ROWS // 2 - 1, -grain)
     choices = [(size, -(-out_features // size)) for size in sizes]
     return min(choices, key=lambda choice: choice[1] * (choice[0] + TILE_COST))
 
@@ -163,11 +195,17 @@ def fold_shape(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
     return TENSOR_ROWS + config.stacked - config.tile, config.stack * shape.columns
 
 
+def turn_shape(shape: FewRowsShape) -> tuple[int, int]:
+    """Returns the shape of results in shared memory, from which each row is read with the rows 8 before and behind."""
+    return TENSOR_ROWS + 2 * GRAIN, shape.columns
+
+
 def smem_bytes(shape: FewRowsShape, config: FewRowsConfig) -> int:
     """Returns the shared memory of a CTA."""
     stages = config.num_stages * config.stack * block_bytes(shape, config.tile, config.block_in)
     fold = 4 * math.prod(fold_shape(shape, config)) if config.stack > 1 else 0
-    return stages + beyond_bytes(shape, config.stacked, config.block_in) + fold + OTHER_BYTES
+    turn = 4 * math.prod(turn_shape(shape)) if shape.heads is not None else 0
+    return stages + beyond_bytes(shape, config.stacked, config.block_in) + fold + turn + OTHER_BYTES
 
 
 def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
@@ -177,7 +215,7 @@ def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
     if smem_bytes(shape, config) > room:
         raise ValueError(f"config must need at most {room} bytes of shared memory, got {config} for {shape}")
     of_stage = config.stack * config.block_in
-    is_cut = config.tile % GRAIN or config.stacked > TENSOR_ROWS or shape.in_features % of_stage
+    is_cut = config.tile % shape.grain or config.stacked > TENSOR_ROWS or shape.in_features % of_stage
     if is_cut or config.tile * config.tiles * config.num_ctas < shape.out_features:
         raise ValueError(f"config must have tiles that cover {shape}, got {config}")
     if not 1 <= config.num_stages <= config.tiles * (shape.in_features // of_stage):

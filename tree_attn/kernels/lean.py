@@ -50,9 +50,7 @@ from tree_attn.kernels.lean_walk import (
 )
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index
-from tree_attn.kernels.registers import launch, scaled_logits, spread
-
-WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
+from tree_attn.kernels.registers import WRITES_IN_PLACE, launch, scaled_logits, spread
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.

@@ -16,6 +16,7 @@ SMEM_BYTES_PER_SM = 227 * 1024
 # three terms of `tanh(x)` do.
 MAX_PLAIN_CAP, SERIES_BELOW = 64.0, 0.125
 RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
+WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
 
 
 def launch(body, *, scratch_bytes: int, name: str, **options):

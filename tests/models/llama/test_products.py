@@ -1,5 +1,6 @@
 """Products of new tokens with weights: by XLA, and by the kernel for few rows, here in the interpreter."""
 
+import dataclasses
 import logging
 
 import jax
@@ -8,12 +9,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.cache import KVCache
 from tree_attn.kernels import few_rows_call
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
+from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products
 from tree_attn.models.llama.layers import RMSNorm
 from tree_attn.models.llama.products import Branch, FewRowsProducts, XlaProducts
+from tree_attn.models.llama.rope import apply_rotation
 from tree_attn.models.llama.storage import empty_cache
 
 # Every product has out-features of a multiple of 8 and in-features of a multiple of 64.
@@ -29,10 +33,11 @@ def on_one_sm(monkeypatch):
     monkeypatch.setattr(few_rows_call, "num_sms", lambda: 1)
 
 
-def logits_by(name, config, sharding):
-    """Returns the logits of two new tokens in each of three sequences."""
-    model = Llama(config, sharding, parameters.random(sharding, jnp.bfloat16), products=name)
-    cache = empty_cache(config, sharding, batch=3, capacity=8, dtype=jnp.bfloat16)
+def logits_by(name, config, sharding, is_apart=False):
+    """Returns the logits of two new tokens in each of three sequences; layers are stacked, or lie apart."""
+    create = parameters.random(sharding, jnp.bfloat16)
+    model = Llama(config, sharding, create, products=name, unroll_layers=is_apart)
+    cache = empty_cache(config, sharding, batch=3, capacity=8, dtype=jnp.bfloat16, stacks_layers=not is_apart)
     tokens = jnp.asarray([[3, 1], [4, 1], [5, 9]], jnp.int32)
     attention = by_name("single", sharding)
     with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
@@ -42,12 +47,14 @@ def logits_by(name, config, sharding):
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(
-    "options", [{}, {"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}], ids=str
+    ("options", "is_apart"),
+    [({}, False), ({}, True), ({"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}, True)],
+    ids=str,
 )
-def test_a_step_by_the_kernel_is_a_step_by_xla(options, sharding_over, on_one_sm):
+def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, sharding_over, on_one_sm):
     config = LlamaConfig(**SHAPE, vocab_size=64, max_position=32, **options)
-    expected = logits_by("xla", config, sharding_over(config, 1))
-    logits = logits_by("mosaic_gpu", config, sharding_over(config, 1))
+    expected = logits_by("xla", config, sharding_over(config, 1), is_apart)
+    logits = logits_by("mosaic_gpu", config, sharding_over(config, 1), is_apart)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()  # each path rounds to bfloat16 where it does
     assert (logits != expected).any(), "the kernel multiplied"
 
@@ -72,7 +79,10 @@ def test_the_kernel_multiplies_as_xla_does(on_one_sm):
 @needs_interpreter
 @pytest.mark.parametrize("name", products.PRODUCTS)
 def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monkeypatch):
-    """Lowered for CUDA: the kernel is called for each and for the head, of new tokens and not of prompts."""
+    """Lowered for CUDA: the kernel is called for each and for the head, of new tokens and not of prompts.
+
+    The product of query, key and value writes the cache, and nothing else does.
+    """
     monkeypatch.setattr("tree_attn.kernels.few_rows_layout.overlaps", lambda: True)
     monkeypatch.setattr(few_rows_call, "overlaps", lambda: True)
     config = LlamaConfig(**SHAPE | {"num_layers": 3}, vocab_size=64, max_position=32)
@@ -81,12 +91,70 @@ def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monke
     model = Llama(config, sharding, create, unroll_layers=True, products=name)
     tokens, lengths = jnp.ones((1, 8), jnp.int32), jnp.full(1, 8, jnp.int32)
     attention = by_name("single", sharding, implementation="xla")
-    cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.bfloat16)
+    cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.bfloat16, stacks_layers=False)
     calls = {"decode": lambda: model.decode(tokens, cache, attention)[0],
              "prefill": lambda: model.prefill(tokens, lengths, cache, attention)[0]}  # fmt: skip
     lowered = {which: jax.jit(f).trace().lower(lowering_platforms=("cuda",)).as_text() for which, f in calls.items()}
-    counts = {which: text.count("call @multiply_few_rows") for which, text in lowered.items()}
-    assert counts == {"decode": 0 if name == "xla" else 3 * 4 + 1, "prefill": 0}
+    names = "call @multiply_few_rows", "call @multiply_into_cache"
+    counts = {which: [text.count(name) for name in names] for which, text in lowered.items()}
+    assert counts == {"decode": [0, 0] if name == "xla" else [3 * 3 + 1, 3], "prefill": [0, 0]}
+    assert ("scatter" in lowered["decode"]) == (name == "xla")
+
+
+def cache_of(lengths=(0, 8, 3), **options):
+    """Returns a cache with 8 slots of each sequence, of two layers apart, full of ones."""
+    mesh = make_mesh({"seq": 1}, jax.devices()[:1])
+    shape = dict(batch=3, capacity=8, num_kv_heads=1, head_dim=16, num_layers=2, mesh=mesh, axis_name="seq")
+    cache = KVCache.create(**shape | dict(dtype=jnp.bfloat16, stacks_layers=False) | options)
+    return dataclasses.replace(jax.tree.map(jnp.ones_like, cache), lengths=jnp.asarray(lengths, jnp.int32))
+
+
+def append_arguments():
+    branch = branch_of(3, jnp.bfloat16)
+    branch = dataclasses.replace(branch, x=branch.x.reshape(3, 1, 64))
+    weights = jnp.cos(jnp.arange(4 * 16 * 64.0)).reshape(1, 4, 16, 64).astype(jnp.bfloat16)
+    angles = jnp.linspace(0, 5, 3 * 8).reshape(3, 1, 1, 8)
+    return branch, weights, (jnp.cos(angles), jnp.sin(angles))
+
+
+@needs_interpreter
+def test_the_product_of_new_tokens_rotates_and_writes_as_xla_does(on_one_sm):
+    """A sequence without room stays as it is, and so does the other layer."""
+    branch, weights, rotation = append_arguments()
+    cache = cache_of()
+    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+        query, appended = jax.jit(lambda cache: FewRowsProducts().append(branch, weights, rotation, cache, 1))(cache)
+    heads = XlaProducts().project(branch, weights)
+    expected = cache.write(apply_rotation(heads[:, :, :, 2], rotation), heads[:, :, :, 3], layer=1)
+    expected_query = apply_rotation(heads[:, :, :, :2].reshape(3, 1, 2, 16), rotation)
+    is_new = np.asarray(expected.arrays.key[1] != 1)
+    assert np.argwhere(is_new.any(axis=(2, 3))).tolist() == [[0, 0], [2, 3]]
+    pairs = [(query, expected_query), *zip(jax.tree.leaves(appended), jax.tree.leaves(expected), strict=True)]
+    for found, wanted in pairs:
+        assert found.shape == wanted.shape
+        found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+        assert abs(found - wanted).max() <= 0.02 * abs(wanted).max()
+    np.testing.assert_array_equal(np.asarray(appended.arrays.key[1])[~is_new], 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"stacks_layers": True}, "layers that lie apart"),
+        ({"dtype": jnp.float8_e4m3fn}, "bfloat16, not float8_e4m3fn"),
+        ({"dtype": jnp.int8, "key_scale": jnp.ones((2, 1)), "value_scale": jnp.ones((2, 1))}, "without scales"),
+        ({"keeps_value_sum": True}, "keys and values alone"),
+        ({"window": 4, "lengths": (0, 1, 2)}, "of all tokens"),
+    ],
+    ids=str,
+)
+def test_a_cache_that_the_kernel_cannot_write_is_xlas_with_a_reason(options, reason, caplog, monkeypatch):
+    monkeypatch.setattr("tree_attn.kernels.few_rows_layout.WRITES_IN_PLACE", (0, 10))
+    branch, weights, rotation = append_arguments()
+    assert XlaProducts().append(branch, weights, rotation, cache_of(), 0) is None
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        assert FewRowsProducts().append(branch, weights, rotation, cache_of(**options), 0) is None
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         "--products",
         metavar="NAME",
         help="how new tokens are multiplied with weights: xla (default); mosaic_gpu, a kernel for 1 to 16 of them on "
-        "one Hopper GPU; or mosaic_gpu_early, which reads weights ahead (JAX 0.12; not run on a GPU yet)",
+        "one Hopper GPU; or mosaic_gpu_early, which reads weights ahead (JAX 0.12). Neither mosaic_gpu_early nor the "
+        "cache's write by the kernel has run on a GPU yet",
     )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(

@@ -1,0 +1,77 @@
+"""Compiles a decoding program of a small Llama for an absent H200, and prints as JSON what is launched.
+
+`launches` are those of the second of three layers, by the scopes that they come from; `copies` are shapes of copies.
+"""
+
+import json
+import os
+import pathlib
+import re
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tree_attn.cache import KVCache
+from tree_attn.cache_layer import LayerCache, LayerTuple
+from tree_attn.kernels import tuning
+from tree_attn.local import mosaic_gpu
+from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, spread_over
+
+H200 = (pathlib.Path(__file__).parents[2] / "kernels" / "h200.txtpb").read_text()
+CONFIG = LlamaConfig(
+    num_layers=3, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1024,
+    max_position=4096,
+)  # fmt: skip
+NUM_TOKENS = 8  # of a call, in a loop
+
+
+def main():
+    mosaic_gpu.unavailable = lambda: None
+    tuning.device_kind = lambda: "NVIDIA H200"
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    mesh = Mesh(np.array(topology.devices), "seq")
+    sharding = spread_over(CONFIG, mesh, "seq")
+    create = parameters.abstract(sharding, jnp.bfloat16)
+    of = lambda dtype, spec, *size: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+    stored = of(jnp.bfloat16, P(None, "seq"), 1, CONFIG.max_position, CONFIG.num_kv_heads, CONFIG.head_dim)
+    layer = LayerCache(key=stored, value=stored, mesh=mesh, axis_name="seq", block_size=1)
+    layers = LayerTuple((layer,) * CONFIG.num_layers)
+    cache = KVCache(arrays=layers, lengths=of(jnp.int32, P(), 1), overflowed=of(bool, P(), 1))
+    attention = by_name("single", sharding, implementation="mosaic_gpu")
+    for products in ("xla", "mosaic_gpu"):
+        model = Llama(CONFIG, sharding, create, unroll_layers=True, products=products)
+        structure, state = nnx.split(model)
+
+        def decode(state, tokens, cache, structure=structure):
+            def step(carry, _):
+                logits, cache = nnx.merge(structure, state).decode(*carry, attention)
+                return (logits.argmax(axis=-1).astype(jnp.int32), cache), None
+
+            return jax.lax.scan(step, (tokens, cache), length=NUM_TOKENS)[0]
+
+        traced = jax.jit(decode, donate_argnums=2).trace(state, of(jnp.int32, P(), 1, 1), cache)
+        print(json.dumps({"products": products} | launched(traced.lower().compile().as_text())), flush=True)
+
+
+def launched(text: str) -> dict:
+    launches, copies = [], []
+    for computation in re.split(r"\n\n", text):
+        if re.match(r"%?(fused|wrapped|command_buffer)", computation.lstrip()):
+            continue
+        for line in computation.splitlines():
+            if (scope := re.search(r"layer_1/([\w/]+)", line)) and re.search(r" (fusion|custom-call)\(", line):
+                launches.append(scope[1])
+            copies += re.findall(r"= (\S+?)(?:\{\S*)? copy\(", line)
+    return {"launches": launches, "copies": copies}
+
+
+if __name__ == "__main__":
+    main()

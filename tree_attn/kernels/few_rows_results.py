@@ -1,0 +1,81 @@
+"""Plain results of products of few rows: what is added to a tile before it is written, and its writing, by element.
+
+Rows and out-features of a tile end anywhere, so that no copy of whole tiles fits. Shapes are those of `few_rows.py`.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.mlir import narrowed, widened
+from tree_attn.kernels.registers import full
+
+LAYOUT = plgpu.Layout.WGMMA
+
+
+def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns what is to be added to a tile, float32 `[64, cols]`; where there is nothing, numbers of other places."""
+    size = (TENSOR_ROWS, shape.columns)
+    if is_interpreted():
+        beyond = [(0, size[1] - shape.rows), (0, size[0])]
+        whole = jnp.pad(ref[...].astype(jnp.float32), beyond).T
+        return lax.dynamic_slice(whole, (feature, 0), size)
+    result = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
+    def emit(_, zeros, ref, feature):
+        at, _ = _places(feature, shape, config)
+        # Without a branch all reads are on their way together.
+        read = lambda _, place: widened(memref.load(ref, at(*place)))
+        return zeros.foreach(read, create_array=True)
+
+    return emit(full(0.0, size, LAYOUT), ref, feature)
+
+
+def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig) -> None:
+    """Writes a tile's result, from float32 `[64, cols]` to `[rows, O]`."""
+    if is_interpreted():
+        for first in range(0, config.tile, GRAIN):
+
+            @pl.when(feature + first < shape.out_features)
+            def _(first=first):
+                part = result[first : first + GRAIN, : shape.rows].T
+                ref[:, pl.ds(feature + first, GRAIN)] = part.astype(ref.dtype)
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def emit(_, result, ref, feature):
+        at, is_inside = _places(feature, shape, config)
+
+        def write(x, place):
+            with utils.when(is_inside(*place)):
+                memref.store(narrowed(x, ref), ref, at(*place))
+
+        result.foreach(write)
+
+    emit(result, ref, feature)
+
+
+def _places(feature, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns functions of a place in a tile: its nearest indices `(row, feature)`, and whether these are its own."""
+    index = ir.IndexType.get()
+    constant = lambda value: arith.constant(index, value)
+    feature = arith.index_cast(index, feature.registers.item())
+
+    def at(i, column):
+        inside = arith.minui(arith.addi(feature, i), constant(shape.out_features - 1))
+        return [arith.minui(column, constant(shape.rows - 1)), inside]
+
+    def is_inside(i, column):
+        below = lambda x, end: arith.cmpi(arith.CmpIPredicate.ult, x, constant(end))
+        in_tile = arith.andi(below(i, config.tile), below(arith.addi(feature, i), shape.out_features))
+        return arith.andi(in_tile, below(column, shape.rows))
+
+    return at, is_inside
