@@ -191,6 +191,18 @@ def test_the_gradient_of_a_ring_is_that_of_its_backward_pass(name, has_lengths, 
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_a_ring_that_returns_lse_has_the_gradient_of_lse_too():
+    """cuDNN's backward pass takes lse for a constant, so blocks of ours run instead."""
+    arrays = Case(queries=24, keys=24, dtype="bfloat16").arrays()
+    ring = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": 2}), block_size=None, return_lse=True)
+    dense = partial(dense_attention, query_positions=np.arange(24), is_causal=True)
+    of = lambda attention: jax.jit(jax.grad(lambda *arrays: jnp.sum(attention(*arrays)[1]), (0, 1)))
+    expected = of(dense)(*(x.astype(jnp.float32) for x in arrays))
+    for found, wanted in zip(of(ring)(*arrays), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.04 * np.abs(wanted).max())
+
+
+@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("options, block_size", [({}, 2), ({}, None), ({"local_window_size": 3}, 1)])
 def test_what_the_mask_of_cudnn_cannot_say_needs_a_bias(options, block_size, monkeypatch):
     monkeypatch.setattr(cudnn, "MAX_BIAS_ELEMENTS", 0)
