@@ -70,7 +70,8 @@ def _sweep(call):
 
     from tree_attn.kernels import lean_call, tuning
     from tree_attn.kernels.lean_layout import LeanConfig, max_smem_bytes
-    from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM
+    from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
+    from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
     from tree_attn.local import mosaic_gpu
 
     batch, num_queries, keys, num_heads, num_kv_heads, head_dim, dtype, is_ragged = call

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, SMEM_BYTES_PER_SM, WRITES_IN_PLACE
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, WRITES_IN_PLACE
+from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 MAX_ROWS = 16
 GRAIN = 8  # out-features that are copied together, at the least

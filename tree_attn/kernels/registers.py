@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 LOG2_E = math.log2(math.e)
 # A finite stand-in for -inf: exp2(LOWEST - LOWEST) is 1, where -inf - -inf would be NaN.
 LOWEST = float(np.finfo(np.float32).min)
-SMEM_BYTES_PER_SM = 227 * 1024
 # The largest soft cap whose logits err by less than the tolerance of lse, 1e-7 of the cap; and the largest `x` of which
 # three terms of `tanh(x)` do.
 MAX_PLAIN_CAP, SERIES_BELOW = 64.0, 0.125

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tree_attn.kernels.registers import SMEM_BYTES_PER_SM
+from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 HEAD_DIMS = (64, 80, 96, 128)
 SLOT_MULTIPLE = 512  # TMA moves components by 8 rows of 64 keys

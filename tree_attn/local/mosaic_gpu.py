@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tree_attn.devices import default_platform
+from tree_attn.devices import default_runtime
 from tree_attn.local import xla
 from tree_attn.masking import Visibility
 from tree_attn.mesh import varying_axes
@@ -22,15 +22,15 @@ CHECKED = "mosaic_gpu does not run on sharded arrays inside a shard_map with che
 
 def unavailable() -> str | None:
     """Returns why the kernel cannot run here (no GPU that it is written for, a JAX it was never run on), or None."""
+    if (runtime := default_runtime()) != "cuda":
+        return f"mosaic_gpu needs an NVIDIA GPU; programs run on {runtime!r} here"
     from tree_attn.kernels.targets import TARGETS
 
-    if default_platform() != "gpu":
-        return f"mosaic_gpu needs an NVIDIA GPU; programs run on {default_platform()!r} here"
     capability = getattr(jax.local_devices()[0], "compute_capability", "")
     if capability not in TARGETS:
         return f"mosaic_gpu is written for compute capability {', '.join(TARGETS)}, this GPU has {capability}"
     if jax.__version_info__ < OLDEST_JAX:
-        return f"mosaic_gpu was run on a GPU with JAX 0.11 and newer only; it lowers, untried, with {jax.__version__}"
+        return f"mosaic_gpu was run on a GPU with JAX 0.11 and newer only, this is {jax.__version__}"
     return None
 
 

@@ -60,11 +60,11 @@ def peer_memory(groups: Groups, num_bytes: int) -> int:
 
 def check_platform(devices: Sequence[jax.Device]) -> None:
     """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and for which the exchange is written."""
+    if (runtime := runtime_of(devices[0])) != "cuda":
+        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
     from tree_attn.kernels.exchange import NUM_CTAS
     from tree_attn.kernels.targets import TARGETS
 
-    if (runtime := runtime_of(devices[0])) != "cuda":
-        raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
     capability = getattr(devices[0], "compute_capability", "9.0")  # devices to compile for have none
     if capability not in TARGETS:
         raise PeerMemoryError(
