@@ -151,7 +151,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "time" and args.out is None:
         parser.error("time needs --out")
-    from tree_attn.kernels.few_rows_layout import overlaps
+    from tree_attn.kernels.overlap import overlaps
 
     missing = None if args.what == "check" else MissingRows(args.out, LABELS)
     ways = [way for way in args.ways.split(",") if overlaps() or not way.endswith("early")]

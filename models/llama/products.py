@@ -194,7 +194,7 @@ def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaP
         raise ValueError(f"products must be one of {list(PRODUCTS)}, got {name!r}")
     if name == "xla":
         return XlaProducts()
-    from tree_attn.kernels.few_rows_layout import overlaps
+    from tree_attn.kernels.overlap import overlaps
 
     is_early = name == "mosaic_gpu_early"
     reason = mosaic_gpu.unavailable()

@@ -37,7 +37,7 @@ from tree_attn.kernels.few_rows_layout import (
     turn_shape,
 )
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
-from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import LOG2_E, full, launch, load, store_transposed, tiling, transposable_layout
 
 _REDUCTION_BYTES = 1024
@@ -88,6 +88,7 @@ def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig):
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=_REDUCTION_BYTES,
+        waits=False,
         name="few_rows",
     )(*arrays.values())
 
@@ -173,15 +174,18 @@ def _multiply_scoped(
             copy_weights(step, stage)
             copy_x(step, stage)
 
+        if not config.is_early:
+            await_previous_kernel()
         lax.fori_loop(0, stages, lambda step, _: copy_weights(step, step), None)
-        _begin_next_kernel(config)
-        _await_previous_kernel(config)
+        begin_next_kernel()
+        if config.is_early:
+            await_previous_kernel()
         lax.fori_loop(0, stages, lambda step, _: copy_x(step, step), None)
         lax.fori_loop(stages, config.tiles * blocks, refill, None)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
-        _await_previous_kernel(config)
+        await_previous_kernel()
 
         def release(step):
             @pl.when(step + stages < config.tiles * blocks)  # else the moving warpgroup does not wait for it
@@ -227,18 +231,6 @@ def _multiply_scoped(
             write_heads((out_ref, refs["key"], refs["value"]), result, slots, first_pair(tile), shape, config)
 
         lax.fori_loop(0, config.tiles, tile_step, None)
-
-
-def _begin_next_kernel(config: FewRowsConfig) -> None:
-    """Lets the next kernel begin as soon as there is room for it."""
-    if config.is_early and not is_interpreted():
-        plgpu.griddepcontrol_launch_dependents()
-
-
-def _await_previous_kernel(config: FewRowsConfig) -> None:
-    """Waits until the previous kernel has ended, and what it wrote is there."""
-    if config.is_early and not is_interpreted():
-        plgpu.griddepcontrol_wait()
 
 
 def _no_squares(shape: FewRowsShape, config: FewRowsConfig):

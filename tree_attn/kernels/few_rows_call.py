@@ -11,10 +11,10 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsShape,
     Heads,
     few_rows_config,
-    overlaps,
     unsupported,
     unsupported_cache,
 )
+from tree_attn.kernels.overlap import overlaps
 from tree_attn.kernels.tuning import num_sms
 
 

@@ -29,8 +29,6 @@ CTA_BYTES = 192 * 1024  # of all stages, where one CTA has an SM
 OVERLAPPED_CTA_BYTES = 104 * 1024  # of all stages, where the next kernel's CTA is there too
 OTHER_BYTES = 3 * 1024  # of barriers and reductions
 ACTIVATIONS = ("silu",)
-# JAX that records these kernels in CUDA graphs with programmatic dependencies; before it, they do not overlap.
-OVERLAPS = (0, 12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,11 +134,6 @@ def unsupported_cache(head_dim: int, dtype, cache_dtype) -> str | None:
     if jnp.dtype(dtype) != jnp.dtype(cache_dtype):
         return f"few rows are written in their own dtype, {jnp.dtype(dtype).name}, not {jnp.dtype(cache_dtype).name}"
     return None
-
-
-def overlaps() -> bool:
-    """Returns whether this JAX lets a kernel begin before the previous one has ended."""
-    return jax.__version_info__ >= OVERLAPS
 
 
 def block_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:

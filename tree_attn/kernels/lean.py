@@ -48,6 +48,7 @@ from tree_attn.kernels.lean_walk import (
     visible_slots,
     walk,
 )
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch, scaled_logits, spread
@@ -118,6 +119,7 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
+        waits=False,
         name="lean_attention" if epilogue is None else "lean_exchange",
     )(query, key, value, *tables.values())
 
@@ -193,6 +195,7 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
+    await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
@@ -212,6 +215,7 @@ def _attend_runs_scoped(
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
         move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers)
+        begin_next_kernel(shape.target)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():

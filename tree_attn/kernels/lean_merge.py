@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
@@ -74,6 +75,7 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
         num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
+        waits=False,
         name="lean_merge",
     )
 
@@ -98,13 +100,15 @@ def _first_cut(tables, place, shape: LeanShape, config: LeanConfig):
         runs = tables["runs"]
         sequence, within, kv_tile, num_kv_tiles = (runs[run, i] for i in range(4))
         output_tile = sequence * shape.output_tiles_per_sequence + within * count + lane
+        # Runs without a KV tile begin behind the last.
+        output_tile = jnp.minimum(output_tile, shape.num_output_tiles - 1)
         return output_tile, (num_kv_tiles > 0) & (kv_tile > 0) & (runs[before, 3] >= kv_tile)
     total, runs = static_runs(shape, config)
     start = run_start(run, total, runs)
     number = lax.div(start, shape.static_kv_tiles)
     first = number * shape.static_kv_tiles
     is_first = (run < runs) & (start > first) & (run_start(before, total, runs) <= first)
-    return number * count + lane, is_first
+    return jnp.minimum(number * count + lane, shape.num_output_tiles - 1), is_first
 
 
 def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
@@ -139,7 +143,11 @@ def _merge_scoped(
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
     place, block, group = (lax.axis_index(name) for name in ("place", "head_dims", "warpgroup"))
+    begin_next_kernel(shape.target)
+    # Tables are older than the kernel before this one, which has read them too.
     output_tile, merges = of_place(optional, place, shape, config)
+    first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+    await_previous_kernel(shape.target)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
     cols = shape.cols
     # Columns beyond G' and head dims beyond H are out of bounds: read as zeros, and not written.
@@ -171,7 +179,6 @@ def _merge_scoped(
 
     @pl.when(merges)
     def _():
-        first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
         partial_of = lambda i: (accs_ref.at[first + i, head_dims], stats_ref.at[first + i])
         at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
         fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, folded=folded)

@@ -45,6 +45,7 @@ from tree_attn.kernels.lean_walk import (
     visible_slots,
     walk,
 )
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.query_layout import query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_partials
@@ -95,6 +96,7 @@ def tall_attention(
         num_threads=COMPUTING + 1,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
+        waits=False,
         name="tall_attention",
     )(query, key, value, *tables.values())
     if is_whole:
@@ -137,6 +139,7 @@ def _attend_runs_scoped(
     block_kv, stages = config.block_kv, config.num_stages
     warpgroup = lax.axis_index("warpgroup")
     computing, moving = registers_of(shape, config)
+    await_previous_kernel()
     run = run_of_cta(tables, shape, config)
     # The scale joins the subtraction of the maximum in one multiply-add, unless something else is done to logits.
     is_plain = shape.logits_soft_cap is None and "scales" not in tables and shape.scale > 0
@@ -155,6 +158,7 @@ def _attend_runs_scoped(
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
         move_tiles(tables, shape, config, run, move_query, 1, refs, smems, barriers)
+        begin_next_kernel()
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
 from tree_attn.kernels.lean_merge import finish, fold_partials, fold_state
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.query_layout import query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
@@ -35,6 +36,7 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
         num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
+        waits=False,
         name="tall_merge",
     )(*partials, *optional.values())
 
@@ -46,7 +48,10 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
+        begin_next_kernel()
+        # Tables are older than the kernel before this one, which has read them too.
         first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+        await_previous_kernel()
         head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
         rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
         slices = list(query_slices(shape, output_tile, half * ROWS, ROWS))

@@ -21,21 +21,23 @@ class Target:
 
     is_hopper:          products by `wgmma`, and copies by TMA
     has_float8:         an instruction that widens float8
+    overlaps_launches:  a kernel may begin before the previous one has ended (`overlap.py`)
     smem_bytes_per_sm:  shared memory of a streaming multiprocessor; a CTA has 1 KiB less
     """
 
     is_hopper: bool = False
     has_float8: bool = True
+    overlaps_launches: bool = True
     smem_bytes_per_sm: int = 100 * 1024
 
 
 HOPPER = Target(is_hopper=True, smem_bytes_per_sm=SMEM_BYTES_PER_SM)
-AMPERE = Target(has_float8=False, smem_bytes_per_sm=164 * 1024)
+AMPERE = Target(has_float8=False, overlaps_launches=False, smem_bytes_per_sm=164 * 1024)
 TARGETS = {
     "8.0": AMPERE,
-    "8.6": Target(has_float8=False),
+    "8.6": Target(has_float8=False, overlaps_launches=False),
     "8.7": AMPERE,
-    "8.9": Target(),
+    "8.9": Target(overlaps_launches=False),
     "9.0": HOPPER,
     "10.0": Target(smem_bytes_per_sm=SMEM_BYTES_PER_SM),
     "10.3": Target(smem_bytes_per_sm=SMEM_BYTES_PER_SM),

@@ -1,0 +1,35 @@
+"""Programmatic dependent launch: a kernel begins while the one before it ends.
+
+A kernel that begins so waits before it reads or writes any memory of the GPU: the memory that a kernel may write was
+free to XLA only when the kernels before it had ended. What it has done by then, and the launch itself, cost nothing.
+Kernels that do not take part, as XLA's own, begin when the kernel before them has ended, and are waited for as a whole.
+
+JAX 0.12 records these kernels in CUDA graphs so. With an older JAX, and before compute capability 9.0, nothing overlaps.
+
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.targets import HOPPER, Target
+
+OLDEST_JAX = (0, 12)
+
+
+def overlaps(target: Target = HOPPER) -> bool:
+    """Returns whether this JAX lets a kernel begin before the previous one has ended, on such a GPU."""
+    return target.overlaps_launches and jax.__version_info__ >= OLDEST_JAX
+
+
+def await_previous_kernel(target: Target = HOPPER) -> None:
+    """Waits until the previous kernel has ended, and what it wrote is there. All threads of a kernel call this."""
+    if overlaps(target) and not is_interpreted():
+        plgpu.griddepcontrol_wait()
+
+
+def begin_next_kernel(target: Target = HOPPER) -> None:
+    """Lets the next kernel begin as soon as all CTAs have called this or ended, and there is room for it."""
+    if overlaps(target) and not is_interpreted():
+        plgpu.griddepcontrol_launch_dependents()
