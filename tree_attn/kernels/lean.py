@@ -44,6 +44,7 @@ from tree_attn.kernels.lean_walk import (
     num_arrivals,
     run_of_cta,
     span_of_keys,
+    tile_slots,
     trims_tiles,
     visible_slots,
     walk,
@@ -67,7 +68,8 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
       tables: arrays by name; None, or left out, where there is none:
         sequences: int32 `[B, 6]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
           slots, most runs), or None where all slots are visible, so that `shape.static_kv_tiles` is known.
-        runs: int32 `[num_ctas, 4]` from `tree_attn.kernels.schedule.run_table`, or None if `shape.static_kv_tiles`.
+        runs: int32 `[num_ctas, 7]` from `tree_attn.kernels.lean_call.schedule_tables`, or None if
+          `shape.static_kv_tiles`.
         columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
         pages: int32 `[B, pages per sequence]`, if paged.
         scales: float32 `[2, K]`, factors of K and V of each head, or None.
@@ -224,10 +226,11 @@ def _attend_runs_scoped(
 
         def attend_segment(output_tile, segment):
             query_place = segment.query_place(query_smem.shape[0])
-            plgpu.barrier_wait(query_full.at[query_place])
             visible = functools.partial(visible_slots, tables, shape, output_tile, (block_kv, cols), PER_COLUMN)
-            seen = visible()
+            # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
+            seen = visible() if epilogue is None else None
             span = span_of_keys(tables, output_tile)
+            plgpu.barrier_wait(query_full.at[query_place])
             query, factors = products.begin(query_smem.at[query_place])
             key_scale = head_scale(0, output_tile)
             if factors is not None:
@@ -247,12 +250,12 @@ def _attend_runs_scoped(
                     plgpu.barrier_arrive(key_free.at[stage])
 
                 logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
-                first_slot = output_tile.first_slot + (segment.kv_tile + i) * block_kv
+                first_slot, own_slot = tile_slots(shape, config, output_tile, segment.kv_tile + i)
                 if shape.mask != "none":
                     slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
                     slots = slots + first_slot
-                    # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
-                    first, end = seen if epilogue is None else visible()
+                    first, end = visible() if seen is None else seen
+                    first = first if own_slot is first_slot else jnp.maximum(first, own_slot)
                     logits = jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
                 new_top = jnp.maximum(top, products.top_of(logits))  # [cols]
                 decay = jnp.exp2(top - new_top)
@@ -261,7 +264,8 @@ def _attend_runs_scoped(
                 weights = products.ready(weights)
 
                 plgpu.barrier_wait(value_full.at[stage])
-                products.zero_garbage(value_smem.at[stage], span, first_slot, trims_tiles(tables, shape, config))
+                is_trimmed = trims_tiles(tables, shape, config) and (own_slot is first_slot or own_slot == first_slot)
+                products.zero_garbage(value_smem.at[stage], span, first_slot, is_trimmed)
                 acc = products.updated(acc, decay, weights, value_smem.at[stage])
 
                 @pl.when(is_refilled)

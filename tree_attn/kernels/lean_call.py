@@ -191,7 +191,8 @@ def lean_shape(
         tokens = cols // heads_together
         blocks = pl.cdiv(columns // heads_together, tokens)
     else:
-        blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target)
+        is_whole = page_size is not None or num_slots % SLOT_MULTIPLE == 0
+        blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target, is_whole=is_whole)
         tokens = cols if num_queries > MAX_QUERIES else None
     return LeanShape(
         batch=batch,
@@ -212,14 +213,20 @@ def lean_shape(
     )
 
 
-def column_blocks(num_columns: int, head_dim: int, is_widened: bool, target: Target) -> tuple[int, int]:
-    """Returns how many blocks of how many query columns: a multiple of 8, as many as registers hold at most."""
+def column_blocks(
+    num_columns: int, head_dim: int, is_widened: bool, target: Target, *, is_whole: bool = True
+) -> tuple[int, int]:
+    """Returns how many blocks of how many query columns: a multiple of 8, as many as registers hold at most.
+
+    Args:
+      is_whole: 8 divides the array's slots. Copies of other arrays take registers (`kv_parts.py`).
+    """
     if not target.is_hopper:
         max_columns = 32 if head_dim <= 64 else 16 if head_dim <= 128 else 8
     elif is_widened:
         max_columns = 32 if head_dim <= 64 else 24 if head_dim <= 128 else 8
     else:
-        max_columns = 64 if head_dim <= 128 else 32
+        max_columns = (64 if is_whole else 56) if head_dim <= 128 else 32
     blocks = pl.cdiv(num_columns, max_columns)
     return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
 
@@ -248,7 +255,9 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig):
     runs = run_table(
         kv_tiles, offsets, per_sequence, num_runs, max_runs=max_runs, whole_output_tiles=shape.whole_output_tiles
     )  # fmt: skip
-    return sequences, runs
+    # What a CTA needs of its first sequence stands beside its run: it waits for memory once.
+    begins_in = jnp.stack([first_slot, kv_tiles, span_end], axis=1).astype(jnp.int32)[runs[:, 0]]
+    return sequences, jnp.concatenate([runs, begins_in], axis=1)
 
 
 def _keeps_output_tiles_whole(shape: LeanShape, config: LeanConfig) -> bool:

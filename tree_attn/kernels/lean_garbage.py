@@ -5,12 +5,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.lean_layout import LeanShape
-from tree_attn.kernels.lean_walk import GRAIN
+from tree_attn.kernels.kv_parts import has_broken_group
+from tree_attn.kernels.lean_layout import GRAIN, LeanShape
 from tree_attn.kernels.registers import load, store_transposed, transposable_layout
 
 
-def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -> None:
+def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed) -> None:
     """Puts zeros in place of the values of a KV tile that are not the sequence's: beyond its end, if packed before it.
 
     A weight of zero does not make zero of what may be NaN. Only tiles at an end are written.
@@ -19,7 +19,7 @@ def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -
       values: `[kv, Hp]`, in shared memory, as stored. All of a warpgroup's threads call this.
       span: from `span_of_keys`. None: TMA fills what is beyond the last slot with zeros.
       first_slot: slot of the first of the values.
-      is_trimmed: `trims_tiles`; then zeros follow the `GRAIN` that has the end.
+      is_trimmed: zeros follow the `GRAIN` that has the end (`trims_tiles`).
     """
     if span is None:
         return
@@ -30,10 +30,10 @@ def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed: bool) -
         slots = plgpu.broadcasted_iota(jnp.int32, shape_of_slots, axis, layout=layout) + first
         return (slots >= start) & (slots < end) if shape.is_packed else slots < end
 
-    _zero_ends(values, span, first_slot, is_beyond, is_key, shape.is_packed, is_trimmed)
+    _zero_ends(values, span, first_slot, is_beyond, is_key, shape, is_trimmed)
 
 
-def _zero_ends(values, span, first_slot, is_beyond, is_key, is_packed: bool, is_trimmed: bool) -> None:
+def _zero_ends(values, span, first_slot, is_beyond, is_key, shape: LeanShape, is_trimmed) -> None:
     """Zeros garbage `GRAIN` slots at a time, from the one that has the end on."""
     block_kv, padded = values.shape
     start, end = span
@@ -51,13 +51,18 @@ def _zero_ends(values, span, first_slot, is_beyond, is_key, is_packed: bool, is_
     @pl.when(is_beyond)
     def _():
         num_seen = jnp.maximum(end - first_slot, 0)
-        last = jnp.maximum(pl.cdiv(num_seen, GRAIN), 1) if is_trimmed else block_kv // GRAIN
-        lax.fori_loop(lax.div(num_seen, GRAIN), last, zero, None)
+        trimmed, whole = jnp.maximum(pl.cdiv(num_seen, GRAIN), 1), block_kv // GRAIN
+        is_known = isinstance(is_trimmed, bool)
+        read = (trimmed if is_trimmed else whole) if is_known else jnp.where(is_trimmed, trimmed, whole)
+        lax.fori_loop(lax.div(num_seen, GRAIN), read, zero, None)
         plgpu.commit_smem()
 
-    if is_packed:
+    if shape.is_packed:
 
         @pl.when(first_slot < start)
         def _():
-            zero(jnp.int32(0), None)
+            if has_broken_group(shape):  # a KV tile that ends with the array may begin long before
+                lax.fori_loop(0, pl.cdiv(jnp.minimum(start - first_slot, block_kv), GRAIN), zero, None)
+            else:
+                zero(jnp.int32(0), None)
             plgpu.commit_smem()

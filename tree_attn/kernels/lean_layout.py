@@ -18,11 +18,14 @@ MAX_QUERIES, MAX_GROUP = 8, 16
 MAX_LEAN_COLUMNS = 32
 MAX_SPARE_COLUMNS = 32  # query columns with which the lean kernel has registers to spare; with 64 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
+GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; the lean kernel has at most 64 columns
 
 # Columns of the table of sequences.
 FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS = range(6)
+# Columns of the table of runs, after those of `schedule.run_table`: of the sequence in which a run begins.
+RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END = range(4, 7)
 
 
 def is_many_query(num_queries: int, group: int) -> bool:

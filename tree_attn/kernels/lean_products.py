@@ -83,7 +83,7 @@ class WgmmaProducts:
         plgpu.commit_smem()
         return self.weights_smem
 
-    def zero_garbage(self, values, span, first_slot, is_trimmed: bool) -> None:
+    def zero_garbage(self, values, span, first_slot, is_trimmed) -> None:
         """Puts zeros in place of values that are no keys'; arguments as in `lean_garbage.zero_garbage`."""
         zero_garbage(values, span, first_slot, self.shape, is_trimmed)
 
@@ -149,7 +149,7 @@ class MmaProducts:
         """Returns the weights: they stay in registers."""
         return weights
 
-    def zero_garbage(self, values, span, first_slot, is_trimmed: bool) -> None:
+    def zero_garbage(self, values, span, first_slot, is_trimmed) -> None:
         """Puts zeros in place of values that are no keys'; each warp does so for its own rows."""
         mma.zero_garbage(values, kv_tilings(self.shape, self.config)[1], span, first_slot, self.shape)
 

@@ -12,8 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.kernels import kv_parts
 from tree_attn.kernels.lean_layout import (
     FIRST_SLOT,
+    GRAIN,
     MAX_SPARE_COLUMNS,
     NUM_KV_TILES,
+    RUN_FIRST_SLOT,
+    RUN_NUM_KV_TILES,
+    RUN_SPAN_END,
     SPAN_END,
     SPAN_START,
     LeanConfig,
@@ -26,22 +30,29 @@ from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.registers import load
 from tree_attn.kernels.schedule import quotient, remainder, run_start
 
-GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A CTA's run: where it begins and how many KV tiles it has (scalars in the kernel)."""
+    """A CTA's run: where it begins and how many KV tiles it has (scalars in the kernel).
+
+    sequence, output_tile, kv_tile:  of its first KV tile; numbers within the sequence, and within the output tile
+    table, row:  the table of runs and the run's place there, or None where the schedule is known when compiling
+    """
 
     sequence: Any
-    output_tile: Any  # within the sequence
-    kv_tile: Any  # within the output tile
+    output_tile: Any
+    kv_tile: Any
     num_kv_tiles: Any
+    table: Any = None
+    row: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OutputTile:
-    """One output tile: its number, sequence, KV head, block of columns, first KV tile's first slot, and KV tiles."""
+    """One output tile: its number, sequence, KV head, block of columns, first KV tile's first slot, and KV tiles.
+
+    span_end:  end of the sequence's visible slots, where the walk was asked for it
+    """
 
     index: Any
     sequence: Any
@@ -49,6 +60,7 @@ class _OutputTile:
     col_block: Any
     first_slot: Any
     num_kv_tiles: Any
+    span_end: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +96,10 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     if shape.static_kv_tiles is None:
         sequence, place, kv_tile, num_kv_tiles = (tables["runs"][number, i] for i in range(4))
         within = place * count + lane
-        return _Run(sequence=sequence, output_tile=within, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles)
+        return _Run(
+            sequence=sequence, output_tile=within, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles, table=tables["runs"],
+            row=number,
+        )  # fmt: skip
     # All is known but the CTA's number: no table to wait for.
     total, runs = static_runs(shape, config)
     start, end = run_start(number, total, runs), run_start(number + 1, total, runs)
@@ -97,22 +112,32 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     )
 
 
-def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment) -> Any:
+def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment, *, is_first_to_read=False) -> Any:
     """Calls `attend_segment(output_tile, segment)` for every output tile that the run touches, in order.
 
+    Args:
+      is_first_to_read: nothing hides how long a table takes to read. So what is known of the first output tile from
+        the table of runs is not read from the other one; and output tiles have `span_end`, if there are tables.
     Returns:
       How many output tiles those are.
     """
+
+    def of_sequence(sequence, kv_tiles_done):
+        read = lambda *columns: tuple(tables["sequences"][sequence, i] for i in columns)
+        if shape.static_kv_tiles is not None:
+            span_end = read(SPAN_END)[0] if is_first_to_read and "sequences" in tables else None
+            return 0, shape.static_kv_tiles, span_end
+        if not is_first_to_read:
+            return *read(FIRST_SLOT, NUM_KV_TILES), None
+        of_run = lambda: tuple(run.table[run.row, i] for i in (RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END))
+        return lax.cond(kv_tiles_done == 0, of_run, lambda: read(FIRST_SLOT, NUM_KV_TILES, SPAN_END))
 
     def is_left(carry):
         return carry[3] < run.num_kv_tiles
 
     def step(carry):
         sequence, within, kv_tile, kv_tiles_done = carry
-        if shape.static_kv_tiles is None:
-            first_slot, kv_tiles = (tables["sequences"][sequence, i] for i in (FIRST_SLOT, NUM_KV_TILES))
-        else:
-            first_slot, kv_tiles = 0, shape.static_kv_tiles
+        first_slot, kv_tiles, span_end = of_sequence(sequence, kv_tiles_done)
         num_kv_tiles = jnp.minimum(run.num_kv_tiles - kv_tiles_done, kv_tiles - kv_tile)
         index = sequence * shape.output_tiles_per_sequence + within
         attend_segment(
@@ -123,6 +148,7 @@ def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment
                 col_block=lax.rem(within, shape.col_blocks),
                 first_slot=first_slot,
                 num_kv_tiles=kv_tiles,
+                span_end=span_end,
             ),
             _Segment(
                 kv_tile=kv_tile,
@@ -143,6 +169,18 @@ def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment
     begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0))
     sequence, within, *_ = lax.while_loop(is_left, step, begin)
     return quotient(sequence * shape.output_tiles_per_sequence + within - first_index, count)
+
+
+def tile_slots(shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, kv_tile):
+    """Returns the first slot that is read as number `kv_tile` of an output tile, and the first that counts.
+
+    They differ where a KV tile would reach the broken group of 8 slots at the array's end. It begins earlier then, to
+    end with the array, and slots before its own do not count a second time.
+    """
+    own = output_tile.first_slot + kv_tile * config.block_kv
+    if not kv_parts.has_broken_group(shape):
+        return own, own
+    return jnp.minimum(own, max(shape.num_slots - config.block_kv, 0)), own
 
 
 def visible_slots(tables, shape: LeanShape, output_tile: _OutputTile, logits_shape=None, per_column=None):
@@ -202,12 +240,12 @@ def move_tiles(
         def kv_tile_step(i, _):
             kv_tile = segment.kv_tiles_done + i
             stage = lax.rem(kv_tile, stages)
-            first = output_tile.first_slot + (segment.kv_tile + i) * block_kv
+            first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
             if shape.target.is_hopper:
                 place = _locate(tables, shape, config, output_tile, first)
                 num_seen = None
                 if trims_tiles(tables, shape, config):
-                    num_seen = tables["sequences"][output_tile.sequence, SPAN_END] - first
+                    num_seen = output_tile.span_end - first
                 copy = functools.partial(_copy_tile, shape, config, place, stage, num_seen)
             else:
                 copy = functools.partial(_copy_rows, tables, shape, config, output_tile, first, stage)
@@ -230,7 +268,7 @@ def move_tiles(
 
         lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
 
-    num_output_tiles = walk(run, tables, shape, config, move_segment)
+    num_output_tiles = walk(run, tables, shape, config, move_segment, is_first_to_read=True)
 
     def await_last(i, _):  # so that no arrival is left over
         plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries)])
@@ -275,9 +313,8 @@ def _copy_tile(
     """
     block, start, head = place
     if kv_parts.has_broken_group(shape):
-        num_slots = ref.shape[1] - start
-        num_slots = num_slots if num_seen is None else jnp.minimum(num_slots, num_seen)
-        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_slots, columns, transforms)
+        fills = zeros_from is not None
+        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms, fills=fills)
     else:
         ref_of = lambda slots: ref.at[block, slots, head, columns]
         _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen, zeros_from)
@@ -330,4 +367,5 @@ def _locate(tables, shape: LeanShape, config: LeanConfig, output_tile: _OutputTi
     if shape.page_size is not None:
         page = tables["pages"][output_tile.sequence, lax.div(slot, shape.page_size)]
         return page, pl.multiple_of(lax.rem(slot, shape.page_size), 8), output_tile.head
-    return 0 if shape.is_packed else output_tile.sequence, pl.multiple_of(slot, 8), output_tile.head
+    slot = slot if kv_parts.has_broken_group(shape) else pl.multiple_of(slot, 8)
+    return 0 if shape.is_packed else output_tile.sequence, slot, output_tile.head

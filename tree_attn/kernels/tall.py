@@ -42,6 +42,7 @@ from tree_attn.kernels.lean_walk import (
     num_arrivals,
     run_of_cta,
     span_of_keys,
+    tile_slots,
     visible_slots,
     walk,
 )
@@ -202,9 +203,10 @@ def _attend_runs_scoped(
 
                 if not is_plain:
                     logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
-                first_slot = output_tile.first_slot + (segment.kv_tile + i) * block_kv
+                first_slot, own_slot = tile_slots(shape, config, output_tile, segment.kv_tile + i)
                 if shape.mask != "none":
-                    logits = _masked(logits, first_slot, first, end)
+                    counted = first if own_slot is first_slot else jnp.maximum(first, own_slot)
+                    logits = _masked(logits, first_slot, counted, end)
                 new_top = jnp.maximum(top, logits.max(axis=1) * factor)  # [rows]
                 decay = jnp.exp2(top - new_top)
                 weights = jnp.exp2(logits * factor - spread(new_top, logits.shape, axis=0))
