@@ -1,5 +1,6 @@
-"""The fused exchange's protocol, in every order in which its stores and reads can happen."""
+"""How devices and CTAs meet, in every order in which their stores and reads can happen."""
 
+import arrivals_model
 import epilogue_model
 import pytest
 from epilogue_model import Meeting
@@ -51,3 +52,27 @@ def test_every_cta_knows_its_step_and_none_waits_for_ever(meeting):
 )
 def test_the_model_of_ctas_finds_what_would_be_wrong(broken, found):
     assert any(found in failure for failure in epilogue_model.failures(broken))
+
+
+@pytest.mark.parametrize(
+    "meeting",
+    [
+        arrivals_model.Meeting(launches=(3, 2, 3)),
+        arrivals_model.Meeting(launches=(4, 1), resident=2),  # no CTA waits, so all need not fit at once
+    ],
+    ids=str,
+)
+def test_the_last_cta_alone_merges_and_finds_all_partial_states(meeting):
+    assert not list(arrivals_model.failures(meeting))
+
+
+@pytest.mark.parametrize(
+    "broken, found",
+    [
+        (arrivals_model.Meeting(launches=(3,), fences=False), "read another launch's partial state in launch 0"),
+        (arrivals_model.Meeting(launches=(2, 2), resets=False), "merged 0 times in launch 1"),
+    ],
+    ids=str,
+)
+def test_the_model_of_arrivals_finds_what_would_be_wrong(broken, found):
+    assert any(found in failure for failure in arrivals_model.failures(broken))

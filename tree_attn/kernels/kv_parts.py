@@ -133,7 +133,12 @@ class _EndTileTransform(launch_context.TileTransform):
 
     def apply(self, ref: ir.Value) -> ir.Value:
         rank = ir.MemRefType(ref.type).rank
-        return super().apply(utils.memref_slice(ref, (*[slice(None)] * (rank - 2), slice(self.skipped, None))))
+        ref = utils.memref_slice(ref, (*[slice(None)] * (rank - 2), slice(self.skipped, None)))
+        # With an offset, JAX 0.11 crashes where an element is of a type that LLVM lacks.
+        kind = ir.MemRefType(ref.type)
+        layout = ir.StridedLayoutAttr.get(0, kind.get_strides_and_offset()[0])
+        kind = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
+        return super().apply(utils.ptr_as_memref(utils.memref_ptr(ref), kind))
 
     def transform_gmem_shape(self, shape):
         *leading, slots, head_dim = shape

@@ -31,11 +31,12 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     has_whole_output_tiles,
     num_partials,
+    padding_bytes,
     partial_of,
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import merge_cut, merge_partials
+from tree_attn.kernels.lean_merge import merge_cut, merge_if_last, merge_partials, merges_in_launch
 from tree_attn.kernels.lean_products import PER_COLUMN, products_of, query_tiling
 from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import (
@@ -49,10 +50,11 @@ from tree_attn.kernels.lean_walk import (
     visible_slots,
     walk,
 )
-from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch, scaled_logits, spread
+from tree_attn.kernels.tuning import num_sms
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -83,9 +85,18 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
     if merge_with is not None or not _has_registers_for_both(shape) or jax.__version_info__ < WRITES_IN_PLACE:
         partials = _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
         return merge_partials(partials, results, tables, merge_with, shape, config)
-    *written, accs, stats = _launch_runs(
-        query, key, value, tables, shape, config, (*results, *_partials(shape, config))
-    )
+    outputs = (*results, *_partials(shape, config))
+    if merges_in_launch(shape, config):
+        names = [name for name, table in tables.items() if table is not None]
+
+        @jax.custom_batching.sequential_vmap  # CTAs of two sequences must not count together
+        def attend(query, key, value, arrivals, *arrays):
+            named = dict(zip(names, arrays)) | {"arrivals": arrivals}
+            return tuple(_launch_runs(query, key, value, named, shape, config, outputs)[:2])
+
+        arrivals = jnp.zeros(shape.num_output_tiles, jnp.int32)
+        return attend(query, key, value, arrivals, *(tables[name] for name in names))
+    *written, accs, stats = _launch_runs(query, key, value, tables, shape, config, outputs)
     return merge_cut((accs, stats), written, tables, shape, config)
 
 
@@ -165,10 +176,15 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     results_smem = results_of(shape).scratch(
         shape,
         has_results=epilogue is None and writes_results(shape, config, outputs),
-        has_partials=epilogue is None and not has_whole_output_tiles(shape, config),
+        has_partials=epilogue is None and not has_whole_output_tiles(shape, config) and "arrivals" not in tables,
     )
 
-    def attend_runs(**smem):
+    other_smem = {"arrival_smem": plgpu.SMEM((1,), jnp.int32)} if "arrivals" in tables else {}
+    if overlaps(shape.target):
+        unused = padding_bytes(shape, config, -(-config.num_ctas // num_sms()))
+        other_smem |= {"unused_smem": plgpu.SMEM((unused,), jnp.int8)} if unused else {}
+
+    def attend_runs(unused_smem=None, **smem):
         of = lambda names: {name: smem.pop(name) for name in names}
         products = products_of(shape)(shape=shape, config=config, **of(products_smem))
         results = results_of(shape)(shape=shape, outputs=outputs, **of(results_smem))
@@ -188,6 +204,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         value_free=plgpu.Barrier(num_barriers=stages),
         **products_smem,
         **results_smem,
+        **other_smem,
         collective_axes="warpgroup",
     )
 
@@ -195,6 +212,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
 def _attend_runs_scoped(
     tables, shape: LeanShape, config: LeanConfig, epilogue, products, results, query_ref, key_ref, value_ref, *outputs,
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
+    arrival_smem=None,
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
     await_previous_kernel(shape.target)
@@ -297,6 +315,9 @@ def _attend_runs_scoped(
                     is_whole = segment.num_kv_tiles == output_tile.num_kv_tiles
                     pl.when(is_whole)(functools.partial(results.write, output_tile.index, *part))
                     pl.when(~is_whole)(functools.partial(results.leave, partial, *part))
+            if arrival_smem is not None:
+                is_cut = segment.num_kv_tiles < output_tile.num_kv_tiles
+                pl.when(is_cut)(lambda: merge_if_last(results, arrival_smem, output_tile.index, tables, shape, config))
 
         walk(run, tables, shape, config, attend_segment)
         if epilogue is None:

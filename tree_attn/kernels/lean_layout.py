@@ -148,6 +148,15 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     return stages + queries + states + scratch_bytes(shape) + 1024
 
 
+def padding_bytes(shape: LeanShape, config: LeanConfig, ctas_per_sm: int) -> int:
+    """Returns the shared memory to be left empty by each CTA, so that no more than `ctas_per_sm` fit an SM."""
+    kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim) * shape.key_itemsize
+    least = config.num_stages * kv_tile
+    wanted = shape.target.smem_bytes_per_sm // (ctas_per_sm + 1) - least
+    room = shape.target.smem_bytes_per_sm // ctas_per_sm - 1024 - max_smem_bytes(shape, config)
+    return max(0, min(wanted, room))
+
+
 def scratch_bytes(shape: LeanShape) -> int:
     """Returns the shared memory that reductions over keys need, because they cross warps."""
     return 4 * 4 * 8 * shape.cols

@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.arrivals import arrive, reset
+from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
@@ -20,6 +22,9 @@ from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spre
 from tree_attn.kernels.schedule import quotient, remainder, run_start
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
+# Weighted values that the kernel which made partial states reads together; how often it does so at most, in less time
+# than another launch takes; and the query columns up to which it has registers for it.
+MERGED_ELEMENTS, MAX_ROUNDS, MAX_MERGED_COLUMNS = 8192, 4, 32
 
 
 def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
@@ -55,6 +60,50 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
         return tuple(pl.run_state(lambda refs: launched(*refs))(arrays)[-2:])
 
     return merge(*partials, *optional.values(), *written)
+
+
+def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
+    """Returns whether the last CTA that leaves a partial state of an output tile merges all of them (`arrivals.py`).
+
+    Otherwise a second kernel does, where many CTAs share that work. The interpreter has no atomics.
+    """
+    if is_interpreted() or shape.cols > MAX_MERGED_COLUMNS:
+        return False
+    of_lane = lanes(shape, config)
+    runs = config.num_ctas // of_lane  # of which one output tile may have all
+    if shape.static_kv_tiles is not None:
+        runs = -(-runs // (shape.num_output_tiles // of_lane))
+    return runs <= MAX_ROUNDS * _merged_at_once(shape)
+
+
+def _merged_at_once(shape: LeanShape) -> int:
+    """Returns how many partial states the kernel that made them reads together."""
+    return max(1, MERGED_ELEMENTS // (shape.padded_head_dim * shape.cols))
+
+
+def merge_if_last(results, arrival_smem, output_tile, tables, shape: LeanShape, config: LeanConfig) -> None:
+    """Counts a partial state of an output tile in; if it is the last, merges all and writes the result.
+
+    Args:
+      results: `lean_results.results_of`, which has left the partial state.
+      arrival_smem: as in `arrivals.arrive`.
+      tables: with "arrivals", a count of each output tile.
+    """
+    accs_ref, stats_ref = results.outputs[-2:]
+    before = arrive(tables["arrivals"], output_tile, arrival_smem)
+    first, count = partials_of(shape, config, tables.get("sequences"), output_tile)
+
+    def end(state):
+        acc, top, total = state
+        results.await_memory()
+        results.write(output_tile, 0, (acc, top, lambda: total))
+
+    @pl.when(before == count - 1)
+    def _():
+        reset(tables["arrivals"], output_tile)
+        rows = shape.padded_head_dim, shape.cols
+        partial_of = lambda i: (accs_ref.at[first + i], stats_ref.at[first + i])
+        fold_partials(count, partial_of, end, rows, at_once=_merged_at_once(shape), axis=1)
 
 
 def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, config: LeanConfig):
@@ -143,11 +192,11 @@ def _merge_scoped(
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
     place, block, group = (lax.axis_index(name) for name in ("place", "head_dims", "warpgroup"))
-    begin_next_kernel(shape.target)
     # Tables are older than the kernel before this one, which has read them too.
     output_tile, merges = of_place(optional, place, shape, config)
     first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
     await_previous_kernel(shape.target)
+    begin_next_kernel(shape.target)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
     cols = shape.cols
     # Columns beyond G' and head dims beyond H are out of bounds: read as zeros, and not written.

@@ -32,6 +32,7 @@ class CopiedResults:
     """Results and partial states that leave through shared memory by TMA.
 
     outputs:  references of out and lse, of accs and stats, or of all four
+    acc_smem: shared memory of a partial state; None: threads write it
     """
 
     shape: LeanShape
@@ -76,6 +77,9 @@ class CopiedResults:
 
     def leave(self, partial, first_dim: int, state) -> None:
         """Writes part of partial state number `partial`."""
+        if self.acc_smem is None:
+            _store_partial(self.shape, self.outputs[-2:], partial, first_dim, state)
+            return
         acc, top, total = state
         is_all = acc.shape[0] == self.shape.padded_head_dim
         self.acc_smem[... if is_all else pl.ds(first_dim, acc.shape[0])] = acc
@@ -116,18 +120,23 @@ class StoredResults:
 
     def leave(self, partial, first_dim: int, state) -> None:
         """Writes part of partial state number `partial`."""
-        acc, top, total = state
-        stats = top, total()
-        accs_ref, stats_ref = self.outputs[-2:]
-        cols, padded = self.shape.cols, self.shape.padded_head_dim
-        if is_interpreted():
-            accs_ref[partial, pl.ds(first_dim, acc.shape[0])] = acc
-            stats_ref[partial] = jnp.stack(stats)
-            return
-        offset = (partial * padded + first_dim) * cols
-        store_columns(accs_ref, acc, offset, strides=(cols, 1), num_rows=acc.shape[0], num_columns=cols)
-        for i, x in enumerate(stats if first_dim == 0 else ()):
-            store_row(stats_ref, x, (2 * partial + i) * cols)
+        _store_partial(self.shape, self.outputs[-2:], partial, first_dim, state)
 
     def end(self) -> None:
         """Does nothing: the kernel's end shows what was written to the next."""
+
+
+def _store_partial(shape: LeanShape, partials, partial, first_dim: int, state) -> None:
+    """Writes part of a partial state from registers; `partials` are references of accs and stats."""
+    acc, top, total = state
+    stats = top, total()
+    accs_ref, stats_ref = partials
+    cols, padded = shape.cols, shape.padded_head_dim
+    if is_interpreted():
+        accs_ref[partial, pl.ds(first_dim, acc.shape[0])] = acc
+        stats_ref[partial] = jnp.stack(stats)
+        return
+    offset = (partial * padded + first_dim) * cols
+    store_columns(accs_ref, acc, offset, strides=(cols, 1), num_rows=acc.shape[0], num_columns=cols)
+    for i, x in enumerate(stats if first_dim == 0 else ()):
+        store_row(stats_ref, x, (2 * partial + i) * cols)

@@ -225,7 +225,7 @@ def move_tiles(
     """
     (key_ref, value_ref), (key_smem, value_smem) = refs, smems
     query_free, key_full, key_free, value_full, value_free = barriers
-    block_kv, stages = config.block_kv, config.num_stages
+    stages = config.num_stages
     value_dims, tilings = value_smem.shape[-1], kv_parts.kv_tilings(shape, config)
 
     def move_segment(output_tile, segment):

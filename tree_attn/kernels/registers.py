@@ -40,8 +40,8 @@ def launch(body, *, scratch_bytes: int, name: str, waits: bool = True, **options
 
 
 def _one_by_one(body, *args, **kwargs) -> None:
-    begin_next_kernel()
     await_previous_kernel()
+    begin_next_kernel()
     body(*args, **kwargs)
 
 

@@ -48,10 +48,10 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
-        begin_next_kernel()
         # Tables are older than the kernel before this one, which has read them too.
         first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
         await_previous_kernel()
+        begin_next_kernel()
         head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
         rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
         slices = list(query_slices(shape, output_tile, half * ROWS, ROWS))
