@@ -12,6 +12,9 @@ jit, with command buffers as JAX has them; `--options` adds the ways with option
 graphs, in a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of
 kernel times.
 
+`--workers` processes compile ahead. Only the long wait for compilers is spared so: they run beside what is timed, on
+other cores. A program of which another way has the same is timed once, and its row says so.
+
 A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit, but for those
 that a second try may mend. The first call of each kind of FlashInfer's kernels is compiled; `--build` does that for all
 cases, several at once, and times nothing.
@@ -28,12 +31,14 @@ import time
 import sweep_flashinfer
 from benching import origin
 from sweep_cases import FAMILIES, draw, table
+from sweep_programs import Compilers
 from sweep_summary import markdown, summary
 
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import elsewhere, time_ways, ways
+from tree_attn.measure.steps.ways import Way, elsewhere, time_programs, ways
 
+LOADED_AHEAD = 3  # cases whose programs are in memory
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
 
 
@@ -74,7 +79,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=32, help="samples of each chain")
     parser.add_argument("--options", help='XLA options of a second set of ways: "name=value,name=value"')
     parser.add_argument("--as", dest="capability", help="also time mosaic_gpu as on this compute capability: 10.0")
-    parser.add_argument("--threads", type=int, default=4, help="programs compiled at the same time")
+    parser.add_argument("--threads", type=int, default=4, help="processes of --build at the same time")
+    parser.add_argument("--workers", type=int, default=4, help="processes that compile programs ahead")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the cases")
@@ -150,28 +156,47 @@ class Sweep:
 
     def run(self, cases: list[Step]) -> None:
         """Times all ways of each case that the file lacks, until the time is over; then says how many are left."""
+        compilers = Compilers(self._args.workers)
+        files = {}
+        for step in cases:  # compiled in this order
+            for name, way, options in self._missing_ways(step):
+                files[step.case, name] = compilers.submit(step, way, options)
+        loading: dict = {}
         for number, step in enumerate(cases):
             if time.monotonic() > self._end:
                 print(f"the time is over: {len(cases) - number} of {len(cases)} cases are left (--go-on)")
                 break
-            self._case(step)
+            for ahead in cases[number : number + LOADED_AHEAD]:
+                for key in [(ahead.case, name) for name, *_ in self._missing_ways(ahead)]:
+                    if key not in loading:
+                        loading[key] = compilers.load(files.pop(key))
+            self._case(step, loading)
+        compilers.stop()
         if self._flashinfer is not None:
             self._flashinfer.stop()
 
-    def _case(self, step: Step) -> None:
+    def _missing_ways(self, step: Step) -> list[tuple[str, Way, dict]]:
+        """Returns the names of the rows that the file lacks of a case, their ways, and their options of XLA."""
+        found = ways(step) + (elsewhere(step, self._args.capability) if self._args.capability else [])
+        return [
+            (way.name + suffix, way, options)
+            for suffix, options in self._option_sets().items()
+            for way in found
+            if self._is_missing(step, way.name + suffix)
+        ]
+
+    def _case(self, step: Step, loading: dict) -> None:
         start = time.monotonic()
         labels = step.row() | {"title": step.title()}
         print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)
-        for suffix, options in self._option_sets().items():
-            all_ways = ways(step) + (elsewhere(step, self._args.capability) if self._args.capability else [])
-            found = [way for way in all_ways if self._is_missing(step, way.name + suffix)]
-            if found:
-                for name, fields in time_ways(step, found, options, self._args.iters, self._args.threads):
-                    self._add(labels, name + suffix, fields)
+        found = self._missing_ways(step)
+        compiling = {dataclasses.replace(way, name=name): loading.pop((step.case, name)) for name, way, _ in found}
+        for name, fields in time_programs(step, compiling, self._args.iters) if compiling else ():
+            self._add(labels, name, fields)
         for name in sweep_flashinfer.ways(step):
             if self._flashinfer is not None and self._is_missing(step, name):
                 self._add(labels, name, self._flashinfer.time(step, name, self._args.iters))
-        print(f"  {time.monotonic() - start:.0f} s", flush=True)
+        print(f"  {time.monotonic() - start:.1f} s", flush=True)
 
     def _option_sets(self) -> dict[str, dict]:
         options = parse_options(self._args.options)

@@ -15,6 +15,7 @@ import pytest
 import sweep_cases
 import sweep_flashinfer
 import sweep_flashinfer_worker
+import sweep_programs
 import sweep_summary
 from sweep_cases import FAMILIES
 
@@ -164,6 +165,22 @@ def test_the_ways_of_a_step_run(fields, on_cpu):
     assert found["None"]["picked"] == "'xla'" and found["None"]["chain_us_median"] == 3.0
     assert found["None"]["max_error"] < 0.02
     assert all("error" in fields for name, fields in found.items() if name.startswith("cudnn"))
+
+
+def test_programs_that_a_process_compiles_run_here(monkeypatch):
+    """A way that cannot be compiled says why; one whose program another way has is timed once."""
+    run = lambda compiled, args, *_: {"results": [program(*args)[0].shape for program in compiled]}
+    monkeypatch.setattr(ways, "time_chains", run)
+    step = Step(**SMALL, lengths=(9, 4), gives_lengths=True)
+    chosen = [way for way in ways.ways(step) if way.name != "mosaic_gpu"]
+    compilers = sweep_programs.Compilers(1)
+    found = dict(
+        ways.time_programs(step, {way: compilers.load(compilers.submit(step, way, {})) for way in chosen}, n_iters=1)
+    )
+    compilers.stop()
+    assert found["None"]["picked"] == "'xla'" and found["None"]["max_error"] < 0.02
+    assert found["xla"]["same_program_as"] == "None" and found["xla"]["results"] == [ways.query_shape(step)] * 2
+    assert "NotImplementedError" in found["cudnn"]["error"]
 
 
 @pytest.mark.parametrize("is_ragged, is_shared", [(False, False), (True, True)])

@@ -4,8 +4,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
 import jax
@@ -19,6 +21,7 @@ from tree_attn.measure.steps.step import Step
 
 OURS, PICKED = "mosaic_gpu", "None"
 ELSEWHERE = "as on "  # and the compute capability for which `mosaic_gpu` is compiled; no peer, but for comparison
+_LOWERING = threading.Lock()  # the log does not say whose call it is of
 FAILURES = (NotImplementedError, ImportError, RuntimeError, ValueError, TypeError, AssertionError)
 MAX_XLA_US = 20
 MAX_ERROR = 0.05  # of the largest value of the result; bfloat16 and float8 weights reach 0.02
@@ -119,23 +122,34 @@ def time_ways(
 
     Args:
       options: XLA options of the programs.
-      n_iters: dispatches.
+      n_iters: samples of each chain.
       threads: programs that are compiled at the same time.
     """
-    query, copies, shared = inputs(step)
-    options, expected = options or {}, _expected(step, query, copies[0], shared)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        compiling: dict = {}
-        lowered = [(way, *_lower(step, way, query, copies, shared, options, pool, compiling)) for way in chosen]
-        for way, caches, picked, programs in lowered:
-            try:
-                if isinstance(programs, Exception):
-                    raise programs
-                compiled = [program.result() for program in programs]
-                found = _time(step, compiled, (query, caches, shared), expected, n_iters)
-            except FAILURES as error:
-                found = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-            yield way.name, found | {"picked": picked, "xla_options": options}
+        yield from time_programs(step, {way: pool.submit(programs, step, way, options) for way in chosen}, n_iters)
+
+
+def time_programs(step: Step, compiling: dict, n_iters: int = 32) -> Iterator[tuple[str, dict]]:
+    """Yields what `time_ways` does. A program is timed once: None often runs that of a named backend.
+
+    Args:
+      compiling: way -> a future of its `Programs`.
+    """
+    query, copies, shared = inputs(step)
+    expected, timed = _expected(step, query, copies[0], shared), {}
+    for way, future in compiling.items():
+        try:
+            made = future.result()
+            if made.key in timed:
+                name, fields = timed[made.key]
+                yield way.name, fields | {"same_program_as": name, "picked": made.picked}
+                continue
+            caches = [way.cache(arrays) for arrays in copies]
+            fields = _time(step, (made.short, made.long), (query, caches, shared), expected, n_iters)
+            timed[made.key] = way.name, fields
+            yield way.name, fields | {"picked": made.picked, "xla_options": made.options}
+        except FAILURES as error:
+            yield way.name, {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def query_shape(step: Step) -> tuple[int, ...]:
@@ -148,28 +162,41 @@ def chains(step: Step) -> tuple[int, int]:
     return chain_lengths(step.copies, 32 if step.bytes_us < 100 else 16)
 
 
-def _lower(step: Step, way: Way, query, copies, shared, options, pool, compiling: dict):
-    """Returns the way's caches, what None picked, and its short and long chain in the making, or an error.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The short and the long chain of a way, compiled.
 
-    Args:
-      compiling: program's text -> its compilation, of all ways: None's programs are often those of a named backend.
+    Attributes:
+      key: equal keys are of equal programs.
+      picked: what `implementation=None` picked, from the log.
+      options: of XLA.
     """
+
+    short: Callable
+    long: Callable
+    key: str
+    picked: str | None
+    options: dict
+
+
+def programs(step: Step, way: Way, options: dict | None = None) -> Programs:
+    """Compiles a way's chains from shapes alone: no array of the step is made."""
+    draw = lambda *shape: jax.ShapeDtypeStruct(shape, step.dtype)
+    arrays = draw_cache(step, draw)
+    cache = jax.eval_shape(lambda *values: way.cache(dict(zip(arrays, values))), *arrays.values())
+    query = jax.ShapeDtypeStruct(query_shape(step), jnp.bfloat16)
     run = jax.jit(way.run)  # traced once for all steps
-    try:
-        caches, programs = [way.cache(arrays) for arrays in copies], []
-        with _picks() as picked:
-            for calls in chains(step):
-                lowered = jax.jit(chained(run, calls)).lower(query, caches, shared)
-                text = hash(lowered.as_text())
-                if text not in compiling:
-                    compiling[text] = pool.submit(lowered.compile, options or None)
-                programs.append(compiling[text])
-        return caches, (picked or [None])[0], programs
-    except FAILURES as error:
-        return None, None, error
+    with _LOWERING, _picks() as picked:
+        lowered = [
+            jax.jit(chained(run, calls)).lower(query, [cache] * step.copies, extras(step)) for calls in chains(step)
+        ]
+    text = "".join(program.as_text() for program in lowered)
+    short, long = (program.compile(options or None) for program in lowered)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    return Programs(short=short, long=long, key=key, picked=(picked or [None])[0], options=options or {})
 
 
-def _time(step: Step, compiled: list, args: tuple, expected: tuple, n_iters: int) -> dict:
+def _time(step: Step, compiled: tuple, args: tuple, expected: tuple, n_iters: int) -> dict:
     """Checks the result of the first step, and times the chains."""
     _, first = compiled[0](*args)
     error = _max_error(first, *expected)

@@ -1,0 +1,120 @@
+"""Processes that compile the programs of a sweep ahead, while another is timed.
+
+To trace and to lower a chain of steps takes seconds of Python, which threads of one process cannot share. `Compilers`
+runs this file as processes. Each line on stdin asks for one way of one step. The answer, a line that begins with REPLY,
+names a file with the compiled programs.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+
+from tree_attn.measure.steps.step import Step
+from tree_attn.measure.steps.ways import ELSEWHERE, FAILURES, Programs, Way, elsewhere, programs, ways
+
+REPLY = "reply: "
+
+
+class Compilers:
+    """A pool of processes that compile."""
+
+    def __init__(self, count: int):
+        """Starts no process yet: a thread starts its own with its first work."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._pool = concurrent.futures.ThreadPoolExecutor(count)
+        self._loading = concurrent.futures.ThreadPoolExecutor(2)
+        self._own = threading.local()
+        self._processes: list[subprocess.Popen] = []
+
+    def submit(self, step: Step, way: Way, options: dict) -> concurrent.futures.Future:
+        """Returns a future of the path of a way's programs; it raises what compiling raised."""
+        return self._pool.submit(self._compile, step, way, options)
+
+    def load(self, path: concurrent.futures.Future) -> concurrent.futures.Future:
+        """Returns a future of the `Programs` in a file to come."""
+        return self._loading.submit(lambda: _load(path.result()))
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for pool in (self._pool, self._loading):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+        self._folder.cleanup()
+
+    def _compile(self, step: Step, way: Way, options: dict) -> pathlib.Path:
+        process = getattr(self._own, "process", None)
+        if process is None or process.poll() is not None:
+            process = self._own.process = subprocess.Popen(
+                [sys.executable, str(pathlib.Path(__file__).resolve())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
+            )  # fmt: skip
+            self._processes.append(process)
+        request = {"step": dataclasses.asdict(step), "way": way.name, "options": options, "folder": self._folder.name}
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith(REPLY):
+                reply = json.loads(line.removeprefix(REPLY))
+                if "error" in reply:
+                    raise RuntimeError(reply["error"])
+                return pathlib.Path(reply["path"])
+        raise RuntimeError("the process that compiles ended")
+
+
+def _environment() -> dict:
+    scripts = pathlib.Path(__file__).resolve().parent
+    path = os.pathsep.join([str(scripts.parent), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def _load(path: pathlib.Path) -> Programs:
+    import jax
+    from jax.experimental.serialize_executable import deserialize_and_load
+
+    fields, *compiled = pickle.loads(path.read_bytes())
+    path.unlink()
+    devices = jax.local_devices()[:1]
+    short, long = (deserialize_and_load(*parts, execution_devices=devices) for parts in compiled)
+    return Programs(short=short, long=long, **fields)
+
+
+def _save(made: Programs, path: pathlib.Path) -> None:
+    from jax.experimental.serialize_executable import serialize
+
+    fields = {"key": made.key, "picked": made.picked, "options": made.options}
+    path.write_bytes(pickle.dumps((fields, serialize(made.short), serialize(made.long))))
+
+
+def _way_of(step: Step, name: str) -> Way:
+    found = ways(step) + (elsewhere(step, name.removeprefix(ELSEWHERE)) if name.startswith(ELSEWHERE) else [])
+    return next(way for way in found if way.name == name)
+
+
+def main() -> None:
+    """Answers requests until stdin ends."""
+    count = 0
+    for line in sys.stdin:
+        request = json.loads(line)
+        step = Step(**request["step"] | {"lengths": tuple(request["step"]["lengths"])})
+        try:
+            made = programs(step, _way_of(step, request["way"]), request["options"])
+            path = pathlib.Path(request["folder"]) / f"{os.getpid()}-{count}"
+            _save(made, path)
+            reply, count = {"path": str(path)}, count + 1
+        except FAILURES as error:
+            reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        print(REPLY + json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
