@@ -23,34 +23,41 @@ from tree_attn.kernels import mlir as ops
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def arrive(counts_ref, index, place_smem):
-    """Counts a warpgroup in, and returns how many warpgroups of other CTAs were counted before it, int32.
+def arrive(counts_ref, indices, are_counted, places_smem):
+    """Counts a warpgroup in, and returns how many warpgroups of other CTAs were counted before it, int32 each.
 
     What the warpgroup wrote to memory is seen by all that are counted in later.
 
     Args:
-      counts_ref: int32 `[n]`; index: which of them.
-      place_smem: int32 `[1]`, shared memory of the warpgroup.
+      counts_ref: int32 `[n]`; indices: which of them.
+      are_counted: whether it is counted there; where it is not, the result is undefined.
+      places_smem: int32, one for each index, shared memory of the warpgroup.
     """
+    scalars = [jnp.asarray(x, jnp.int32) for pair in zip(indices, are_counted, strict=True) for x in pair]
+    before = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * len(scalars)), return_type=(before,) * len(indices)
     )
-    def emit(_, counts, place, index):
-        address, place = _address(counts, index), _shared_address(place)
+    def emit(_, counts, places, *scalars):
+        first = _shared_address(places)
+        places = [arith.addi(first, arith.constant(ops.i32(), 4 * i)) for i in range(len(indices))]
+        pairs = [x.registers.item() for x in scalars]
         utils.warpgroup_barrier()  # all threads have written
         with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            text = (
-                "{ .reg .b32 before; fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
-                "st.shared.u32 [$1], before; }"
-            )
-            ops.asm(text, None, address, place)
+            ops.asm("fence.acq_rel.gpu;", None)
+            for place, index, is_counted in zip(places, pairs[::2], pairs[1::2]):
+                text = (
+                    "{ .reg .pred counted; .reg .b32 before; setp.ne.u32 counted, $2, 0; mov.b32 before, 0; "
+                    "@counted atom.relaxed.gpu.global.add.u32 before, [$0], 1; st.shared.u32 [$1], before; }"
+                )
+                ops.asm(text, None, _address(counts, index), place, is_counted)
+            ops.asm("fence.acq_rel.gpu;", None)
         utils.warpgroup_barrier()
-        before = ops.asm("ld.shared.u32 $0, [$1]; fence.acq_rel.gpu;", ops.i32(), place)
-        return mgpu.FragmentedArray.splat(before, (), is_signed=True)
+        found = [ops.asm("ld.shared.u32 $0, [$1];", ops.i32(), place) for place in places]
+        return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found)
 
-    return emit(counts_ref, place_smem, jnp.asarray(index, jnp.int32))
+    return emit(counts_ref, places_smem, *scalars)
 
 
 def reset(counts_ref, index) -> None:
@@ -58,7 +65,7 @@ def reset(counts_ref, index) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def emit(_, counts, index):
-        address = _address(counts, index)
+        address = _address(counts, index.registers.item())
         with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
             ops.asm("st.relaxed.gpu.global.u32 [$0], 0;", None, address)
 
@@ -66,7 +73,7 @@ def reset(counts_ref, index) -> None:
 
 
 def _address(counts, index):
-    offset = arith.muli(arith.extui(ops.i64(), index.registers.item()), ops.constant(4))
+    offset = arith.muli(arith.extui(ops.i64(), index), ops.constant(4))
     return ops.plus(llvm.ptrtoint(ops.i64(), utils.memref_ptr(counts)), offset)
 
 

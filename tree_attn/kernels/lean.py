@@ -30,13 +30,14 @@ from tree_attn.kernels.lean_layout import (
     LeanConfig,
     LeanShape,
     has_whole_output_tiles,
+    lanes,
     num_partials,
     padding_bytes,
     partial_of,
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import merge_cut, merge_if_last, merge_partials, merges_in_launch
+from tree_attn.kernels.lean_merge import merge_cut, merge_last, merge_partials, merges_in_launch
 from tree_attn.kernels.lean_products import PER_COLUMN, products_of, query_tiling
 from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import (
@@ -179,7 +180,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         has_partials=epilogue is None and not has_whole_output_tiles(shape, config) and "arrivals" not in tables,
     )
 
-    other_smem = {"arrival_smem": plgpu.SMEM((1,), jnp.int32)} if "arrivals" in tables else {}
+    other_smem = {"arrival_smem": plgpu.SMEM((2,), jnp.int32)} if "arrivals" in tables else {}
     if overlaps(shape.target):
         unused = padding_bytes(shape, config, -(-config.num_ctas // num_sms()))
         other_smem |= {"unused_smem": plgpu.SMEM((unused,), jnp.int8)} if unused else {}
@@ -315,11 +316,14 @@ def _attend_runs_scoped(
                     is_whole = segment.num_kv_tiles == output_tile.num_kv_tiles
                     pl.when(is_whole)(functools.partial(results.write, output_tile.index, *part))
                     pl.when(~is_whole)(functools.partial(results.leave, partial, *part))
-            if arrival_smem is not None:
-                is_cut = segment.num_kv_tiles < output_tile.num_kv_tiles
-                pl.when(is_cut)(lambda: merge_if_last(results, arrival_smem, output_tile.index, tables, shape, config))
 
-        walk(run, tables, shape, config, attend_segment)
+        num_output_tiles = walk(run, tables, shape, config, attend_segment)
+        if arrival_smem is not None:
+            first = run.first_output_tile(shape)
+            last = first + (num_output_tiles - 1) * lanes(shape, config)
+            pl.when(num_output_tiles > 0)(
+                lambda: merge_last(results, arrival_smem, (first, last), tables, shape, config)
+            )
         if epilogue is None:
             results.end()
         else:

@@ -19,12 +19,15 @@ from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
-from tree_attn.kernels.schedule import quotient, remainder, run_start
+from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, quotient, remainder, run_start
+from tree_attn.kernels.tuning import num_sms
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
-# Weighted values that the kernel which made partial states reads together; how often it does so at most, in less time
-# than another launch takes; and the query columns up to which it has registers for it.
-MERGED_ELEMENTS, MAX_ROUNDS, MAX_MERGED_COLUMNS = 8192, 4, 32
+COLUMNS = 8  # of a merging CTA at least
+# Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
+MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
+# How often it reads so at most, in less time than another launch takes; and the query columns for which it does.
+MAX_ROUNDS, MAX_MERGED_COLUMNS = 4, 32
 
 
 def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
@@ -73,37 +76,51 @@ def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
     runs = config.num_ctas // of_lane  # of which one output tile may have all
     if shape.static_kv_tiles is not None:
         runs = -(-runs // (shape.num_output_tiles // of_lane))
-    return runs <= MAX_ROUNDS * _merged_at_once(shape)
+    most_kv_tiles = pl.cdiv(shape.num_slots, config.block_kv)
+    runs = min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
+    return runs <= MAX_ROUNDS * _merged_at_once(shape, config)
 
 
-def _merged_at_once(shape: LeanShape) -> int:
+def _merged_at_once(shape: LeanShape, config: LeanConfig) -> int:
     """Returns how many partial states the kernel that made them reads together."""
-    return max(1, MERGED_ELEMENTS // (shape.padded_head_dim * shape.cols))
+    elements = MERGED_ELEMENTS if config.num_ctas <= num_sms() else MERGED_ELEMENTS_OF_TWO
+    return max(1, elements // (shape.padded_head_dim * shape.cols))
 
 
-def merge_if_last(results, arrival_smem, output_tile, tables, shape: LeanShape, config: LeanConfig) -> None:
-    """Counts a partial state of an output tile in; if it is the last, merges all and writes the result.
+def merge_last(results, arrival_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig) -> None:
+    """Counts a run's partial states in; of output tiles for which it is the last, merges all and writes the result.
 
     Args:
-      results: `lean_results.results_of`, which has left the partial state.
-      arrival_smem: as in `arrivals.arrive`.
+      results: `lean_results.results_of`, which has left the partial states.
+      arrival_smem: as in `arrivals.arrive`, of two.
+      output_tiles: the run's first and its last, of which a partial state is there if runs cut them.
       tables: with "arrivals", a count of each output tile.
     """
+    first, last = output_tiles
+    spans = [partials_of(shape, config, tables.get("sequences"), output_tile) for output_tile in output_tiles]
+    are_cut = [count > 1 for _, count in spans]
+    are_cut[1] &= last != first
+    before = arrive(tables["arrivals"], output_tiles, are_cut, arrival_smem)
+    for output_tile, (first_partial, count), is_cut, found in zip(output_tiles, spans, are_cut, before):
+
+        @pl.when(is_cut & (found == count - 1))
+        def _(output_tile=output_tile, first_partial=first_partial, count=count):
+            reset(tables["arrivals"], output_tile)
+            _merge_own(results, output_tile, first_partial, count, shape, config)
+
+
+def _merge_own(results, output_tile, first, count, shape: LeanShape, config: LeanConfig) -> None:
+    """Merges an output tile's partial states, from number `first` on, and writes the result."""
     accs_ref, stats_ref = results.outputs[-2:]
-    before = arrive(tables["arrivals"], output_tile, arrival_smem)
-    first, count = partials_of(shape, config, tables.get("sequences"), output_tile)
 
     def end(state):
         acc, top, total = state
         results.await_memory()
         results.write(output_tile, 0, (acc, top, lambda: total))
 
-    @pl.when(before == count - 1)
-    def _():
-        reset(tables["arrivals"], output_tile)
-        rows = shape.padded_head_dim, shape.cols
-        partial_of = lambda i: (accs_ref.at[first + i], stats_ref.at[first + i])
-        fold_partials(count, partial_of, end, rows, at_once=_merged_at_once(shape), axis=1)
+    partial_of = lambda i: (accs_ref.at[first + i], stats_ref.at[first + i])
+    rows = shape.padded_head_dim, shape.cols
+    fold_partials(count, partial_of, end, rows, at_once=_merged_at_once(shape, config), axis=1)
 
 
 def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, config: LeanConfig):
@@ -115,12 +132,12 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
       count: of places.
       of_place: `(tables, place, shape, config)`, returns the output tile that a place merges, and whether it does.
     """
-    groups = _merge_warpgroups(shape, config)
+    groups, width = _merge_warpgroups(shape, config), _merge_columns(shape, config, optional)
     return launch(
-        functools.partial(_merge_partials, tuple(optional), of_place, groups, shape, config),
+        functools.partial(_merge_partials, tuple(optional), of_place, (groups, width), shape, config),
         out_type=results,
-        grid=(count, shape.padded_head_dim // MERGE_HEAD_DIMS),
-        grid_names=("place", "head_dims"),
+        grid=(count, shape.padded_head_dim // MERGE_HEAD_DIMS, shape.cols // width),
+        grid_names=("place", "head_dims", "columns"),
         num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
@@ -169,25 +186,33 @@ def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
     return max_warpgroups if shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
 
 
-def _merge_partials(names, of_place, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+def _merge_columns(shape: LeanShape, config: LeanConfig, optional) -> int:
+    """Returns the query columns of one merging CTA: few output tiles are shared among more CTAs, which read more."""
+    ctas = shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS
+    is_plain = shape.target.is_hopper and shape.tokens is None and "other_out" not in optional
+    return COLUMNS if is_plain and ctas <= config.num_ctas else shape.cols
+
+
+def _merge_partials(names, of_place, layout, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
+    groups, width = layout
     transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
-    block_smem = plgpu.SMEM((shape.cols, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
-    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((shape.cols,), jnp.float32)}
+    block_smem = plgpu.SMEM((width, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
+    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((width,), jnp.float32)}
     scratch = scratch if shape.target.is_hopper else {}
     if groups > 1:
-        accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, shape.cols), jnp.float32)
-        scratch["folded"] = accs, plgpu.SMEM((groups, 2, shape.cols), jnp.float32), plgpu.Barrier(num_arrivals=groups)
+        accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, width), jnp.float32)
+        scratch["folded"] = accs, plgpu.SMEM((groups, 2, width), jnp.float32), plgpu.Barrier(num_arrivals=groups)
     if "other_out" in optional:
         scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier()}
     merge = functools.partial(
-        _merge_scoped, optional, of_place, groups, shape, config, accs_ref, stats_ref, out_ref, lse_ref
+        _merge_scoped, optional, of_place, layout, shape, config, accs_ref, stats_ref, out_ref, lse_ref
     )
     pl.run_scoped(merge, **scratch, collective_axes="warpgroup")
 
 
 def _merge_scoped(
-    optional, of_place, groups: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
+    optional, of_place, layout, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref, *,
     out_smem=None, lse_smem=None, folded=None, other_smem=None, other_full=None,
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
@@ -198,9 +223,11 @@ def _merge_scoped(
     await_previous_kernel(shape.target)
     begin_next_kernel(shape.target)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
-    cols = shape.cols
+    groups, width = layout
+    columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * width, COLUMNS), width)
+    place_of_columns = column_index(shape, output_tile) if width == shape.cols else (output_tile, columns)
     # Columns beyond G' and head dims beyond H are out of bounds: read as zeros, and not written.
-    block_of = lambda ref: ref.at[*column_index(shape, output_tile), head_dims]
+    block_of = lambda ref: ref.at[*place_of_columns, head_dims]
     if other_smem is not None:  # on its way while partials are folded
         other_lse = load(optional["other_lse"].at[output_tile], plgpu.Layout.WGMMA.reduce(0))
 
@@ -222,15 +249,15 @@ def _merge_scoped(
 
         @pl.when(block == 0)
         def _():
-            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile])
+            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, columns])
 
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(merges)
     def _():
-        partial_of = lambda i: (accs_ref.at[first + i, head_dims], stats_ref.at[first + i])
-        at_once = max(1, min(4 if groups > 1 else 8, 64 // cols))
-        fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, cols), at_once=at_once, axis=1, folded=folded)
+        partial_of = lambda i: (accs_ref.at[first + i, head_dims, columns], stats_ref.at[first + i, :, columns])
+        at_once = max(1, min(4 if groups > 1 else 8, 64 // width))
+        fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, width), at_once=at_once, axis=1, folded=folded)
 
 
 def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, folded=None) -> None:

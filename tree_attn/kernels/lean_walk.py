@@ -46,6 +46,10 @@ class _Run:
     table: Any = None
     row: Any = None
 
+    def first_output_tile(self, shape: LeanShape):
+        """Returns the number of its first output tile among those of all sequences."""
+        return self.sequence * shape.output_tiles_per_sequence + self.output_tile
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OutputTile:
@@ -165,7 +169,7 @@ def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment
 
     # Output tiles are counted by their numbers, not in the loop: some kernels have no register left for a count.
     count = lanes(shape, config)
-    first_index = run.sequence * shape.output_tiles_per_sequence + run.output_tile
+    first_index = run.first_output_tile(shape)
     begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0))
     sequence, within, *_ = lax.while_loop(is_left, step, begin)
     return quotient(sequence * shape.output_tiles_per_sequence + within - first_index, count)
