@@ -31,7 +31,7 @@ import time
 import sweep_flashinfer
 from benching import origin
 from sweep_cases import FAMILIES, draw, table
-from sweep_programs import Compilers
+from sweep_programs import REFERENCE, Compilers
 from sweep_summary import markdown, summary
 
 from tree_attn.measure.rows import MeasuredRows
@@ -157,23 +157,25 @@ class Sweep:
     def run(self, cases: list[Step]) -> None:
         """Times all ways of each case that the file lacks, until the time is over; then says how many are left."""
         compilers = Compilers(self._args.workers)
-        files = {}
-        for step in cases:  # compiled in this order
-            for name, way, options in self._missing_ways(step):
-                files[step.case, name] = compilers.submit(step, way, options)
+        files = {step.case: self._compiled(step, compilers) for step in cases}  # in this order
         loading: dict = {}
         for number, step in enumerate(cases):
             if time.monotonic() > self._end:
                 print(f"the time is over: {len(cases) - number} of {len(cases)} cases are left (--go-on)")
                 break
             for ahead in cases[number : number + LOADED_AHEAD]:
-                for key in [(ahead.case, name) for name, *_ in self._missing_ways(ahead)]:
-                    if key not in loading:
-                        loading[key] = compilers.load(files.pop(key))
-            self._case(step, loading)
+                if ahead.case not in loading:
+                    loading[ahead.case] = {name: compilers.load(file) for name, file in files[ahead.case].items()}
+            self._case(step, loading[step.case])
+            loading[step.case] = None  # their memory goes
         compilers.stop()
         if self._flashinfer is not None:
             self._flashinfer.stop()
+
+    def _compiled(self, step: Step, compilers: Compilers) -> dict:
+        """Returns futures of files with what a case's missing rows need, by their names, and of the reference."""
+        found = {name: compilers.submit(step, way.name, options) for name, way, options in self._missing_ways(step)}
+        return found | ({REFERENCE: compilers.submit(step, REFERENCE, {})} if found else {})
 
     def _missing_ways(self, step: Step) -> list[tuple[str, Way, dict]]:
         """Returns the names of the rows that the file lacks of a case, their ways, and their options of XLA."""
@@ -189,10 +191,11 @@ class Sweep:
         start = time.monotonic()
         labels = step.row() | {"title": step.title()}
         print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)
-        found = self._missing_ways(step)
-        compiling = {dataclasses.replace(way, name=name): loading.pop((step.case, name)) for name, way, _ in found}
-        for name, fields in time_programs(step, compiling, self._args.iters) if compiling else ():
-            self._add(labels, name, fields)
+        compiling = {dataclasses.replace(way, name=name): loading[name] for name, way, _ in self._missing_ways(step)}
+        if compiling:
+            reference = loading[REFERENCE].result()
+            for name, fields in time_programs(step, compiling, self._args.iters, reference):
+                self._add(labels, name, fields)
         for name in sweep_flashinfer.ways(step):
             if self._flashinfer is not None and self._is_missing(step, name):
                 self._add(labels, name, self._flashinfer.time(step, name, self._args.iters))

@@ -104,7 +104,7 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
 
     from tree_attn.measure.latency import time_in_turn
     from tree_attn.measure.provenance import clocks_during
-    from tree_attn.measure.steps.chains import chain_fields, chains_in_flight
+    from tree_attn.measure.steps.chains import PROFILED, chain_fields, sampling
     from tree_attn.measure.steps.ways import chains
 
     run = RUNS[way](data)
@@ -114,11 +114,13 @@ def _time(data: Data, *, way: str, n_iters: int, **request) -> dict:
     assert error <= allowed, f"the result is off by {error:.3g} of its largest value"
     calls, long_calls = chains(data.step)
     short, long = (_replay(functools.partial(_chain, run, data, count)) for count in (calls, long_calls))
-    in_flight = chains_in_flight(short)
+    in_flight, n_iters = sampling(short, (calls, long_calls), n_iters)
     short, long = (functools.partial(replay, in_flight) for replay in (short, long))
     timing = time_in_turn(short, long, chain=calls, long_chain=long_calls, in_flight=in_flight, n_iters=n_iters)
     versions = {"flashinfer": flashinfer.__version__, "torch": torch.__version__}
-    kernels = _kernels(functools.partial(_chain, run, data, calls), calls, n_iters) | clocks_during(short)
+    profiled = min(n_iters, PROFILED)
+    kernels = _kernels(functools.partial(_chain, run, data, calls), calls, profiled) | clocks_during(short)
+    kernels["profiled_runs"] = profiled
     return kernels | chain_fields(timing) | {"max_error": error, "peer_versions": versions}
 
 

@@ -18,9 +18,10 @@ import tempfile
 import threading
 
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import ELSEWHERE, FAILURES, Programs, Way, elsewhere, programs, ways
+from tree_attn.measure.steps.ways import ELSEWHERE, FAILURES, Programs, elsewhere, programs, reference_program, ways
 
 REPLY = "reply: "
+REFERENCE = "reference"  # in the place of a way
 
 
 class Compilers:
@@ -34,12 +35,12 @@ class Compilers:
         self._own = threading.local()
         self._processes: list[subprocess.Popen] = []
 
-    def submit(self, step: Step, way: Way, options: dict) -> concurrent.futures.Future:
-        """Returns a future of the path of a way's programs; it raises what compiling raised."""
+    def submit(self, step: Step, way: str, options: dict) -> concurrent.futures.Future:
+        """Returns a future of the path of a way's programs, or of REFERENCE's; it raises what compiling raised."""
         return self._pool.submit(self._compile, step, way, options)
 
     def load(self, path: concurrent.futures.Future) -> concurrent.futures.Future:
-        """Returns a future of the `Programs` in a file to come."""
+        """Returns a future of the `Programs` in a file to come, or of the compiled reference."""
         return self._loading.submit(lambda: _load(path.result()))
 
     def stop(self) -> None:
@@ -50,7 +51,7 @@ class Compilers:
             process.kill()
         self._folder.cleanup()
 
-    def _compile(self, step: Step, way: Way, options: dict) -> pathlib.Path:
+    def _compile(self, step: Step, way: str, options: dict) -> pathlib.Path:
         process = getattr(self._own, "process", None)
         if process is None or process.poll() is not None:
             process = self._own.process = subprocess.Popen(
@@ -58,7 +59,7 @@ class Compilers:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
             )  # fmt: skip
             self._processes.append(process)
-        request = {"step": dataclasses.asdict(step), "way": way.name, "options": options, "folder": self._folder.name}
+        request = {"step": dataclasses.asdict(step), "way": way, "options": options, "folder": self._folder.name}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         for line in process.stdout:
@@ -76,27 +77,35 @@ def _environment() -> dict:
     return os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def _load(path: pathlib.Path) -> Programs:
+def _load(path: pathlib.Path):
     import jax
     from jax.experimental.serialize_executable import deserialize_and_load
 
     fields, *compiled = pickle.loads(path.read_bytes())
     path.unlink()
     devices = jax.local_devices()[:1]
-    short, long = (deserialize_and_load(*parts, execution_devices=devices) for parts in compiled)
-    return Programs(short=short, long=long, **fields)
+    loaded = [deserialize_and_load(*parts, execution_devices=devices) for parts in compiled]
+    return Programs(short=loaded[0], long=loaded[1], **fields) if fields else loaded[0]
 
 
-def _save(made: Programs, path: pathlib.Path) -> None:
+def _save(made, path: pathlib.Path) -> None:
     from jax.experimental.serialize_executable import serialize
 
-    fields = {"key": made.key, "picked": made.picked, "options": made.options}
-    path.write_bytes(pickle.dumps((fields, serialize(made.short), serialize(made.long))))
+    is_way = isinstance(made, Programs)
+    fields = {"key": made.key, "picked": made.picked, "options": made.options} if is_way else {}
+    compiled = (made.short, made.long) if is_way else (made,)
+    path.write_bytes(pickle.dumps((fields, *map(serialize, compiled))))
 
 
-def _way_of(step: Step, name: str) -> Way:
-    found = ways(step) + (elsewhere(step, name.removeprefix(ELSEWHERE)) if name.startswith(ELSEWHERE) else [])
-    return next(way for way in found if way.name == name)
+def _made(step: Step, name: str, options: dict):
+    """Returns the programs of the way of that name, compiled."""
+    if name == REFERENCE:
+        return reference_program(step)
+    found = ways(step)
+    base = name.removeprefix(ELSEWHERE)
+    if name.startswith(ELSEWHERE):
+        found = elsewhere(step, base)
+    return programs(step, next(way for way in found if way.name == name), options)
 
 
 def main() -> None:
@@ -106,7 +115,7 @@ def main() -> None:
         request = json.loads(line)
         step = Step(**request["step"] | {"lengths": tuple(request["step"]["lengths"])})
         try:
-            made = programs(step, _way_of(step, request["way"]), request["options"])
+            made = _made(step, request["way"], request["options"])
             path = pathlib.Path(request["folder"]) / f"{os.getpid()}-{count}"
             _save(made, path)
             reply, count = {"path": str(path)}, count + 1

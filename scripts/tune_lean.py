@@ -46,14 +46,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--calls", help="which of CALLS, e.g. 0,3 (default: all)")
+    parser.add_argument(
+        "--candidates", help="layouts to try, CTAs per SM x keys x stages: 2x64x2,1x128x2 (default: all)"
+    )
     args = parser.parse_args()
     from tree_attn.kernels import tuning
     from tree_attn.measure.rows import MeasuredRows
 
     writer, of_run = MeasuredRows(args.out), origin()
+    candidates = CANDIDATES
+    if args.candidates:
+        candidates = [tuple(map(int, words.split("x"))) for words in args.candidates.split(",")]
     best = {}
     for call in chosen(CALLS, args.calls):
-        rows = list(_sweep(call))
+        rows = list(_sweep(call, candidates))
         for row in rows:
             writer.append(row | of_run)
         fastest = min((row for row in rows if row["device_us_median"]), key=lambda row: row["device_us_median"])
@@ -63,7 +69,7 @@ def main() -> int:
     return 0
 
 
-def _sweep(call):
+def _sweep(call, candidates):
     """Yields one row per candidate that fits."""
     import jax
     import jax.numpy as jnp
@@ -85,7 +91,7 @@ def _sweep(call):
     lean = functools.partial(mosaic_gpu.lean_state, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
     lean_shape = lean_call.lean_shape(query, key, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
     sms = tuning.num_sms()
-    for ctas_per_sm, block_kv, stages in CANDIDATES:
+    for ctas_per_sm, block_kv, stages in candidates:
         num_ctas = tuning.even_ctas(lean_shape, ctas_per_sm * sms, is_static=not is_ragged)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(lean_shape, config) + RESERVED_SMEM_BYTES) > SMEM_BYTES_PER_SM:

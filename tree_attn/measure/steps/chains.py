@@ -14,6 +14,8 @@ from tree_attn.measure.latency import time_in_turn
 
 IN_FLIGHT = 4  # chains dispatched before the host waits: enqueueing is then hidden, as in a decode loop
 LONG_S = 0.02  # of a short chain, in which its own enqueueing is hidden
+MAX_S, MIN_SAMPLES = 2.0, 4  # of all samples of a way; samples of one that would take longer
+PROFILED = 8  # runs of the short chain under the profiler
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 
 
@@ -53,10 +55,9 @@ def time_chains(programs: Sequence[Callable], args: tuple, counts: tuple[int, in
 
     Args:
       programs: a short and a long chain of `counts` calls, compiled.
-      n_iters: samples of each; each sample is of `chains_in_flight` dispatches.
+      n_iters: samples of each, or as many as take MAX_S; a sample is of several dispatches (`sampling`).
     """
-
-    in_flight = chains_in_flight(lambda: jax.block_until_ready(programs[0](*args)))
+    in_flight, n_iters = sampling(lambda: jax.block_until_ready(programs[0](*args)), counts, n_iters)
 
     def runs(program):
         return lambda: jax.block_until_ready([program(*args) for _ in range(in_flight)])
@@ -64,22 +65,30 @@ def time_chains(programs: Sequence[Callable], args: tuple, counts: tuple[int, in
     short, long = map(runs, programs)
     timing = time_in_turn(short, long, chain=counts[0], long_chain=counts[1], in_flight=in_flight, n_iters=n_iters)
     try:
-        kernels = profile(programs[0], *args, calls=counts[0], n_iters=n_iters)
+        kernels = profile(programs[0], *args, calls=counts[0], n_iters=min(n_iters, PROFILED))
+        kernels["profiled_runs"] = kernels.pop("n_iters", None)
     except RuntimeError as error:  # the profiler lost events: the chain's time stands without it
         kernels = {"device_error": str(error)} | provenance.clocks()
     return kernels | chain_fields(timing)
 
 
-def chains_in_flight(run: Callable[[], object]) -> int:
-    """Returns how many chains to dispatch before the host waits: one of a chain as long as LONG_S.
+def sampling(run: Callable[[], object], counts: tuple[int, int], n_iters: int) -> tuple[int, int]:
+    """Returns how many chains to dispatch before the host waits, and how many samples to take.
+
+    One chain as long as LONG_S is dispatched at a time. A way that is so slow that `n_iters` samples take longer than
+    MAX_S gets fewer: how far behind it is shows all the same.
 
     Args:
       run: runs the short chain and waits for its end.
+      counts: calls of the short and the long chain.
     """
     run()
     start = time.perf_counter()
     run()
-    return 1 if time.perf_counter() - start > LONG_S else IN_FLIGHT
+    seconds = time.perf_counter() - start
+    in_flight = 1 if seconds > LONG_S else IN_FLIGHT
+    affordable = int(MAX_S / (in_flight * seconds * (1 + counts[1] / counts[0])))
+    return in_flight, max(min(n_iters, affordable), min(n_iters, MIN_SAMPLES))
 
 
 def chain_fields(timing) -> dict:

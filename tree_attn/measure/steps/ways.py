@@ -129,14 +129,18 @@ def time_ways(
         yield from time_programs(step, {way: pool.submit(programs, step, way, options) for way in chosen}, n_iters)
 
 
-def time_programs(step: Step, compiling: dict, n_iters: int = 32) -> Iterator[tuple[str, dict]]:
+def time_programs(
+    step: Step, compiling: dict, n_iters: int = 32, reference: Callable | None = None
+) -> Iterator[tuple[str, dict]]:
     """Yields what `time_ways` does. A program is timed once: None often runs that of a named backend.
 
     Args:
       compiling: way -> a future of its `Programs`.
+      reference: what results are compared with, `reference_program` if that is there already.
     """
     query, copies, shared = inputs(step)
-    expected, timed = _expected(step, query, copies[0], shared), {}
+    reference = reference or jax.jit(functools.partial(_reference, step))
+    expected, timed = expected_output(step, reference, query, copies[0], shared), {}
     for way, future in compiling.items():
         try:
             made = future.result()
@@ -232,7 +236,18 @@ def _draw(step: Step) -> Callable:
     return lambda *shape: make(jax.random.fold_in(jax.random.key(0), next(numbers)), shape)
 
 
-def _expected(step: Step, query, arrays: dict, shared: tuple) -> tuple:
+def reference_program(step: Step) -> Callable:
+    """Compiles the reference of a step's shortest sequence from shapes alone."""
+    keys = jax.ShapeDtypeStruct((1, step.prefix + min(step.lengths), step.num_kv_heads, step.head_dim), step.dtype)
+    query = jax.ShapeDtypeStruct((1, *query_shape(step)[1:]), jnp.bfloat16)
+    return jax.jit(functools.partial(_reference, step)).lower(query, keys, keys).compile()
+
+
+def _reference(step: Step, query, key, value):
+    return attend(query, key, value, implementation="xla", **_options(step)).out.astype(jnp.float32)
+
+
+def expected_output(step: Step, reference: Callable, query, arrays: dict, shared: tuple) -> tuple:
     """Returns the index of the shortest sequence, and its output by XLA, in float32."""
     b = int(np.argmin(step.lengths))
     length = step.lengths[b]
@@ -245,8 +260,7 @@ def _expected(step: Step, query, arrays: dict, shared: tuple) -> tuple:
     if step.prefix:
         prefixes = (arrays[name][None] for name in ("prefix_key", "prefix_value"))
         parts = [jnp.concatenate(pair, axis=1) for pair in zip(prefixes, parts)]
-    reference = jax.jit(functools.partial(attend, implementation="xla", **_options(step)))
-    return b, reference(query[b : b + 1], *parts).out[0].astype(jnp.float32)
+    return b, reference(query[b : b + 1], *parts)[0]
 
 
 def _max_error(out, b: int, expected) -> float:
