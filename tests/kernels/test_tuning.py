@@ -9,7 +9,15 @@ import pytest
 
 from tree_attn.kernels import lean, tuning
 from tree_attn.kernels.lean_call import column_blocks, schedule_tables
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, max_smem_bytes, partial_spans, scratch_bytes
+from tree_attn.kernels.lean_layout import (
+    LeanConfig,
+    LeanShape,
+    lanes,
+    max_smem_bytes,
+    padding_bytes,
+    partial_spans,
+    scratch_bytes,
+)
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import lean_schedule
 from tree_attn.kernels.targets import AMPERE, HOPPER, TARGETS
@@ -68,11 +76,23 @@ def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim,
     config = LeanConfig()
     num_outputs = 2 if whole else 4
     lean._attend_runs(("sequences",), shape, config, None, *[None] * (4 + num_outputs))
-    arrays = [x for name, x in scratch.items() if name.endswith("_smem")]
+    arrays = [x for name, x in scratch.items() if name.endswith("_smem") and name != "unused_smem"]
     allocated = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
     assert len(arrays) >= (6 if target is HOPPER else 5) and 0 < allocated <= max_smem_bytes(
         shape, config
     ) - scratch_bytes(shape)
+
+
+@pytest.mark.parametrize(
+    "ctas_per_sm, head_dim, stages", [(1, 64, 2), (1, 128, 2), (2, 128, 2), (3, 64, 2), (1, 256, 3)]
+)
+def test_no_more_ctas_than_planned_fit_an_sm_where_kernels_begin_early(ctas_per_sm, head_dim, stages):
+    """Early CTAs would meet on one SM, and leave another idle."""
+    shape, config = SHAPE.replace(head_dim=head_dim), LeanConfig(num_stages=stages, num_ctas=132 * ctas_per_sm)
+    padding = padding_bytes(shape, config, ctas_per_sm)
+    least = stages * config.block_kv * 2 * head_dim * 2 + padding
+    assert ctas_per_sm * (max_smem_bytes(shape, config) + padding + RESERVED_SMEM_BYTES) <= HOPPER.smem_bytes_per_sm
+    assert (ctas_per_sm + 1) * (least + RESERVED_SMEM_BYTES) > HOPPER.smem_bytes_per_sm
 
 
 @pytest.mark.parametrize(
