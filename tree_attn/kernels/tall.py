@@ -46,7 +46,7 @@ from tree_attn.kernels.lean_walk import (
     visible_slots,
     walk,
 )
-from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
+from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.query_layout import query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_partials
@@ -140,6 +140,7 @@ def _attend_runs_scoped(
     block_kv, stages = config.block_kv, config.num_stages
     warpgroup = lax.axis_index("warpgroup")
     computing, moving = registers_of(shape, config)
+    # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
     run = run_of_cta(tables, shape, config)
     # The scale joins the subtraction of the maximum in one multiply-add, unless something else is done to logits.
@@ -159,7 +160,6 @@ def _attend_runs_scoped(
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
         move_tiles(tables, shape, config, run, move_query, 1, refs, smems, barriers)
-        begin_next_kernel()
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():
