@@ -55,14 +55,19 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
     else:
         is_whole = slots <= 2 * (128 if has_wide_tiles else 64)
     is_whole &= call.layout != "packed"
-    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == (1 if is_whole else 2)
+    # Few query columns are merged by the last CTA, unless a state over other keys joins, or pages are small.
+    is_odd, is_widened = call.slots % 8 > 0 and call.layout != "paged", call.stored_dtype is not None
+    cols = column_blocks(columns, call.head_dim, is_widened, HOPPER, is_whole=not is_odd)[1]
+    merges = not is_many_query and cols <= 32 and not hasattr(call, "first")
+    merges &= call.layout != "paged" or call.page % 64 == 0
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == (1 if is_whole or merges else 2)
 
 
 @pytest.mark.skipif(
     jax.__version_info__ < mosaic_gpu.OLDEST_JAX, reason="runs with JAX 0.11 or newer: no kernel runs with an older one"
 )
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("call, launches", list(zip(exchanges(), (1, 1, 3, 3), strict=True)), ids=str)
+@pytest.mark.parametrize("call, launches", list(zip(exchanges(), (1, 1, 2, 2), strict=True)), ids=str)
 def test_an_exchange_ends_the_kernel_where_registers_allow(call, launches):
     assert len(re.findall(r"custom_call @mosaic_gpu", lowered(call.run, *call.shapes()))) == launches
 
@@ -221,6 +226,7 @@ def test_every_thread_arrives_with_its_share_of_a_tile_that_is_copied_in_parts(m
     call = Call(slots=700, lengths=(700, 3), kv_heads=1, head_dim=128)
     lowered(call.run, *call.shapes())
     of_parts = [(num_bytes, options) for num_bytes, options in arrivals if isinstance(num_bytes, int)]
-    tile_bytes = {128 * num_bytes for num_bytes, _ in of_parts}
-    assert tile_bytes <= {64 * 128 * 2, 128 * 128 * 2} and tile_bytes
+    slots = {128 * num_bytes // (128 * 2) for num_bytes, _ in of_parts}
+    # Values fill a KV tile; of keys no more is read than 16 slots beyond the last.
+    assert slots in (set(range(16, 65, 16)), set(range(16, 129, 16)))
     assert all(options.get("predicate") is None for _, options in of_parts)

@@ -88,7 +88,6 @@ def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig):
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=_REDUCTION_BYTES,
-        waits=False,
         name="few_rows",
     )(*arrays.values())
 
@@ -174,18 +173,17 @@ def _multiply_scoped(
             copy_weights(step, stage)
             copy_x(step, stage)
 
-        if not config.is_early:
-            await_previous_kernel()
         lax.fori_loop(0, stages, lambda step, _: copy_weights(step, step), None)
-        begin_next_kernel()
         if config.is_early:
+            begin_next_kernel()
             await_previous_kernel()
         lax.fori_loop(0, stages, lambda step, _: copy_x(step, step), None)
         lax.fori_loop(stages, config.tiles * blocks, refill, None)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
-        await_previous_kernel()
+        if config.is_early:
+            await_previous_kernel()
 
         def release(step):
             @pl.when(step + stages < config.tiles * blocks)  # else the moving warpgroup does not wait for it

@@ -133,7 +133,6 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
-        waits=False,
         name="lean_attention" if epilogue is None else "lean_exchange",
     )(query, key, value, *tables.values())
 

@@ -68,9 +68,10 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
 def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
     """Returns whether the last CTA that leaves a partial state of an output tile merges all of them (`arrivals.py`).
 
-    Otherwise a second kernel does, where many CTAs share that work. The interpreter has no atomics.
+    Otherwise a second kernel does, where many CTAs share that work. The interpreter has no atomics. On other GPUs than
+    Hopper's racecheck has not cleared it (docs/log/lean.md: "The last CTA of an output tile merges it").
     """
-    if is_interpreted() or shape.cols > MAX_MERGED_COLUMNS:
+    if is_interpreted() or not shape.target.is_hopper or shape.cols > MAX_MERGED_COLUMNS:
         return False
     of_lane = lanes(shape, config)
     runs = config.num_ctas // of_lane  # of which one output tile may have all
@@ -141,7 +142,6 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
         num_threads=groups,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
-        waits=False,
         name="lean_merge",
     )
 

@@ -5,7 +5,8 @@ free to XLA only when the kernels before it had ended. What it has done by then,
 It lets the next kernel begin after that, so that no more than two are there at a time. CTAs that begin early take the
 first SMs with room: a kernel of fewer CTAs than fit must have the memory of the SM, or two of them meet on one while
 another SM is idle (`lean_layout.padding_bytes`).
-Kernels that do not take part, as XLA's own, begin when the kernel before them has ended, and are waited for as a whole.
+Kernels that do not take part, such as XLA's and SparQ's, begin when the kernel before them has ended. What follows them
+begins when they have.
 
 JAX 0.12 records these kernels in CUDA graphs so. With an older JAX, or before compute capability 9.0, nothing
 overlaps.

@@ -1,6 +1,5 @@
 """Parts that the kernels for Hopper share: numbers of the hardware, launching, layouts of memory and registers."""
 
-import functools
 import math
 
 import jax
@@ -8,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 
 LOG2_E = math.log2(math.e)
 # A finite stand-in for -inf: exp2(LOWEST - LOWEST) is 1, where -inf - -inf would be NaN.
@@ -21,15 +18,8 @@ RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
 
 
-def launch(body, *, scratch_bytes: int, name: str, waits: bool = True, **options):
-    """Returns `plgpu.kernel` of `body` with the settings of all kernels here.
-
-    Args:
-      scratch_bytes: shared memory for reductions.
-      waits: the kernel waits for the previous one before all else, and lets the next begin with it (`overlap.py`).
-        Otherwise `body` does so where it is best.
-    """
-    body = functools.partial(_one_by_one, body) if waits else body
+def launch(body, *, scratch_bytes: int, name: str, **options):
+    """Returns `plgpu.kernel` of `body` with the settings of all kernels here; `scratch_bytes` are for reductions."""
     params = plgpu.CompilerParams(
         approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below the rounding of bf16 products
         reduction_scratch_bytes=scratch_bytes,
@@ -37,12 +27,6 @@ def launch(body, *, scratch_bytes: int, name: str, waits: bool = True, **options
     )
     body.__name__ = name
     return plgpu.kernel(body, compiler_params=params, kernel_name=name, **options)
-
-
-def _one_by_one(body, *args, **kwargs) -> None:
-    await_previous_kernel()
-    begin_next_kernel()
-    body(*args, **kwargs)
 
 
 def tiling(dtype, elements: int):

@@ -97,7 +97,6 @@ def tall_attention(
         num_threads=COMPUTING + 1,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
-        waits=False,
         name="tall_attention",
     )(query, key, value, *tables.values())
     if is_whole:

@@ -36,7 +36,6 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
         num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
-        waits=False,
         name="tall_merge",
     )(*partials, *optional.values())
 

@@ -83,7 +83,7 @@ def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monke
 
     The product of query, key and value writes the cache, and nothing else does.
     """
-    monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda: True)
+    monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: True)
     monkeypatch.setattr(few_rows_call, "overlaps", lambda: True)
     config = LlamaConfig(**SHAPE | {"num_layers": 3}, vocab_size=64, max_position=32)
     sharding = sharding_over(config, 1)
@@ -181,10 +181,10 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     with pytest.raises(NotImplementedError, match="one device, not on 2"):
         products.by_name("mosaic_gpu", two, unrolls_layers=True)
     early = lambda **options: products.by_name("mosaic_gpu_early", one, **options)
-    monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda: True)
+    monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: True)
     assert early(unrolls_layers=True) == FewRowsProducts(is_early=True)
     with pytest.raises(NotImplementedError, match="unroll_layers must be True"):
         early(unrolls_layers=False)
-    monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda: False)
+    monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
     with pytest.raises(NotImplementedError, match=r"JAX 0\.12"):
         early(unrolls_layers=True)
