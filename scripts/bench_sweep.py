@@ -12,8 +12,8 @@ jit, with command buffers as JAX has them; `--options` adds the ways with option
 graphs, in a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of
 kernel times.
 
-`--workers` processes compile ahead. Only the long wait for compilers is spared so: they run beside what is timed, on
-other cores. A program of which another way has the same is timed once, and its row says so.
+`--workers` processes compile all programs before anything is timed. A program of which another way has the same is
+timed once, and its row says so.
 
 A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit, but for those
 that a second try may mend. The first call of each kind of FlashInfer's kernels is compiled; `--build` does that for all
@@ -23,6 +23,7 @@ cases, several at once, and times nothing.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -31,14 +32,14 @@ import time
 import sweep_flashinfer
 from benching import origin
 from sweep_cases import FAMILIES, draw, table
-from sweep_programs import REFERENCE, Compilers
+from sweep_programs import REFERENCE, Compilers, load
 from sweep_summary import markdown, summary
 
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import Way, elsewhere, time_programs, ways
+from tree_attn.measure.steps.ways import OURS, Way, elsewhere, time_programs, ways
 
-LOADED_AHEAD = 3  # cases whose programs are in memory
+MAX_FAULTS = 3
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
 
 
@@ -150,24 +151,25 @@ class Sweep:
     def __init__(self, args: argparse.Namespace):
         """Opens the file of rows; no process is started yet."""
         self._args, self._writer, self._origin = args, MeasuredRows(args.out), origin()
-        self._flashinfer = sweep_flashinfer.find(args.flashinfer)
+        self._flashinfer, self._faults = sweep_flashinfer.find(args.flashinfer), 0
         self._end = time.monotonic() + 60 * args.minutes
         self._done = {self._key(row) for row in self._writer.rows if not is_transient(row)}
 
     def run(self, cases: list[Step]) -> None:
-        """Times all ways of each case that the file lacks, until the time is over; then says how many are left."""
+        """Compiles, then times all ways of each case that the file lacks, until the time is over; says what is left.
+
+        Nothing is compiled while something is timed: the host's share of a chain would be measured beside it.
+        """
         compilers = Compilers(self._args.workers)
-        files = {step.case: self._compiled(step, compilers) for step in cases}  # in this order
-        loading: dict = {}
+        files = {step.case: self._compiled(step, compilers) for step in cases}
+        start = time.monotonic()
+        compilers.await_all(until=self._end)
+        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
         for number, step in enumerate(cases):
             if time.monotonic() > self._end:
                 print(f"the time is over: {len(cases) - number} of {len(cases)} cases are left (--go-on)")
                 break
-            for ahead in cases[number : number + LOADED_AHEAD]:
-                if ahead.case not in loading:
-                    loading[ahead.case] = {name: compilers.load(file) for name, file in files[ahead.case].items()}
-            self._case(step, loading[step.case])
-            loading[step.case] = None  # their memory goes
+            self._case(step, files.pop(step.case))
         compilers.stop()
         if self._flashinfer is not None:
             self._flashinfer.stop()
@@ -187,19 +189,30 @@ class Sweep:
             if self._is_missing(step, way.name + suffix)
         ]
 
-    def _case(self, step: Step, loading: dict) -> None:
+    def _case(self, step: Step, files: dict) -> None:
         start = time.monotonic()
         labels = step.row() | {"title": step.title()}
         print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)
-        compiling = {dataclasses.replace(way, name=name): loading[name] for name, way, _ in self._missing_ways(step)}
-        if compiling:
-            reference = loading[REFERENCE].result()
-            for name, fields in time_programs(step, compiling, self._args.iters, reference):
+        found = self._missing_ways(step)
+        if found:
+            compiled = {
+                dataclasses.replace(way, name=name): functools.partial(load, files[name]) for name, way, _ in found
+            }
+            for name, fields in time_programs(step, compiled, self._args.iters, load(files[REFERENCE])):
                 self._add(labels, name, fields)
+                self._stop_if_ours_fails(name, fields)
         for name in sweep_flashinfer.ways(step):
             if self._flashinfer is not None and self._is_missing(step, name):
                 self._add(labels, name, self._flashinfer.time(step, name, self._args.iters))
         print(f"  {time.monotonic() - start:.1f} s", flush=True)
+
+    def _stop_if_ours_fails(self, name: str, fields: dict) -> None:
+        """Ends a run in which the library's own kernel fails case after case: a fault of the machine or of the run."""
+        if name == OURS:
+            is_fault = "error" in fields and not fields["error"].startswith("NotImplementedError")
+            self._faults = self._faults + 1 if is_fault else 0
+            if self._faults == MAX_FAULTS:
+                sys.exit(f"{OURS} failed in {MAX_FAULTS} cases, one after another; the last: {fields['error']}")
 
     def _option_sets(self) -> dict[str, dict]:
         options = parse_options(self._args.options)

@@ -1,4 +1,4 @@
-"""Processes that compile the programs of a sweep ahead, while another is timed.
+"""Processes that compile the programs of a sweep before they are timed.
 
 To trace and to lower a chain of steps takes seconds of Python, which threads of one process cannot share. `Compilers`
 runs this file as processes. Each line on stdin asks for one way of one step. The answer, a line that begins with REPLY,
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 from tree_attn.measure.steps.step import Step
 from tree_attn.measure.steps.ways import ELSEWHERE, FAILURES, Programs, elsewhere, programs, reference_program, ways
@@ -31,22 +32,24 @@ class Compilers:
         """Starts no process yet: a thread starts its own with its first work."""
         self._folder = tempfile.TemporaryDirectory()
         self._pool = concurrent.futures.ThreadPoolExecutor(count)
-        self._loading = concurrent.futures.ThreadPoolExecutor(2)
+        self._files: list[concurrent.futures.Future] = []
         self._own = threading.local()
         self._processes: list[subprocess.Popen] = []
 
     def submit(self, step: Step, way: str, options: dict) -> concurrent.futures.Future:
         """Returns a future of the path of a way's programs, or of REFERENCE's; it raises what compiling raised."""
-        return self._pool.submit(self._compile, step, way, options)
+        self._files.append(self._pool.submit(self._compile, step, way, options))
+        return self._files[-1]
 
-    def load(self, path: concurrent.futures.Future) -> concurrent.futures.Future:
-        """Returns a future of the `Programs` in a file to come, or of the compiled reference."""
-        return self._loading.submit(lambda: _load(path.result()))
+    def await_all(self, until: float) -> None:
+        """Waits for all that was submitted, or until a time of `time.monotonic`, from when on nothing is begun."""
+        concurrent.futures.wait(self._files, timeout=max(0.0, until - time.monotonic()))
+        for file in self._files:
+            file.cancel()
 
     def stop(self) -> None:
         """Ends the processes."""
-        for pool in (self._pool, self._loading):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
         self._folder.cleanup()
@@ -77,10 +80,13 @@ def _environment() -> dict:
     return os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def _load(path: pathlib.Path):
+def load(file: concurrent.futures.Future):
+    """Returns the `Programs` of a file, or the compiled reference; raises what compiling raised."""
     import jax
+    from jax.experimental.pallas import mosaic_gpu  # noqa: F401  brings what its kernels call on the host
     from jax.experimental.serialize_executable import deserialize_and_load
 
+    path = file.result(timeout=0)
     fields, *compiled = pickle.loads(path.read_bytes())
     path.unlink()
     devices = jax.local_devices()[:1]

@@ -1,8 +1,10 @@
 """The sweep: cases follow from the seed and stay within bounds, and the summary counts as it says."""
 
 import dataclasses
+import functools
 import json
 import sys
+import time
 import types
 
 import bench_sparq
@@ -174,9 +176,11 @@ def test_programs_that_a_process_compiles_run_here(monkeypatch):
     step = Step(**SMALL, lengths=(9, 4), gives_lengths=True)
     chosen = [way for way in ways.ways(step) if way.name != "mosaic_gpu"]
     compilers = sweep_programs.Compilers(1)
-    programs = {way: compilers.load(compilers.submit(step, way.name, {})) for way in chosen}
-    reference = compilers.load(compilers.submit(step, sweep_programs.REFERENCE, {})).result()
-    found = dict(ways.time_programs(step, programs, 1, reference))
+    files = {way: compilers.submit(step, way.name, {}) for way in chosen}
+    reference = compilers.submit(step, sweep_programs.REFERENCE, {})
+    compilers.await_all(until=time.monotonic() + 120)
+    programs = {way: functools.partial(sweep_programs.load, file) for way, file in files.items()}
+    found = dict(ways.time_programs(step, programs, 1, sweep_programs.load(reference)))
     compilers.stop()
     assert found["None"]["picked"] == "'xla'" and found["None"]["max_error"] < 0.02
     assert found["xla"]["same_program_as"] == "None" and found["xla"]["results"] == [ways.query_shape(step)] * 2
@@ -285,3 +289,15 @@ def test_a_long_chain_is_dispatched_alone(monkeypatch):
     monkeypatch.setattr(chains.time, "perf_counter", lambda: next(clock))
     found = [chains.sampling(lambda: None, (4, 20), 32) for _ in range(3)]
     assert found == [(chains.IN_FLIGHT, 32), (1, 8), (1, chains.MIN_SAMPLES)]
+
+
+def test_a_run_ends_where_the_librarys_kernel_fails_case_after_case(tmp_path, monkeypatch):
+    """What a kernel does not take is no fault."""
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--out", str(tmp_path / "rows.jsonl")])
+    sweep = bench_sweep.Sweep(bench_sweep._arguments())
+    fault, refused = {"error": "JaxRuntimeError: no symbol"}, {"error": "NotImplementedError: no"}
+    for fields in (fault, fault, refused, fault, {"chain_us_median": 1.0}, fault, fault):
+        sweep._stop_if_ours_fails("mosaic_gpu", fields)
+    sweep._stop_if_ours_fails("cudnn", fault)
+    with pytest.raises(SystemExit, match="failed in 3 cases, one after another; the last: JaxRuntimeError: no symbol"):
+        sweep._stop_if_ours_fails("mosaic_gpu", fault)

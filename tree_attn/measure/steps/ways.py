@@ -126,24 +126,25 @@ def time_ways(
       threads: programs that are compiled at the same time.
     """
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        yield from time_programs(step, {way: pool.submit(programs, step, way, options) for way in chosen}, n_iters)
+        futures = {way: pool.submit(programs, step, way, options) for way in chosen}
+    yield from time_programs(step, {way: future.result for way, future in futures.items()}, n_iters)
 
 
 def time_programs(
-    step: Step, compiling: dict, n_iters: int = 32, reference: Callable | None = None
+    step: Step, compiled: dict, n_iters: int = 32, reference: Callable | None = None
 ) -> Iterator[tuple[str, dict]]:
     """Yields what `time_ways` does. A program is timed once: None often runs that of a named backend.
 
     Args:
-      compiling: way -> a future of its `Programs`.
+      compiled: way -> a function that returns its `Programs`, or raises why there are none.
       reference: what results are compared with, `reference_program` if that is there already.
     """
     query, copies, shared = inputs(step)
     reference = reference or jax.jit(functools.partial(_reference, step))
     expected, timed = expected_output(step, reference, query, copies[0], shared), {}
-    for way, future in compiling.items():
+    for way, programs_of in compiled.items():
         try:
-            made = future.result()
+            made = programs_of()
             if made.key in timed:
                 name, fields = timed[made.key]
                 yield way.name, fields | {"same_program_as": name, "picked": made.picked}
