@@ -94,16 +94,16 @@ def load(file: concurrent.futures.Future):
     return Programs(short=loaded[0], long=loaded[1], **fields) if fields else loaded[0]
 
 
-def _save(made, path: pathlib.Path) -> None:
+def _save(compiled, path: pathlib.Path) -> None:
     from jax.experimental.serialize_executable import serialize
 
-    is_way = isinstance(made, Programs)
-    fields = {"key": made.key, "picked": made.picked, "options": made.options} if is_way else {}
-    compiled = (made.short, made.long) if is_way else (made,)
-    path.write_bytes(pickle.dumps((fields, *map(serialize, compiled))))
+    is_way = isinstance(compiled, Programs)
+    fields = {"key": compiled.key, "picked": compiled.picked, "options": compiled.options} if is_way else {}
+    programs_of = (compiled.short, compiled.long) if is_way else (compiled,)
+    path.write_bytes(pickle.dumps((fields, *map(serialize, programs_of))))
 
 
-def _made(step: Step, name: str, options: dict):
+def _compiled(step: Step, name: str, options: dict):
     """Returns the programs of the way of that name, compiled."""
     if name == REFERENCE:
         return reference_program(step)
@@ -121,9 +121,9 @@ def main() -> None:
         request = json.loads(line)
         step = Step(**request["step"] | {"lengths": tuple(request["step"]["lengths"])})
         try:
-            made = _made(step, request["way"], request["options"])
+            compiled = _compiled(step, request["way"], request["options"])
             path = pathlib.Path(request["folder"]) / f"{os.getpid()}-{count}"
-            _save(made, path)
+            _save(compiled, path)
             reply, count = {"path": str(path)}, count + 1
         except FAILURES as error:
             reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}

@@ -1,4 +1,4 @@
-"""How devices and CTAs meet, in every order in which their stores and reads can happen."""
+"""Meetings of devices and of CTAs, in every order in which their stores and reads can happen."""
 
 import arrivals_model
 import epilogue_model

@@ -90,9 +90,9 @@ def test_no_more_ctas_than_planned_fit_an_sm_where_kernels_begin_early(ctas_per_
     """Early CTAs would meet on one SM, and leave another idle."""
     shape, config = SHAPE.replace(head_dim=head_dim), LeanConfig(num_stages=stages, num_ctas=132 * ctas_per_sm)
     padding = padding_bytes(shape, config, ctas_per_sm)
-    least = stages * config.block_kv * 2 * head_dim * 2 + padding
+    smem_bytes = stages * config.block_kv * 2 * head_dim * 2 + padding
     assert ctas_per_sm * (max_smem_bytes(shape, config) + padding + RESERVED_SMEM_BYTES) <= HOPPER.smem_bytes_per_sm
-    assert (ctas_per_sm + 1) * (least + RESERVED_SMEM_BYTES) > HOPPER.smem_bytes_per_sm
+    assert (ctas_per_sm + 1) * (smem_bytes + RESERVED_SMEM_BYTES) > HOPPER.smem_bytes_per_sm
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_a_long_chain_is_dispatched_alone(monkeypatch):
 
 
 def test_a_run_ends_where_the_librarys_kernel_fails_case_after_case(tmp_path, monkeypatch):
-    """What a kernel does not take is no fault."""
+    """A step that a kernel does not take is no fault."""
     monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--out", str(tmp_path / "rows.jsonl")])
     sweep = bench_sweep.Sweep(bench_sweep._arguments())
     fault, refused = {"error": "JaxRuntimeError: no symbol"}, {"error": "NotImplementedError: no"}

@@ -1,8 +1,8 @@
-"""Which CTA is the last to leave a partial state of an output tile: it merges them, in the launch that made them.
+"""The last CTA to leave a partial state of an output tile merges them, in the launch that made them.
 
 No CTA waits for another. Each counts itself in when its partial state is in memory, and learns how many came before.
-The last finds all partial states of the output tile, folds them in the order of their keys, whoever it is, and counts
-down to zero. So results are the same to the bit in every run.
+The last finds all partial states of the output tile, folds them in the order of their keys, and sets the count to zero.
+Whichever CTA is last, results are the same to the bit.
 
 The counts are an operand that XLA fills with zeros once in a program. Every kernel leaves them as it found them, which
 is why one array serves all layers, and why to XLA no kernel writes it. Kernels of a program run one after another.

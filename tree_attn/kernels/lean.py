@@ -1,4 +1,4 @@
-"""LeanAttention as two Mosaic GPU kernels: partial states by equal runs of KV tiles, then their merge.
+"""LeanAttention as one or two Mosaic GPU kernels: partial states by equal runs of KV tiles, and their merge.
 
 The shape of the first kernel, `_attend_runs`, per CTA:
 - one warpgroup moves (TMA, or `cp.async`: `targets.py`), one computes; K and V have barriers of their own, so that a
@@ -7,10 +7,10 @@ The shape of the first kernel, `_attend_runs`, per CTA:
   columns of a decode step (T x G) are padded to a multiple of 8 only;
 - the CTA walks its run over the output tiles it touches (`lean_walk.py`). It writes the results of those that it holds
   whole, and leaves one unnormalised partial state `(acc, max, sum)` for each of the others.
-The second, `lean_merge.py`, folds the partials of each output tile that runs cut, in a fixed order: results are the
-same in every run. It is a launch of its own (docs/log/lean.md: "The merge stays a launch of its own"). Where every run
-is known to hold whole output tiles, the first kernel is the only one. Nor is there a second where an exchange with
-other devices ends the first (`tree_attn/kernels/epilogue.py`).
+The partials of an output tile that runs cut are folded in a fixed order: results are the same in every run. The last
+CTA that leaves one does so, if that takes little reading (`arrivals.py`, `lean_merge.merges_in_launch`); otherwise a
+second kernel does. Where every run is known to hold whole output tiles, nothing is merged. Where an exchange with other
+devices ends the kernel, that merges (`tree_attn/kernels/epilogue.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a KV tile,
 `cols` query columns, H head dim (Hp: padded to 64).

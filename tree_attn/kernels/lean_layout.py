@@ -151,8 +151,7 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
 def padding_bytes(shape: LeanShape, config: LeanConfig, ctas_per_sm: int) -> int:
     """Returns the shared memory to be left empty by each CTA, so that no more than `ctas_per_sm` fit an SM."""
     kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim) * shape.key_itemsize
-    least = config.num_stages * kv_tile
-    wanted = shape.target.smem_bytes_per_sm // (ctas_per_sm + 1) - least
+    wanted = shape.target.smem_bytes_per_sm // (ctas_per_sm + 1) - config.num_stages * kv_tile
     room = shape.target.smem_bytes_per_sm // ctas_per_sm - 1024 - max_smem_bytes(shape, config)
     return max(0, min(wanted, room))
 

@@ -181,10 +181,10 @@ def tile_slots(shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, k
     They differ where a KV tile would reach the broken group of 8 slots at the array's end. It begins earlier then, to
     end with the array, and slots before its own do not count a second time.
     """
-    own = output_tile.first_slot + kv_tile * config.block_kv
+    first_slot = output_tile.first_slot + kv_tile * config.block_kv
     if not kv_parts.has_broken_group(shape):
-        return own, own
-    return jnp.minimum(own, max(shape.num_slots - config.block_kv, 0)), own
+        return first_slot, first_slot
+    return jnp.minimum(first_slot, max(shape.num_slots - config.block_kv, 0)), first_slot
 
 
 def visible_slots(tables, shape: LeanShape, output_tile: _OutputTile, logits_shape=None, per_column=None):

@@ -144,15 +144,15 @@ def time_programs(
     expected, timed = expected_output(step, reference, query, copies[0], shared), {}
     for way, programs_of in compiled.items():
         try:
-            made = programs_of()
-            if made.key in timed:
-                name, fields = timed[made.key]
-                yield way.name, fields | {"same_program_as": name, "picked": made.picked}
+            way_programs = programs_of()
+            if way_programs.key in timed:
+                name, fields = timed[way_programs.key]
+                yield way.name, fields | {"same_program_as": name, "picked": way_programs.picked}
                 continue
             caches = [way.cache(arrays) for arrays in copies]
-            fields = _time(step, (made.short, made.long), (query, caches, shared), expected, n_iters)
-            timed[made.key] = way.name, fields
-            yield way.name, fields | {"picked": made.picked, "xla_options": made.options}
+            fields = _time(step, (way_programs.short, way_programs.long), (query, caches, shared), expected, n_iters)
+            timed[way_programs.key] = way.name, fields
+            yield way.name, fields | {"picked": way_programs.picked, "xla_options": way_programs.options}
         except FAILURES as error:
             yield way.name, {"error": f"{type(error).__name__}: {str(error)[:500]}"}
 
