@@ -418,7 +418,8 @@ def test_the_last_words_compare_the_best_of_both(finished):
 
 
 def test_tables_fit_80_columns_with_whole_values(finished, capsys):
-    report.print_results(finished[1])
+    longest = {f"latency_us_{name}": 999.9 for name in ("median", "p10", "p90")}  # what was measured may be in ms
+    report.print_results([row | longest for row in finished[1]])
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if "tree" in line and " us " in line and ";" not in line]
     assert len(table) >= 6 and max(map(len, table)) <= 80 and not any("\u2026" in line for line in lines)
