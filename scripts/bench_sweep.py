@@ -37,7 +37,7 @@ from sweep_summary import markdown, summary
 
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import OURS, Way, elsewhere, time_programs, ways
+from tree_attn.measure.steps.ways import OURS, PICKED, Way, elsewhere, time_programs, ways
 
 MAX_FAULTS = 3
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
@@ -152,7 +152,7 @@ class Sweep:
         """Opens the file of rows; no process is started yet."""
         self._args, self._writer, self._origin = args, MeasuredRows(args.out), origin()
         self._flashinfer, self._faults = sweep_flashinfer.find(args.flashinfer), 0
-        self._end = time.monotonic() + 60 * args.minutes
+        self._end, self._written = time.monotonic() + 60 * args.minutes, time.monotonic()
         self._done = {self._key(row) for row in self._writer.rows if not is_transient(row)}
 
     def run(self, cases: list[Step]) -> None:
@@ -176,8 +176,14 @@ class Sweep:
 
     def _compiled(self, step: Step, compilers: Compilers) -> dict:
         """Returns futures of files with what a case's missing rows need, by their names, and of the reference."""
-        found = {name: compilers.submit(step, way.name, options) for name, way, options in self._missing_ways(step)}
-        return found | ({REFERENCE: compilers.submit(step, REFERENCE, {})} if found else {})
+        found = {}
+        for suffix, options in self._option_sets().items():
+            missing = [name.removesuffix(suffix) for name, _, of in self._missing_ways(step) if of == options]
+            together = [name for name in missing if name in (OURS, PICKED)]  # often of one program
+            for names in (together, *([name] for name in missing if name not in together)):
+                if names:
+                    found |= dict.fromkeys((name + suffix for name in names), compilers.submit(step, names, options))
+        return found | ({REFERENCE: compilers.submit(step, [REFERENCE], {})} if found else {})
 
     def _missing_ways(self, step: Step) -> list[tuple[str, Way, dict]]:
         """Returns the names of the rows that the file lacks of a case, their ways, and their options of XLA."""
@@ -190,15 +196,17 @@ class Sweep:
         ]
 
     def _case(self, step: Step, files: dict) -> None:
-        start = time.monotonic()
+        start = self._written = time.monotonic()
         labels = step.row() | {"title": step.title()}
         print(f"{step.case}: {step.title()}; bytes {step.bytes_us:.1f} us, products {step.products_us:.1f}", flush=True)
         found = self._missing_ways(step)
         if found:
             compiled = {
-                dataclasses.replace(way, name=name): functools.partial(load, files[name]) for name, way, _ in found
+                dataclasses.replace(way, name=name): functools.partial(load, files[name], way.name)
+                for name, way, _ in found
             }
-            for name, fields in time_programs(step, compiled, self._args.iters, load(files[REFERENCE])):
+            reference = load(files[REFERENCE], REFERENCE)
+            for name, fields in time_programs(step, compiled, self._args.iters, reference):
                 self._add(labels, name, fields)
                 self._stop_if_ours_fails(name, fields)
         for name in sweep_flashinfer.ways(step):
@@ -226,10 +234,11 @@ class Sweep:
         row = labels | {"way": way} | fields | self._origin
         self._writer.append(row)
         self._done.add(self._key(row))
+        seconds, self._written = time.monotonic() - self._written, time.monotonic()
         us = fields.get("chain_us_median")
         kernels = fields.get("device_us_median") or float("nan")
         times = f"{us:8.1f} chain {kernels:8.1f} kernels" if us else fields["error"][:150]
-        print(f"  {way:42s} {times} {fields.get('picked') or ''}", flush=True)
+        print(f"  {way:42s} {times} {fields.get('picked') or ''} ({seconds:.1f} s)", flush=True)
 
     @staticmethod
     def _key(row: dict) -> tuple:

@@ -5,6 +5,7 @@ one way of one step. Each line of an answer begins with REPLY and is a JSON obje
 """
 
 import contextlib
+import ctypes
 import functools
 import json
 import sys
@@ -14,11 +15,13 @@ from sweep_flashinfer import DEFAULT_PAGE, REPLY
 
 from tree_attn.measure.steps.step import Step
 
+BATCH_ATTENTION_BYTES = 2 << 30
 MAX_ERROR, MAX_FLOAT8_ERROR = 0.05, 0.2  # of the largest value; XQA rounds the weights and the query to float8
 
 
 def main() -> None:
     """Answers requests until stdin ends."""
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # XQA's kernels of float8 are not linked with it
     data: Data | None = None
     for line in sys.stdin:
         request = json.loads(line)
@@ -224,8 +227,11 @@ def _prefill(data: Data, *, backend: str) -> Callable:
 
 def _batch_attention(data: Data) -> Callable:
     import flashinfer
+    import torch
 
     wrapper = flashinfer.BatchAttention("NHD", device="cuda")
+    # Its own memory of partial results is too small for 32 KV heads.
+    wrapper.float_workspace_buffer = torch.empty(BATCH_ATTENTION_BYTES, dtype=torch.uint8, device="cuda")
     lengths = data.int32(data.step.lengths)
     wrapper.plan(
         data.queries, data.starts, data.pages, lengths, *data.heads, data.step.head_dim, data.page,

@@ -1,8 +1,8 @@
 """Processes that compile the programs of a sweep before they are timed.
 
 To trace and to lower a chain of steps takes seconds of Python, which threads of one process cannot share. `Compilers`
-runs this file as processes. Each line on stdin asks for one way of one step. The answer, a line that begins with REPLY,
-names a file with the compiled programs.
+runs this file as processes. Each line on stdin asks for some ways of one step. The answer, a line that begins with
+REPLY, names a file with their compiled programs, or what compiling each of them raised.
 """
 
 import concurrent.futures
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 
 from tree_attn.measure.steps.step import Step
 from tree_attn.measure.steps.ways import ELSEWHERE, FAILURES, Programs, elsewhere, programs, reference_program, ways
@@ -36,9 +37,9 @@ class Compilers:
         self._own = threading.local()
         self._processes: list[subprocess.Popen] = []
 
-    def submit(self, step: Step, way: str, options: dict) -> concurrent.futures.Future:
-        """Returns a future of the path of a way's programs, or of REFERENCE's; it raises what compiling raised."""
-        self._files.append(self._pool.submit(self._compile, step, way, options))
+    def submit(self, step: Step, ways: Sequence[str], options: dict) -> concurrent.futures.Future:
+        """Returns a future of the path of programs of ways, or of REFERENCE's; equal programs are compiled once."""
+        self._files.append(self._pool.submit(self._compile, step, ways, options))
         return self._files[-1]
 
     def await_all(self, until: float) -> None:
@@ -54,7 +55,7 @@ class Compilers:
             process.kill()
         self._folder.cleanup()
 
-    def _compile(self, step: Step, way: str, options: dict) -> pathlib.Path:
+    def _compile(self, step: Step, ways: Sequence[str], options: dict) -> pathlib.Path:
         process = getattr(self._own, "process", None)
         if process is None or process.poll() is not None:
             process = self._own.process = subprocess.Popen(
@@ -62,15 +63,12 @@ class Compilers:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(),
             )  # fmt: skip
             self._processes.append(process)
-        request = {"step": dataclasses.asdict(step), "way": way, "options": options, "folder": self._folder.name}
+        request = {"step": dataclasses.asdict(step), "ways": ways, "options": options, "folder": self._folder.name}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         for line in process.stdout:
             if line.startswith(REPLY):
-                reply = json.loads(line.removeprefix(REPLY))
-                if "error" in reply:
-                    raise RuntimeError(reply["error"])
-                return pathlib.Path(reply["path"])
+                return pathlib.Path(json.loads(line.removeprefix(REPLY)))
         raise RuntimeError("the process that compiles ended")
 
 
@@ -80,54 +78,63 @@ def _environment() -> dict:
     return os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
-def load(file: concurrent.futures.Future):
-    """Returns the `Programs` of a file, or the compiled reference; raises what compiling raised."""
+def load(file: concurrent.futures.Future, way: str):
+    """Returns the `Programs` of a way from a file, or the compiled reference; raises what compiling raised."""
     import jax
     from jax.experimental.pallas import mosaic_gpu  # noqa: F401  brings what its kernels call on the host
     from jax.experimental.serialize_executable import deserialize_and_load
 
-    path = file.result(timeout=0)
-    fields, *compiled = pickle.loads(path.read_bytes())
-    path.unlink()
+    found = pickle.loads(file.result(timeout=0).read_bytes())[way]
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    fields, *compiled = found
     devices = jax.local_devices()[:1]
     loaded = [deserialize_and_load(*parts, execution_devices=devices) for parts in compiled]
     return Programs(short=loaded[0], long=loaded[1], **fields) if fields else loaded[0]
 
 
-def _save(compiled, path: pathlib.Path) -> None:
+def _saved(compiled) -> tuple:
+    """Returns what `load` makes programs of, or the reference."""
     from jax.experimental.serialize_executable import serialize
 
-    is_way = isinstance(compiled, Programs)
-    fields = {"key": compiled.key, "picked": compiled.picked, "options": compiled.options} if is_way else {}
-    programs_of = (compiled.short, compiled.long) if is_way else (compiled,)
-    path.write_bytes(pickle.dumps((fields, *map(serialize, programs_of))))
+    if not isinstance(compiled, Programs):
+        return {}, serialize(compiled)
+    fields = {"key": compiled.key, "picked": compiled.picked, "options": compiled.options}
+    return fields, serialize(compiled.short), serialize(compiled.long)
 
 
-def _compiled(step: Step, name: str, options: dict):
-    """Returns the programs of the way of that name, compiled."""
+def _compiled(step: Step, name: str, options: dict, known: dict[str, Programs]):
+    """Returns the programs of the way of that name, compiled unless they are known by their keys."""
     if name == REFERENCE:
         return reference_program(step)
     found = ways(step)
     base = name.removeprefix(ELSEWHERE)
     if name.startswith(ELSEWHERE):
         found = elsewhere(step, base)
-    return programs(step, next(way for way in found if way.name == name), options)
+    made = programs(step, next(way for way in found if way.name == name), options, known)
+    known.setdefault(made.key, made)
+    return made
+
+
+def _answer(step: Step, names: list[str], options: dict) -> dict:
+    """Returns by each way's name what `load` makes its programs of, or a string of what compiling raised."""
+    found, known = {}, {}
+    for name in names:
+        try:
+            found[name] = _saved(_compiled(step, name, options, known))
+        except FAILURES as error:
+            found[name] = f"{type(error).__name__}: {str(error)[:500]}"
+    return found
 
 
 def main() -> None:
     """Answers requests until stdin ends."""
-    count = 0
-    for line in sys.stdin:
+    for count, line in enumerate(sys.stdin):
         request = json.loads(line)
         step = Step(**request["step"] | {"lengths": tuple(request["step"]["lengths"])})
-        try:
-            compiled = _compiled(step, request["way"], request["options"])
-            path = pathlib.Path(request["folder"]) / f"{os.getpid()}-{count}"
-            _save(compiled, path)
-            reply, count = {"path": str(path)}, count + 1
-        except FAILURES as error:
-            reply = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-        print(REPLY + json.dumps(reply), flush=True)
+        path = pathlib.Path(request["folder"]) / f"{os.getpid()}-{count}"
+        path.write_bytes(pickle.dumps(_answer(step, request["ways"], request["options"])))
+        print(REPLY + json.dumps(str(path)), flush=True)
 
 
 if __name__ == "__main__":

@@ -176,11 +176,11 @@ def test_programs_that_a_process_compiles_run_here(monkeypatch):
     step = Step(**SMALL, lengths=(9, 4), gives_lengths=True)
     chosen = [way for way in ways.ways(step) if way.name != "mosaic_gpu"]
     compilers = sweep_programs.Compilers(1)
-    files = {way: compilers.submit(step, way.name, {}) for way in chosen}
-    reference = compilers.submit(step, sweep_programs.REFERENCE, {})
+    file = compilers.submit(step, [way.name for way in chosen], {})
+    reference = compilers.submit(step, [sweep_programs.REFERENCE], {})
     compilers.await_all(until=time.monotonic() + 120)
-    programs = {way: functools.partial(sweep_programs.load, file) for way, file in files.items()}
-    found = dict(ways.time_programs(step, programs, 1, sweep_programs.load(reference)))
+    programs = {way: functools.partial(sweep_programs.load, file, way.name) for way in chosen}
+    found = dict(ways.time_programs(step, programs, 1, sweep_programs.load(reference, sweep_programs.REFERENCE)))
     compilers.stop()
     assert found["None"]["picked"] == "'xla'" and found["None"]["max_error"] < 0.02
     assert found["xla"]["same_program_as"] == "None" and found["xla"]["results"] == [ways.query_shape(step)] * 2
@@ -285,7 +285,7 @@ def test_steps_of_other_benchmarks_are_timed_in_chains(on_cpu):
 
 def test_a_long_chain_is_dispatched_alone(monkeypatch):
     """A way that would take longer than all samples may gets fewer of them."""
-    clock = iter((0.0, 1e-3, 1.0, 1.0 + 2 * chains.LONG_S, 2.0, 5.0))
+    clock = iter((0.0, 1e-3, 1.0, 1.0 + 10 * chains.LONG_S, 2.0, 5.0))
     monkeypatch.setattr(chains.time, "perf_counter", lambda: next(clock))
     found = [chains.sampling(lambda: None, (4, 20), 32) for _ in range(3)]
     assert found == [(chains.IN_FLIGHT, 32), (1, 8), (1, chains.MIN_SAMPLES)]

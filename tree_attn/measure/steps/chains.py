@@ -13,8 +13,8 @@ from tree_attn.measure.device_time import device_time
 from tree_attn.measure.latency import time_in_turn
 
 IN_FLIGHT = 4  # chains dispatched before the host waits: enqueueing is then hidden, as in a decode loop
-LONG_S = 0.02  # of a short chain, in which its own enqueueing is hidden
-MAX_S, MIN_SAMPLES = 2.0, 4  # of all samples of a way; samples of one that would take longer
+LONG_S = 0.002  # of a short chain, in which its own enqueueing is hidden
+MAX_S, MIN_SAMPLES = 1.0, 4  # of all samples of a way; samples of one that would take longer
 PROFILED = 8  # runs of the short chain under the profiler
 TIMING = "profiler: union of kernel, copy and memset times in an unrolled chain of steps, over its calls"
 
