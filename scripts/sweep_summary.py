@@ -40,31 +40,28 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def summary(rows: Sequence[dict]) -> str:
-    """Returns the table of families, and the cases in which None is behind the best peer, worst first."""
+    """Returns a table of the families, and one of the cases in which None is behind the best peer, worst first."""
     rows = latest(rows)
     by_way = {way: ratios(rows, way) for way in (PICKED, OURS)}
     family_of = {row["case"]: row["family"] for row in rows}
-    lines = [
-        "chain time over the best peer's:",
-        f"{'family':10s} {'cases':>5s}"
-        + "".join(f" | {way:>10s}: mean, worst, over 1.00" for way in by_way)
-        + " | None over bytes",
-    ]
+    heads = "".join(f" {way} over the best peer: mean | worst | cases over 1.00 |" for way in by_way)
+    lines = [f"| family | cases |{heads} None over the limit: mean |", "|---" * (3 + 3 * len(by_way)) + "|"]
     for family in [*dict.fromkeys(family_of.values()), "all"]:
         cases = [case for case, name in family_of.items() if family in (name, "all")]
-        cells = [_cell([by_way[way][case] for case in cases if case in by_way[way]]) for way in by_way]
-        over_bytes = [
+        cells = [_cells([by_way[way][case] for case in cases if case in by_way[way]]) for way in by_way]
+        over_limit = [
             row["chain_us_median"] / max(row["bytes_us"], row["products_us"])
             for row in rows
             if row["way"] == PICKED and row["case"] in cases and row.get("chain_us_median")
         ]
-        share = f"{geometric_mean(over_bytes):.2f}" if over_bytes else "-"
-        lines.append(f"{family:10s} {len(cases):5d}" + "".join(f" | {cell:>35s}" for cell in cells) + f" | {share}")
+        mean = f"{geometric_mean(over_limit):.2f}" if over_limit else ""
+        lines.append(f"| {family} | {len(cases)} | {' | '.join(cells)} | {mean} |")
     behind = sorted((item for item in by_way[PICKED].items() if item[1] > 1), key=lambda item: -item[1])
-    lines += [f"behind, by None: {len(behind)} of {len(by_way[PICKED])}"]
-    lines += [f"  {ratio:5.2f}  {describe(case, rows)}" for case, ratio in behind]
+    lines += ["", f"None is behind the best peer in {len(behind)} of {len(by_way[PICKED])} cases:", ""]
+    lines += ["| None over the best peer | step | limit | the four fastest, chain |", "|---|---|---|---|"]
+    lines += [f"| {ratio:.2f} | {describe(case, rows)} |" for case, ratio in behind]
     missing = [case for case in family_of if case not in by_way[PICKED]]
-    lines += [f"without a ratio, for want of a peer's time or ours: {', '.join(missing)}"] * bool(missing)
+    lines += ["", f"No ratio, for want of a peer's time or ours: {', '.join(missing)}"] * bool(missing)
     return "\n".join(lines)
 
 
@@ -94,21 +91,20 @@ def _fastest(rows: Sequence[dict], start: str) -> dict:
 
 
 def describe(case: str, rows: Sequence[dict]) -> str:
-    """Returns a case in one line: the step, the time of its bytes, and each way's chain and kernel time."""
+    """Returns a case in cells of a table: the step, its limit, and the chain times of None and the fastest others."""
     of_case = [row for row in rows if row["case"] == case]
-    timed = [row for row in of_case if row.get("chain_us_median")]
-    times = [_times(row) for row in sorted(timed, key=lambda row: row["chain_us_median"])]
+    timed = sorted((row for row in of_case if row.get("chain_us_median")), key=lambda row: row["chain_us_median"])
+    shown = [row for i, row in enumerate(timed) if i < 4 or row["way"] == PICKED]
     bound = max(of_case[0]["bytes_us"], of_case[0]["products_us"])
-    return f"{case}: {of_case[0]['title']}; limit {bound:.1f}; chain/kernels {', '.join(times)}"
+    return f"{of_case[0]['title']} | {bound:,.1f} | {', '.join(map(_time, shown))}"
 
 
-def _times(row: dict) -> str:
+def _time(row: dict) -> str:
     picked = f" ({row['picked']})" if row.get("picked") else ""
-    kernels = row.get("device_us_median") or math.nan
-    return f"{row['way'].replace('flashinfer ', 'FI ')}{picked} {row['chain_us_median']:.1f}/{kernels:.1f}"
+    return f"{row['way']}{picked} {row['chain_us_median']:,.1f}"
 
 
-def _cell(values: Sequence[float]) -> str:
+def _cells(values: Sequence[float]) -> str:
     if not values:
-        return "-"
-    return f"{geometric_mean(values):.3f}, {max(values):.3f}, {sum(value > 1 for value in values)}"
+        return " | | "
+    return f"{geometric_mean(values):.3f} | {max(values):.2f} | {sum(value > 1 for value in values)}"

@@ -108,10 +108,10 @@ def test_the_summary_takes_the_best_peer_of_each_case():
     assert sweep_summary.geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2)
     text = sweep_summary.summary(rows)
     mean = np.sqrt(0.9 * 1.25)
-    assert f"{mean:.3f}, 1.250, 1" in text and "1.200, 1.200, 1" in text
-    behind = text[text.index("behind, by None: 1 of 2") :]
-    assert "1.25  b: t; limit 4.0; chain/kernels FI XQA 4.0/nan, None + options 5.0/nan, None 8.0/nan" in behind
-    assert "for want of a peer's time or ours: c" in behind
+    assert f"| dense | 2 | {mean:.3f} | 1.25 | 1 | 1.200 | 1.20 | 1 |" in text
+    assert "None is behind the best peer in 1 of 2 cases" in text
+    assert "| 1.25 | t | 4.0 | flashinfer XQA 4.0, None + options 5.0, None 8.0 |" in text
+    assert "for want of a peer's time or ours: c" in text
     table = sweep_summary.markdown([row | {"git_commit": "0123456789"} for row in rows])
     assert "| t | 5.0 |  |  | 4.0 (XQA) | 4.0 | 1.25 | 0123456 |" in table
 
