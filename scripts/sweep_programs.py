@@ -111,9 +111,9 @@ def _compiled(step: Step, name: str, options: dict, known: dict[str, Programs]):
     base = name.removeprefix(ELSEWHERE)
     if name.startswith(ELSEWHERE):
         found = elsewhere(step, base)
-    made = programs(step, next(way for way in found if way.name == name), options, known)
-    known.setdefault(made.key, made)
-    return made
+    compiled = programs(step, next(way for way in found if way.name == name), options, known)
+    known.setdefault(compiled.key, compiled)
+    return compiled
 
 
 def _answer(step: Step, names: list[str], options: dict) -> dict:
