@@ -56,6 +56,13 @@ def test_a_state_that_is_too_large_is_refused():
         traced(make_mesh({"seq": 2}), ("seq",), "fused", state(rows=MAX_ELEMENTS // 8))
 
 
+@pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")
+def test_kernels_that_run_at_once_are_refused(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
+    with pytest.raises(NotImplementedError, match="fused needs kernels to run in order"):
+        traced(make_mesh({"seq": 2}), ("seq",), "fused", state())
+
+
 @pytest.mark.skipif(jax.__version_info__ >= OLDEST_JAX, reason="runs with JAX before 0.11")
 def test_an_old_jax_is_refused():
     with pytest.raises(NotImplementedError, match=r"JAX 0\.11 and newer"):

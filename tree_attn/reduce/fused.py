@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.cost.machine import EXCHANGES
+from tree_attn.devices import runs_kernels_in_order
 from tree_attn.local import Epilogue, ShardAttention
 from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
@@ -137,6 +138,8 @@ def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> t
 
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"fused was run with JAX 0.11 and newer only, this is {jax.__version__}")
+    if not runs_kernels_in_order():
+        raise NotImplementedError("fused needs kernels to run in order, got a concurrent scheduling mode in XLA_FLAGS")
     if elements > MAX_ELEMENTS:
         raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
     groups = _groups(axes, mesh)
