@@ -10,7 +10,7 @@ from assertions import assert_attention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 
-from tree_attn.kernels import tuning
+from tree_attn.kernels import lean_call, tuning
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.kernels.lean_layout import LeanConfig
 from tree_attn.local import mosaic_gpu
@@ -36,7 +36,9 @@ def small_layout(time_limit, monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
 
 
-def set_layout(monkeypatch, **layout):
+def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
+    """Sets the layout, and how many KV tiles a merge is worth: by default so few that runs cut."""
+    monkeypatch.setattr(lean_call, "MERGE_KV_TILES", merge_kv_tiles)
     config = LeanConfig(**{"num_ctas": 5, "block_kv": 64, "num_stages": 2} | layout)
     monkeypatch.setattr(tuning, "lean_config", lambda shape, is_static: config)
 

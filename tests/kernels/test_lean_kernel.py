@@ -154,6 +154,16 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
     check(call)
 
 
+@pytest.mark.parametrize("call", [CUT[1], CUT[3], CUT[4], Call(lengths=(190, 250), kv_heads=2)], ids=str)
+def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_may_be_cut(call, monkeypatch):
+    """Whether they are is known on the device only: the kernel that merges runs, and has nothing to do."""
+    set_layout(monkeypatch, merge_kv_tiles=1000)
+    merge = lean_kernel.merge_cut
+    garbage = lambda partials: [jnp.full_like(x, jnp.nan) for x in partials]
+    monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, *rest: merge(garbage(partials), *rest))
+    check(call, num_kernels=2)
+
+
 @pytest.mark.parametrize("lengths", [None, (250, 70)], ids=str)
 def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths):
     call = Call(batch=2, lengths=lengths, kv_heads=3)

@@ -16,6 +16,7 @@ from tree_attn.kernels.schedule import (
     run_start,
     run_table,
     sequence_offsets,
+    whole_run_table,
 )
 
 
@@ -142,7 +143,7 @@ def test_the_devices_table_is_the_plain_schedule(tiles, heads, ctas):
 @pytest.mark.parametrize("tiles", [[1], [4], [2, 1, 2, 2, 1], [3, 1, 40, 2], [1, 260, 1, 1, 9]], ids=str)
 @pytest.mark.parametrize("heads, ctas", [(1, 5), (3, 1), (3, 32), (7, 4)])
 def test_whole_output_tiles_are_in_one_run_each_in_order(tiles, heads, ctas):
-    runs = run_table(jnp.array(tiles), sequence_offsets(jnp.array(tiles), heads), heads, ctas, whole_output_tiles=True)
+    runs = whole_run_table(jnp.array(tiles), sequence_offsets(jnp.array(tiles), heads), heads, ctas)
     walked, lengths = [], []
     for sequence, output_tile, tile, count in runs.tolist():
         assert 0 <= sequence < len(tiles)
@@ -157,6 +158,7 @@ def test_whole_output_tiles_are_in_one_run_each_in_order(tiles, heads, ctas):
     # As long as runs that cut, and longer by up to one output tile.
     total = sum(tiles) * heads
     assert max(lengths) < -(-total // num_runs(total, ctas)) + max(tiles)
+    assert max(lengths) == max(tiles) or len(tiles) * heads > ctas
 
 
 def test_lengths_that_change_compile_nothing_anew():

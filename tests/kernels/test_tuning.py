@@ -10,6 +10,8 @@ import pytest
 from tree_attn.kernels import lean, tuning
 from tree_attn.kernels.lean_call import column_blocks, schedule_tables
 from tree_attn.kernels.lean_layout import (
+    ARE_WHOLE,
+    FIRST_SLOT,
     LeanConfig,
     LeanShape,
     lanes,
@@ -170,6 +172,35 @@ def test_equal_lengths_are_cut_alike_though_only_the_device_knows_them(lengths, 
     assert int((table[:, 3] > 0).sum()) == runs
     assert (spans[:, 1] - spans[:, 0]).tolist() == 8 * [counts[0]] + 8 * [counts[1]]
     assert len(set(counts)) == 1 or runs == 33
+
+
+@pytest.mark.parametrize(
+    "lengths, leaves_whole, are_whole",
+    [
+        ((191, 300, 400), True, True),  # the longest has seven KV tiles, and a run that cuts has five
+        ((191, 300, 400), False, False),
+        ((191, 300, 4000), True, False),
+        ((64, 64, 64), True, True),
+    ],
+)
+def test_output_tiles_are_left_whole_where_a_merge_would_take_longer(lengths, leaves_whole, are_whole):
+    starts, ends = jnp.zeros((3, 1), jnp.int32), jnp.array(lengths)[:, None]
+    shape, config = SHAPE.replace(batch=3), LeanConfig(block_kv=64, num_ctas=24)
+    sequences, runs = schedule_tables(starts, ends, shape, config, leaves_whole=leaves_whole)
+    assert (sequences[:, ARE_WHOLE] == int(are_whole)).all()
+    kv_tiles = [-(-length // 64) for length in lengths]
+    if are_whole:
+        assert runs[:, :4].tolist() == [[i, 0, 0, count] for i, count in enumerate(kv_tiles)]
+    spans = partial_spans(shape, config, {"sequences": sequences})
+    assert bool((spans[:, 1] - spans[:, 0]).max() == 1) == are_whole
+
+
+@pytest.mark.parametrize("page_size, first_slot", [(None, 2272), (64, 2240)])
+def test_a_window_is_read_from_where_it_begins(page_size, first_slot):
+    """A KV tile of pages lies within one, and begins at a multiple of its size."""
+    starts, ends = jnp.full((2, 1), 2276), jnp.full((2, 1), 2788)
+    sequences, _ = schedule_tables(starts, ends, SHAPE.replace(page_size=page_size), LeanConfig(block_kv=64))
+    assert sequences[:, FIRST_SLOT].tolist() == [first_slot] * 2
 
 
 @pytest.mark.parametrize(

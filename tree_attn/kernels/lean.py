@@ -69,8 +69,9 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
       merge_with: `(out, lse)` over other keys to merge with, in the layouts of the results, or None. It needs
         `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
       tables: arrays by name; None, or left out, where there is none:
-        sequences: int32 `[B, 6]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
-          slots, most runs), or None where all slots are visible, so that `shape.static_kv_tiles` is known.
+        sequences: int32 `[B, 7]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
+          slots, most runs, whether no run cuts an output tile), or None where all slots are visible, so that
+          `shape.static_kv_tiles` is known.
         runs: int32 `[num_ctas, 7]` from `tree_attn.kernels.lean_call.schedule_tables`, or None if
           `shape.static_kv_tiles`.
         columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
@@ -83,7 +84,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
     if has_whole_output_tiles(shape, config):
         return _launch_runs(query, key, value, tables, shape, config, results)
     # A state to merge with joins in the merge, which then has all output tiles.
-    if merge_with is not None or not _has_registers_for_both(shape) or jax.__version_info__ < WRITES_IN_PLACE:
+    if merge_with is not None or not writes_uncut(shape):
         partials = _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
         return merge_partials(partials, results, tables, merge_with, shape, config)
     outputs = (*results, *_partials(shape, config))
@@ -152,9 +153,12 @@ def _results(query, shape: LeanShape):
     return jax.ShapeDtypeStruct(query.shape, query.dtype), lse
 
 
-def _has_registers_for_both(shape: LeanShape) -> bool:
-    """Returns whether the first kernel has registers for two ends of a segment: a result, and a partial state."""
-    return shape.cols <= MAX_SPARE_COLUMNS
+def writes_uncut(shape: LeanShape) -> bool:
+    """Returns whether the first kernel writes the results of output tiles that its runs hold whole.
+
+    It leaves partial states of the others beside them, and needs registers for both ends of a segment.
+    """
+    return shape.cols <= MAX_SPARE_COLUMNS and jax.__version_info__ >= WRITES_IN_PLACE
 
 
 def writes_results(shape: LeanShape, config: LeanConfig, outputs) -> bool:

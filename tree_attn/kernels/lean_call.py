@@ -31,7 +31,13 @@ from tree_attn.kernels.query_layout import (
     lse_to_kernel_layout,
     to_kernel_layout,
 )
-from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, run_table, sequence_offsets
+from tree_attn.kernels.schedule import (
+    MERGE_KV_TILES,
+    MIN_KV_TILES_PER_RUN,
+    run_table,
+    sequence_offsets,
+    whole_run_table,
+)
 from tree_attn.kernels.targets import Target
 from tree_attn.state import SoftmaxState, merge_state
 
@@ -133,7 +139,7 @@ class LeanCall:
 
 def plan_call(
     query, key, spans, *, num_slots: int, scale: float, logits_soft_cap: float | None, scales=None, pages=None,
-    is_packed: bool = False, config: LeanConfig | None = None,
+    is_packed: bool = False, leaves_whole: bool = False, config: LeanConfig | None = None,
 ) -> LeanCall:  # fmt: skip
     """Plans a call: the static shape, the tuned layout and the schedule. Arguments are checked already.
 
@@ -144,6 +150,8 @@ def plan_call(
       num_slots: slots that a sequence can have.
       scales: float32 `[2, K]`, factors of stored K and V, or None.
       pages: int32 `[B, pages]` where K and V are pages, else None.
+      leaves_whole: the schedule may cut no output tile where lengths are such that a merge would take longer. Not for a
+        call that is merged with a state over other keys, or with other devices.
       config: default: as tuned.
     """
     batch, num_queries, num_heads, _ = query.shape
@@ -166,7 +174,8 @@ def plan_call(
         tables["columns"] = _column_table(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
     shape = shape.replace(whole_output_tiles=_keeps_output_tiles_whole(shape, config))
     per_sequence = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans)
-    tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config)
+    leaves_whole = leaves_whole and lean.writes_uncut(shape)
+    tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config, leaves_whole=leaves_whole)
     if num_slots <= config.block_kv and not is_packed:
         # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths.
         shape, tables["runs"] = shape.replace(static_kv_tiles=1), None
@@ -231,15 +240,20 @@ def column_blocks(
     return blocks, pl.cdiv(pl.cdiv(num_columns, blocks), 8) * 8
 
 
-def schedule_tables(first, end, shape: LeanShape, config: LeanConfig):
-    """Returns the tables `sequences` and `runs` from the visible slots `first .. end` of each query, int32 `[B, T]`."""
+def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_whole: bool = False):
+    """Returns the tables `sequences` and `runs` from the visible slots `first .. end` of each query, int32 `[B, T]`.
+
+    Args:
+      leaves_whole: as in `plan_call`.
+    """
     is_seen = first < end
     span_start = jnp.min(jnp.where(is_seen, first, jnp.iinfo(jnp.int32).max), axis=1)
     span_end = jnp.max(jnp.where(is_seen, end, 0), axis=1)
     is_any = span_start < span_end
     span_start, span_end = jnp.where(is_any, span_start, 0), jnp.where(is_any, span_end, 0)
-    # Packed sequences begin anywhere; a KV tile begins at a multiple of 8, and what comes before the span is masked.
-    grain = SLOT_MULTIPLE if shape.is_packed else config.block_kv
+    # Packed sequences and windows begin anywhere. A KV tile begins at a multiple of 8, or in a page at one of its size;
+    # what comes before the span is masked.
+    grain = SLOT_MULTIPLE if shape.page_size is None else config.block_kv
     first_slot = span_start // grain * grain
     # At least one, to write the result of an output tile that sees nothing.
     kv_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)
@@ -250,14 +264,26 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig):
     # Output tiles of one length are cut alike, as where that is known when compiling.
     even = tuning.even_runs(shape.batch * per_sequence, num_runs)
     max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, num_runs)
-    columns = first_slot, kv_tiles, offsets, span_start, span_end, jnp.broadcast_to(max_runs, kv_tiles.shape)
+    runs, are_whole = _runs(kv_tiles, offsets, per_sequence, num_runs, max_runs, shape, leaves_whole)
+    per_call = (jnp.full_like(kv_tiles, x) for x in (max_runs, are_whole))
+    columns = first_slot, kv_tiles, offsets, span_start, span_end, *per_call
     sequences = jnp.stack(columns, axis=1).astype(jnp.int32)
-    runs = run_table(
-        kv_tiles, offsets, per_sequence, num_runs, max_runs=max_runs, whole_output_tiles=shape.whole_output_tiles
-    )  # fmt: skip
     # What a CTA needs of its first sequence stands beside its run: it waits for memory once.
     begins_in = jnp.stack([first_slot, kv_tiles, span_end], axis=1).astype(jnp.int32)[runs[:, 0]]
     return sequences, jnp.concatenate([runs, begins_in], axis=1)
+
+
+def _runs(kv_tiles, offsets, per_sequence: int, num_runs: int, max_runs, shape: LeanShape, leaves_whole: bool):
+    """Returns the table of runs without what `schedule_tables` adds, and whether none of them cuts an output tile."""
+    whole = whole_run_table(kv_tiles, offsets, per_sequence, num_runs)
+    if shape.whole_output_tiles:
+        return whole, True
+    cut = run_table(kv_tiles, offsets, per_sequence, num_runs, max_runs=max_runs)
+    if not leaves_whole:
+        return cut, False
+    longest = lambda runs: jnp.max(runs[:, 3])
+    are_whole = longest(whole) <= longest(cut) + MERGE_KV_TILES
+    return jnp.where(are_whole, whole, cut), are_whole
 
 
 def _keeps_output_tiles_whole(shape: LeanShape, config: LeanConfig) -> bool:

@@ -23,7 +23,7 @@ ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; the lean kernel has at most 64 columns
 
 # Columns of the table of sequences.
-FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS = range(6)
+FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS, ARE_WHOLE = range(7)
 # Columns of the table of runs, after those of `schedule.run_table`: of the sequence in which a run begins.
 RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END = range(4, 7)
 
@@ -214,6 +214,8 @@ def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, output_tile
         total = sequences_ref[last, OFFSET] + per_sequence * sequences_ref[last, NUM_KV_TILES]
         runs = num_runs(total, sequences_ref[last, MAX_RUNS])
     first_partial, number = partials_of_output_tile(place, first, kv_tiles, total, runs)
+    if shape.static_kv_tiles is None:
+        number = jnp.where(sequences_ref[last, ARE_WHOLE] > 0, 1, number)  # that one is no partial
     return lane * _lane_partials(shape, config) + first_partial, number
 
 

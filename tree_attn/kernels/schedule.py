@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+MERGE_KV_TILES = 2  # a run may have so many more, if then nothing is to be merged
 MIN_KV_TILES_PER_RUN = 2  # below that a CTA's start and its partial cost more than the tiles it takes off another
 
 Count = int | Array
@@ -75,7 +76,6 @@ def run_table(
     num_ctas: int,
     *,
     max_runs: Count | None = None,
-    whole_output_tiles: bool = False,
 ) -> Int[Array, "C 4"]:
     """Returns where each CTA's run begins, from lengths that only the device knows: int32 `[num_ctas, 4]`.
 
@@ -85,29 +85,56 @@ def run_table(
     Args:
       kv_tiles, offsets: as in `sequence_offsets`, and its result.
       max_runs: at most `num_ctas`; default: that.
-      whole_output_tiles: a run that would begin within an output tile begins with the next one, so that none is cut. A
-        run may then have no KV tile, or more than the others by up to an output tile's.
     """
+    start, end = _run_bounds(kv_tiles, offsets, output_tiles_per_sequence, num_ctas, max_runs)
+    return jnp.stack([*_located(kv_tiles, offsets, start), end - start], axis=1).astype(jnp.int32)
+
+
+def whole_run_table(
+    kv_tiles: Int[Array, " B"], offsets: Int[Array, " B"], output_tiles_per_sequence: int, num_ctas: int
+) -> Int[Array, "C 4"]:
+    """Returns the table of runs that cut no output tile, in the form and with the arguments of `run_table`.
+
+    Each CTA has one output tile or none, if there are enough CTAs. Otherwise a run that would begin within an output
+    tile begins with the next one. It may then have no KV tile, or more than the others by up to an output tile's.
+    """
+    batch = kv_tiles.shape[0]
+    if batch * output_tiles_per_sequence <= num_ctas:
+        number = jnp.arange(num_ctas, dtype=jnp.int32)
+        sequence = jnp.minimum(number // output_tiles_per_sequence, batch - 1)
+        within = number - sequence * output_tiles_per_sequence
+        is_any = within < output_tiles_per_sequence
+        places = (
+            sequence,
+            jnp.where(is_any, within, 0),
+            jnp.zeros_like(number),
+            jnp.where(is_any, kv_tiles[sequence], 0),
+        )
+        return jnp.stack(places, axis=1).astype(jnp.int32)
+
+    def output_tile_end(kv_tile):
+        sequence, output_tile, within = _located(kv_tiles, offsets, kv_tile)
+        return jnp.where(within == 0, kv_tile, offsets[sequence] + (output_tile + 1) * kv_tiles[sequence])
+
+    start, end = map(output_tile_end, _run_bounds(kv_tiles, offsets, output_tiles_per_sequence, num_ctas))
+    return jnp.stack([*_located(kv_tiles, offsets, start), end - start], axis=1).astype(jnp.int32)
+
+
+def _run_bounds(kv_tiles, offsets, output_tiles_per_sequence: int, num_ctas: int, max_runs: Count | None = None):
+    """Returns each CTA's first KV tile and the one past its last among all; the end for CTAs without a run."""
     total = offsets[-1] + kv_tiles[-1] * output_tiles_per_sequence
     runs = num_runs(total, num_ctas if max_runs is None else max_runs)
     cta = jnp.arange(num_ctas, dtype=jnp.int32)
-    start, end = run_start(cta, total, runs), run_start(cta + 1, total, runs)
+    return tuple(run_start(jnp.minimum(number, runs), total, runs) for number in (cta, cta + 1))
 
-    def locate(kv_tile):
-        last = kv_tiles.shape[0] - 1
-        sequence = jnp.sum(offsets[None, :] <= kv_tile[:, None], axis=1, dtype=jnp.int32) - 1
-        sequence = jnp.clip(sequence, 0, last)
-        within = kv_tile - offsets[sequence]
-        return sequence, within // kv_tiles[sequence], within % kv_tiles[sequence]
 
-    def output_tile_end(kv_tile):
-        sequence, output_tile, within = locate(kv_tile)
-        return jnp.where(within == 0, kv_tile, offsets[sequence] + (output_tile + 1) * kv_tiles[sequence])
-
-    if whole_output_tiles:
-        start, end = output_tile_end(start), output_tile_end(end)
-    count = jnp.where(cta < runs, end - start, 0)
-    return jnp.stack([*locate(start), count], axis=1).astype(jnp.int32)
+def _located(kv_tiles, offsets, kv_tile):
+    """Returns sequence, output tile within it and KV tile within that, of numbers of KV tiles among all."""
+    last = kv_tiles.shape[0] - 1
+    sequence = jnp.sum(offsets[None, :] <= kv_tile[:, None], axis=1, dtype=jnp.int32) - 1
+    sequence = jnp.clip(sequence, 0, last)
+    within = kv_tile - offsets[sequence]
+    return sequence, within // kv_tiles[sequence], within % kv_tiles[sequence]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

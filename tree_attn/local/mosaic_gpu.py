@@ -164,5 +164,6 @@ def lean_state(
     """
     from tree_attn.kernels.lean_call import plan_call
 
-    call = plan_call(query, key, spans, **options)
+    is_alone = merge_with is None and exchange is None
+    call = plan_call(query, key, spans, leaves_whole=is_alone, **options)
     return call.run(query, key, value, merge_with=merge_with, exchange=exchange)
