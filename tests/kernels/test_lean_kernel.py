@@ -191,12 +191,13 @@ def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
     [
         MergedWith(queries=40, group=4, kv_heads=1),
         MergedWith(
-            queries=9, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128
+            queries=10, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128
         ),  # of two the other state is empty
-        MergedWith(queries=70, group=2, lengths=(250, 100)),  # two KV heads
-        MergedWith(queries=130, group=4, lengths=(250, 0), logit_size=1e4),
-        MergedWith(queries=30, group=3, head_dim=128),  # three heads do not share a block's rows
-        MergedWith(queries=12, lengths=(250, 100)),  # in columns
+        MergedWith(queries=72, group=2, lengths=(250, 100)),  # two KV heads
+        MergedWith(queries=136, group=4, lengths=(250, 0), logit_size=1e4),
+        MergedWith(queries=32, group=3, head_dim=128),  # three heads do not share a block's rows
+        MergedWith(queries=16, lengths=(250, 100)),  # in columns
+        MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: XLA merges
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
         MergedWith(queries=16, group=2, dtype="float16"),
         MergedWith(group=2),  # few queries, which XLA merges

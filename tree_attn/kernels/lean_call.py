@@ -27,6 +27,7 @@ from tree_attn.kernels.lean_layout import (
 )
 from tree_attn.kernels.query_layout import (
     from_kernel_layout,
+    is_padded,
     lse_from_kernel_layout,
     lse_to_kernel_layout,
     to_kernel_layout,
@@ -85,8 +86,10 @@ class LeanCall:
                         result=result, shape=self.shape, config=self.config, **self.tables,
                     )
                 )  # fmt: skip
-        # Where queries are read in place, the merge of partial states takes one state more for little.
+        # Where queries are read in place, the merge of partial states takes one state more for little. One that would
+        # have to be padded first is merged by XLA, in the kernel that drops the padding.
         merges_state = merge_with is not None and self.shape.tokens is not None and self.merges_partials
+        merges_state = merges_state and not is_padded(self.query_shape, self.shape)
         tables = dict(self.tables)
         if merges_state:
             tables["merge_with"] = (

@@ -10,6 +10,16 @@ from jax.experimental import pallas as pl
 
 from tree_attn.kernels.lean_layout import LeanShape
 
+QUERY_MULTIPLE = 8  # TMA moves multiples of it
+
+
+def is_padded(query_shape, shape: LeanShape) -> bool:
+    """Returns whether the kernel's layout has more queries than there are; `shape.tokens` is not None."""
+    _, num_queries, num_heads, _ = query_shape
+    group = num_heads // shape.num_kv_heads
+    per_token = 1 if shape.cols // shape.tokens == group else group
+    return num_queries * per_token % QUERY_MULTIPLE > 0
+
 
 def to_kernel_layout(query, shape: LeanShape):
     """Returns `[B, T, N, H]` in the kernel's layout.
@@ -24,7 +34,7 @@ def to_kernel_layout(query, shape: LeanShape):
     if shape.cols // shape.tokens != group:
         grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim).swapaxes(2, 3)
         query = grouped.reshape(batch, num_queries * group, shape.num_kv_heads, head_dim)
-    return jnp.pad(query, [(0, 0), (0, -query.shape[1] % 8), (0, 0), (0, 0)])  # TMA moves multiples of 8
+    return jnp.pad(query, [(0, 0), (0, -query.shape[1] % QUERY_MULTIPLE), (0, 0), (0, 0)])
 
 
 def from_kernel_layout(out, query_shape, shape: LeanShape):
