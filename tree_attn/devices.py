@@ -110,7 +110,7 @@ def planned_cpu_devices() -> int:
 
 
 def runs_kernels_in_order() -> bool:
-    """Returns whether XLA runs a program's kernels on a GPU one after another, as it does unless it is told otherwise.
+    """Returns whether XLA runs a program's kernels on a GPU one after another: the default, which a flag can change.
 
     Kernels that count in memory of their own, behind XLA's back, need that: XLA may run at once what does not depend on
     one another.

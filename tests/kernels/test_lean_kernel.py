@@ -156,7 +156,7 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
 
 @pytest.mark.parametrize("call", [CUT[1], CUT[3], CUT[4], Call(lengths=(190, 250), kv_heads=2)], ids=str)
 def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_may_be_cut(call, monkeypatch):
-    """Whether they are is known on the device only: the kernel that merges runs, and has nothing to do."""
+    """Only the device knows whether runs cut them. So the kernel that merges is launched, and has nothing to do."""
     set_layout(monkeypatch, merge_kv_tiles=1000)
     merge = lean_kernel.merge_cut
     garbage = lambda partials: [jnp.full_like(x, jnp.nan) for x in partials]
