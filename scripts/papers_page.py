@@ -32,6 +32,7 @@ ROWS = {
     "sparq-table-2": (["eval_smollm2/results.jsonl"], "They have 16 samples, not 100, of a King James Bible."),
     "sparq-figure-8": (["sparq_h200/table.jsonl"], "They have one length."),
     "sparq-table-3": (["eval_needle_smollm2/results.jsonl"], "They have 1,024 tokens at most, and 8 samples a depth."),
+    "sparq-figure-7c": (["eval_kept_smollm2/results.jsonl"], "They are of a King James Bible."),
 }
 NOT_YET = "not measured yet"
 HEAD = """\
