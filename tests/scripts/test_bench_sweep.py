@@ -169,6 +169,13 @@ def test_the_ways_of_a_step_run(fields, on_cpu):
     assert all("error" in fields for name, fields in found.items() if name.startswith("cudnn"))
 
 
+def test_programs_with_other_options_are_others():
+    step = Step(**SMALL, lengths=(9, 4), gives_lengths=True)
+    way = ways.named(step, "xla")
+    plain, again, other = (ways.programs(step, way, x) for x in (None, {}, {"xla_cpu_enable_fast_min_max": True}))
+    assert plain.key == again.key != other.key
+
+
 def test_programs_that_a_process_compiles_run_here(monkeypatch):
     """A way that cannot be compiled says why; one whose program another way has is timed once."""
     run = lambda compiled, args, *_: {"results": [program(*args)[0].shape for program in compiled]}

@@ -175,7 +175,7 @@ class Programs:
     """The short and the long chain of a way, compiled.
 
     Attributes:
-      key: equal keys are of equal programs.
+      key: equal keys are of equal programs, compiled with equal options.
       picked: what `implementation=None` picked, from the log.
       options: of XLA.
     """
@@ -203,7 +203,8 @@ def programs(step: Step, way: Way, options: dict | None = None, known: dict[str,
         lowered = [
             jax.jit(chained(run, calls)).lower(query, [cache] * step.copies, extras(step)) for calls in chains(step)
         ]
-    key = hashlib.sha256("".join(program.as_text() for program in lowered).encode()).hexdigest()
+    texts = [program.as_text() for program in lowered]
+    key = hashlib.sha256("".join([*texts, repr(sorted((options or {}).items()))]).encode()).hexdigest()
     if known is None or key not in known:
         short, long = (program.compile(options or None) for program in lowered)
     else:
