@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def summary(path: pathlib.Path) -> str:
-    """Returns a line for each size: the fastest layout, its time in the chain, and its share of the datasheet's rate."""
+    """Returns a line for each size: the fastest layout, its chain time, and its share of the datasheet's rate."""
     from tree_attn.measure.rows import read
 
     rows = [row for row in read(path) if row.get("chain_us_median")]
