@@ -31,15 +31,6 @@ def test_too_late_for_more_devices_says_how_to_get_them():
         devices.ensure_devices(9)
 
 
-@pytest.mark.parametrize(
-    "modes, in_order", [((), True), (("LHS",), True), (("CONCURRENT",), False), (("CONCURRENT", "SERIALIZE"), True)]
-)
-def test_kernels_run_in_order_unless_xla_is_told_otherwise(modes, in_order, monkeypatch):
-    flags = [f"--xla_gpu_command_buffer_scheduling_mode={mode}" for mode in modes]
-    monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_gpu_autotune_level=0", *flags]))
-    assert devices.runs_kernels_in_order() == in_order
-
-
 def test_the_platform_of_programs_is_that_of_the_default_device():
     assert devices.default_platform() == "cpu"
     for device in ("cpu", jax.devices()[1]):

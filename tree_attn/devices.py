@@ -109,17 +109,6 @@ def planned_cpu_devices() -> int:
     return max([1, jax.config.jax_num_cpu_devices, *(int(count) for count in flags if count.isdigit())])
 
 
-def runs_kernels_in_order() -> bool:
-    """Returns whether XLA runs a program's kernels on a GPU one after another: the default, which a flag can change.
-
-    Kernels that count in memory of their own, behind XLA's back, need that: XLA may run at once what does not depend on
-    one another.
-    """
-    flag = "--xla_gpu_command_buffer_scheduling_mode="
-    modes = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
-    return not modes or modes[-1] in ("LHS", "SERIALIZE")
-
-
 def visible_gpus() -> tuple[str, ...]:
     """Returns the PCI addresses of the NVIDIA GPUs that JAX will use here, in its order; () where it will use the CPU.
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, tree_decode
-from tree_attn.kernels import lean_call, lean_layout
+from tree_attn.kernels import lean_call, lean_layout, overlap
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
 from tree_attn.kernels.exchange import PARTIAL_WORDS, Buffers
 from tree_attn.kernels.schedule import lean_schedule
@@ -54,6 +54,15 @@ def test_tree_decode_refuses_it_before_anything_is_compiled():
 def test_a_state_that_is_too_large_is_refused():
     with pytest.raises(NotImplementedError, match=f"up to {MAX_ELEMENTS} elements, got"):
         traced(make_mesh({"seq": 2}), ("seq",), "fused", state(rows=MAX_ELEMENTS // 8))
+
+
+@pytest.mark.parametrize(
+    "modes, in_order", [((), True), (("LHS",), True), (("CONCURRENT",), False), (("CONCURRENT", "SERIALIZE"), True)]
+)
+def test_kernels_run_in_order_unless_xla_is_told_otherwise(modes, in_order, monkeypatch):
+    flags = [f"--xla_gpu_command_buffer_scheduling_mode={mode}" for mode in modes]
+    monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_gpu_autotune_level=0", *flags]))
+    assert overlap.runs_kernels_in_order() == in_order
 
 
 @pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")

@@ -5,7 +5,8 @@ The last finds all partial states of the output tile, folds them in the order of
 Whichever CTA is last, results are the same to the bit.
 
 The counts are an operand that XLA fills with zeros once in a program. Every kernel leaves them as it found them, which
-is why one array serves all layers, and why to XLA no kernel writes it. Kernels of a program run one after another.
+is why one array serves all layers, and why to XLA no kernel writes it. Kernels of a program run one after another
+(`overlap.runs_kernels_in_order`).
 `tests/kernels/arrivals_model.py` explores every order of the CTAs' operations.
 
 Sources: LeanAttention, section 4.3, where a host CTA waits for the others; PTX ISA, "Memory Consistency Model".

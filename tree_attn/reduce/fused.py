@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tree_attn.cost.machine import EXCHANGES
-from tree_attn.devices import runs_kernels_in_order
 from tree_attn.local import Epilogue, ShardAttention
 from tree_attn.mesh import vary_as
 from tree_attn.state import SoftmaxState
@@ -134,6 +133,7 @@ def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[j
 def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Any]:
     """Returns the first group of devices that meet along `axes`, and the buffers of all groups."""
     from tree_attn.kernels.exchange import Buffers
+    from tree_attn.kernels.overlap import runs_kernels_in_order
     from tree_attn.reduce import peer_memory
 
     if jax.__version_info__ < OLDEST_JAX:
