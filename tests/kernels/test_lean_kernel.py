@@ -154,10 +154,20 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
     check(call)
 
 
-@pytest.mark.parametrize("call", [CUT[1], CUT[3], CUT[4], Call(lengths=(190, 250), kv_heads=2)], ids=str)
-def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_may_be_cut(call, monkeypatch):
+@pytest.mark.parametrize(
+    "call, num_ctas",
+    [
+        (CUT[1], 5),
+        (CUT[1], 6),
+        (CUT[3], 5),
+        (CUT[4], 6),
+        (Call(lengths=(190, 250), kv_heads=2), 8),
+    ],  # 1, 3, 1, 2, 2 lanes
+    ids=str,
+)
+def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_may_be_cut(call, num_ctas, monkeypatch):
     """Only the device knows whether runs cut them. So the kernel that merges is launched, and has nothing to do."""
-    set_layout(monkeypatch, merge_kv_tiles=1000)
+    set_layout(monkeypatch, merge_kv_tiles=1000, num_ctas=num_ctas)
     merge = lean_kernel.merge_cut
     garbage = lambda partials: [jnp.full_like(x, jnp.nan) for x in partials]
     monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, *rest: merge(garbage(partials), *rest))
