@@ -17,7 +17,7 @@ from tree_attn.kernels.query_layout import query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 HALVES = MANY_QUERY_ROWS // ROWS  # of an output tile, each of which a warpgroup computed
-MERGED_AT_ONCE = 4  # partials of 64 head dims
+MERGED_AT_ONCE = 2  # partials of 64 head dims
 
 
 def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, config: LeanConfig):
