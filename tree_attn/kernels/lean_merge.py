@@ -24,9 +24,6 @@ from tree_attn.kernels.tuning import num_sms
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 COLUMNS = 8  # of a merging CTA at least
-MAX_STORED_COLUMNS = 16  # of a merging CTA that writes its result from registers; with more they spill
-# Query columns of partial states that a merging warpgroup reads together, if few belong to each.
-MERGED_COLUMNS = 96
 # Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
 MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
 # How often it reads so at most, in less time than another launch takes; and the query columns for which it does.
@@ -104,16 +101,13 @@ def merge_last(results, arrival_smem, output_tiles, tables, shape: LeanShape, co
     spans = [partials_of(shape, config, tables.get("sequences"), output_tile) for output_tile in output_tiles]
     are_cut = [count > 1 for _, count in spans]
     are_cut[1] &= last != first
+    before = arrive(tables["arrivals"], output_tiles, are_cut, arrival_smem)
+    for output_tile, (first_partial, count), is_cut, found in zip(output_tiles, spans, are_cut, before):
 
-    @pl.when(are_cut[0] | are_cut[1])
-    def _():
-        before = arrive(tables["arrivals"], output_tiles, are_cut, arrival_smem)
-        for output_tile, (first_partial, count), is_cut, found in zip(output_tiles, spans, are_cut, before):
-
-            @pl.when(is_cut & (found == count - 1))
-            def _(output_tile=output_tile, first_partial=first_partial, count=count):
-                reset(tables["arrivals"], output_tile)
-                _merge_own(results, output_tile, first_partial, count, shape, config)
+        @pl.when(is_cut & (found == count - 1))
+        def _(output_tile=output_tile, first_partial=first_partial, count=count):
+            reset(tables["arrivals"], output_tile)
+            _merge_own(results, output_tile, first_partial, count, shape, config)
 
 
 def _merge_own(results, output_tile, first, count, shape: LeanShape, config: LeanConfig) -> None:
@@ -139,7 +133,7 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
       count: of places.
       of_place: `(tables, place, shape, config)`, returns the output tile that a place merges, and whether it does.
     """
-    groups, width = _merge_warpgroups(shape, config), _merge_columns(shape, config)
+    groups, width = _merge_warpgroups(shape, config), _merge_columns(shape, config, optional)
     return launch(
         functools.partial(_merge_partials, tuple(optional), of_place, (groups, width), shape, config),
         out_type=results,
@@ -192,10 +186,11 @@ def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
     return max_warpgroups if shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
 
 
-def _merge_columns(shape: LeanShape, config: LeanConfig) -> int:
+def _merge_columns(shape: LeanShape, config: LeanConfig, optional) -> int:
     """Returns the query columns of one merging CTA: few output tiles are shared among more CTAs, which read more."""
     ctas = shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS
-    return COLUMNS if shape.tokens is None and ctas <= config.num_ctas else shape.cols
+    is_plain = shape.target.is_hopper and shape.tokens is None and "other_out" not in optional
+    return COLUMNS if is_plain and ctas <= config.num_ctas else shape.cols
 
 
 def _merge_partials(names, of_place, layout, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
@@ -203,9 +198,8 @@ def _merge_partials(names, of_place, layout, shape: LeanShape, config: LeanConfi
     groups, width = layout
     transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
     block_smem = plgpu.SMEM((width, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
-    scratch = {}
-    if shape.target.is_hopper and (shape.tokens is not None or width > MAX_STORED_COLUMNS):
-        scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((width,), jnp.float32)}
+    scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((width,), jnp.float32)}
+    scratch = scratch if shape.target.is_hopper else {}
     if groups > 1:
         accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, width), jnp.float32)
         scratch["folded"] = accs, plgpu.SMEM((groups, 2, width), jnp.float32), plgpu.Barrier(num_arrivals=groups)
@@ -229,7 +223,7 @@ def _merge_scoped(
     await_previous_kernel(shape.target)
     begin_next_kernel(shape.target)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
-    width = layout[1]
+    groups, width = layout
     columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * width, COLUMNS), width)
     place_of_columns = column_index(shape, output_tile) if width == shape.cols else (output_tile, columns)
     # Columns beyond G' and head dims beyond H are out of bounds: read as zeros, and not written.
@@ -245,9 +239,10 @@ def _merge_scoped(
         if other_smem is not None:
             plgpu.barrier_wait(other_full)
             state = fold_state(state, load(other_smem.transpose((1, 0)), plgpu.Layout.WGMMA), other_lse, axis=1)
-        if out_smem is None:  # sooner there than through shared memory
-            at = {"first_dim": block * MERGE_HEAD_DIMS, "first_column": lax.axis_index("columns") * width}
-            store_result(out_ref, lse_ref, output_tile, finished(*state), **at, is_first=block == 0)
+        if out_smem is None:
+            first_dim = block * MERGE_HEAD_DIMS
+            result = finished(*state)
+            store_result(out_ref, lse_ref, output_tile, result, first_dim=first_dim, is_first=block == 0)
             return
         finish(*state, out_smem, lse_smem)
         plgpu.copy_smem_to_gmem(out_smem, block_of(out_ref))
@@ -256,12 +251,12 @@ def _merge_scoped(
         def _():
             plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, columns])
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(merges)
     def _():
         partial_of = lambda i: (accs_ref.at[first + i, head_dims, columns], stats_ref.at[first + i, :, columns])
-        at_once = max(1, (MERGED_COLUMNS if width <= MAX_STORED_COLUMNS else 64) // width)
+        at_once = max(1, min(4 if groups > 1 else 8, 64 // width))
         fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, width), at_once=at_once, axis=1, folded=folded)
 
 

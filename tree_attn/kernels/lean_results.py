@@ -93,8 +93,8 @@ class CopiedResults:
         plgpu.copy_smem_to_gmem(self.stats_smem, stats_ref.at[partial])
 
     def end(self) -> None:
-        """Waits until all has left shared memory: the kernel's end shows it to the next."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        """Waits until all is written."""
+        plgpu.wait_smem_to_gmem(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

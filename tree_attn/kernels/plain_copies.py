@@ -115,64 +115,56 @@ def _emit_copy(source, tile, table, address, block, head, sequence, first, start
     mma.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "", address)
 
 
-def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=0, is_first=True) -> None:
+def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, is_first=True) -> None:
     """Writes part of a result from registers.
 
     Args:
       out_ref: `[output tiles, G', H]`; lse_ref: `[output tiles, cols]`.
-      result: `(out, lse)`: `[head dims, columns]` and `[columns]`, of the head dims from `first_dim` and the query
-        columns from `first_column` on.
+      result: `(out, lse)`: `[head dims, cols]`, of the head dims from `first_dim` on, and `[cols]`.
       is_first: whether lse is written.
     """
     out, lse = result
     _, columns, head_dim = out_ref.shape
     num_rows = jnp.minimum(head_dim - first_dim, out.shape[0])
-    is_part = lse.shape[0] < lse_ref.shape[1]
-    num_columns = jnp.clip(columns - first_column, 0, lse.shape[0]) if is_part else columns
     if is_interpreted():
         part = math.gcd(head_dim, out.shape[0])
         for row in range(0, out.shape[0], part):
 
             @pl.when(row < num_rows)
             def _(row=row):
-                rows = out[row : row + part].T.astype(out_ref.dtype)
+                rows = out[row : row + part, :columns].T.astype(out_ref.dtype)
                 first = jnp.minimum(first_dim + row, head_dim - part)  # what is not written must not be out of bounds
-                if not is_part:
-                    out_ref[output_tile, :, pl.ds(first, part)] = rows[:columns]
-                for column in range(lse.shape[0] if is_part else 0):
-
-                    @pl.when(column < num_columns)
-                    def _(column=column):
-                        out_ref[output_tile, first_column + column, pl.ds(first, part)] = rows[column]
+                out_ref[output_tile, :, pl.ds(first, part)] = rows
 
         @pl.when(is_first)
         def _():
-            lse_ref[output_tile, pl.ds(first_column, lse.shape[0])] = lse
+            lse_ref[output_tile] = lse
 
         return
     num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
-    offset = (output_tile * columns + first_column) * head_dim + first_dim
-    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=num_columns)
+    offset = output_tile * (columns * head_dim) + first_dim
+    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=columns)
 
     @pl.when(is_first)
     def _():
-        store_row(lse_ref, lse, output_tile * lse_ref.shape[1] + first_column)
+        store_row(lse_ref, lse, output_tile * lse.shape[0])
 
 
-def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns) -> None:
+def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns: int) -> None:
     """Writes `[rows, cols]` float32 of the layout WGMMA to global memory, in the dtype of `ref`.
 
     Args:
       ref: an array; its elements are counted as if it had one axis.
       offset: the first element's number.
       strides: from row to row, and from column to column, in elements.
-      num_rows, num_columns: how many are written, each a number or a scalar in the kernel.
+      num_rows: how many rows are written, a number or a scalar in the kernel.
+      num_columns: how many columns are.
     """
-    are_all = [isinstance(count, int) and count == size for count, size in zip((num_rows, num_columns), x.shape)]
+    are_all = isinstance(num_rows, int) and num_rows == x.shape[0]
 
-    def store(array, x, offset, *counts):
+    def store(array, x, offset, num_rows):
         base, kind = _element_address(array, offset)
-        limits = tuple(None if is_all else count for is_all, count in zip(are_all, counts))
+        limits = None if are_all else num_rows, None if num_columns == x.shape[1] else _i32(num_columns)
         warp, group, place = mma.thread()
         registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
         for block_row, block, half in itertools.product(*map(range, registers.shape)):
@@ -181,7 +173,7 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
             column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
             _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits)
 
-    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows, num_columns)
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows)
 
 
 def store_row(ref, x, offset) -> None:

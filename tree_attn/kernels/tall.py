@@ -254,7 +254,7 @@ def _attend_runs_scoped(
                 plgpu.barrier_arrive(query_free.at[0])
 
         walk(run, tables, shape, config, attend_segment)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _masked(logits, first_slot, first, end):

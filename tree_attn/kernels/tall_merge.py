@@ -72,7 +72,7 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
             def _():
                 plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, rows])
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0)
 
         partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
         fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
