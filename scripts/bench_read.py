@@ -31,12 +31,16 @@ WIDTH = 128  # elements of a row
 def main() -> int:
     """Times each size in each layout, and prints the fastest of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", default=",".join(map(str, MEGABYTES)), help="10^6 bytes of a read")
+    parser.add_argument("--megabytes", type=_numbers, default=MEGABYTES, help="10^6 bytes of each read: 82,1468")
     parser.add_argument("--iters", type=int, default=32, help="samples of each chain")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
+    from tree_attn.devices import default_platform
+
+    if default_platform() != "gpu":
+        parser.error(f"a GPU is needed, JAX has {default_platform()!r} devices")
     missing = MissingRows(args.out, LABELS)
-    for megabytes, layout, order in itertools.product(map(int, args.megabytes.split(",")), LAYOUTS, ORDERS):
+    for megabytes, layout, order in itertools.product(args.megabytes, LAYOUTS, ORDERS):
         labels = {"megabytes": megabytes, "layout": list(layout), "order": order}
         limit_us = 1e3 * megabytes / READ_GB_PER_S
         missing.add(
@@ -45,6 +49,14 @@ def main() -> int:
         )
     print(summary(args.out))
     return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Returns positive whole numbers from "82,1468"."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"must be positive whole numbers, as 82,1468, got {text}")
+    return tuple(map(int, words))
 
 
 def summary(path: pathlib.Path) -> str:

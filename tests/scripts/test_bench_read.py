@@ -32,3 +32,14 @@ def test_the_summary_takes_the_fastest_layout(tmp_path):
     rows = [row | {"layout": [i, 32, 2], "chain_us_median": us} for i, us in ((1, 12.5), (2, 20.0))]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert "| 48 | 10.0 | 12.5 | 80.0% | (1, 32, 2), turns |" in bench_read.summary(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [([], "a GPU is needed, JAX has 'cpu' devices"), (["--megabytes", "82,x"], "must be positive whole numbers")],
+)
+def test_what_cannot_run_says_so(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_read.py", "--out", str(tmp_path / "rows.jsonl"), *arguments])
+    with pytest.raises(SystemExit):
+        bench_read.main()
+    assert message in capsys.readouterr().err and not (tmp_path / "rows.jsonl").exists()
