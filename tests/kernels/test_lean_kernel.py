@@ -17,7 +17,7 @@ from lean_interpreter import (  # noqa: F401
 )
 
 from tree_attn.kernels import lean as lean_kernel
-from tree_attn.kernels import lean_products
+from tree_attn.kernels import lean_call, lean_products
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
@@ -194,6 +194,15 @@ def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
     assert_attention([x[:1] for x in state], *expected, key_value_seq_lengths=np.array([60]))
     with pytest.raises(AssertionError):
         assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.lengths))
+
+
+@pytest.mark.parametrize("queries, in_kernel", [(70, False), (72, True)])
+def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, in_kernel, monkeypatch):
+    laid_out, layout = [], lean_call.lse_to_kernel_layout
+    monkeypatch.setattr(lean_call, "lse_to_kernel_layout", lambda *args: laid_out.append(args) or layout(*args))
+    call = MergedWith(queries=queries, group=2)
+    jax.eval_shape(call.run, *call.inputs())
+    assert bool(laid_out) == in_kernel
 
 
 @pytest.mark.parametrize(

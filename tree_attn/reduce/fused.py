@@ -139,7 +139,10 @@ def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> t
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"fused was run with JAX 0.11 and newer only, this is {jax.__version__}")
     if not runs_kernels_in_order():
-        raise NotImplementedError("fused needs kernels to run in order, got a concurrent scheduling mode in XLA_FLAGS")
+        raise NotImplementedError(
+            "fused needs kernels to run in order: XLA_FLAGS must have no --xla_gpu_command_buffer_scheduling_mode "
+            "other than LHS or SERIALIZE"
+        )
     if elements > MAX_ELEMENTS:
         raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
     groups = _groups(axes, mesh)
