@@ -20,7 +20,7 @@ def assert_attention(got, query, key, value, **options):
     assert_lse(lse, expected_lse)
     plain_out = None if query.dtype == jnp.float32 else _plain(query, key, value, options)
     tolerance = out_tolerance(query.dtype, expected_out, plain_out, expected_lse)
-    assert max_abs_error(out, expected_out) <= tolerance < np.inf
+    assert max_abs_error(out, expected_out) <= tolerance < np.inf, _farthest(out, expected_out)
     assert not np.asarray(out)[np.isneginf(expected_lse)].any(), "a query that sees nothing must have out = 0"
 
 
@@ -37,7 +37,16 @@ def assert_lse(lse, expected):
     """Asserts that `lse` is float32, right, and -inf exactly where the expected one is."""
     assert lse.dtype == jnp.float32
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected), "which queries see nothing")
-    assert max_abs_error(lse, expected) <= lse_tolerance(expected)
+    assert max_abs_error(lse, expected) <= lse_tolerance(expected), _farthest(lse, expected)
+
+
+def _farthest(got, expected) -> str:
+    """Returns where results differ most: of large arrays an assertion prints the corners only."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    same = got == expected
+    differences = np.nan_to_num(np.abs(np.where(same, 0, got) - np.where(same, 0, expected)), nan=np.inf)
+    place = tuple(int(i) for i in np.unravel_index(np.argmax(differences), differences.shape))
+    return f"at {place} it is {got[place]}, not {expected[place]}"
 
 
 def assert_rounded_once(out, expected):
