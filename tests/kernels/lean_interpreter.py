@@ -44,7 +44,15 @@ def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
 
 
 @pytest.fixture
-def watched_products(monkeypatch):
+def fresh_traces():
+    """Keeps traces of replaced code from other tests: `jax.jit` would give them to a call of the same shapes."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def watched_products(monkeypatch, fresh_traces):
     """Has registers read the tensor core's operands too, by the proxy through which it reads them.
 
     The race detector does not see the reads of the tensor core itself.

@@ -2,7 +2,7 @@
 
 import pytest
 from lean_cases import HEAD_SCALES, Call, MergedWith
-from lean_interpreter import check, needs_interpreter, small_layout, time_limit  # noqa: F401
+from lean_interpreter import check, fresh_traces, needs_interpreter, small_layout, time_limit  # noqa: F401
 
 from tree_attn.kernels import lean_products, mma
 
@@ -40,6 +40,7 @@ def test_it_is_exact_and_has_no_race(call, num_kernels):
     [Call(slots=67, lengths=(24, 0), kv_heads=1), Call(layout="paged", page=16, lengths=(48, 0), slots=64, kv_heads=1)],
     ids=str,
 )
+@pytest.mark.usefixtures("fresh_traces")
 def test_parts_that_no_query_sees_are_not_read(call, monkeypatch):
     """They hold NaN, for which the kernel puts zeros otherwise."""
     monkeypatch.setattr(lean_products, "zero_garbage", lambda *args: None)

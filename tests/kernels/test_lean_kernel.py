@@ -8,6 +8,7 @@ from assertions import assert_attention, assert_same_bits
 from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith
 from lean_interpreter import (  # noqa: F401
     check,
+    fresh_traces,
     interpreted,
     interpreter,
     needs_interpreter,
@@ -105,6 +106,7 @@ def test_it_is_exact_and_has_no_race(call):
     check(call)
 
 
+@pytest.mark.usefixtures("fresh_traces")
 def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot(monkeypatch):
     """The rest may be memory that was never written; up to 16 slots of the last visible one are read."""
     monkeypatch.setattr(lean_products, "zero_garbage", lambda *args: None)
@@ -165,6 +167,7 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
     ],  # 1, 3, 1, 2, 2 lanes
     ids=str,
 )
+@pytest.mark.usefixtures("fresh_traces")
 def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_may_be_cut(call, num_ctas, monkeypatch):
     """Only the device knows whether runs cut them. So the kernel that merges is launched, and has nothing to do."""
     set_layout(monkeypatch, merge_kv_tiles=1000, num_ctas=num_ctas)
@@ -186,6 +189,7 @@ def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths):
         assert_attention([x[i] for x in jax.tree.leaves(states)], *(jnp.nan_to_num(x) for x in arrays), **options)
 
 
+@pytest.mark.usefixtures("fresh_traces")
 def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
     monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, written, *rest: written)
     call = Call(lengths=(60, 500), slots=512, kv_heads=1, head_dim=128)  # the first has one KV tile, the second eight

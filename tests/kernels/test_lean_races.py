@@ -11,6 +11,7 @@ import pytest
 from lean_cases import Call
 from lean_interpreter import (  # noqa: F401
     check,
+    fresh_traces,
     has_race,
     needs_interpreter,
     set_layout,
