@@ -45,7 +45,10 @@ def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
 
 @pytest.fixture
 def fresh_traces():
-    """Keeps traces of replaced code from other tests: `jax.jit` would give them to a call of the same shapes."""
+    """Clears JAX's traces, before and after a test that replaces a kernel's code.
+
+    `jax.jit` keeps them by shapes and layout, and would give this test's to another test, or another's to this one.
+    """
     jax.clear_caches()
     yield
     jax.clear_caches()
