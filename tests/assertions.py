@@ -43,9 +43,8 @@ def assert_lse(lse, expected):
 def _farthest(got, expected) -> str:
     """Returns where results differ most: of large arrays an assertion prints the corners only."""
     got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    same = got == expected
-    differences = np.nan_to_num(np.abs(np.where(same, 0, got) - np.where(same, 0, expected)), nan=np.inf)
-    place = tuple(int(i) for i in np.unravel_index(np.argmax(differences), differences.shape))
+    errors = [max_abs_error(*pair) for pair in zip(got.flat, expected.flat)]
+    place = tuple(int(i) for i in np.unravel_index(np.argmax(errors), got.shape))
     return f"at {place} it is {got[place]}, not {expected[place]}"
 
 
