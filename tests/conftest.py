@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import faulthandler
 import functools
 import os
 import pathlib
@@ -81,6 +82,17 @@ def pytest_collection_modifyitems(items):
     """Files in the order of `LONGEST`, then the others in theirs."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
+INTERPRETED_SECONDS = 120  # for a kernel in the interpreter, which takes four
+
+
+@pytest.fixture
+def time_limit():
+    """Ends the process if a barrier hangs for good, in threads that no exception reaches."""
+    faulthandler.dump_traceback_later(INTERPRETED_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="module")

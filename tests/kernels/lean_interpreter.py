@@ -1,7 +1,6 @@
 """Mosaic GPU's interpreter, for tests: it runs kernels on the CPU and finds races between their threads."""
 
 import contextlib
-import faulthandler
 
 import jax
 import numpy as np
@@ -13,27 +12,10 @@ from lean_cases import Call
 from tree_attn.kernels import lean_call, tuning
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.kernels.lean_layout import LeanConfig
-from tree_attn.local import mosaic_gpu
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="runs with JAX 0.11 or newer, whose interpreter knows transposed operands"
 )
-SECONDS = 120  # for a test that takes four
-
-
-@pytest.fixture
-def time_limit():
-    """Ends the process if a barrier hangs for good, in threads that no exception reaches."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture
-def small_layout(time_limit, monkeypatch):
-    """Sets five CTAs: they divide no number of KV tiles here, so runs begin and end within output tiles."""
-    set_layout(monkeypatch)
-    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
 
 
 def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
@@ -41,33 +23,6 @@ def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
     monkeypatch.setattr(lean_call, "MERGE_KV_TILES", merge_kv_tiles)
     config = LeanConfig(**{"num_ctas": 5, "block_kv": 64, "num_stages": 2} | layout)
     monkeypatch.setattr(tuning, "lean_config", lambda shape, is_static: config)
-
-
-@pytest.fixture
-def fresh_traces():
-    """Clears JAX's traces, before and after a test that replaces a kernel's code.
-
-    `jax.jit` keeps them by shapes and layout, and would give this test's to another test, or another's to this one.
-    """
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
-@pytest.fixture
-def watched_products(monkeypatch, fresh_traces):
-    """Has registers read the tensor core's operands too, by the proxy through which it reads them.
-
-    The race detector does not see the reads of the tensor core itself.
-    """
-    wgmma = plgpu.wgmma
-
-    def watched(acc_ref, left, right):
-        _ = left[...], right[...]
-        plgpu.commit_smem()
-        wgmma(acc_ref, left, right)
-
-    monkeypatch.setattr(plgpu, "wgmma", watched)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 from few_rows_cases import ADDED, GATED, H200_SMS, LLAMA_1B, LLAMA_8B, NORMED, Product
-from lean_interpreter import has_race, interpreter, needs_interpreter, time_limit, watched_products  # noqa: F401
+from lean_interpreter import has_race, interpreter, needs_interpreter
 from test_lean_races import mutant
 
 from tree_attn.kernels import few_rows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from assertions import assert_same_bits
 from few_rows_cases import H200_SMS, Append, compiled_appends
-from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401
+from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn.kernels.few_rows_layout import check_fits, few_rows_config, unsupported_cache
 

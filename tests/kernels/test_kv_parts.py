@@ -2,7 +2,7 @@
 
 import pytest
 from lean_cases import HEAD_SCALES, Call, MergedWith
-from lean_interpreter import check, fresh_traces, needs_interpreter, small_layout, time_limit  # noqa: F401
+from lean_interpreter import check, needs_interpreter
 
 from tree_attn.kernels import lean_products, mma
 

@@ -6,16 +6,7 @@ import numpy as np
 import pytest
 from assertions import assert_attention, assert_same_bits
 from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith
-from lean_interpreter import (  # noqa: F401
-    check,
-    fresh_traces,
-    interpreted,
-    interpreter,
-    needs_interpreter,
-    set_layout,
-    small_layout,
-    time_limit,
-)
+from lean_interpreter import check, interpreted, interpreter, needs_interpreter, set_layout
 
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import lean_call, lean_products

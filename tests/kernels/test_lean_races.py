@@ -9,16 +9,7 @@ import types
 
 import pytest
 from lean_cases import Call
-from lean_interpreter import (  # noqa: F401
-    check,
-    fresh_traces,
-    has_race,
-    needs_interpreter,
-    set_layout,
-    small_layout,
-    time_limit,
-    watched_products,
-)
+from lean_interpreter import check, has_race, needs_interpreter, set_layout
 
 from tree_attn.kernels import kv_parts, lean_merge, lean_walk
 from tree_attn.kernels import lean as lean_kernel

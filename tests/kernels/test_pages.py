@@ -1,7 +1,7 @@
 """The posts about kernels: their programs print what they say."""
 
 import pytest
-from lean_interpreter import needs_interpreter, time_limit  # noqa: F401
+from lean_interpreter import needs_interpreter
 from pages import assert_prints_what_it_says, name_of, pages
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401
+from lean_interpreter import interpreter, needs_interpreter
 from sparq_cases import CALLS, COMPILED_GROUPED, GROUPED, Call
 from test_lean_compiled import REGISTER_UNIT, REGISTERS_PER_SM, WHEELS, report_of
 
@@ -33,7 +33,7 @@ def anywhere(monkeypatch):
 
 
 @pytest.fixture
-def interpreted(anywhere, time_limit, monkeypatch):  # noqa: F811
+def interpreted(anywhere, time_limit, monkeypatch):
     """Has one SM run all kernels, so that CTAs have several chunks and choices."""
     monkeypatch.setattr(tuning, "num_sms", lambda: 1)
 

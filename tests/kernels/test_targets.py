@@ -2,7 +2,7 @@
 
 import pytest
 from lean_cases import HEAD_SCALES, Call
-from lean_interpreter import check, needs_interpreter, set_layout, small_layout, time_limit  # noqa: F401
+from lean_interpreter import check, needs_interpreter, set_layout
 
 from tree_attn.kernels import targets
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from lean_interpreter import interpreter, needs_interpreter, time_limit  # noqa: F401  (a fixture)
+from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn import attend
 from tree_attn.kernels import schedule
@@ -51,7 +51,7 @@ def test_sequences_of_several_lengths_have_no_fixed_split():
 
 @needs_interpreter
 @pytest.mark.slow
-def test_a_fixed_split_is_exact_and_has_no_race(time_limit):  # noqa: F811
+def test_a_fixed_split_is_exact_and_has_no_race(time_limit):
     case = step(1, 512, 2)
     assert lean.split_config(case)[1] == 2  # parts are merged
     draw = lambda seed, tokens: jax.random.normal(jax.random.key(seed), (1, tokens, 2, 64), jnp.bfloat16)
