@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tree_attn import KVCache, make_mesh
 from tree_attn.devices import ensure_devices
@@ -42,8 +43,10 @@ def main():
         batch=BATCH, capacity=PROMPT + STEPS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=jnp.float32,
         axis_name="seq", mesh=mesh,
     )  # fmt: skip
+    everywhere = NamedSharding(mesh, PartitionSpec())
     layer = Attention(nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(1), (BATCH, PROMPT, WIDTH))
+    nnx.update(layer, jax.device_put(nnx.state(layer), everywhere))  # the weights, once, not at every step
+    x = jax.device_put(jax.random.normal(jax.random.key(1), (BATCH, PROMPT, WIDTH)), everywhere)
     cache, out = prefill(layer, cache, x)
     inputs, outputs = [x], [out]
     for _ in range(STEPS):

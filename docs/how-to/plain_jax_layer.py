@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tree_attn import KVCache, make_mesh, tree_decode
 from tree_attn.devices import ensure_devices
@@ -52,8 +53,9 @@ def main():
         batch=BATCH, capacity=PROMPT + STEPS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=jnp.float32,
         axis_name="seq", mesh=mesh,
     )  # fmt: skip
-    weights = init(jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (BATCH, PROMPT, WIDTH))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    weights = jax.device_put(init(jax.random.key(0)), everywhere)  # once, not at every step
+    x = jax.device_put(jax.random.normal(jax.random.key(1), (BATCH, PROMPT, WIDTH)), everywhere)
     cache, out = prefill(weights, cache, x)
     inputs, outputs = [x], [out]
     for _ in range(STEPS):
