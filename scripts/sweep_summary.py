@@ -61,8 +61,28 @@ def summary(rows: Sequence[dict]) -> str:
     lines += ["| None over the best peer | step | limit | the four fastest, chain |", "|---|---|---|---|"]
     lines += [f"| {ratio:.2f} | {describe(case, rows)} |" for case, ratio in behind]
     missing = [case for case in family_of if case not in by_way[PICKED]]
+    lines += _spread(rows)
     lines += ["", f"No ratio, for want of a peer's time or ours: {', '.join(missing)}"] * bool(missing)
     return "\n".join(lines)
+
+
+def _spread(rows: Sequence[dict]) -> list[str]:
+    """Says how far two chains of the same kernels are apart, where None picked what was timed by its name too."""
+    named = {row["case"]: row["chain_us_median"] for row in rows if row["way"] == OURS and row.get("chain_us_median")}
+    apart = sorted(
+        abs(row["chain_us_median"] / named[row["case"]] - 1)
+        for row in rows
+        if row["way"] == PICKED and row.get("picked") == repr(OURS)
+        if named.get(row["case"], row["chain_us_median"]) != row["chain_us_median"]  # else one row under both names
+    )
+    if not apart:
+        return []
+    median, ninth, worst = (f"{100 * apart[int(share * (len(apart) - 1))]:.1f} %" for share in (0.5, 0.9, 1))
+    return [
+        "",
+        f"The same kernels under both names, {len(apart)} cases: chains differ by {median} at the median, by at most "
+        f"{ninth} in nine of ten, by {worst} at worst.",
+    ]
 
 
 def markdown(rows: Sequence[dict]) -> str:

@@ -112,8 +112,21 @@ def test_the_summary_takes_the_best_peer_of_each_case():
     assert "None is behind the best peer in 1 of 2 cases" in text
     assert "| 1.25 | t | 4.0 | flashinfer XQA 4.0, None + options 5.0, None 8.0 |" in text
     assert "for want of a peer's time or ours: c" in text
+    assert "under both names" not in text  # a's None is another kernel
     table = sweep_summary.markdown([row | {"git_commit": "0123456789"} for row in rows])
     assert "| t | 5.0 |  |  | 4.0 (XQA) | 4.0 | 1.25 | 0123456 |" in table
+
+
+def test_the_summary_says_how_far_chains_of_the_same_kernels_are_apart():
+    rows = [row(case, "mosaic_gpu", 100.0) for case in "abcd"]
+    rows += [
+        row(case, "None", us, picked="'mosaic_gpu'")
+        for case, us in zip("abcd", [101.0, 98.0, 105.0, 100.0], strict=True)
+    ]
+    rows.append(row("a", "cudnn", 100.0))
+    assert "3 cases: chains differ by 2.0 % at the median, by at most 2.0 % in nine of ten, by 5.0 % at worst." in (
+        sweep_summary.summary(rows)
+    )
 
 
 @pytest.mark.parametrize("text, options", [(None, {}), ("--a=true,b=3,c=X+Y", {"a": True, "b": 3, "c": "X,Y"})])
