@@ -222,7 +222,8 @@ def one_launch_trials(keys: int = 10_240) -> dict:
                 plural = "s" * (gpus > 1)
                 tries.append([f"{way}\n{gpus} GPU{plural}", row["trial"].startswith("one"), times])
     what = f"H200s, {length(keys)} keys a GPU, each way in one run with two launches\n"
-    return {"tries": tries, "source": source(what, rows)}
+    limit = 4 * keys * rows[0]["heads"] * 128 / READ * 1e6
+    return {"tries": tries, "limit": limit, "source": source(what, rows)}
 
 
 def equal_runs() -> dict:

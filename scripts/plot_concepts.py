@@ -245,11 +245,13 @@ def launches(axes, numbers: dict) -> None:
         colour = GREEN if is_one else GREY
         axes.plot([low, high], [y, y], color=colour, lw=1.5)
         axes.plot(median, y, "o", color=colour)
-    label(axes, 45, -0.25, "two launches", GREY, va="center", ha="right")
-    label(axes, 45, 0.15, "one launch", GREEN, va="center", ha="right")
+    label(axes, 50, -0.25, "two launches", GREY, va="center", ha="right")
+    label(axes, 50, 0.15, "one launch", GREEN, va="center", ha="right")
+    axes.axvline(numbers["limit"], color=GREY, linestyle=":")
+    label(axes, numbers["limit"] - 0.4, 1, "limit: reading", GREY, va="center", ha="right")
     axes.set_yticks(range(len(ways)), ways, fontsize=9)
     axes.invert_yaxis()
-    axes.set(xlim=(22, 45), xlabel="microseconds of a step, p10 to p90; dots: medians")
+    axes.set(xlim=(0, 50), xlabel="microseconds of a step, p10 to p90; dots: medians")
 
 
 def runs(axes, numbers: dict) -> None:

@@ -10,7 +10,6 @@ import pathlib
 from plot_concepts import save
 
 from tree_attn.commands.figures.rows import device_kind, step
-from tree_attn.commands.units import length
 from tree_attn.cost import limits
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -18,18 +17,18 @@ FOLDERS = ("compare_8xh200_8processes", "compare_4xh200_4processes_spread")
 KEYS = (640_000, 81_920)
 # Rows name the commit that they were measured at; this is the day of those commits.
 DATE_OF_COMMIT = {"d6a7619": "22 November 2026", "d649ccb": "22 November 2026"}
-BARS = {  # (strategy, reduction) -> label, colour
+POINTS = {  # (strategy, reduction) -> label, colour
     ("tree", "fused"): ("tree, fused", "#1b7837"),
     ("tree", "gather"): ("tree, gather", "#5aae61"),
     ("ring_overlapped", None): ("ring, overlapped", "#762a83"),
     ("ring_public", None): ("ring, public form", "#9970ab"),
 }
-GROUP = len(BARS) + 1  # bars of one group, and a gap
+GROUP = len(POINTS) + 1  # lines of one group, and a gap
 GREY = "#555555"
 
 
 def main(path: pathlib.Path) -> None:
-    """Reads the committed rows, draws one bar for each strategy, and writes the picture to `path`."""
+    """Reads the committed rows, draws one point for each strategy, and writes the picture to `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,21 +37,22 @@ def main(path: pathlib.Path) -> None:
     groups = [rows_of(folder, num_keys) for folder in FOLDERS for num_keys in KEYS]
     figure, axes = plt.subplots(figsize=(7, 4.6), layout="constrained")
     for place, rows in enumerate(groups):
-        for bar, (strategy, (label, colour)) in enumerate(BARS.items()):
-            y = place * GROUP + bar
+        limit = limits.read_limit_us(step(rows["tree", "fused"]), device_kind(rows["tree", "fused"]))
+        ends = place * GROUP - 0.5, place * GROUP + len(POINTS) - 0.5
+        axes.vlines(limit, *ends, color="black", linestyle=":")
+        if place == 0:
+            axes.text(limit * 0.92, sum(ends) / 2, "limit", va="center", ha="right", fontsize=9)
+        for line, (strategy, (label, colour)) in enumerate(POINTS.items()):
+            y = place * GROUP + line
             if strategy not in rows:
-                axes.text(10.8, y, f"{label}: not in this run", va="center", fontsize=9, color=GREY)
+                axes.text(limit * 1.15, y, f"{label}: not in this run", va="center", fontsize=9, color=GREY)
                 continue
             us = rows[strategy]["latency_us_median"]
-            axes.barh(y, us, height=0.9, color=colour)
+            axes.hlines(y, limit, us, color=colour, linewidth=1)
+            axes.plot(us, y, marker="o", markersize=7, color=colour)
             name = f"  {label}" * (place == 0)  # the other groups have the same colours
-            axes.text(us * 1.08, y, f"{us:,.0f}{name}", va="center", fontsize=9, color=colour)
-        row = rows["tree", "fused"]
-        limit = limits.read_limit_us(step(row), device_kind(row))
-        if place == 0:
-            axes.text(limit * 0.95, place * GROUP, "limit", va="center", ha="right", fontsize=9, color="white")
-        axes.vlines(limit, place * GROUP - 0.45, place * GROUP + 0.45, color="white", linestyle=":")
-    middles = [place * GROUP + (len(BARS) - 1) / 2 for place in range(len(groups))]
+            axes.text(us * 1.2, y, f"{us:,.0f}{name}", va="center", fontsize=9, color=colour)
+    middles = [place * GROUP + (len(POINTS) - 1) / 2 for place in range(len(groups))]
     axes.set_yticks(middles, [group_label(rows) for rows in groups], fontsize=9)
     axes.set(xscale="log", xlim=(10, 500_000), xlabel="one decoding step, microseconds (median; log scale)")
     axes.set_xticks(ticks := [10, 100, 1000, 10_000], [f"{us:,}" for us in ticks])
@@ -72,15 +72,15 @@ def rows_of(folder: str, num_keys: int) -> dict[tuple[str, str | None], dict]:
 
 
 def group_label(rows: dict) -> str:
-    """Returns GPUs, keys and commit of one group of bars, and the ring's rate beside that of its bare link."""
+    """Returns GPUs, keys and commit of one group of points, and the ring's rate beside that of its bare link."""
     ring = rows["ring_overlapped", None]
-    link = f"ring at {ring['sent_gb_per_s']:.0f} of {ring['neighbour_gb_per_s']:.0f} GB/s"
-    return f"{ring['n_devices']} GPUs, {length(ring['num_keys'])} keys\n{link}\n({ring['git_commit']})"
+    link = f"ring sends {ring['sent_gb_per_s']:.0f} of {ring['neighbour_gb_per_s']:.0f} GB/s"
+    return f"{ring['n_devices']} GPUs, {ring['num_keys']:,} keys\n{link}\n({ring['git_commit']})"
 
 
 def title(groups: list[dict]) -> str:
     """Returns what all rows have in common: hardware, heads, dtype, versions and date."""
-    rows = [row for group in groups for strategy, row in group.items() if strategy in BARS]
+    rows = [row for group in groups for strategy, row in group.items() if strategy in POINTS]
     (setting,) = {(row["num_heads"], row["num_kv_heads"], row["head_dim"], row["dtype"]) for row in rows}
     ((jax_version, batch),) = {(row["jax_version"], row["batch"]) for row in rows}
     (hardware,) = {row["hardware"].partition(" x ")[2] for row in rows}

@@ -2,7 +2,10 @@
 
 import importlib
 import importlib.util
+import itertools
 import logging
+import math
+import textwrap
 from collections.abc import Sequence
 
 from tree_attn.commands import phases
@@ -37,6 +40,42 @@ def new_figure(width: float, height: float):
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # names dozens of fonts that nothing here uses
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def new_panels(count: int, caption: Sequence[str]):
+    """Returns a figure under a caption, and the axes of its panels, two side by side, with room for `label_ends`."""
+    columns = min(count, 2)
+    num_lines = -(-count // columns)
+    figure = new_figure(6.6 * columns, 4.4 * num_lines + 0.2 * len(caption))
+    text = "\n".join(textwrap.fill(line, 55 * columns) for line in caption)
+    figure.suptitle(text, fontsize="medium", x=0.01, ha="left")
+    panels = list(figure.subplots(num_lines, columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+def logarithmic(axes) -> None:
+    """Makes both axes logarithmic, and plain."""
+    axes.set(xscale="log", yscale="log")
+    plain(axes)
+
+
+def plain(axes) -> None:
+    """Leaves the axes a faint grid, no frame at the top and right, and no ticks but those of numbers."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Returns 1, 2 or 5 times powers of ten that enclose two values; only powers where these are many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    every = [factor * 10.0**power for power, factor in itertools.product(range(first, last + 1), factors)]
+    start = max(i for i, tick in enumerate(every) if tick <= low)
+    end = min(i for i, tick in enumerate(every) if tick >= high)
+    return every[start : max(end, start + 1) + 1]
 
 
 def label_ends(axes, ends: Sequence[tuple]) -> None:

@@ -22,6 +22,20 @@ def read_limit_us(step: DecodeStep, device_kind: str) -> float | None:
     return limit_us(device_kind, num_bytes=step.key_value_bytes_per_device)
 
 
+def sent_limit_bytes(step: DecodeStep) -> float:
+    """Returns the least bytes that a device sends in a step, on average: all states but one are sent, once.
+
+        bytes = (p - 1) / p * 4 b (d + n_h)
+
+    Example:
+      >>> step = DecodeStep(batch=1, num_keys=640_000, num_heads=16, num_kv_heads=16, head_dim=128,
+      ...                   dtype="bfloat16", n_devices=8)
+      >>> sent_limit_bytes(step)
+      7224.0
+    """
+    return (step.n_devices - 1) / step.n_devices * step.packed_state_bytes
+
+
 def limit_us(device_kind: str, *, num_bytes: float, num_flops: float = 0.0) -> float | None:
     """Returns the least time to read bytes from a device's memory and to make dense bfloat16 products.
 

@@ -155,13 +155,35 @@ def test_tables_mark_what_was_measured(figure, tmp_path, capsys):
 def test_what_is_predicted_is_drawn_hollow_and_dashed(measured, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda drawing, *_, **__: drawn.append(drawing))
-    plots.draw(paper.figure_3(measured, H200), tmp_path / "x.png", "")
+    plots.draw(paper.figure_3(measured, H200), tmp_path / "x.png", [])
     lines = [line for plot in drawn[0].axes for line in plot.get_lines()]
     styles = {
         kind: {(line.get_linestyle(), line.get_fillstyle()) for line in lines if line.get_label().endswith(kind)}
         for kind in ("measured", "predicted")
     }
     assert styles == {"measured": {("-", "full")}, "predicted": {("--", "none")}}
+
+
+@pytest.mark.parametrize("name", NAMES.values())
+def test_curves_are_named_beside_them_and_limits_are_drawn(measured, tmp_path, monkeypatch, name):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda drawing, *_, **__: drawn.append(drawing))
+    figure = paper.figure_3(measured, H200) if name == "figure_3" else getattr(paper, name)(measured)
+    plots.draw(figure, tmp_path / "x.png", [*rows.setting(measured), "a remark"])
+    panels = dict(zip(figure.axes, drawn[0].axes))
+    for panel, axes in panels.items():
+        series = {point.series for point in figure.points if point.panel == panel}
+        limit = [figure.limits[panel][0]] if panel in figure.limits else []
+        assert sorted(text.get_text() for text in axes.texts) == sorted([*series, *limit])
+        assert axes.get_legend() is None
+        dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
+        assert len(dotted) == len(limit)
+        for line in dotted:  # no measured point is below it
+            limits = dict(zip(map(int, line.get_xdata()), line.get_ydata(), strict=True))
+            points = [point for point in figure.points if (point.panel, point.is_measured) == (panel, True)]
+            assert all(point.y >= 0.999 * limits[point.x] for point in points if point.x in limits)
+    assert "4 x NVIDIA H200; commit" in drawn[0].get_suptitle()
+    assert set(figure.limits) == set(figure.axes) - {"over keys", paper.RATIOS}
 
 
 def test_without_matplotlib_it_prints_the_numbers_and_says_how_to_install_it(tmp_path, capsys, monkeypatch):

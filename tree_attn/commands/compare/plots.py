@@ -1,15 +1,13 @@
 """Plots of `tree-attn compare`: latency, memory and communication over the number of keys."""
 
 import dataclasses
-import itertools
-import math
 import pathlib
 import textwrap
 from collections.abc import Callable, Sequence
 
 from tree_attn.commands import drawing, units
 from tree_attn.commands.compare import report
-from tree_attn.commands.figures.rows import device_kind, step
+from tree_attn.commands.figures.rows import device_kind, setting, step
 from tree_attn.cost import limits
 
 
@@ -44,8 +42,8 @@ def least_bytes(row: dict) -> float:
 
 
 def least_sent(row: dict) -> float:
-    """Returns the bytes that each device sends, on average, where all states but one are sent once: p - 1 of p."""
-    return (row["n_devices"] - 1) / row["n_devices"] * 4 * row["batch"] * row["num_heads"] * (row["head_dim"] + 1)
+    """Returns the bytes that each device sends, on average, where all states but one are sent once."""
+    return limits.sent_limit_bytes(step(row))
 
 
 PLOTS = {
@@ -93,10 +91,10 @@ def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
 
 
 def _draw(axes, rows: Sequence[dict], plot: Plot) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    title = (textwrap.fill(line, 60) for line in (plot.title, *_setting(rows)))
+    title = (textwrap.fill(line, 60) for line in (plot.title, *setting(rows)))
     axes.set_title("\n".join(title), fontsize="medium", loc="left")
-    axes.set(xlabel="keys", ylabel=plot.unit, xscale="log")
+    axes.set(xlabel="keys", ylabel=plot.unit)
+    drawing.logarithmic(axes)
     ends = _curves(axes, rows, plot)
     limit = sorted({(row["num_keys"], plot.limit(row)) for row in rows if plot.limit(row)})
     if limit:
@@ -107,12 +105,9 @@ def _draw(axes, rows: Sequence[dict], plot: Plot) -> None:
     axes.set_xlim(lengths[0] / space, lengths[-1] * space)
     axes.set_xticks(lengths, [units.length(num_keys) for num_keys in lengths], rotation=30 if len(lengths) > 5 else 0)
     if ends:
-        axes.set_yscale("log")
-        ticks = _ticks(*axes.dataLim.intervaly)
+        ticks = drawing.ticks(*axes.dataLim.intervaly)
         axes.set_yticks(ticks, [plot.write(y) for y in ticks])
         axes.set_ylim(ticks[0] / 1.1, ticks[-1] * 1.1)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
     drawing.label_ends(axes, ends)
 
 
@@ -140,24 +135,6 @@ def _curves(axes, rows: Sequence[dict], plot: Plot) -> list[tuple]:
             axes.vlines([x for x, _ in solid[name]], *bars, color=colour, alpha=0.5, linewidth=3)
         ends.append((*(solid.get(name) or dashed[name])[-1], name, colour))
     return ends
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Returns 1, 2 or 5 times powers of ten that enclose two values; only powers where these are many."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if last - first <= 3 else (1,)
-    every = [factor * 10.0**power for power, factor in itertools.product(range(first, last + 1), factors)]
-    start = max(i for i, tick in enumerate(every) if tick <= low)
-    end = min(i for i, tick in enumerate(every) if tick >= high)
-    return every[start : max(end, start + 1) + 1]
-
-
-def _setting(rows: Sequence[dict]) -> tuple[str, str]:
-    """Returns two lines of what all rows have in common: hardware and commits; heads, dtype and batch."""
-    row = rows[0]
-    commits = ", ".join(dict.fromkeys((row["git_commit"] or "unknown")[:7] for row in rows))
-    heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads of {row['head_dim']}"
-    return f"{row['hardware']}; commit {commits}", f"{heads}, {row['dtype']}, batch {row['batch']}"
 
 
 def _series(rows: Sequence[dict], field: str | None) -> dict[str, list[tuple]]:

@@ -4,7 +4,7 @@ import math
 import pathlib
 from collections.abc import Sequence
 
-from tree_attn.commands.drawing import new_figure
+from tree_attn.commands import drawing, units
 
 
 def draw(rows: Sequence[dict], folder: pathlib.Path) -> dict[str, str]:
@@ -33,29 +33,58 @@ def _draw_scores(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
 
     Dense attention is the dotted line. Source: SparQ Attention, Figures 1 and A1.
     """
-    panels = list(dict.fromkeys((row["task"], row["context"]) for row in rows))
-    names_context = len({context for _, context in panels}) > 1
-    figure = new_figure(4.6 * len(panels), 4)
-    for axes, (task, context) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    places = list(dict.fromkeys((row["task"], row["context"]) for row in rows))
+    figure, panels = drawing.new_panels(
+        len(places), [*_caption(rows), "bars: standard errors; dotted: dense attention"]
+    )
+    for axes, (task, context) in zip(panels, places, strict=True):
         of_task = [row for row in rows if (row["task"], row["context"]) == (task, context)]
-        for dense in (row for row in of_task if row["method"] == "dense"):
-            axes.axhline(dense["mean"], color="black", linestyle=":", label="dense")
-        series: dict[str, list[dict]] = {}
-        for row in of_task:
-            if row["method"] != "dense":
-                series.setdefault(method_label(row), []).append(row)
-        for name, points in series.items():
-            points = sorted(points, key=lambda row: row["transfer_bytes_per_token"])
-            x = [row["transfer_bytes_per_token"] / 1e6 for row in points]
-            errors = [row["standard_error"] or 0.0 for row in points]
-            axes.errorbar(x, [row["mean"] for row in points], yerr=errors, marker="o", capsize=3, label=name)
-        title = f"{task}, context {context:,}" if names_context else task
-        axes.set(title=title, xlabel="MB of K and V moved per token", ylabel=of_task[0]["unit"])
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+        drawing.plain(axes)
+        axes.set_title(f"{task}, context {units.length(context)}", fontsize="medium", loc="left")
+        axes.set(xlabel="MB of K and V moved per token", ylabel=of_task[0]["unit"], xscale="log")
+        ends = _score_curves(axes, of_task)
+        axes.minorticks_off()  # a scale brings its own
+        every = sorted({_megabytes(row) for row in of_task})
+        ticks = [x for before, x in zip([0, *every], every) if x > 1.2 * before]
+        axes.set_xticks(ticks, [units.number(x) for x in ticks])
+        drawing.label_ends(axes, ends)
     figure.savefig(path, dpi=150)
     return path
+
+
+def _score_curves(axes, rows: Sequence[dict]) -> list[tuple]:
+    """Draws the methods, and returns what `drawing.label_ends` takes."""
+    series: dict[str, list[dict]] = {}
+    for row in rows:
+        if row["method"] != "dense":
+            series.setdefault(method_label(row), []).append(row)
+    ends = []
+    for i, (name, points) in enumerate(series.items()):
+        points = sorted(points, key=_megabytes)
+        errors = [row["standard_error"] or 0.0 for row in points]
+        where = [_megabytes(row) for row in points], [row["mean"] for row in points]
+        axes.errorbar(*where, yerr=errors, marker="o", capsize=3, color=f"C{i}")
+        ends.append((where[0][-1], where[1][-1], name, f"C{i}"))
+    for dense in (row for row in rows if row["method"] == "dense"):
+        axes.axhline(dense["mean"], color="black", linestyle=":")
+        ends.append((_megabytes(dense), dense["mean"], "dense", "black"))
+        axes.plot(_megabytes(dense), dense["mean"], marker="_", color="black")  # so that its bytes are in sight
+    return ends
+
+
+def _megabytes(row: dict) -> float:
+    return row["transfer_bytes_per_token"] / 1e6
+
+
+def _caption(rows: Sequence[dict]) -> list[str]:
+    """Returns lines of what the rows have in common: model and samples; hardware and commit."""
+    commits = ", ".join(dict.fromkeys((row["git_commit"] or "unknown")[:7] for row in rows))
+    samples = ", ".join(dict.fromkeys(str(row["samples"]) for row in rows))
+    model = pathlib.Path(rows[0]["model"]).stem
+    return [
+        f"{model}, {rows[0]['dtype']}, {samples} samples a point",
+        f"{rows[0]['hardware']}; commit {commits}",
+    ]
 
 
 def _draw_needle(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
@@ -66,15 +95,17 @@ def _draw_needle(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     ratios = sorted({row["asked_ratio"] for row in rows if row["method"] != "dense"})
     contexts, depths = (sorted({row[name] for row in rows}) for name in ("context", "depth_percent"))
-    figure = new_figure(2.2 * len(methods) + 0.8, 2.2 * len(ratios) + 0.8)
+    figure = drawing.new_figure(2.2 * len(methods) + 0.8, 2.2 * len(ratios) + 0.8)
     grid = figure.subplots(len(ratios), len(methods), squeeze=False, sharex=True, sharey=True)
     for line, ratio in zip(grid, ratios, strict=True):
         for axes, method in zip(line, methods, strict=True):
             found = {
                 (row["depth_percent"], row["context"]): row["mean"]
                 for row in rows
-                if row["method"] == method and (method == "dense" or row["asked_ratio"] == ratio)
+                if (row["method"], row["asked_ratio"]) == (method, ratio) or row["method"] == method == "dense"
             }
+            if method == "dense" and ratio != ratios[0]:  # once
+                found = {}
             if not found:
                 axes.set_axis_off()
                 continue
@@ -86,9 +117,11 @@ def _draw_needle(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
                 axes.text(*where, f"{mean:.2g}", ha="center", va="center", color=color)
             axes.set_title("dense" if method == "dense" else f"{method}, 1/{ratio}")
             axes.set_xticks(range(len(contexts)), contexts)
+            is_first = not any(drawn.axison for drawn in line[: list(line).index(axes)])
+            axes.tick_params(labelbottom=method == "dense" or ratio == ratios[-1], labelleft=is_first)
             axes.set_yticks(range(len(depths)), depths)
     figure.supxlabel("context, tokens")
     figure.supylabel("depth of the needle, percent of the text before it")
-    figure.suptitle(f"needle in a haystack: {rows[0]['unit']}")
+    figure.suptitle("\n".join([rows[0]["unit"], *_caption(rows)]), fontsize="medium")
     figure.savefig(path, dpi=150)
     return path

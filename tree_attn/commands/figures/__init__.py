@@ -11,8 +11,9 @@ Draws the paper's figures from rows of `tree-attn compare`, and the cost model's
   4          peak memory of a GPU, over keys and over hidden sizes
   equations  memory by equations 8 and 9 and traffic by 10 to 14, beside those of the compiled programs
 
-Measured points are full and joined by solid lines, predicted ones hollow and joined by dashed lines. The numbers are
-printed as well; drawing needs the extra 'plot'.
+Measured points are full and joined by solid lines, predicted ones hollow and joined by dashed lines. Limits are
+dotted: one read of K and V by the datasheet, the bytes of K and V, and one state sent. The numbers are printed as
+well; drawing needs the extra 'plot'.
 
 examples:
   tree-attn figures 3 --rows docs/results/compare_4xh200_4processes --out figures/
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         files["drawing"] = str(args.out / f"{name}.png")
         with phases.phase("drawing"):
-            plots.draw(figure, args.out / f"{name}.png", f"full: measured; hollow, dashed: PREDICTED\n{remark}".strip())
+            caption = ["full: measured; hollow, dashed: PREDICTED; dotted: limit", *rows.setting(measured)]
+            plots.draw(figure, args.out / f"{name}.png", [*caption, remark] if remark else caption)
     if args.json:
         points = [dataclasses.asdict(point) for point in figure.points]
         terminal.print_document({"points": points, "comparisons": figure.comparisons, "files": files})

@@ -7,6 +7,7 @@ from typing import Any
 from tree_attn.commands import units
 from tree_attn.commands.figures import rows
 from tree_attn.commands.plan.prediction import strategies_of
+from tree_attn.cost.limits import read_limit_us, sent_limit_bytes
 from tree_attn.cost.machine import Machine
 from tree_attn.cost.predict import STRATEGIES, bytes_sent_per_device, peak_memory_bytes, program_memory_bytes
 from tree_attn.cost.step import DecodeStep
@@ -43,11 +44,13 @@ class Figure:
       points: of all panels.
       comparisons: for every measured row and prediction: `quantity`, `strategy`, `implementation`, `num_keys`,
         `n_devices`, `by` (the formula or model that predicts), `predicted`, `measured` and the relative `error`.
+      limits: panel -> the name of the least y that is possible, and its points (x, y).
     """
 
     axes: dict[str, tuple[str, str]]
     points: list[Point]
     comparisons: list[dict[str, Any]]
+    limits: dict[str, tuple[str, list[tuple[int, float]]]] = dataclasses.field(default_factory=dict)
 
 
 def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
@@ -65,13 +68,16 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     lengths |= {keys for keys in LENGTHS if keys > max(lengths)}
     longer = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in counts for keys in lengths]
     axes = {"over keys": ("keys", "time, relative to the ring with the fewest keys")}
-    points = []
+    points, limits = [], {}
     for values, is_measured in ((found, True), (_fastest(_predicted_times(longer, machine)), False)):
         for count in counts:
             points += _relative("over keys", values, count, is_measured, min(lengths))
     for keys in sorted({_length_of_most_gpus(found), LENGTHS[-1]}):
         more = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
         axes[panel := f"{keys:,} keys"] = ("GPUs", "us")
+        least_us = [(step.n_devices, read_limit_us(step, rows.device_kind(measured[0]))) for step in more]
+        if None not in dict(least_us).values():
+            limits[panel] = ("limit: reading", least_us)
         points += _points(panel, found, "n_devices", True, num_keys=keys)
         predicted = _fastest(_predicted_times(more, machine))
         points += _points(panel, predicted, "n_devices", False)
@@ -79,7 +85,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
     axes[RATIOS] = ("GPUs", "ratio of times")
     theirs = f"the paper, {PAPER_KEYS:,} keys"
     points.append(Point(panel=RATIOS, series=theirs, x=PAPER_GPUS, y=PAPER_RATIO, is_measured=True))
-    return Figure(axes=axes, points=points, comparisons=_compared_times(measured, machine))
+    return Figure(axes=axes, points=points, comparisons=_compared_times(measured, machine), limits=limits)
 
 
 def figure_4(measured: Sequence[dict]) -> Figure:
@@ -89,12 +95,13 @@ def figure_4(measured: Sequence[dict]) -> Figure:
     """
     shape, found = rows.step(measured[0]), _measured_memory(measured)
     counts = sorted({step.n_devices for _, step in found})
-    axes, points = {}, []
+    axes, points, limits = {}, [], {}
     for count in counts:
         steps = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for keys in LENGTHS]
         axes[panel := f"{units.count(count, 'GPU')}, hidden size {shape.hidden_size:,}"] = ("keys", "bytes")
         points += _points(panel, found, "num_keys", True, n_devices=count)
         points += _points(panel, _predicted_memory(steps), "num_keys", False)
+        limits[panel] = _held(steps, "num_keys")
     longest = dataclasses.replace(shape, num_keys=max(step.num_keys for _, step in found), n_devices=counts[0])
     group = shape.num_heads // shape.num_kv_heads
     kv_heads = sorted({-(-hidden // (shape.head_dim * group)) for hidden in HIDDEN_SIZES})
@@ -102,7 +109,13 @@ def figure_4(measured: Sequence[dict]) -> Figure:
     axes[panel := f"{units.count(longest.n_devices, 'GPU')}, {longest.num_keys:,} keys"] = ("hidden size", "bytes")
     points += _points(panel, found, "hidden_size", True, n_devices=longest.n_devices, num_keys=longest.num_keys)
     points += _points(panel, _predicted_memory(wider), "hidden_size", False)
-    return Figure(axes=axes, points=points, comparisons=_compared_memory(measured))
+    limits[panel] = _held(wider, "hidden_size")
+    return Figure(axes=axes, points=points, comparisons=_compared_memory(measured), limits=limits)
+
+
+def _held(steps: Iterable[DecodeStep], x: str) -> tuple[str, list[tuple[int, float]]]:
+    """Returns the limit of memory: a GPU holds its keys and values."""
+    return "limit: K and V", [(getattr(step, x), step.key_value_bytes_per_device) for step in steps]
 
 
 def equations(measured: Sequence[dict]) -> Figure:
@@ -133,7 +146,10 @@ def equations(measured: Sequence[dict]) -> Figure:
         axes[panel] = ("GPUs", "bytes per GPU")
         points += _points(panel, found, "n_devices", True, num_keys=keys)
         points += _points(panel, predicted, "n_devices", False)
-    return Figure(axes=axes, points=points, comparisons=_compared_memory(measured) + _compared_traffic(measured))
+    sent_once = [(step.n_devices, sent_limit_bytes(step)) for step in steps if step.n_devices > 1]
+    limits = dict(zip(axes, (_held(steps, "n_devices"), ("limit: one state", sent_once)), strict=True))
+    comparisons = _compared_memory(measured) + _compared_traffic(measured)
+    return Figure(axes=axes, points=points, comparisons=comparisons, limits=limits)
 
 
 def _length_of_most_gpus(found: Values) -> int:

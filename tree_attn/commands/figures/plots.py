@@ -1,34 +1,66 @@
-"""The drawing of `tree-attn figures`: one panel beside the other."""
+"""The drawing of `tree-attn figures`: a panel for each question."""
 
 import pathlib
+from collections.abc import Sequence
 
-from tree_attn.commands.drawing import new_figure
-from tree_attn.commands.figures.paper import Figure
+from tree_attn.commands import drawing, units
+from tree_attn.commands.figures.paper import Figure, Point
+
+WRITTEN = {"bytes": units.size, "bytes per GPU": units.size}  # by the name of the y axis; others are numbers
+CLOSE = 1.2  # ratio of two lengths of which one has a tick
 
 
-def draw(figure: Figure, path: pathlib.Path, note: str) -> None:
-    """Draws the panels side by side: measured points full and solid, predicted ones hollow and dashed."""
+def draw(figure: Figure, path: pathlib.Path, caption: Sequence[str]) -> None:
+    """Draws the panels: measured points full and solid, predicted ones hollow and dashed, limits dotted."""
+    whole, panels = drawing.new_panels(len(figure.axes), caption)
+    for axes, panel in zip(panels, figure.axes, strict=True):
+        _draw_panel(axes, figure, panel)
+    whole.savefig(path, dpi=150)
+
+
+def _draw_panel(axes, figure: Figure, panel: str) -> None:
+    x_name, y_name = figure.axes[panel]
+    points = [point for point in figure.points if point.panel == panel and point.y > 0]  # both axes are logarithmic
+    axes.set_title(panel, fontsize="medium", loc="left")
+    axes.set(xlabel=x_name, ylabel=y_name)
+    drawing.logarithmic(axes)
+    ends = _curves(axes, points)
+    name, limit = figure.limits.get(panel, ("", []))
+    if limit:
+        axes.plot(*zip(*limit), color="black", linestyle=":", zorder=3)
+        ends.append((*limit[-1], name, "black"))
+    every = sorted({point.x for point in points})
+    xs = [x for before, x in zip([0, *every], every) if x > CLOSE * before]
+    axes.set_xticks(xs, [units.length(x) if x_name == "keys" else f"{x:,}" for x in xs])
+    if not ends:
+        return
+    ys = drawing.ticks(*axes.dataLim.intervaly)
+    axes.set_yticks(ys, [WRITTEN.get(y_name, _number)(y) for y in ys])
+    axes.set_ylim(ys[0] / 1.1, ys[-1] * 1.1)
+    drawing.label_ends(axes, ends)
+
+
+def _number(y: float) -> str:
+    return f"{y:,.0f}" if y >= 1 else f"{y:g}"
+
+
+def _curves(axes, points: Sequence[Point]) -> list[tuple]:
+    """Draws the series, and returns what `drawing.label_ends` takes."""
     import matplotlib
 
-    drawing = new_figure(5.5 * len(figure.axes), 6)
-    drawing.suptitle(note, fontsize="medium")
-    for plot, (panel, (x, y)) in zip(drawing.subplots(1, len(figure.axes), squeeze=False)[0], figure.axes.items()):
-        # The axes are logarithmic.
-        in_panel = [point for point in figure.points if point.panel == panel and point.y > 0]
-        names = list(dict.fromkeys(point.series for point in in_panel))
-        colors = "tab10" if len(names) <= 10 else "tab20"
-        for i, series in enumerate(names):
-            color = matplotlib.colormaps[colors](i)
-            for is_measured in (True, False):
-                points = [(p.x, p.y) for p in in_panel if p.series == series and p.is_measured == is_measured]
-                if points:
-                    style = dict(linestyle="-") if is_measured else dict(linestyle="--", fillstyle="none")
-                    name = f"{series}, {'measured' if is_measured else 'predicted'}"
-                    plot.plot(*zip(*sorted(points)), marker="o", color=color, label=name, **style)
-        plot.set(title=panel, xlabel=x, ylabel=y, xscale="log", yscale="log")
-        ticks = sorted({point.x for point in in_panel if not point.is_measured})
-        plot.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45)
-        plot.minorticks_off()
-        plot.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2)
-        plot.grid(alpha=0.3)
-    drawing.savefig(path, dpi=150, bbox_inches="tight")  # with the legends
+    names = list(dict.fromkeys(point.series for point in points))
+    colours = matplotlib.colormaps["tab10" if len(names) <= 10 else "tab20"].colors
+    ends = []
+    for name, colour in zip(names, colours):
+        last = {}
+        for is_measured in (False, True):
+            curve = sorted(
+                (point.x, point.y) for point in points if (point.series, point.is_measured) == (name, is_measured)
+            )
+            if curve:
+                style = {"linestyle": "-"} if is_measured else {"linestyle": "--", "fillstyle": "none"}
+                label = f"{name}, {'measured' if is_measured else 'predicted'}"
+                axes.plot(*zip(*curve), marker="o", color=colour, label=label, **style)
+                last[curve[-1][0]] = curve[-1]
+        ends.append((*last[max(last)], name, colour))
+    return ends

@@ -67,3 +67,13 @@ def predicted_us(row: dict, machine: Machine) -> float:
     """Returns the predicted latency as the row was timed: with a program's fixed cost, where the row has it."""
     fixed_us = 0.0 if row.get("long_chain") else PROGRAM_US.get(device_kind(row), 0.0) / row["chain"]
     return predict(row, machine).latency_us + fixed_us
+
+
+def setting(found: Sequence[dict]) -> tuple[str, str]:
+    """Returns two lines of what all rows have in common: hardware and commits; heads, dtype and batch."""
+    row = found[0]
+    numbers = dict.fromkeys(one["hardware"].removesuffix(f" x {device_kind(one)}") for one in found)
+    kind = "" if device_kind(row) == EMULATED else f" x {device_kind(row)}"
+    commits = ", ".join(dict.fromkeys((one["git_commit"] or "unknown")[:7] for one in found))
+    heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads of {row['head_dim']}"
+    return f"{', '.join(numbers)}{kind}; commit {commits}", f"{heads}, {row['dtype']}, batch {row['batch']}"
