@@ -21,6 +21,7 @@ from tree_attn.models.llama.prefix import Prefix
 # beats Triton above 16 sequences", "Independent kernels side by side gain up to 5 % below 256 sequences".
 MAX_BATCH_FOR_TRITON_PRODUCTS = 16
 MAX_BATCH_FOR_CONCURRENT_KERNELS = 128
+KERNELS_ARE_RECORDED = (0, 12)  # the version of JAX from which Mosaic GPU's kernels are in CUDA graphs
 
 XlaOptions = Mapping[str, bool | int | str]
 
@@ -99,8 +100,9 @@ class Programs:
         For large batches cuBLAS reads kernels faster than Triton, which XLA would still choose for some of them.
         For small ones, kernels that do not depend on one another run concurrently: writes of keys and values, and
         attention to each sequence's own keys beside attention to shared ones. This holds on one device only: XLA does
-        not see that kernels which exchange with other devices wait for one another. All were measured on NVIDIA GPUs;
-        other devices have XLA's defaults.
+        not see that kernels which exchange with other devices wait for one another. Nor does it hold with JAX 0.12,
+        which records our kernels in CUDA graphs too: those that count arrivals share their counts, and must run in
+        order (`kernels/arrivals.py`). All were measured on NVIDIA GPUs; other devices have XLA's defaults.
         """
         options: dict[str, bool | int | str] = {}
         if self.sharding.is_on_gpus and not is_rocm(self.sharding.mesh.devices.flat[0]):
@@ -108,7 +110,8 @@ class Programs:
             options["xla_gpu_enable_dynamic_slice_fusion"] = False
             if batch > MAX_BATCH_FOR_TRITON_PRODUCTS:
                 options["xla_gpu_enable_triton_gemm"] = False
-            if batch <= MAX_BATCH_FOR_CONCURRENT_KERNELS and self.sharding.mesh.size == 1:
+            are_recorded = jax.__version_info__ >= KERNELS_ARE_RECORDED
+            if batch <= MAX_BATCH_FOR_CONCURRENT_KERNELS and self.sharding.mesh.size == 1 and not are_recorded:
                 options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
         return options | self._user_xla_options
 

@@ -92,10 +92,13 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     always = {"xla_gpu_enable_dynamic_slice_fusion": False}
     by_cublas = {"xla_gpu_enable_triton_gemm": False}
     side_by_side = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     assert on_one.programs.xla_options(16) == always | side_by_side
     assert on_one.programs.xla_options(17) == on_one.programs.xla_options(128) == always | by_cublas | side_by_side
     assert on_one.programs.xla_options(129) == always | by_cublas
     assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert on_one.programs.xla_options(16) == always  # kernels that count arrivals would share their counts
     monkeypatch.setattr(programs_module, "is_rocm", lambda device: True)
     assert on_one.programs.xla_options(16) == {}
 

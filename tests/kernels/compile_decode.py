@@ -25,7 +25,7 @@ from tree_attn.kernels import tuning
 from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, spread_over
 
-H200 = (pathlib.Path(__file__).parents[2] / "kernels" / "h200.txtpb").read_text()
+H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 CONFIG = LlamaConfig(
     num_layers=3, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1024,
     max_position=4096,
@@ -46,7 +46,7 @@ def main():
     layers = LayerTuple((layer,) * CONFIG.num_layers)
     cache = KVCache(arrays=layers, lengths=of(jnp.int32, P(), 1), overflowed=of(bool, P(), 1))
     attention = by_name("single", sharding, implementation="mosaic_gpu")
-    for products in ("xla", "mosaic_gpu"):
+    for products in ("xla", "mosaic_gpu", "mosaic_gpu_early"):
         model = Llama(CONFIG, sharding, create, unroll_layers=True, products=products)
         structure, state = nnx.split(model)
 
