@@ -77,8 +77,8 @@ def ring_attention(
       rotation: "one_way": K and V go to the next device, p - 1 times. "joint": as one array. "two_way": half of the KV
         heads go the other way round. None: the one predicted to be the fastest, as in `ring_decode`.
       options: the attention options of `tree_attn.attend`, but for positions; `is_causal` is True by default.
-        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: they see the valid keys, and
-        their result means nothing. Of what they hold, 0 takes the place of NaN and infinities.
+        `key_value_seq_lengths` is the length of each prompt. Queries past it are padding: 0 takes their place,
+        whatever they hold, and their result means nothing.
       axis_name, mesh, batch_axis_name, return_lse: as in `tree_attn.tree_decode`.
     Returns:
       `out [B, S, N, Hv]`, sharded as the query is; with `return_lse`, `(out, lse)`.

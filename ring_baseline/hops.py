@@ -39,7 +39,7 @@ class PromptRing:
         """Returns the state of this device's queries over all keys and sinks; differentiable once."""
         shard = local_shard(self.axes, self.block_size)
         rotation = choose_rotation(self.rotation, query, key, value, self.axes, is_causal=options.is_causal)
-        query = _finite_in_padding(query, options.key_value_seq_lengths, shard)
+        query = _zero_in_padding(query, options.key_value_seq_lengths, shard)
         # So typed, what every device has gets the sum of all devices' gradients, outside of the rule below.
         query, key, value, options = vary_as((query, key, value, options), shard.index)
         return _differentiable(dataclasses.replace(self, rotation=rotation), query, key, value, options)
@@ -110,10 +110,11 @@ class PromptRing:
         zeros = lambda way: vary_as(zero_gradient(*way[:4]), query)
         carry = _over_hops(step, [(way.load, zeros(way)) for way in ways], shard.num_shards)
         last = shard.num_shards - 1
-        totals = [
-            sent(way, jax.tree.map(jnp.add, sent(way, total), at_hop(last, way, load, of_way)))
-            for way, (load, total), of_way in zip(ways, carry, rows)
-        ]
+        before = [sent(way, total) for way, (_, total) in zip(ways, carry)]
+        here = [at_hop(last, way, load, of_way) for way, (load, _), of_way in zip(ways, carry, rows)]
+        # Else XLA would send the key's derivatives with the value's of this hop, and nothing beside its attention.
+        before, here = jax.lax.optimization_barrier((before, here))
+        totals = [sent(way, jax.tree.map(jnp.add, *both)) for way, *both in zip(ways, before, here)]
         *arrays, scales = zip(*totals)
         scales = None if scales[0] is None else joined(scales, axis=1)
         return Gradient(*(joined(parts, axis=2) for parts in arrays), scales), of_sum
@@ -171,9 +172,10 @@ def _backward(ring, residuals, cotangent):
         of_options |= {"key_scale": total.scales[0], "value_scale": total.scales[1]}
     if options.sinks is not None:
         # A sink is a logit without a value. One that is infinite takes all weight, and a little more changes nothing.
-        sinks = options.sinks[None, None, :]
+        sinks = options.sinks.astype(jnp.float32)[None, None, :]
         weights = jnp.exp(sinks - jnp.where(jnp.isneginf(state.lse), 0.0, state.lse))
-        of_options["sinks"] = jnp.sum(jnp.where(jnp.isfinite(sinks), weights * of_sum, 0.0), axis=(0, 1))
+        of_sinks = jnp.sum(jnp.where(jnp.isfinite(sinks), weights * of_sum, 0.0), axis=(0, 1))
+        of_options["sinks"] = of_sinks.astype(options.sinks.dtype)
     of_arrays = map(_as_cotangent, total[:3], (query, key, value))
     return *of_arrays, _of_options(options, of_options)
 
@@ -193,12 +195,12 @@ def _of_options(options: AttentionOptions, derivatives: dict) -> AttentionOption
     return dataclasses.replace(options, **{name: of(name) for name in names if is_array(name)})
 
 
-def _finite_in_padding(query, lengths, shard: Shard):
-    """Returns `query` with 0 where a prompt's padding holds NaN or an infinity; all of it, where lengths are None.
+def _zero_in_padding(query, lengths, shard: Shard):
+    """Returns `query` with 0 in a prompt's padding; all of it, where lengths are None.
 
-    They would reach the gradient of keys and values: there a cotangent of 0 multiplies them.
+    What is there, NaN or a logit that overflows, would reach all gradients: there a cotangent of 0 multiplies it.
     """
     if lengths is None:
         return query
     is_padding = shard.positions(query.shape[1])[None, :] >= clip_to_int32(lengths)[:, None]
-    return jnp.where(is_padding[:, :, None, None] & ~jnp.isfinite(query), 0, query)
+    return jnp.where(is_padding[:, :, None, None], 0, query)

@@ -39,9 +39,17 @@ def assert_as_dense(
     options = {"is_causal": True} | options
     where = {"query_positions": np.arange(tokens), "key_value_seq_lengths": lengths}
     got, derivatives = results(in_natural_order, arrays, options)
-    assert_attention(got, *arrays, **where | options)
-    _, expected = results(partial(dense_attention, **where), arrays, options)
+    assert_attention(got, without_padding(arrays[0], lengths), *arrays[1:], **where | options)
+    dense = lambda query, *rest, **options: dense_attention(without_padding(query, lengths), *rest, **where, **options)
+    _, expected = results(dense, arrays, options)
     assert_gradients(derivatives, expected)
+
+
+def without_padding(query, lengths):
+    """Returns the query `[B, S, N, H]` as functions over prompts read it: 0 takes the place of padding."""
+    if lengths is None:
+        return query
+    return jnp.where((np.arange(query.shape[1])[None, :] < lengths[:, None])[:, :, None, None], query, 0)
 
 
 def assert_value_and_gradients(ring, query, key, value, **options):

@@ -27,4 +27,5 @@ def test_compiled_for_four_gpus_every_transfer_runs_beside_the_attention():
         assert len(programs[name]["beside"]) == hops and min(programs[name]["beside"]) > 0
     for name in ("gradient 1", "gradient zigzag"):
         # Three hops forward and three back; the last derivatives go home when there is nothing left to do.
+        assert programs[name]["waited"] == 0
         assert sum(count > 0 for count in programs[name]["beside"]) >= 2 * hops, f"{name}: {programs[name]}"

@@ -11,6 +11,7 @@ from attention_cases import HEAD_SCALES, SINKS, Case
 from dense import dense_attention
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from prompts import without_padding
 
 from tree_attn import Shard, make_mesh, storage_order
 from tree_attn.measure import hlo
@@ -58,7 +59,8 @@ def test_every_option_and_placement_with_lengths(name, block_size):
     ring = ring_in_natural_order({"seq": 3}, block_size, **options)
     call = jax.jit(lambda lengths: ring(*arrays, key_value_seq_lengths=lengths))
     for lengths in np.array([[TOKENS, 13], [0, 5]], np.int32):
-        assert_attention(call(lengths), *arrays, **oracle_options(lengths, options))
+        query, *rest = arrays
+        assert_attention(call(lengths), without_padding(query, lengths), *rest, **oracle_options(lengths, options))
 
 
 @pytest.mark.parametrize(
@@ -95,12 +97,13 @@ def test_gradients_are_those_of_dense_attention():
     gradient = lambda attention, *arrays: jax.jit(jax.grad(partial(loss, attention), argnums=(0, 1, 2)))(*arrays)
     ring = partial(ring_in_natural_order({"seq": 3}, 1), key_value_seq_lengths=lengths)
 
-    dense = partial(dense_attention, **oracle_options(lengths, {}))
-    assert_gradients(gradient(ring, *arrays), gradient(dense, *arrays))
-    # Whatever the padding of prompts holds, of queries too: 0 takes the place of NaN there.
+    options = oracle_options(lengths, {})
+    dense = lambda query, *rest: dense_attention(without_padding(query, lengths), *rest, **options)
+    expected = gradient(dense, *arrays)
+    assert_gradients(gradient(ring, *arrays), expected)
     is_padding = np.arange(TOKENS)[None, :, None, None] >= lengths[:, None, None, None]
-    expected = gradient(lambda query, *rest: dense(jnp.where(is_padding, 0, query), *rest), *arrays)
-    assert_gradients(gradient(ring, *(jnp.where(is_padding, jnp.nan, x) for x in arrays)), expected)
+    for garbage in (jnp.nan, jnp.inf, 3e38):  # whatever the padding of prompts holds, of queries too
+        assert_gradients(gradient(ring, *(jnp.where(is_padding, garbage, x) for x in arrays)), expected)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])

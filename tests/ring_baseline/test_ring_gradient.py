@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from prompts import LENGTHS, assert_as_dense
 
-from tree_attn import make_mesh, storage_order
+from tree_attn import attend, make_mesh, storage_order
 from tree_attn.commands.compare.prompts import expected_results
 from tree_attn.local import gradient
 from tree_attn.measure import hlo
@@ -165,6 +165,19 @@ def test_bfloat16(stored):
     got = jax.jit(jax.grad(partial(loss, call)))(*case.arrays())
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=0.04 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sinks_of_a_narrow_dtype_have_a_gradient_of_it(dtype):
+    arrays = [x.astype(dtype) for x in Case(queries=24, keys=24).arrays()]
+    call = partial(ring_attention, axis_name="seq", mesh=make_mesh({"seq": 3}), block_size=None)
+    loss = lambda attention, sinks: jnp.sum(attention(*arrays, sinks=sinks).astype(jnp.float32))
+    sinks = jnp.asarray(SINKS[:4], dtype)
+    got = jax.jit(jax.grad(partial(loss, call)))(sinks)
+    expected = jax.grad(partial(loss, lambda *arrays, **sinks: attend(*arrays, is_causal=True, **sinks).out))(sinks)
+    assert got.dtype == expected.dtype == sinks.dtype
+    wide = np.asarray(expected, np.float32)
+    np.testing.assert_allclose(np.asarray(got, np.float32), wide, atol=0.04 * np.abs(wide).max())
 
 
 MIX = {"device": 2, "node": 4}
