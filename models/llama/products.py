@@ -156,7 +156,7 @@ class FewRowsProducts(XlaProducts):
 
         rows, dtypes = math.prod(x.shape[:-1]), {x.dtype, kernel.dtype} | ({norm.scale[...].dtype} if norm else set())
         out_features = math.prod(kernel.shape[:-1]) // (1 if activation is None else 2)
-        reason = unsupported(rows, out_features, kernel.shape[-1], x.dtype, activation)
+        reason = unsupported(rows, out_features, kernel.shape[-1], x.dtype, activation, has_norm=norm is not None)
         if reason is None and len(dtypes) > 1:
             reason = f"few rows have one dtype, not {sorted(map(str, dtypes))}"
         if reason is not None:

@@ -24,7 +24,7 @@ PRODUCTS = [
     Product(rows=9, in_features=320, options=NORMED | {"adds_one": True}),
     Product(rows=16, out_features=400, ctas=2, options=NORMED | GATED | ADDED),  # several tiles for each CTA
     Product(rows=5, out_features=1000, ctas=2, options={"out_dtype": "float32"}),
-    Product(rows=2, dtype="float16", options=NORMED | ADDED),
+    Product(rows=2, dtype="float16", options=ADDED),
     Product(
         rows=2, in_features=512, out_features=200, layout={"tile": 16, "tiles": 5, "num_stages": 2, "block_in": 64}
     ),
@@ -105,6 +105,17 @@ def test_work_is_even_and_enough_is_in_flight(rows, shape, is_early):
     assert in_flight * (2 if is_early else 1) >= 64 * 1024  # of weights, for an SM
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_every_shape_that_is_supported_has_a_layout_that_fits(is_early):
+    rng = np.random.default_rng(7)
+    for _ in range(3000):
+        options = [{}, NORMED, ADDED, NORMED | GATED, NORMED | {"out_dtype": "float32"}][rng.integers(5)]
+        sizes = {"in_features": 64 * int(2 ** rng.uniform(0, 8)), "out_features": 8 * int(2 ** rng.uniform(0, 14))}
+        product = Product(rows=int(rng.integers(1, 17)), options=options, **sizes)
+        sms = int(rng.choice([16, 78, 114, 132]))
+        check_fits(product.shape, few_rows_config(product.shape, sms, is_early))
+
+
 def test_small_tiles_fill_the_tensor_core_by_stacked_blocks():
     """Llama 3.2 1B's output and down products have such tiles; larger ones were not measured stacked."""
     stack_of = lambda i, o, options, **more: (
@@ -141,3 +152,8 @@ def test_a_layout_that_does_not_fit_is_refused():
 def test_what_it_cannot_multiply_has_a_reason(call, reason):
     found = unsupported(*call)
     assert found is None if reason is None else reason in found
+
+
+def test_a_norm_in_float16_has_a_reason():
+    assert unsupported(1, 4096, 4096, "float16") is None
+    assert "norm in bfloat16, not float16" in unsupported(1, 4096, 4096, "float16", has_norm=True)

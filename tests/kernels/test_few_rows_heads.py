@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("time_limit")
 APPENDS = [
     Append(),  # two tiles of a CTA, of 24 pairs: they cross heads of 16
     Append(batch=3, tokens=2, kv_heads=1, group=3, head_dim=16, in_features=256, ctas=4),
-    Append(batch=2, kv_heads=1, group=1, head_dim=48, in_features=64, ctas=5, dtype="float16", adds_one=True),
+    Append(batch=2, kv_heads=1, group=1, head_dim=48, in_features=64, ctas=5, adds_one=True),
     Append(batch=9, kv_heads=1, group=1, head_dim=16, in_features=64, ctas=1, is_early=True),
 ]
 

@@ -41,7 +41,7 @@ def few_rows_product(
       ValueError: the kernel cannot multiply these, or this JAX cannot begin early.
     """
     rows, (out_features, in_features) = x.shape[0], weights.shape[-2:]
-    reason = unsupported(rows, out_features, in_features, x.dtype, activation)
+    reason = unsupported(rows, out_features, in_features, x.dtype, activation, has_norm=scale is not None)
     if reason is None and is_early and not overlaps():
         reason = f"is_early must be False with JAX {jax.__version__}, got {is_early}"
     if reason is None and x.dtype != weights.dtype:
@@ -79,7 +79,8 @@ def few_rows_into_cache(
     """
     (num_kv_heads, members, head_dim, in_features), (batch, tokens, _) = weights.shape, x.shape
     rows, out_features = batch * tokens, num_kv_heads * members * head_dim
-    reason = unsupported(rows, out_features, in_features, x.dtype) or unsupported_cache(head_dim, x.dtype, key.dtype)
+    reason = unsupported(rows, out_features, in_features, x.dtype, has_norm=True)
+    reason = reason or unsupported_cache(head_dim, x.dtype, key.dtype)
     if reason is None and is_early and not overlaps():
         reason = f"is_early must be False with JAX {jax.__version__}, got {is_early}"
     if reason is not None:
