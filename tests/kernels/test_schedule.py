@@ -10,6 +10,7 @@ import pytest
 from tree_attn.kernels.schedule import (
     MIN_KV_TILES_PER_RUN,
     lean_schedule,
+    longest_run,
     num_runs,
     partials_of_output_tile,
     run_of_kv_tile,
@@ -60,6 +61,7 @@ def test_runs_differ_by_at_most_one_tile_and_are_not_too_short():
         schedule = lean_schedule(tiles, ctas)
         lengths = lengths_of(schedule)
         assert len(schedule) == ctas and max(lengths) - min(lengths) <= 1
+        assert max(lengths) == longest_run(sum(tiles), ctas)
         assert len(lengths) == 1 or min(lengths) >= MIN_KV_TILES_PER_RUN
         # No CTA idles that could have a run of that length.
         assert len(lengths) == ctas or (len(lengths) + 1) * MIN_KV_TILES_PER_RUN > sum(tiles)

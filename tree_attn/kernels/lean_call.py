@@ -35,6 +35,7 @@ from tree_attn.kernels.query_layout import (
 from tree_attn.kernels.schedule import (
     MERGE_KV_TILES,
     MIN_KV_TILES_PER_RUN,
+    longest_run,
     run_table,
     sequence_offsets,
     whole_run_table,
@@ -284,8 +285,11 @@ def _runs(kv_tiles, offsets, per_sequence: int, num_runs: int, max_runs, shape: 
     cut = run_table(kv_tiles, offsets, per_sequence, num_runs, max_runs=max_runs)
     if not leaves_whole:
         return cut, False
-    longest = lambda runs: jnp.max(runs[:, 3])
-    are_whole = longest(whole) <= longest(cut) + MERGE_KV_TILES
+    # From counts where they say it: a reduction over a table is a small kernel of XLA's, which the attention waits for.
+    longest_cut = longest_run(offsets[-1] + kv_tiles[-1] * per_sequence, max_runs)
+    has_one_each = kv_tiles.shape[0] * per_sequence <= num_runs
+    longest_whole = jnp.max(kv_tiles) if has_one_each else jnp.max(whole[:, 3])
+    are_whole = longest_whole <= longest_cut + MERGE_KV_TILES
     return jnp.where(are_whole, whole, cut), are_whole
 
 

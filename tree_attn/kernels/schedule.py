@@ -23,9 +23,15 @@ MIN_KV_TILES_PER_RUN = 2  # below that a CTA's start and its partial cost more t
 Count = int | Array
 
 
-def num_runs(num_kv_tiles: Count, num_ctas: int) -> Count:
+def num_runs(num_kv_tiles: Count, num_ctas: Count) -> Count:
     """Returns how many CTAs get a run: all, unless runs would be shorter than `MIN_KV_TILES_PER_RUN`; at least 1."""
     return _minimum(num_ctas, _maximum(quotient(num_kv_tiles, MIN_KV_TILES_PER_RUN), 1))
+
+
+def longest_run(num_kv_tiles: Count, num_ctas: Count) -> Count:
+    """Returns how many KV tiles the longest run has."""
+    runs = num_runs(num_kv_tiles, num_ctas)
+    return quotient(num_kv_tiles + runs - 1, runs)
 
 
 def run_start(run: Count, num_kv_tiles: Count, runs: Count) -> Count:
