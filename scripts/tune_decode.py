@@ -43,12 +43,16 @@ def main() -> None:
     parser.add_argument("--options", "--told", help="names in OPTIONS, comma-separated (default: the part's own)")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     args = parser.parse_args()
+    import jax
+
     from tree_attn.commands.session import choose_devices
     from tree_attn.measure import provenance
     from tree_attn.measure.rows import MeasuredRows
+    from tree_attn.models.llama.generation.programs import KERNELS_ARE_RECORDED
     from tree_attn.models.llama.presets import preset
 
-    parts = {"products": (products, ",no Triton"), "options": (options, ",CONCURRENT")}
+    side_by_side = "" if jax.__version_info__ >= KERNELS_ARE_RECORDED else ",CONCURRENT"
+    parts = {"products": (products, ",no Triton"), "options": (options, side_by_side)}
     cases, usual_names = parts[args.part]
     config = dataclasses.replace(preset(args.config), num_layers=LAYERS[args.part])
     names = (usual_names if args.options is None else args.options).split(",")

@@ -23,6 +23,8 @@ from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.targets import HOPPER, Target
 
 OLDEST_JAX = (0, 12)
+ORDER_OPTION = "xla_gpu_command_buffer_scheduling_mode"  # of XLA
+MODES_IN_ORDER = ("LHS", "SERIALIZE")
 
 
 def overlaps(target: Target = HOPPER) -> bool:
@@ -48,6 +50,6 @@ def runs_kernels_in_order() -> bool:
     Kernels that count in memory of their own, behind XLA's back, need that: XLA may run at once what does not depend on
     one another.
     """
-    flag = "--xla_gpu_command_buffer_scheduling_mode="
+    flag = f"--{ORDER_OPTION}="
     modes = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
-    return not modes or modes[-1] in ("LHS", "SERIALIZE")
+    return not modes or modes[-1] in MODES_IN_ORDER

@@ -65,7 +65,7 @@ class Generator:
     Raises:
       ValueError: `tokens_per_dispatch` is not a positive integer, `prefill_chunk` no multiple of the shards, or
         `cache_dtype` none of the three; `cache_scales` for another dtype than int8; or SparQ has more components than
-        there are.
+        there are; or `xla_options` would run kernels at once that must run in order (JAX 0.12, GPUs).
       NotImplementedError: `prefill_chunk` with `ring`, whose chunks would need earlier keys; int8 with `sparq`; a
         model with a window, with `sparq` or `prefill_chunk`.
 

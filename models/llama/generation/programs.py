@@ -61,6 +61,8 @@ class Programs:
         self.sharding, self.tokens_per_dispatch = model.sharding, tokens_per_dispatch
         self._attention, self._sampling, self._layout = attention, sampling, layout
         self._user_xla_options = dict(xla_options or {})
+        if model.sharding.is_on_gpus:
+            _check_order(self._user_xla_options)
         self._structure, state = nnx.split(model)
         # Programs are called with a list: flax's own containers take 0.6 ms of the host at each call of an 8B model.
         self.parameters, self._containers = jax.tree.flatten(state)
@@ -190,3 +192,15 @@ def form_of(tree) -> tuple:
 def shardings_of(tree):
     """Returns a tree of the same form that holds each array's sharding."""
     return jax.tree.map(lambda array: array.sharding, tree)
+
+
+def _check_order(xla_options: XlaOptions) -> None:
+    """Raises ValueError where kernels that must run in order would run at once: see `Programs.xla_options`."""
+    from tree_attn.kernels.overlap import MODES_IN_ORDER, ORDER_OPTION
+
+    mode = xla_options.get(ORDER_OPTION, MODES_IN_ORDER[0])
+    if mode not in MODES_IN_ORDER and jax.__version_info__ >= KERNELS_ARE_RECORDED:
+        raise ValueError(
+            f"xla_options must have {ORDER_OPTION} as one of {', '.join(MODES_IN_ORDER)} with JAX {jax.__version__}, "
+            f"got {mode!r}: kernels that merge in their launch must run in order"
+        )

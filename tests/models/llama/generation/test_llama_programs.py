@@ -97,8 +97,12 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     assert on_one.programs.xla_options(17) == on_one.programs.xla_options(128) == always | by_cublas | side_by_side
     assert on_one.programs.xla_options(129) == always | by_cublas
     assert on_two.programs.xla_options(1) == always  # kernels that exchange would wait for one another
+    generator = lambda: Generator(tiny_model(1), by_name("tree", tiny_model(1).sharding), xla_options=side_by_side)
+    assert generator().programs.xla_options(16) == always | side_by_side
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
     assert on_one.programs.xla_options(16) == always  # kernels that count arrivals would share their counts
+    with pytest.raises(ValueError, match=r"xla_options must have .* LHS, SERIALIZE .* got 'CONCURRENT'"):
+        generator()
     monkeypatch.setattr(programs_module, "is_rocm", lambda device: True)
     assert on_one.programs.xla_options(16) == {}
 
