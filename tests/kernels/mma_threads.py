@@ -62,9 +62,11 @@ class Memory:
 
     def __init__(self):
         self.bytes, self.end, self.is_writing = np.zeros(1 << 20, np.uint8), 1024, np.ones(THREADS, bool)
+        self.array_of = np.zeros(1 << 20, np.int32)  # the address of the array that a byte is of, or 0
 
     def allocate(self, count: int) -> int:
         address, self.end = self.end, self.end + -(-count // 1024) * 1024
+        self.array_of[address : address + count] = address
         return address
 
     def words(self, address):
@@ -117,7 +119,7 @@ class Instructions:
             r"st\.shared\.v2": self._store,
             r"st\.shared\.v4\.b32 \[\$0\], \{\$1, \$1, \$1, \$1\}": lambda m, at, x: self._store(m, at, x, x, x, x),
             r"fence\.proxy\.async\.shared::cta; bar\.warp\.sync": lambda _: [],
-            r"ldmatrix\.sync\.aligned\.m8n8\.x4\.(trans\.)?shared": self._ldmatrix,
+            r"ldmatrix\.sync\.aligned\.m8n8\.x([24])\.(trans\.)?shared": self._ldmatrix,
             r"shfl\.sync\.idx": lambda _, x, lane: [x[WARP * 32 + lane]],
             r"shfl\.sync\.bfly\.b32 \$0, \$1, (\d+)": lambda m, x: [x[np.arange(THREADS) ^ int(m[1])]],
             r"cvt\.rn\.(f16|bf16)x2\.f32 \$0, \$2, \$1": self._narrow,
@@ -139,13 +141,17 @@ class Instructions:
         return []
 
     def _ldmatrix(self, match, at):
-        rows = _by_warp(at).reshape(WARPS, 4, 8)  # of the four matrices
+        count = int(match[1])  # of matrices
+        rows = _by_warp(at).reshape(WARPS, 4, 8)[:, :count]
         assert (rows % 16 == 0).all()
-        matrices = self.memory.bytes[rows[..., None] + np.arange(16)].copy().view(np.int16)  # [warp, 4, 8, 8]
-        if match[1]:
+        read = rows[..., None] + np.arange(16)
+        (array,) = np.unique(self.memory.array_of[read])  # nothing behind it is read
+        assert array > 0
+        matrices = self.memory.bytes[read].copy().view(np.int16)  # [warp, count, 8, 8]
+        if match[2]:
             matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
-        words = matrices.view(np.int32).reshape(WARPS, 4, 32)
-        return [words[:, i].reshape(THREADS) for i in range(4)]
+        words = matrices.view(np.int32).reshape(WARPS, count, 32)
+        return [words[:, i].reshape(THREADS) for i in range(count)]
 
     def _narrow(self, match, low, high):
         return [_packed(np.stack([low, high], -1), np.float16 if match[1] == "f16" else ml_dtypes.bfloat16)]

@@ -439,9 +439,9 @@ def swizzled(tiled, itemsize: int, row, chunk):
 
 
 def _reader(ref, itemsize: int, trans: bool):
-    """Returns `(first row, chunk) -> 4 words` of a warp's 16 rows: 8 rows and the next 8, of that chunk and the next.
+    """Returns `(first row, chunk) -> words` of a warp's 16 rows: 8 rows and the next 8, of that chunk and the next.
 
-    The chunk's number is even.
+    The chunk's number is even. With `is_alone` the next chunk is not read.
     """
     tiled = ir.MemRefType(ref.type)
     warp, group, place = _places(arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)))
@@ -454,15 +454,17 @@ def _reader(ref, itemsize: int, trans: bool):
     chunks_of_tile = 0 if is_plain else itemsize * tiled.shape[-1] // 16
     transposed = "trans." if trans else ""
 
-    def read(first_row: int, chunk: int):
+    def read(first_row: int, chunk: int, *, is_alone: bool = False):
         if is_plain:
             offset = arith.addi(within, _i32(first_row * by_row + 16 * chunk))
         else:
             # A lane's first chunk is 0 or 1 before the swizzle, which exchanges bits: an even one is added by them.
             offset = arith.xori(within, _i32(chunk % chunks_of_tile * 16))
             offset = arith.addi(offset, _i32(first_row // 8 * by_row + chunk // chunks_of_tile * by_tile))
-        text = f"ldmatrix.sync.aligned.m8n8.x4.{transposed}shared.b16 {{$0, $1, $2, $3}}, [$4];"
-        return asm(text, "rrrr", arith.addi(base, offset))
+        words = ["$0", "$1"] if is_alone else ["$0", "$1", "$2", "$3"]
+        text = f"ldmatrix.sync.aligned.m8n8.x{len(words)}.{transposed}shared.b16 "
+        text += f"{{{', '.join(words)}}}, [${len(words)}];"
+        return asm(text, "r" * len(words), arith.addi(base, offset))
 
     return read
 
@@ -497,7 +499,7 @@ def _key_fragments(read, block_kv: int, steps: int, shape: LeanShape):
             yield read(block_kv, 2 * step)
         return
     for step in range(0, steps, 2):
-        words = read(block_kv, step)
+        words = read(block_kv, step, is_alone=step == steps - 1)
         for low, high in (words[:2], words[2:])[: steps - step]:
             (a, c), (b, d) = _widened(low, shape), _widened(high, shape)
             yield a, b, c, d
