@@ -1,6 +1,7 @@
 """Products of new tokens with weights: by XLA, and by the kernel for few rows, here in the interpreter."""
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -57,6 +58,38 @@ def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, sharding_over,
     logits = logits_by("mosaic_gpu", config, sharding_over(config, 1), is_apart)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()  # each path rounds to bfloat16 where it does
     assert (logits != expected).any(), "the kernel multiplied"
+
+
+@pytest.mark.slow
+@needs_interpreter
+@pytest.mark.parametrize("attention_name", ["single", "tree"])
+def test_tokens_after_prompts_by_the_kernel_are_those_by_xla(attention_name, sharding_over, on_one_sm):
+    """Both read XLA's greedy tokens, each from a cache of its own writing."""
+    config = LlamaConfig(**SHAPE | {"num_layers": 2}, vocab_size=64, max_position=32)
+    sharding = sharding_over(config, 1)
+    attention = by_name(attention_name, sharding)
+    prompts, lengths = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0]], jnp.int32), jnp.asarray([4, 3], jnp.int32)
+
+    def steps(name, given):
+        model = Llama(config, sharding, parameters.random(sharding, jnp.bfloat16), products=name, unroll_layers=True)
+        cache = empty_cache(config, sharding, batch=2, capacity=16, dtype=jnp.bfloat16, stacks_layers=False)
+        logits, cache = model.prefill(prompts, lengths, cache, attention)
+        found = [logits]
+        for step in range(4):
+            tokens = found[-1].argmax(axis=-1) if given is None else given[step].argmax(axis=-1)
+            logits, cache = model.decode(tokens[:, None].astype(jnp.int32), cache, attention)
+            found.append(logits[:, 0])
+        return jnp.stack(found)
+
+    expected = jax.jit(functools.partial(steps, "xla", None))()
+    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+        logits = jax.jit(functools.partial(steps, "mosaic_gpu"))(expected)
+    assert (logits != expected).any(), "the kernel multiplied"
+    for got, by_xla in zip(np.asarray(logits), np.asarray(expected), strict=True):
+        tolerance = 0.03 * abs(by_xla).max()  # as in a step
+        assert abs(got - by_xla).max() <= tolerance
+        chosen = np.take_along_axis(by_xla, got.argmax(axis=-1)[:, None], axis=-1)[:, 0]
+        assert (chosen >= by_xla.max(axis=-1) - 2 * tolerance).all()
 
 
 def branch_of(tokens: int, dtype) -> Branch:
