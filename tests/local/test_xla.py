@@ -147,6 +147,17 @@ def test_gradients_are_those_of_dense_attention(name, tiling, request):
 
 
 @pytest.mark.usefixtures("tiny_tiles")
+def test_chunks_keep_their_dtypes_where_jax_counts_in_64_bits():
+    loss = lambda *arrays: attend_xla(*arrays, lengths=np.array([37, 30]), is_causal=True).out.sum()
+    arrays = Case().arrays()
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    with jax.enable_x64(True):
+        got = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    assert_gradients(got, expected)
+    assert {x.dtype for x in got} == {jnp.dtype("float32")}
+
+
+@pytest.mark.usefixtures("tiny_tiles")
 def test_gradients_are_finite_for_huge_logits():
     loss = lambda *arrays: sum(x.sum() for x in attend_xla(*arrays, is_causal=True))
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*Case(logit_size=1e4).arrays())

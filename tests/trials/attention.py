@@ -18,7 +18,8 @@ DENSE = {"lengths", "causal", "scale", "sinks", "positions", "window"}
 NARROW = {"cap", "key_scale", "value_scale"}
 OPTIONS = {
     "attend": DENSE | NARROW, "tree_decode": DENSE | NARROW, "ring_decode": DENSE | NARROW,
-    "ring_attention": (DENSE | NARROW) - {"positions"}, "energy": DENSE,
+    "ring_attention": (DENSE | NARROW) - {"positions"}, "ulysses_attention": (DENSE | NARROW) - {"positions"},
+    "energy": DENSE,
     "hydragen_decode": (DENSE | NARROW) - {"positions", "window"},
     "bifurcated_decode": (DENSE | NARROW) - {"positions", "window"},
     "lean_decode": (DENSE | NARROW) - {"positions"}, "paged_decode": (DENSE | NARROW) - {"positions"},
@@ -64,7 +65,7 @@ class Case(Reproducer):
     explicit: bool = False
     context: bool = False  # jax.set_mesh instead of mesh=
     placed: bool = False  # operands are sharded over the mesh before the call
-    block_size: int | str | None = None  # "unnamed": not given
+    block_size: int | str | None = None  # "zigzag"; "unnamed": not given
     batch: int = 2
     queries: int = 1
     heads: int = 2
@@ -97,9 +98,14 @@ class Case(Reproducer):
         return math.prod(dict(self.mesh)[axis] for axis in self.axis) if self.axis else self.shards
 
     @property
-    def placement(self) -> int | None:
+    def placement(self) -> int | str | None:
         """The placement that the arrays are in."""
         return None if self.block_size == "unnamed" else self.block_size
+
+    @property
+    def unit(self) -> int:
+        """The number of which the placement takes multiples of tokens."""
+        return self.num_shards * (2 if self.placement == "zigzag" else self.placement or 1)
 
     @property
     def shards_heads(self) -> bool:
@@ -172,7 +178,7 @@ def _check(case: Case, fill: Fill, problem: problems.Problem) -> str | None:
 
 
 def _result_fault(case: Case, out, lse, state, plain, is_meant) -> str | None:
-    from tree_attn.tolerances import lse_tolerance, max_abs_error, out_tolerance
+    from tree_attn.tolerances import ROUNDINGS, lse_tolerance, max_abs_error, out_tolerance
 
     if lse.dtype != np.float32:
         return f"dtype of lse: {lse.dtype}"
@@ -185,6 +191,8 @@ def _result_fault(case: Case, out, lse, state, plain, is_meant) -> str | None:
     if not np.array_equal(np.isneginf(lse[where]), np.isneginf(expected[where])):
         return f"empty: lse is {lse.ravel()[:12]}, expected {expected.ravel()[:12]}"
     error, allowed = max_abs_error(lse[where], expected[where]), lse_tolerance(expected[where])
+    if state.is_capped:  # a logit near 0 has the rounding of its large products
+        allowed += ROUNDINGS * np.finfo(np.float32).eps * state.largest_logit
     if not error <= allowed:
         return f"lse: off by {error:.3g}, allowed {allowed:.3g}; got {lse.ravel()[:6]}, expected {expected.ravel()[:6]}"
     if out is None:
@@ -302,9 +310,10 @@ def simpler(case: Case) -> Iterator[Case]:
     for argument in case.arguments:
         if argument[0] not in ("num_components", "num_keys"):
             yield replaced(arguments=tuple(other for other in case.arguments if other != argument))
-    if (case.kv_heads > 1 or case.heads > 1) and not case.shards_heads:
+    needs_heads = case.shards_heads or case.function == "ulysses_attention" or ("rotation", "two_way") in case.arguments
+    if (case.kv_heads > 1 or case.heads > 1) and not needs_heads:
         yield replaced(heads=1, kv_heads=1)
-    if case.queries > 1 and case.function != "ring_attention" and not case.positions:
+    if case.queries > 1 and case.function not in problems.PROMPTS and not case.positions:
         yield replaced(queries=1)
     if case.stored is not None:
         yield replaced(stored=None, key_scale=False, value_scale=False)
@@ -312,15 +321,14 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replaced(dtype="float32")
     if case.data is not None:
         yield replaced(data=None, mesh=tuple(axis for axis in case.mesh if axis[0] != case.data))
-    if len(case.axis) > 1:
+    if len(case.axis) > 1 and case.function != "ulysses_attention":
         size = case.num_shards
         others = tuple(axis for axis in case.mesh if axis[0] not in case.axis)
         yield replaced(axis=("seq",), mesh=(*others, ("seq", size)))
-    unit = case.num_shards * (case.placement or 1)
-    for keys in (unit, case.keys // unit // 2 * unit):
+    for keys in (case.unit, case.keys // case.unit // 2 * case.unit):
         fits = 0 < keys < case.keys and all(max(fill.lengths or (0,)) <= keys for fill in case.fills)
         if fits and not case.levels:
-            yield replaced(keys=keys, queries=keys if case.function == "ring_attention" else case.queries)
+            yield replaced(keys=keys, queries=keys if case.function in problems.PROMPTS else case.queries)
 
 
 def draw(rng: np.random.Generator, **wanted) -> Case:

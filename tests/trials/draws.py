@@ -91,20 +91,31 @@ def _shape(rng, fields: dict) -> dict:
     )  # fmt: skip
     shape["value_dim"] = shape["head_dim"] if often(rng, 0.7) else one(rng, (1, 5, 8))
     block = one(rng, (None, 1, 2, 3, 8))
+    if function == "ring_attention" or (function == "ulysses_attention" and len(part.axis) == 1):
+        block = one(rng, (None, 1, 2, 3, 8, "zigzag", "zigzag"))
+    if function == "ulysses_attention":
+        shape |= _exchanged_heads(rng, dict(part.mesh)[part.axis[0]])
     if function == "attend":
         shape["shards"] = p = one(rng, (1, 1, 2, 3))
         block = block if p > 1 else None
     needs_even = block is not None or fields.get("placed") or mode.startswith("shard_map")
-    needs_even = needs_even or function in ("ring_attention", "attend")
-    unit = p * (block or 1) if needs_even else 1
-    longest = 24 if often(rng, 0.9) or function == "ring_attention" else 1100
+    needs_even = needs_even or function in (*problems.PROMPTS, "attend")
+    unit = dataclasses.replace(part, block_size=block, shards=p).unit if needs_even else 1
+    longest = 24 if often(rng, 0.9) or function in problems.PROMPTS else 1100
     shape["keys"] = unit * int(rng.integers(1, max(longest // unit, 1) + 1))
     if function in ("tree_decode", "ring_decode", "attend", "sparq_decode") and often(rng, 0.02):
         shape["keys"] = 0
     shape["block_size"] = block if part.axis or function == "attend" else None
-    if function == "ring_attention":
+    if function in problems.PROMPTS:
         shape["queries"] = shape["keys"]
     return shape | _special(rng, fields, shape, p)
+
+
+def _exchanged_heads(rng, u: int) -> dict:
+    """Draws numbers of heads that u devices exchange: u divides the query heads, and the KV heads or they u."""
+    kv_heads = one(rng, [count for count in (1, 2, 3, u, 2 * u) if count % u == 0 or u % count == 0])
+    groups = [group for group in (1, 2, 3, u) if group * kv_heads % u == 0]
+    return {"kv_heads": kv_heads, "heads": one(rng, groups) * kv_heads}
 
 
 def _special(rng, fields: dict, shape: dict, p: int) -> dict:
@@ -123,6 +134,10 @@ def _special(rng, fields: dict, shape: dict, p: int) -> dict:
         arguments |= {} if reduction is None else {"reduction": reduction}
     if function == "ring_decode":
         arguments["variant"] = one(rng, ("overlapped", "public"))
+    if function in problems.PROMPTS or arguments.get("variant") == "overlapped":
+        is_split = shape["kv_heads"] > 1 and function != "ulysses_attention"  # whose ring has a part of the heads
+        rotation = one(rng, (None, "one_way", "joint", *(("two_way", "two_way") if is_split else ())))
+        arguments |= {} if rotation is None else {"rotation": rotation}
     if function == "paged_decode":
         changes["page"] = one(rng, (1, 2, 4))
         changes["keys"] = -(-shape["keys"] // changes["page"]) * changes["page"]
@@ -195,7 +210,7 @@ def options_of(rng, fields: dict) -> dict:
     if "sinks" in names:
         options["sinks"] = often(rng, 0.2)
     if "causal" in names:
-        options["causal"] = often(rng, 0.8 if function == "ring_attention" else 0.4)
+        options["causal"] = often(rng, 0.8 if function in problems.PROMPTS else 0.4)
     if "window" in names and often(rng, 0.25):
         options["window"] = one(rng, attention.WINDOWS)
     if "cap" in names and often(rng, 0.2):
@@ -240,9 +255,9 @@ def fill_of(rng, case: Case, has_lengths: bool, i: int) -> Fill:
     if case.positions:
         at = lambda: tuple(int(_position(rng, case)) for _ in range(case.queries))
         fields["positions"] = at() if case.positions == "shared" else tuple(at() for _ in range(case.batch))
-    if case.function == "ring_attention":
+    if case.function in problems.PROMPTS:
         fields["spoils_queries"] = often(rng, 0.3)
-    can_poison = case.gradient is None and case.function not in ("ring_attention", "sparq_decode")
+    can_poison = case.gradient is None and case.function not in (*problems.PROMPTS, "sparq_decode")
     if can_poison and often(rng, 0.1):
         fields["poison"] = tuple(int(rng.integers(n)) for n in (case.batch, case.queries, case.heads))
     if case.function == "sparq_decode" or case.gradient is not None:

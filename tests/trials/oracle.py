@@ -132,7 +132,8 @@ def plain(state: Attention, value, dtype) -> np.ndarray:
     value = np.repeat(np.nan_to_num(_wide(value), posinf=0.0, neginf=0.0), group, axis=2)
     # Logits have float32's rounding: as large as the largest weight can be off by.
     weights = state.weights.astype(np.float32).astype(dtype)
-    out = np.einsum("btns,bsnv->btnv", np.nan_to_num(weights.astype(np.float32)), value.astype(np.float32))
+    with np.errstate(over="ignore"):  # of slots that no query sees
+        out = np.einsum("btns,bsnv->btnv", np.nan_to_num(weights.astype(np.float32)), value.astype(np.float32))
     return out.astype(dtype).astype(np.float64)
 
 

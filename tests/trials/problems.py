@@ -12,7 +12,8 @@ import numpy as np
 
 from . import oracle
 
-GARBAGE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "huge": 1e30, "300": 300.0}
+PROMPTS = ("ring_attention", "ulysses_attention")  # functions of self-attention
+GARBAGE = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "huge": 3e38, "300": 300.0}
 KINDS_OF_GARBAGE = ("ordinary", "mixed", *GARBAGE)
 
 
@@ -117,9 +118,12 @@ def dtype_of(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
-def storage_order(num_tokens: int, num_shards: int, block_size: int | None) -> np.ndarray:
+def storage_order(num_tokens: int, num_shards: int, block_size: int | str | None) -> np.ndarray:
     """Returns `p` with `stored = natural[p]`: shard by shard, each shard's tokens in the order of their positions."""
     positions = np.arange(num_tokens)
+    if block_size == "zigzag":
+        runs = np.split(positions, 2 * num_shards)
+        return np.concatenate([np.append(runs[shard], runs[-1 - shard]) for shard in range(num_shards)])
     return positions if block_size is None else np.argsort(positions // block_size % num_shards, kind="stable")
 
 
@@ -132,7 +136,7 @@ def _dense(case, fill, rng) -> Problem:
     if fill.lengths is not None:
         operands["lengths"] = np.array(fill.lengths, case.integer_dtype)
         lengths = np.clip(np.array(fill.lengths), 0, num_keys)
-    is_prompt = case.function == "ring_attention"
+    is_prompt = case.function in PROMPTS
     positions = oracle.last_positions(lengths, case.queries)
     if is_prompt:
         positions = np.broadcast_to(np.arange(num_keys), (batch, num_keys))
@@ -260,7 +264,7 @@ def _scale(case) -> float:
 def _common(case, fill, rng) -> dict[str, np.ndarray]:
     """Returns queries, sinks, scales and the energy's source."""
     dtype = dtype_of(case.dtype)
-    shape = case.batch, case.keys if case.function == "ring_attention" else case.queries, case.heads
+    shape = case.batch, case.keys if case.function in PROMPTS else case.queries, case.heads
     divisor = 20.0 if case.stored == "int8" else 1.0
     operands = {"query": (rng.normal(size=(*shape, case.head_dim)) * fill.size / divisor).astype(dtype)}
     if case.sinks:

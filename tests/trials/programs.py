@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 import tree_attn
 from tree_attn import ring_baseline
 
+from . import problems
+
 SHARDED = ("tree_decode", "ring_decode", "ring_attention", "energy", "hydragen_decode", "bifurcated_decode")
-SHARDED += ("sparq_decode",)
+SHARDED += ("sparq_decode", "ulysses_attention")
 BATCHED = ("lengths", "positions", "query", "key", "value", "source", "key_by_component", "value_mean")
 INTEGERS = ("lengths", "positions", "cu_seqlens", "page_table")
 
@@ -60,7 +62,7 @@ def specs(case) -> dict[str, P]:
     along_sequence = P(data, sequence)
     if case.has_whole_suffixes:
         along_sequence = P((*([data] if data else []), *sequence))
-    is_prompt = case.function == "ring_attention"
+    is_prompt = case.function in problems.PROMPTS
     result = along_sequence if is_prompt else P(data, None, sequence) if case.shards_heads else P(data)
     shared = case.positions == "shared"
     return of_levels | {
@@ -98,10 +100,10 @@ def _placed(case, mesh, name: str, x):
 
 def _call(case, mesh, operands: dict):
     """Returns `(out, lse)` of the call; `out` is None for the energy."""
-    function = getattr(ring_baseline if case.function.startswith("ring_") else tree_attn, case.function)
+    function = getattr(ring_baseline if case.function in ring_baseline.__all__ else tree_attn, case.function)
     names = {"lengths": "key_value_seq_lengths", "positions": "query_positions"}
     named = {names.get(name, name): x for name, x in operands.items() if not name.startswith("level")}
-    if case.causal or case.function == "ring_attention":
+    if case.causal or case.function in problems.PROMPTS:
         named["is_causal"] = case.causal
     options = {"local_window_size": case.window, "logits_soft_cap": case.cap, "scale": case.scale}
     named |= {name: x for name, x in options.items() if x is not None}
@@ -160,7 +162,8 @@ def _with_gradient(case, call, operands: dict, cotangents):
 
 def _sharded_as(case, x, of_x):
     """Returns a cotangent with the type of its result, which on Explicit meshes names the sharding."""
-    return jax.sharding.reshard(of_x, jax.typeof(x).sharding) if case.explicit and case.mode != "eager" else of_x
+    is_typed = case.explicit and (case.mode != "eager" or case.context)
+    return jax.sharding.reshard(of_x, jax.typeof(x).sharding) if is_typed else of_x
 
 
 def _over_batch(case, mesh):
@@ -184,7 +187,7 @@ def _in_shard_map(case, mesh, has_gradient: bool):
     by_name, is_checked = specs(case), case.mode == "shard_map"
     sequence = case.axis
     given_mesh = None if case.context else mesh
-    is_whole = case.function != "ring_attention" and not case.shards_heads
+    is_whole = case.function not in problems.PROMPTS and not case.shards_heads
 
     def in_specs(operands):
         return {name: by_name.get(name, P()) for name in operands}

@@ -128,8 +128,10 @@ def _over_blocks(query, key, value, scales, lse, of_out, of_sum, visible: Visibi
         of_chunk = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=key_start, slice_size=chunk, axis=1)
         positions = visible.query_positions
         seen = visible if positions is None else visible.at_positions(of_tile(positions))
-        mask = seen.mask(key_start, chunk) & (key_start + jnp.arange(chunk) >= first_key)[None, None, :]
-        mask = mask & (start + jnp.arange(tile) >= first_query)[None, :, None]
+        mask = (
+            seen.mask(key_start, chunk) & (key_start + jnp.arange(chunk, dtype=jnp.int32) >= first_key)[None, None, :]
+        )
+        mask = mask & (start + jnp.arange(tile, dtype=jnp.int32) >= first_query)[None, :, None]
 
         def add(total: Gradient) -> Gradient:
             is_valid = visible.is_valid(key_start, chunk)

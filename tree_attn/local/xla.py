@@ -98,7 +98,7 @@ def _fold_chunks(query, visible: Visibility, *, key, value, scale, soft_cap) -> 
         """Returns the state of a chunk from slot `start` on; slots before `first_slot` belong to the previous chunk."""
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk_keys, axis=1)
         mask = visible.mask(start, chunk_keys)
-        mask = mask & (start + jnp.arange(chunk_keys) >= first_slot)[None, None, :]
+        mask = mask & (start + jnp.arange(chunk_keys, dtype=jnp.int32) >= first_slot)[None, None, :]
         is_valid = visible.is_valid(start, chunk_keys)
         return _attend_chunk(query, take(key), take(value), mask, is_valid, scale=scale, soft_cap=soft_cap)
 
