@@ -57,9 +57,7 @@ def training():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["ring, contiguous", "ring, striped", "ring, zigzag", "ulysses", "ulysses inside, ring outside"]
-)
+@pytest.mark.parametrize("name", [name for name in load("training").STRATEGIES if name != "one device"])
 def test_training_gives_the_losses_of_one_device(training, name):
     """Twenty steps, with a checkpoint around each layer; a strategy takes some seconds to compile."""
     program, expected = training

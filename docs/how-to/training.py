@@ -49,6 +49,8 @@ STRATEGIES = {
     "ring, contiguous": Strategy(ring_attention, FLAT, ("seq",), None),
     "ring, striped": Strategy(ring_attention, FLAT, ("seq",), 1),
     "ring, zigzag": Strategy(ring_attention, FLAT, ("seq",), "zigzag"),
+    "ring, joint": Strategy(functools.partial(ring_attention, rotation="joint"), FLAT, ("seq",), 1),
+    "ring, two ways": Strategy(functools.partial(ring_attention, rotation="two_way"), FLAT, ("seq",), 1),
     "ulysses": Strategy(ulysses_attention, FLAT, ("seq",), None),
     "ulysses inside, ring outside": Strategy(ulysses_attention, SPLIT, ("device", "node"), 1),
 }

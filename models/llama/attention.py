@@ -95,9 +95,9 @@ def by_name(
         Attention: prefill is exact, and new tokens attend to a choice of keys).
       sharding: gives the mesh and the axis.
       reduction: across devices, for `tree` and `sparq` only; None is `tree_decode`'s own choice.
-      prefill: the way to read prompts, for all but `single`: `ring` (`ring_attention`; None is it), `ring_two_way` (the
-        same with half of the heads each way round) or `ulysses` (`ulysses_attention`, which over two axes has a ring
-        outside).
+      prefill: the way to read prompts, for all but `single`: `ring` (`ring_attention`; None is it), `ring_joint` (K
+        and V are one transfer), `ring_two_way` (half of the heads each way round) or `ulysses` (`ulysses_attention`,
+        which over two axes has a ring outside). A cache is striped, so none is zigzag.
       implementation: local kernel.
       sparq: the choice of keys, for `sparq` only.
 
@@ -133,6 +133,7 @@ def by_name(
 
 _PREFILLS = {
     "ring": ring_attention,
+    "ring_joint": functools.partial(ring_attention, rotation="joint"),
     "ring_two_way": functools.partial(ring_attention, rotation="two_way"),
     "ulysses": ulysses_attention,
 }

@@ -18,7 +18,7 @@ SHARING = ("tree", "single")
 CHUNKING = ("tree", "single", "sparq")
 
 # Ways to attend within prompts that are sharded. Over two mesh axes "ulysses" has a ring outside.
-PREFILLS = ("ring", "ring_two_way", "ulysses")
+PREFILLS = ("ring", "ring_joint", "ring_two_way", "ulysses")
 
 CANNOT_SHARE = "has no form for shared prefixes; 'tree' and 'single' have"
 NO_SCALES = "attention='sparq' takes no scales; float8_e4m3fn needs none"

@@ -99,7 +99,9 @@ class MergedWith(Call):
     def run(self, query, key, value, *lengths):
         count = lambda of: {"key_value_seq_lengths": of(lengths[0])} if lengths else {}
         others = count(lambda x: jnp.maximum(x - self.first, 0))
-        other_state = attend(query, key[:, self.first :], value[:, self.first :], implementation="xla", **others)
+        other_state = attend(
+            query, key[:, self.first :], value[:, self.first :], implementation="xla", **others, **self.options
+        )
         options = AttentionOptions(
             implementation="mosaic_gpu", **count(lambda x: jnp.minimum(x, self.first)), **self.options
         )

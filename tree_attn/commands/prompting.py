@@ -10,8 +10,8 @@ from tree_attn.commands.options import check_at_least
 
 STANDARD_INPUT = "-"
 PREFILL_HELP = (
-    "way to read prompts: ring (default), ring_two_way or ulysses, which with --reduction hierarchical has a ring "
-    "across the second axis"
+    "way to read prompts: ring (default), ring_joint, ring_two_way or ulysses, which with --reduction hierarchical has "
+    "a ring across the second axis"
 )
 
 

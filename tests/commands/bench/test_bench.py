@@ -179,7 +179,10 @@ def test_weights_on_every_device_and_several_tokens_a_call(capsys):
         (["--samples", "2", "--attention", "ring"], "attention='ring' has no form for shared prefixes"),
         (["--cache-dtype", "float32"], "--cache-dtype must be one of 'float8_e4m3fn', 'int8', got 'float32'"),
         (["--prefill-chunk", "9", "--devices", "2"], "--prefill-chunk must be a multiple of 2 shards, got 9"),
-        (["--prefill", "star"], "--prefill must be one of None, 'ring', 'ring_two_way', 'ulysses', got 'star'"),
+        (
+            ["--prefill", "star"],
+            "--prefill must be one of None, 'ring', 'ring_joint', 'ring_two_way', 'ulysses', got 'star'",
+        ),
         (
             ["--config", "smollm2-135m", "--prefill", "ulysses", "--devices", "2", "--attention", "tree"],
             "that the 2 devices of its first axis divide, and KV heads that they divide or that divide them, got N=9",

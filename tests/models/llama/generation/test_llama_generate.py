@@ -50,6 +50,7 @@ def test_attentions_that_are_not_compared_with_transformers_give_the_same_tokens
     [
         ("ulysses", {"device": 2, "node": 2}),
         pytest.param("ulysses", {"seq": 4}, marks=pytest.mark.slow),
+        pytest.param("ring_joint", {"seq": 3}, marks=pytest.mark.slow),
         pytest.param("ring_two_way", {"seq": 3}, marks=pytest.mark.slow),
     ],
 )
@@ -76,7 +77,7 @@ def test_prompts_are_read_alike_by_every_way(tiny_model, tiny_config, prefill, a
 @pytest.mark.parametrize(
     "prefill, name, message",
     [
-        ("star", "tree", "prefill must be one of None, 'ring', 'ring_two_way', 'ulysses', got 'star'"),
+        ("star", "tree", "prefill must be one of None, 'ring', 'ring_joint', 'ring_two_way', 'ulysses', got 'star'"),
         ("ulysses", "single", "prefill must be None for attention='single', which has whole prompts, got 'ulysses'"),
     ],
 )
