@@ -16,6 +16,7 @@ Kernels for Hopper only:
 - tall: many query rows; shared: many query rows of several heads, whose merge takes the suffixes' state along
 - few: like shared, for query columns
 - products: a product of few rows with norm, gate and residual, whose tensor core also reads neighbours and drops them
+- appended: a product of few rows that ends in rotation, and writes keys and values to a cache
 - sparq; grouped: SparQ for groups of query heads, by one kernel and through memory
 - mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards
 
@@ -61,6 +62,7 @@ SHAPES = {  # query, key
     "shared": ((40, 1, 4, 128), (40, 8, 2, 128)),
     "few": ((12, 1, 2, 128), (12, 8, 2, 128)),
     "products": ((3, 256), (2, 168, 256)),  # x, weights
+    "appended": ((3, 1, 256), (1, 4, 32, 256)),
     "sparq": ((1, 1, 2, 128), (1, 512, 2, 128)),
     "grouped": ((1, 1, 8, 128), (1, 512, 2, 128)),
     "mutant": ((1, 1, 2, 128), (1, 512, 2, 128)),
@@ -92,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     rng = np.random.default_rng(0)
     # Made on the host: the sanitizer would also watch JAX's random numbers on the GPU.
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
-    run = {"shared": _shared, "few": _shared, "products": _multiplied}
+    run = {"shared": _shared, "few": _shared, "products": _multiplied, "appended": _appended}
     print(float(run.get(args.call, _sparq)(args.call, normal).sum()))
     return 0
 
@@ -140,6 +142,20 @@ def _multiplied(call: str, normal):
     (rows, in_features), weights_shape = SHAPES[call]
     options = {"scale": normal(in_features), "eps": 1e-5, "residual": normal(rows, weights_shape[1])}
     return few_rows_product(normal(rows, in_features), normal(*weights_shape), activation="silu", **options)
+
+
+def _appended(call: str, normal):
+    from tree_attn.kernels.few_rows_call import few_rows_into_cache
+
+    x_shape, weights_shape = SHAPES[call]
+    batch, in_features, (kv_heads, _, head_dim, _) = x_shape[0], x_shape[-1], weights_shape
+    key, value = (normal(batch, 8, kv_heads, head_dim) for _ in range(2))
+    slots = jnp.array([[5], [0], [8]], jnp.int32)  # the last one has no place in the cache
+    angles = normal(batch, 1, 1, head_dim // 2).astype(jnp.float32)
+    rotation = jnp.cos(angles), jnp.sin(angles)
+    options = {"scale": normal(in_features), "eps": 1e-5}
+    results = few_rows_into_cache(normal(*x_shape), normal(*weights_shape), key, value, slots, rotation, **options)
+    return sum(x.astype(jnp.float32).sum() for x in results)
 
 
 def _shared(call: str, normal):

@@ -182,8 +182,7 @@ def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaP
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12). docs/log/llama.md says which of them ran on a GPU: "Rotation and cache writes in the first
-        product leave six of a layer's nine launches".
+        ended (JAX 0.12).
       sharding: of the model, over one device for the kernel.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
 

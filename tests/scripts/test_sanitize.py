@@ -3,10 +3,12 @@
 import json
 
 import jax
+import numpy as np
 import pytest
 import sanitize
+from lean_interpreter import interpreter, needs_interpreter
 
-from tree_attn.kernels import lean_call, targets
+from tree_attn.kernels import few_rows_call, lean_call, targets
 from tree_attn.local import mosaic_gpu
 
 ON_ONE = [call for call in sanitize.ATTENTION if not call.startswith("exchanged")]
@@ -45,6 +47,16 @@ def test_it_is_planned_for_the_gpu_that_is_named(capability, monkeypatch):
     is_hopper = capability == "9.0"
     assert [target.is_hopper for target in planned] == [is_hopper, is_hopper, False, is_hopper]
     assert all(target.smem_bytes_per_sm == targets.TARGETS[capability].smem_bytes_per_sm for target in planned)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("call", ["products", "appended"])
+def test_products_have_no_race_in_the_interpreter(call, monkeypatch, capsys):
+    monkeypatch.setattr(few_rows_call, "num_sms", lambda: 2)
+    with interpreter() as found:
+        assert sanitize.main([call]) == 0
+    assert np.isfinite(float(capsys.readouterr().out))
+    assert [races.races_found for races in found] == [False]
 
 
 def test_kernels_for_hopper_are_not_forced_into_another_form(capsys):
