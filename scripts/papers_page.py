@@ -70,7 +70,8 @@ def _overview() -> str:
         both = [line for line in report.lines(one, rows) if line.ours and line.paper]
         ours = [line for line in report.lines(one, rows) if line.ours]
         headline = "".join(
-            f"{line.setting}: {line.ours}; paper: {line.paper or 'drawn only'}" for line in (both or ours)[:1]
+            f"{one.quantity}; {line.setting}: {line.ours}; paper: {line.paper or 'drawn only'}"
+            for line in (both or ours)[:1]
         )
         section = f"[{one.place}](#{one.name})"
         cells = [one.paper, section, f"`{one.name}`", _links(one), headline or NOT_YET]
