@@ -29,7 +29,7 @@ ROWS = {
     ),
     "hydragen-figure-4": (["prefix_h200/table.jsonl"], "They have one length of suffix."),
     "hydragen-figure-6": (["llama_h200/levels_7b.jsonl"], "They have no larger batch."),
-    "sparq-table-2": (["eval_smollm2/results.jsonl"], "They have 16 samples, not 100, of a King James Bible."),
+    "sparq-table-2": (["eval_methods_smollm2/results.jsonl"], "They are of a King James Bible."),
     "sparq-figure-8": (["sparq_h200/table.jsonl"], "They have one length."),
     "sparq-table-3": (["eval_needle_smollm2/results.jsonl"], "They have 1,024 tokens at most, and 8 samples a depth."),
     "sparq-figure-7c": (["eval_kept_smollm2/results.jsonl"], "They are of a King James Bible."),
