@@ -2,7 +2,8 @@
 
 Weights are cut along the out-features, 8 at a time: that is a row of tiles of shared memory. Each CTA then has whole
 results, and no two of them have anything to merge. The shapes of Llama 3.2 1B and Llama 3.1 8B leave no more than 4 %
-of an H200 idle so (`tests/kernels/test_few_rows.py`), but for the 1B's product that ends in rotation: 36 of 132 SMs.
+of an H200 idle so (`tests/kernels/test_few_rows.py`). One product leaves 36 of 132 SMs: that of the 1B which ends in
+rotation.
 """
 
 import dataclasses

@@ -70,13 +70,13 @@ def test_tokens_after_prompts_by_the_kernel_are_those_by_xla(attention_name, sha
     attention = by_name(attention_name, sharding)
     prompts, lengths = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0]], jnp.int32), jnp.asarray([4, 3], jnp.int32)
 
-    def steps(name, given):
+    def steps(name, followed):
         model = Llama(config, sharding, parameters.random(sharding, jnp.bfloat16), products=name, unroll_layers=True)
         cache = empty_cache(config, sharding, batch=2, capacity=16, dtype=jnp.bfloat16, stacks_layers=False)
         logits, cache = model.prefill(prompts, lengths, cache, attention)
         found = [logits]
         for step in range(4):
-            tokens = found[-1].argmax(axis=-1) if given is None else given[step].argmax(axis=-1)
+            tokens = found[-1].argmax(axis=-1) if followed is None else followed[step].argmax(axis=-1)
             logits, cache = model.decode(tokens[:, None].astype(jnp.int32), cache, attention)
             found.append(logits[:, 0])
         return jnp.stack(found)
