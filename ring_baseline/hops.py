@@ -112,7 +112,7 @@ class PromptRing:
         last = shard.num_shards - 1
         before = [sent(way, total) for way, (_, total) in zip(ways, carry)]
         here = [at_hop(last, way, load, of_way) for way, (load, _), of_way in zip(ways, carry, rows)]
-        # Else XLA would send the key's derivatives with the value's of this hop, and nothing beside its attention.
+        # Without it XLA joins the key's derivatives of other hops with the value's of this one, and waits for both.
         before, here = jax.lax.optimization_barrier((before, here))
         totals = [sent(way, jax.tree.map(jnp.add, *both)) for way, *both in zip(ways, before, here)]
         *arrays, scales = zip(*totals)
@@ -196,7 +196,7 @@ def _of_options(options: AttentionOptions, derivatives: dict) -> AttentionOption
 
 
 def _zero_in_padding(query, lengths, shard: Shard):
-    """Returns `query` with 0 in a prompt's padding; all of it, where lengths are None.
+    """Returns `query` with 0 in each prompt's padding; unchanged where lengths are None.
 
     What is there, NaN or a logit that overflows, would reach all gradients: there a cotangent of 0 multiplies it.
     """

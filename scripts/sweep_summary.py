@@ -72,7 +72,7 @@ def _spread(rows: Sequence[dict]) -> list[str]:
     apart = sorted(
         abs(row["chain_us_median"] / named[row["case"]] - 1)
         for row in rows
-        if row["way"] == PICKED and row.get("picked") == repr(OURS)
+        if row["way"] == PICKED and row.get("picked") == repr(OURS) and row.get("chain_us_median")
         if named.get(row["case"], row["chain_us_median"]) != row["chain_us_median"]  # else one row under both names
     )
     if not apart:

@@ -46,9 +46,9 @@ def main() -> None:
     import jax
 
     from tree_attn.commands.session import choose_devices
+    from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
     from tree_attn.measure import provenance
     from tree_attn.measure.rows import MeasuredRows
-    from tree_attn.models.llama.generation.programs import KERNELS_ARE_RECORDED
     from tree_attn.models.llama.presets import preset
 
     side_by_side = "" if jax.__version_info__ >= KERNELS_ARE_RECORDED else ",CONCURRENT"

@@ -52,3 +52,10 @@ def dense_attention(
     weights = jnp.where(sees_nothing[..., None], 0.0, jax.nn.softmax(safe, axis=-1))[..., :num_keys]
     lse = jnp.where(sees_nothing, -jnp.inf, jax.nn.logsumexp(safe, axis=-1))
     return exact_einsum("btns,bsnv->btnv", weights, value), lse
+
+
+def without_padding(query, lengths):
+    """Returns the query `[B, S, N, H]` as functions over prompts read it: 0 takes the place of padding."""
+    if lengths is None:
+        return query
+    return jnp.where((jnp.arange(query.shape[1])[None, :] < lengths[:, None])[:, :, None, None], query, 0)

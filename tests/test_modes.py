@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from assertions import assert_gradients
 from attention_cases import SINKS
-from dense import dense_attention
+from dense import dense_attention, without_padding
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -114,9 +114,12 @@ def values_and_gradients(function, axes, arrays, *, check_vma: bool, sharded_que
     return program(*arrays)
 
 
-def expected(arrays, options):
+def expected(arrays, options, *, is_prompt=False):
     *arrays, weights = arrays
-    out = lambda *arrays: dense_attention(*arrays, **options)[0]
+    if is_prompt:
+        options = options | {"query_positions": np.arange(KEYS)}
+    read = lambda query: without_padding(query, LENGTHS) if is_prompt else query
+    out = lambda query, *rest: dense_attention(read(query), *rest, **options)[0]
     return out(*arrays), jax.grad(lambda *arrays: jnp.vdot(out(*arrays), weights), (0, 1, 2))(*arrays)
 
 
@@ -198,7 +201,7 @@ def test_prompts_in_a_shard_map(name, check_vma):
     function = functools.partial(function, **options)
     out, outside, inside = values_and_gradients(function, axes, arrays, check_vma=check_vma, sharded_query=True)
     del options["block_size"]
-    expected_out, gradients = expected(arrays, options | {"query_positions": np.arange(KEYS)})
+    expected_out, gradients = expected(arrays, options, is_prompt=True)
     assert_gradients(out, expected_out)
     assert_gradients(outside, gradients)
     devices = 2 ** len(axes)
@@ -307,7 +310,7 @@ def answers(query, key, value, prompt, levels):
     sees = jnp.concatenate([sees, jnp.ones((BATCH, query.shape[1], KEYS), bool)], axis=2)
     found = dict.fromkeys(("gather", "allreduce", "heads", "ring", "energy", "moments"), decoded)
     found["ring_attention"] = found["ulysses_attention"] = dense_attention(
-        prompt, key, value, **OPTIONS, query_positions=np.arange(KEYS)
+        without_padding(prompt, LENGTHS), key, value, **OPTIONS, query_positions=np.arange(KEYS)
     )[0]
     found["sparq"] = dense_attention(query, key, value, **NO_SINKS)[0]
     found["hydragen"] = _masked(query, *both, sees)
@@ -464,8 +467,7 @@ def test_gradients_on_an_explicit_mesh_are_sharded_as_the_arrays(name):
         return (function(query, key, value, axis_name="seq", mesh=mesh) * weights).sum()
 
     gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(*placed)
-    positions = {"query_positions": np.arange(KEYS)} if is_prompt else {}
-    assert_gradients(gradients, expected(arrays, OPTIONS | positions)[1])
+    assert_gradients(gradients, expected(arrays, OPTIONS, is_prompt=is_prompt)[1])
     assert [jax.typeof(x).sharding.spec for x in gradients] == [jax.typeof(x).sharding.spec for x in placed[:3]]
 
 

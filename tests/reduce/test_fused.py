@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import SoftmaxState, make_mesh, tree_decode
-from tree_attn.kernels import lean_call, lean_layout, overlap
+from tree_attn.kernels import launch_order, lean_call, lean_layout
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
 from tree_attn.kernels.exchange import PARTIAL_WORDS, Buffers
 from tree_attn.kernels.schedule import lean_schedule
@@ -62,7 +62,7 @@ def test_a_state_that_is_too_large_is_refused():
 def test_kernels_run_in_order_unless_xla_is_told_otherwise(modes, in_order, monkeypatch):
     flags = [f"--xla_gpu_command_buffer_scheduling_mode={mode}" for mode in modes]
     monkeypatch.setenv("XLA_FLAGS", " ".join(["--xla_gpu_autotune_level=0", *flags]))
-    assert overlap.runs_kernels_in_order() == in_order
+    assert launch_order.runs_kernels_in_order() == in_order
 
 
 @pytest.mark.skipif(jax.__version_info__ < OLDEST_JAX, reason="runs with JAX 0.11 or newer")

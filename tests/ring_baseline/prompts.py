@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from assertions import assert_attention, assert_gradients
 from attention_cases import Case
-from dense import dense_attention
+from dense import dense_attention, without_padding
 
 from tree_attn import make_mesh, storage_order
 
@@ -43,13 +43,6 @@ def assert_as_dense(
     dense = lambda query, *rest, **options: dense_attention(without_padding(query, lengths), *rest, **where, **options)
     _, expected = results(dense, arrays, options)
     assert_gradients(derivatives, expected)
-
-
-def without_padding(query, lengths):
-    """Returns the query `[B, S, N, H]` as functions over prompts read it: 0 takes the place of padding."""
-    if lengths is None:
-        return query
-    return jnp.where((np.arange(query.shape[1])[None, :] < lengths[:, None])[:, :, None, None], query, 0)
 
 
 def assert_value_and_gradients(ring, query, key, value, **options):

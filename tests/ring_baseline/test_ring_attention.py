@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from assertions import assert_attention, assert_gradients
 from attention_cases import HEAD_SCALES, SINKS, Case
-from dense import dense_attention
+from dense import dense_attention, without_padding
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from prompts import without_padding
 
 from tree_attn import Shard, make_mesh, storage_order
 from tree_attn.measure import hlo

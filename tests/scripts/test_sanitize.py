@@ -50,6 +50,7 @@ def test_it_is_planned_for_the_gpu_that_is_named(capability, monkeypatch):
 
 
 @needs_interpreter
+@pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize("call", ["products", "appended"])
 def test_products_have_no_race_in_the_interpreter(call, monkeypatch, capsys):
     monkeypatch.setattr(few_rows_call, "num_sms", lambda: 2)

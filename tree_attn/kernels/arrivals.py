@@ -6,8 +6,8 @@ Whichever CTA is last, results are the same to the bit.
 
 The counts are an operand that XLA fills with zeros. Every kernel leaves them as it found them. So one array serves all
 kernels of a program, and to XLA no kernel writes it. These kernels must run one after another, as XLA's
-command buffers do by default. Where XLA_FLAGS says otherwise, no launch merges (`overlap.runs_kernels_in_order`). An
-option that is given to the compiler of one program is not seen here: with `xla_gpu_command_buffer_scheduling_mode`
+command buffers do by default. Where XLA_FLAGS says otherwise, no launch merges (`launch_order.py`). An option that is
+given to the compiler of one program is not seen here: with `xla_gpu_command_buffer_scheduling_mode`
 of CONCURRENT, JAX 0.12 would run kernels that do not depend on each other at once, and they would miscount.
 `tests/kernels/arrivals_model.py` explores every order of the CTAs' operations.
 

@@ -14,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.arrivals import arrive, reset
 from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
-from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, runs_kernels_in_order
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling

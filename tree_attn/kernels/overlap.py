@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, by which a kernel begins while the one before it ends, and the order of kernels.
+"""Programmatic dependent launch, by which a kernel begins while the one before it ends.
 
 A kernel that begins so waits before it reads or writes any memory of the GPU: the memory that a kernel may write was
 free to XLA only when the kernels before it had ended. What it has done by then, and the launch itself, cost nothing.
@@ -14,22 +14,17 @@ overlaps.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
-import os
-
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
 from tree_attn.kernels.targets import HOPPER, Target
-
-OLDEST_JAX = (0, 12)
-ORDER_OPTION = "xla_gpu_command_buffer_scheduling_mode"  # of XLA
-MODES_IN_ORDER = ("LHS", "SERIALIZE")
 
 
 def overlaps(target: Target = HOPPER) -> bool:
     """Returns whether this JAX lets a kernel begin before the previous one has ended, on such a GPU."""
-    return target.overlaps_launches and jax.__version_info__ >= OLDEST_JAX
+    return target.overlaps_launches and jax.__version_info__ >= KERNELS_ARE_RECORDED
 
 
 def await_previous_kernel(target: Target = HOPPER) -> None:
@@ -42,14 +37,3 @@ def begin_next_kernel(target: Target = HOPPER) -> None:
     """Lets the next kernel begin as soon as all CTAs have called this or ended, and there is room for it."""
     if overlaps(target) and not is_interpreted():
         plgpu.griddepcontrol_launch_dependents()
-
-
-def runs_kernels_in_order() -> bool:
-    """Returns whether XLA runs a program's kernels on a GPU one after another: the default, which a flag can change.
-
-    Kernels that count in memory of their own, behind XLA's back, need that: XLA may run at once what does not depend on
-    one another.
-    """
-    flag = f"--{ORDER_OPTION}="
-    modes = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
-    return not modes or modes[-1] in MODES_IN_ORDER

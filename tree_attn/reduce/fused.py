@@ -133,7 +133,7 @@ def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[j
 def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Any]:
     """Returns the first group of devices that meet along `axes`, and the buffers of all groups."""
     from tree_attn.kernels.exchange import Buffers
-    from tree_attn.kernels.overlap import runs_kernels_in_order
+    from tree_attn.kernels.launch_order import runs_kernels_in_order
     from tree_attn.reduce import peer_memory
 
     if jax.__version_info__ < OLDEST_JAX:

@@ -21,7 +21,6 @@ from tree_attn.models.llama.prefix import Prefix
 # beats Triton above 16 sequences", "Independent kernels side by side gain up to 5 % below 256 sequences".
 MAX_BATCH_FOR_TRITON_PRODUCTS = 16
 MAX_BATCH_FOR_CONCURRENT_KERNELS = 128
-KERNELS_ARE_RECORDED = (0, 12)  # the version of JAX from which Mosaic GPU's kernels are in CUDA graphs
 
 XlaOptions = Mapping[str, bool | int | str]
 
@@ -61,7 +60,7 @@ class Programs:
         self.sharding, self.tokens_per_dispatch = model.sharding, tokens_per_dispatch
         self._attention, self._sampling, self._layout = attention, sampling, layout
         self._user_xla_options = dict(xla_options or {})
-        if model.sharding.is_on_gpus:
+        if self._is_on_nvidia:
             _check_order(self._user_xla_options)
         self._structure, state = nnx.split(model)
         # Programs are called with a list: flax's own containers take 0.6 ms of the host at each call of an 8B model.
@@ -106,16 +105,22 @@ class Programs:
         which records our kernels in CUDA graphs too: those that count arrivals share their counts, and must run in
         order (`kernels/arrivals.py`). All were measured on NVIDIA GPUs; other devices have XLA's defaults.
         """
+        from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED, ORDER_OPTION
+
         options: dict[str, bool | int | str] = {}
-        if self.sharding.is_on_gpus and not is_rocm(self.sharding.mesh.devices.flat[0]):
+        if self._is_on_nvidia:
             # Else the product with the head is made twice where its result is also put into an array.
             options["xla_gpu_enable_dynamic_slice_fusion"] = False
             if batch > MAX_BATCH_FOR_TRITON_PRODUCTS:
                 options["xla_gpu_enable_triton_gemm"] = False
             are_recorded = jax.__version_info__ >= KERNELS_ARE_RECORDED
             if batch <= MAX_BATCH_FOR_CONCURRENT_KERNELS and self.sharding.mesh.size == 1 and not are_recorded:
-                options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+                options[ORDER_OPTION] = "CONCURRENT"
         return options | self._user_xla_options
+
+    @property
+    def _is_on_nvidia(self) -> bool:
+        return self.sharding.is_on_gpus and not is_rocm(self.sharding.mesh.devices.flat[0])
 
     def model_of(self, parameters) -> Llama:
         """Returns the model within a program, from the program's argument `parameters`."""
@@ -196,7 +201,7 @@ def shardings_of(tree):
 
 def _check_order(xla_options: XlaOptions) -> None:
     """Raises ValueError where kernels that must run in order would run at once: see `Programs.xla_options`."""
-    from tree_attn.kernels.overlap import MODES_IN_ORDER, ORDER_OPTION
+    from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED, MODES_IN_ORDER, ORDER_OPTION
 
     mode = xla_options.get(ORDER_OPTION, MODES_IN_ORDER[0])
     if mode not in MODES_IN_ORDER and jax.__version_info__ >= KERNELS_ARE_RECORDED:

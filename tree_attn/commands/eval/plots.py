@@ -80,7 +80,7 @@ def _caption(rows: Sequence[dict]) -> list[str]:
     """Returns lines of what the rows have in common: model and samples; hardware and commit."""
     commits = ", ".join(dict.fromkeys((row["git_commit"] or "unknown")[:7] for row in rows))
     samples = ", ".join(dict.fromkeys(str(row["samples"]) for row in rows))
-    model = pathlib.Path(rows[0]["model"]).stem
+    model = pathlib.Path(rows[0]["model"]).name.removesuffix(".gguf")
     return [
         f"{model}, {rows[0]['dtype']}, {samples} samples a point",
         f"{rows[0]['hardware']}; commit {commits}",

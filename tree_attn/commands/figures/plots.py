@@ -1,5 +1,6 @@
 """The drawing of `tree-attn figures`: a panel for each question."""
 
+import itertools
 import pathlib
 from collections.abc import Sequence
 
@@ -51,7 +52,7 @@ def _curves(axes, points: Sequence[Point]) -> list[tuple]:
     names = list(dict.fromkeys(point.series for point in points))
     colours = matplotlib.colormaps["tab10" if len(names) <= 10 else "tab20"].colors
     ends = []
-    for name, colour in zip(names, colours):
+    for name, colour in zip(names, itertools.cycle(colours)):
         last = {}
         for is_measured in (False, True):
             curve = sorted(

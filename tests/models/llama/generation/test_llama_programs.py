@@ -104,6 +104,7 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     with pytest.raises(ValueError, match=r"xla_options must have .* LHS, SERIALIZE .* got 'CONCURRENT'"):
         generator()
     monkeypatch.setattr(programs_module, "is_rocm", lambda device: True)
+    generator()
     assert on_one.programs.xla_options(16) == {}
 
 
