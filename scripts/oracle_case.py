@@ -133,7 +133,7 @@ class OracleCase:
 
         row = labels | self.shape | dict(block_size=self.block_size)
         order = storage_order(self.key.shape[1], self.num_shards, self.block_size)
-        query = self.query[:, order] if prefill else self.query
+        query = self._in_padding(self.query, np.nan)[:, order] if prefill else self.query
         is_local = labels["what"] == "local"
         extra = {} if is_local else dict(block_size=self.block_size, return_lse=True)
         try:
@@ -163,11 +163,15 @@ class OracleCase:
 
     def spoiled(self) -> tuple:
         """Returns keys and values with NaN beyond the lengths, as a program may be given them."""
+        return self._in_padding(self.key, np.nan), self._in_padding(self.value, np.nan)
+
+    def _in_padding(self, x, fill: float):
+        """Returns `x` with `fill` beyond the lengths."""
         lengths = self.options.get("key_value_seq_lengths")
         if lengths is None:
-            return self.key, self.value
-        is_garbage = (np.arange(self.key.shape[1]) >= lengths[:, None])[:, :, None, None]
-        return tuple(np.where(is_garbage, x.dtype.type(np.nan), x) for x in (self.key, self.value))
+            return x
+        is_padding = (np.arange(x.shape[1]) >= lengths[:, None])[:, :, None, None]
+        return np.where(is_padding, x.dtype.type(fill), x)
 
     def expected(self, prefill):
         """Returns the oracle's out and lse, and the out of a plain implementation in the same dtype."""
@@ -182,13 +186,15 @@ class OracleCase:
         if key not in _EXPECTED:
             from tree_attn import reference
 
-            options = dict(self.options)
-            if prefill:
-                options["query_positions"] = np.arange(self.query.shape[1])
-            _EXPECTED[key] = (*reference.attention(self.query, self.key, self.value, **options), self._plain(options))
+            options, query = dict(self.options), self.query
+            if prefill:  # a prompt's padding is read as 0
+                options["query_positions"] = np.arange(query.shape[1])
+                query = self._in_padding(query, 0)
+            state = reference.attention(query, self.key, self.value, **options)
+            _EXPECTED[key] = (*state, self._plain(query, options))
         return _EXPECTED[key]
 
-    def _plain(self, options):
+    def _plain(self, query, options):
         import jax.numpy as jnp
 
         from tree_attn.arguments import AttentionOptions
@@ -202,11 +208,11 @@ class OracleCase:
         visible = visibility(
             AttentionOptions(**options),
             batch=self.batch,
-            num_queries=self.query.shape[1],
+            num_queries=query.shape[1],
             num_slots=self.key.shape[1],
             shard=Shard(),
         ).mask()[:, None]
-        return np.asarray(plain_attention(*map(jnp.asarray, (self.query, self.key, self.value)), visible, scale))
+        return np.asarray(plain_attention(*map(jnp.asarray, (query, self.key, self.value)), visible, scale))
 
 
 _EXPECTED: dict = {}
