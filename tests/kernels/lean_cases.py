@@ -205,6 +205,16 @@ def variants() -> list[Call]:
             Call(lengths=(100, 7), slots=104, head_dim=128, **options) for options in ({}, float8)
         ),  # two KV tiles, left whole
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
+        # Many output tiles of large heads: two CTAs of one stage.
+        *(
+            Call(kv_heads=140, head_dim=256, **options)
+            for options in ({"batch": 2}, {"batch": 2, "slots": 40}, lengths | causal, {"slots": 251, **lengths})
+        ),
+        *(
+            Fused(kv_heads=140, head_dim=256, slots=1024, **options)
+            for options in ({"batch": 2}, {"lengths": (1000, 70)})
+        ),
+        Call(layout="packed", kv_heads=140, head_dim=256, **lengths | causal),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),

@@ -245,6 +245,8 @@ def test_an_exchange_merges_partial_states_or_else_the_state(call, num_kernels, 
     [
         ("padded", {"num_ctas": 40}),  # more CTAs than KV tiles
         ("packed", {"num_ctas": 1}),  # one CTA for all output tiles
+        ("padded", {"num_stages": 1}),
+        ("packed", {"num_stages": 1}),
         ("padded", {"num_stages": 3}),
         ("packed", {"block_kv": 128, "num_ctas": 3}),
     ],

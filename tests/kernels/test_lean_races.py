@@ -24,6 +24,7 @@ pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watche
         (Call(slots=512), 2, 1),  # two output tiles for two CTAs: nothing to merge
         (Call(slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
+        (Call(lengths=(500, 0, 77), slots=512, kv_heads=1, head_dim=256), 1, 2),  # K and V refill as soon as used
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1, stored_dtype="float8_e4m3fn"), 2, 2),
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),

@@ -46,6 +46,7 @@ from tree_attn.kernels.lean_walk import (
     num_arrivals,
     run_of_cta,
     span_of_keys,
+    stage_of,
     tile_slots,
     trims_tiles,
     visible_slots,
@@ -261,7 +262,7 @@ def _attend_runs_scoped(
             def kv_tile_step(i, carry):
                 acc, top, total = carry
                 kv_tile = segment.kv_tiles_done + i
-                stage = lax.rem(kv_tile, stages)
+                stage = stage_of(kv_tile, config)
                 is_refilled = kv_tile + stages < run.num_kv_tiles  # else no warpgroup waits for it
 
                 plgpu.barrier_wait(key_full.at[stage])

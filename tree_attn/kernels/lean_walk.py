@@ -175,6 +175,12 @@ def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment
     return quotient(sequence * shape.output_tiles_per_sequence + within - first_index, count)
 
 
+def stage_of(kv_tile, config: LeanConfig):
+    """Returns the stage of a run's KV tile, by its number in the run."""
+    # A stage that the compiler knows to be 0 has addresses that it computes before all loops: they took 70 registers.
+    return lax.rem(kv_tile, config.num_stages) if config.num_stages > 1 else lax.shift_right_logical(kv_tile, 31)
+
+
 def tile_slots(shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, kv_tile):
     """Returns the first slot that is read as number `kv_tile` of an output tile, and the first that counts.
 
@@ -243,7 +249,7 @@ def move_tiles(
 
         def kv_tile_step(i, _):
             kv_tile = segment.kv_tiles_done + i
-            stage = lax.rem(kv_tile, stages)
+            stage = stage_of(kv_tile, config)
             first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
             if shape.target.is_hopper:
                 place = _locate(tables, shape, config, output_tile, first)

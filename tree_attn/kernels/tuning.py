@@ -55,7 +55,8 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
         block_kv = 128 if shape.head_dim <= 128 else 64
         return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
     is_short = _is_short(shape, is_static)
-    for ctas_per_sm, block_kv, stages in _mma_orders(shape, is_short) if shape.uses_mma else _orders(shape, is_short):
+    orders = _mma_orders(shape, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
+    for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= shape.target.smem_bytes_per_sm:
@@ -63,9 +64,12 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     raise AssertionError(f"a tile of K and of V must fit in shared memory, got {shape}")
 
 
-def _orders(shape: LeanShape, is_short: bool):
+def _orders(shape: LeanShape, sms: int, is_short: bool):
     """Returns layouts `(CTAs per SM, keys of a KV tile, stages)`, of which the first that fits an SM is to be taken."""
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
+    if shape.cols == 8 and shape.num_output_tiles > 2 * sms:
+        # Where two stages leave no room for a second CTA: many output tiles gain more by it than by a second stage.
+        orders = *orders[:-1], (2, 64, 1), orders[-1]
     if shape.cols > MAX_COLS_OF_TWO_CTAS:  # one CTA: with 64 keys at a time too few bytes are on their way
         has_large_tiles = shape.head_dim <= 64 and shape.cols <= MAX_SPARE_COLUMNS and not is_short
         return ((1, 128, 2), orders[-1]) if has_large_tiles else orders[-1:]
