@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import sys
 import time
 
@@ -37,7 +38,7 @@ from sweep_summary import markdown, summary
 
 from tree_attn.measure.rows import MeasuredRows
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import OURS, PICKED, Way, elsewhere, time_programs, ways
+from tree_attn.measure.steps.ways import OURS, PICKED, Way, more_ways, time_programs, ways
 
 MAX_FAULTS = 3
 TRANSIENT = ("process of FlashInfer", "noise hides", "RESOURCE_EXHAUSTED", "out of memory")
@@ -80,6 +81,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--iters", type=int, default=32, help="samples of each chain")
     parser.add_argument("--options", help='XLA options of a second set of ways: "name=value,name=value"')
     parser.add_argument("--as", dest="capability", help="also time mosaic_gpu as on this compute capability: 10.0")
+    parser.add_argument(
+        "--layouts", help="also time these of the lean kernel, CTAs per SM x keys x stages: 2x64x1,1x64x3"
+    )
     parser.add_argument("--threads", type=int, default=4, help="processes of --build at the same time")
     parser.add_argument("--workers", type=int, default=4, help="processes that compile programs ahead")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
@@ -91,6 +95,9 @@ def _arguments() -> argparse.Namespace:
     args.only = args.only.split(",")
     if unknown := set(args.only) - set(FAMILIES):
         parser.error(f"--only must name families of {', '.join(FAMILIES)}, got {', '.join(sorted(unknown))}")
+    args.layouts = args.layouts.split(",") if args.layouts else []
+    if wrong := [layout for layout in args.layouts if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", layout)]:
+        parser.error(f"--layouts must be of three numbers each, as 2x64x1, got {', '.join(wrong)}")
     if args.iters < 32:
         parser.error(f"--iters must be at least 32, got {args.iters}")
     return args
@@ -187,7 +194,7 @@ class Sweep:
 
     def _missing_ways(self, step: Step) -> list[tuple[str, Way, dict]]:
         """Returns the names of the rows that the file lacks of a case, their ways, and their options of XLA."""
-        found = ways(step) + (elsewhere(step, self._args.capability) if self._args.capability else [])
+        found = ways(step) + more_ways(step, self._args.capability, self._args.layouts)
         return [
             (way.name + suffix, way, options)
             for suffix, options in self._option_sets().items()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 
 from tree_attn.measure.steps.step import Step
-from tree_attn.measure.steps.ways import ELSEWHERE, FAILURES, Programs, elsewhere, programs, reference_program, ways
+from tree_attn.measure.steps.ways import FAILURES, Programs, programs, reference_program, way_of
 
 REPLY = "reply: "
 REFERENCE = "reference"  # in the place of a way
@@ -107,11 +107,7 @@ def _compiled(step: Step, name: str, options: dict, known: dict[str, Programs]):
     """Returns the programs of the way of that name, compiled unless they are known by their keys."""
     if name == REFERENCE:
         return reference_program(step)
-    found = ways(step)
-    base = name.removeprefix(ELSEWHERE)
-    if name.startswith(ELSEWHERE):
-        found = elsewhere(step, base)
-    compiled = programs(step, next(way for way in found if way.name == name), options, known)
+    compiled = programs(step, way_of(step, name), options, known)
     known.setdefault(compiled.key, compiled)
     return compiled
 

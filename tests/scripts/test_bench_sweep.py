@@ -21,6 +21,8 @@ import sweep_programs
 import sweep_summary
 from sweep_cases import FAMILIES
 
+from tree_attn.kernels import tuning
+from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, LeanShape
 from tree_attn.measure.steps import chains, cudnn_ways, lean, prefix, sparq, ways
 from tree_attn.measure.steps.step import Step
 
@@ -180,6 +182,28 @@ def test_the_ways_of_a_step_run(fields, on_cpu):
     assert found["None"]["picked"] == "'xla'" and found["None"]["chain_us_median"] == 3.0
     assert found["None"]["max_error"] < 0.02
     assert all("error" in fields for name, fields in found.items() if name.startswith("cudnn"))
+
+
+def test_a_way_with_a_layout_has_it_while_it_runs(monkeypatch):
+    """The many-query kernel keeps its own."""
+    shape = LeanShape(
+        batch=2, num_kv_heads=4, col_blocks=1, cols=8, head_dim=64, scale=1.0, logits_soft_cap=None, mask="span",
+        num_slots=900, dtype=jnp.dtype("bfloat16"), key_dtype=jnp.dtype("bfloat16"),
+    )  # fmt: skip
+    configs = lambda: [tuning.lean_config(one, False) for one in (shape, shape.replace(cols=MANY_QUERY_ROWS))]
+    before = configs()
+    monkeypatch.setattr(ways, "_dense", lambda step, name: configs())
+    way = ways.way_of(Step(**SMALL, lengths=(9, 4), gives_lengths=True), "laid out 2x128x3")
+    laid_out, many_query = way.run()
+    assert (laid_out.block_kv, laid_out.num_stages, laid_out.num_ctas) == (128, 3, 264)
+    assert many_query == before[1] and configs() == before
+
+
+def test_layouts_are_three_numbers_each(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--layouts", "2x64x1,2x64"])
+    with pytest.raises(SystemExit):
+        bench_sweep.main()
+    assert "--layouts must be of three numbers each, as 2x64x1, got 2x64" in capsys.readouterr().err
 
 
 def test_programs_with_other_options_are_others():

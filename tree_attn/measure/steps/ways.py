@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ from tree_attn.measure.steps.chains import chain_lengths, chained, time_chains
 from tree_attn.measure.steps.step import Step
 
 OURS, PICKED = "mosaic_gpu", "None"
-ELSEWHERE = "as on "  # and the compute capability for which `mosaic_gpu` is compiled; no peer, but for comparison
+# With a compute capability, for which `mosaic_gpu` is compiled; with a layout of the lean kernel. They are no peers.
+ELSEWHERE, LAID_OUT = "as on ", "laid out "
 _LOWERING = threading.Lock()  # the log does not say whose call it is of
 # What a program may call that is not XLA's own: our kernels, and cuDNN's attention without and with a mask.
 CUSTOM_CALLS = ("mosaic_gpu_v2", "__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
@@ -79,6 +81,41 @@ def elsewhere(step: Step, capability: str) -> list[Way]:
 
     found = [way for way in ways(step) if way.name == OURS and not step.prefix]
     return [Way(name=ELSEWHERE + capability, run=functools.partial(run, way=way), cache=way.cache) for way in found]
+
+
+def laid_out(step: Step, layout: str) -> list[Way]:
+    """Returns the way of `mosaic_gpu` with a layout of the lean kernel: "2x64x1", CTAs per SM x keys x stages."""
+    from tree_attn.kernels import tuning
+    from tree_attn.kernels.lean_layout import LeanConfig
+
+    ctas_per_sm, block_kv, stages = map(int, layout.split("x"))
+    chosen = tuning.lean_config
+
+    def config(shape, is_static):
+        if shape.is_many_query:
+            return chosen(shape, is_static)
+        num_ctas = tuning.even_ctas(shape, ctas_per_sm * tuning.num_sms(), is_static)
+        return LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
+
+    def run(*arrays, way):
+        with mock.patch.object(tuning, "lean_config", config):
+            return way.run(*arrays)
+
+    found = [way for way in ways(step) if way.name == OURS]
+    return [Way(name=LAID_OUT + layout, run=functools.partial(run, way=way), cache=way.cache) for way in found]
+
+
+def more_ways(step: Step, capability: str | None, layouts: Sequence[str]) -> list[Way]:
+    """Returns `elsewhere` and `laid_out` of what is asked for."""
+    found = elsewhere(step, capability) if capability else []
+    return found + [way for layout in layouts for way in laid_out(step, layout)]
+
+
+def way_of(step: Step, name: str) -> Way:
+    """Returns the way of a name, among those of `ways` and `more_ways`."""
+    capability = name.removeprefix(ELSEWHERE) if name.startswith(ELSEWHERE) else None
+    layouts = [name.removeprefix(LAID_OUT)] if name.startswith(LAID_OUT) else []
+    return next(way for way in ways(step) + more_ways(step, capability, layouts) if way.name == name)
 
 
 def named(step: Step, implementation: str | None) -> Way:
@@ -198,7 +235,7 @@ def programs(step: Step, way: Way, options: dict | None = None, known: dict[str,
     arrays = draw_cache(step, draw)
     cache = jax.eval_shape(lambda *values: way.cache(dict(zip(arrays, values))), *arrays.values())
     query = jax.ShapeDtypeStruct(query_shape(step), jnp.bfloat16)
-    with _LOWERING, _picks() as picked:
+    with _LOWERING, _picks() as picked, _fresh_traces(way.name.startswith(LAID_OUT)):
         run = _lowered_once(way.run, query, *cache, *extras(step))
         lowered = [
             jax.jit(chained(run, calls)).lower(query, [cache] * step.copies, extras(step)) for calls in chains(step)
@@ -224,6 +261,16 @@ def _time(step: Step, compiled: tuple, args: tuple, expected: tuple, n_iters: in
     error = _max_error(first, *expected)
     assert error <= MAX_ERROR, f"the result is off by {error:.3g} of its largest value"
     return time_chains(compiled, args, chains(step), n_iters) | {"max_error": error}
+
+
+@contextlib.contextmanager
+def _fresh_traces(is_wanted: bool) -> Iterator[None]:
+    """Has nothing in between be traced before or after, if that is wanted: a trace keeps the layout that it was of."""
+    if is_wanted:
+        jax.clear_caches()
+    yield
+    if is_wanted:
+        jax.clear_caches()
 
 
 @contextlib.contextmanager
