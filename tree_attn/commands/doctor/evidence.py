@@ -32,7 +32,16 @@ ROWS = {
         "SparQ": "sparq_h200",
         "fused": "reduce_8xh200",
     },
+    ("NVIDIA H100 80GB HBM3", "mosaic_gpu"): {
+        "decode": "lean_h100",
+        "decode, lengths": "lean_h100",
+        "decode, soft cap": "checks_h100",
+        "decode, float8 cache": "checks_h100",
+        "packed ragged batch": "checks_h100",
+        "paged cache": "checks_h100",
+    },
     ("NVIDIA H200", "cudnn"): {"prompt": "llama_h200"},
+    ("NVIDIA H100 80GB HBM3", "cudnn"): {"gradient of a prompt": "prompt_gradient_h100"},
     ("NVIDIA H200", "xla"): {"decode, int8 cache": "llama_h200"},
 }
 # The compute capabilities for which all kernels of a backend are compiled ahead of time (tests/kernels).

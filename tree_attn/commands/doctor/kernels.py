@@ -54,7 +54,7 @@ def find_unmeasured(device: jax.Device, kernels: Mapping[str, Mapping[str, Any]]
     if datasheets.load(device.device_kind) is not None:
         plan = f'`tree-attn plan --device-kind "{device.device_kind}"` predicts from its datasheet'
     return [
-        f"No time was measured on devices of this kind, {device.device_kind}. {plan}; "
+        f"The cost model has no measurements of devices of this kind, {device.device_kind}. {plan}; "
         "`tree-attn doctor --distributed --machine-out FILE` measures what it needs.",
         "reduction=None does not know what exchanges cost here, and takes those with the fewest latencies.",
     ]
