@@ -44,6 +44,20 @@ def test_a_hop_takes_the_longer_of_transfer_and_attention():
     assert predict_prompt(step, "ulysses", machine=H200, axis_sizes=(8,)).exchanges_us == (pytest.approx(expected),)
 
 
+def test_a_gradient_sends_keys_values_and_their_derivatives_which_go_home():
+    of_gradient = lambda strategy, sizes: exchange_bytes_sent(prompt_of(), strategy, sizes, has_gradient=True)
+    assert of_gradient("ring", (8,)) == (2 * 7 * KEY_VALUE + 8 * 2 * KEY_VALUE,)  # derivatives are float32
+    assert of_gradient("ulysses", (8,)) == (2 * 7 / 8 * (2 * QUERY + KEY_VALUE),)
+    assert of_gradient("ulysses_ring", (4, 2)) == (2 * 3 / 4 * (2 * QUERY + KEY_VALUE), 2 * KEY_VALUE + 4 * KEY_VALUE)
+    forward, both = (
+        predict_prompt(prompt_of(), "ring", machine=H200, axis_sizes=(8,), has_gradient=x) for x in (False, True)
+    )
+    assert both.local_us == pytest.approx(3.5 * (forward.local_us - H200.local_us) + 2 * H200.local_us)
+    # Attention hides every hop, but not the last transfer of derivatives.
+    assert both.exchanges_us == (pytest.approx(H200.exchange_us("neighbour", 2 * KEY_VALUE, 8)),)
+    assert both.memory_bytes == forward.memory_bytes + 2 * QUERY + KEY_VALUE + 3 * 2 * KEY_VALUE
+
+
 def test_both_ways_gain_on_a_torus_only():
     step = prompt_of(num_keys=8192)
     torus = dataclasses.replace(H200, device_kind="TPU v5p")

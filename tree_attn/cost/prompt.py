@@ -1,6 +1,7 @@
 """Predictions for attention within a prompt that is sharded, by strategy: memory, bytes sent and time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tree_attn.arguments import check_exchanged_heads
 from tree_attn.cost import datasheets
@@ -8,6 +9,8 @@ from tree_attn.cost.machine import Machine
 from tree_attn.cost.predict import Prediction
 from tree_attn.cost.rotation import Pass, predict_rotations
 from tree_attn.cost.step import STATE_BYTES, DecodeStep, itemsize
+
+BACKWARD = 2.5  # products of the backward pass over those of the forward pass: five matrix products, and two
 
 # "ulysses_ring": heads are exchanged over the first mesh axis, and a ring runs over the second.
 # Placements are striped, but for "ring_zigzag".
@@ -36,7 +39,9 @@ def check_runs(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> No
             raise NotImplementedError(str(error)) from error
 
 
-def exchange_bytes_sent(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> tuple[float, ...]:
+def exchange_bytes_sent(
+    step: DecodeStep, strategy: str, axis_sizes: Sequence[int], *, has_gradient: bool = False
+) -> tuple[float, ...]:
     """Predicts the bytes that each device sends in one forward pass: by the exchange of heads, and by the ring.
 
         a ring               (p - 1) kv, whichever way
@@ -44,7 +49,8 @@ def exchange_bytes_sent(step: DecodeStep, strategy: str, axis_sizes: Sequence[in
         ulysses_ring         the same over the first axis of u devices, and (r - 1) c kv over the second of r
 
     q are the bytes of a device's queries, and kv those of its keys and values. c = max(1, u / K) are the copies of each
-    KV head.
+    KV head. With `has_gradient` a backward pass follows. It exchanges heads once more. A ring sends K and V once more,
+    and their derivatives in float32 by r hops: the last one takes them home. XLA may send K and V once for both passes.
 
     Raises:
       NotImplementedError, ValueError: as `check_runs`.
@@ -52,16 +58,31 @@ def exchange_bytes_sent(step: DecodeStep, strategy: str, axis_sizes: Sequence[in
     check_runs(step, strategy, axis_sizes)
     num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
     key_value_bytes = copies * step.key_value_bytes_per_device
-    exchanged = (num_parts - 1) / num_parts * (2 * _query_bytes(step) + key_value_bytes)
-    return (exchanged,) * (num_parts > 1) + ((num_shards - 1) * float(key_value_bytes),) * (num_shards > 1)
+    exchanged = (num_parts - 1) / num_parts * (2 * _query_bytes(step) + key_value_bytes) * (2 if has_gradient else 1)
+    passed_on = (num_shards - 1) * float(key_value_bytes)
+    if has_gradient:
+        passed_on = 2 * passed_on + num_shards * _derivative_bytes(step, key_value_bytes)
+    return (exchanged,) * (num_parts > 1) + (passed_on,) * (num_shards > 1)
 
 
-def memory_bytes(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> int:
+def memory_bytes(step: DecodeStep, strategy: str, axis_sizes: Sequence[int], *, has_gradient: bool = False) -> int:
     """Predicts the bytes of one device's arrays: arguments, result, running sums in float32, and what arrives.
 
     A ring holds up to three shards of keys and values, and one more where they travel as one array. An exchange of
-    heads holds each array before and after it.
+    heads holds each array before and after it. With `has_gradient` there are the cotangent and the derivatives too, of
+    K and V in float32 as many as shards arrive. What a kernel takes for itself is not counted.
     """
+    forward = _forward_memory_bytes(step, strategy, axis_sizes)
+    if not has_gradient:
+        return forward
+    num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
+    derivatives = _query_bytes(step) + step.key_value_bytes_per_device
+    travelling = min(num_shards, 3) * copies * step.key_value_bytes_per_device * STATE_BYTES // itemsize(step.dtype)
+    exchanged = 2 if num_parts > 1 else 1
+    return forward + exchanged * (_query_bytes(step) + derivatives) + travelling
+
+
+def _forward_memory_bytes(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> int:
     num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
     query_bytes, key_value_bytes = _query_bytes(step), step.key_value_bytes_per_device
     sums = query_bytes // itemsize(step.dtype) * STATE_BYTES
@@ -71,8 +92,10 @@ def memory_bytes(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> 
     return 4 * query_bytes + sums + (1 + copies * min(num_shards, 3)) * key_value_bytes
 
 
-def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_sizes: Sequence[int]) -> Prediction:
-    """Predicts the least time of causal attention within a prompt, forward, of `step.num_keys` tokens.
+def predict_prompt(
+    step: DecodeStep, strategy: str, *, machine: Machine, axis_sizes: Sequence[int], has_gradient: bool = False
+) -> Prediction:
+    """Predicts the least time of causal attention within a prompt of `step.num_keys` tokens.
 
     With `local = 2 b n_h d_h N^2 / p / product rate`, the products of one device at its datasheet's rate:
 
@@ -81,35 +104,46 @@ def predict_prompt(step: DecodeStep, strategy: str, *, machine: Machine, axis_si
         ulysses        local + the exchanges of query, key, value and result, each as a transfer of its bytes
         ulysses_ring   both: the exchanges over the first axis, and the hops over the second
 
-    The placement is balanced. Transfers of K and V follow each other.
+    The placement is balanced. Transfers of K and V follow each other. A backward pass has `BACKWARD` times the
+    products. It exchanges heads as the forward pass does. A hop of its ring sends derivatives beside K and V, which go
+    home in the end.
 
     Args:
       step: the shape; `num_keys` are the tokens of the prompt.
       axis_sizes: of the mesh axes, fastest links first.
+      has_gradient: the forward and the backward pass, instead of the forward pass alone.
 
     Raises:
       NotImplementedError: as `check_runs`; there is no datasheet of the device.
 
-    Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3.2; Ring Attention (Liu et al. 2023), section 3.
+    Source: DeepSpeed-Ulysses (Jacobs et al. 2023), section 3.2; Ring Attention (Liu et al. 2023), section 3;
+    FlashAttention-2 (Dao 2023), section 3.1.2, for the backward pass.
     """
-    bytes_sent = exchange_bytes_sent(step, strategy, axis_sizes)
+    bytes_sent = exchange_bytes_sent(step, strategy, axis_sizes, has_gradient=has_gradient)
     num_parts, num_shards, copies = _parts(step, strategy, axis_sizes)
-    local_us = products_us(step, machine)
-    exchanges_us = ()
+    forward_us = products_us(step, machine)
+    exchanges_us, passes = (), 2 if has_gradient else 1
     if num_parts > 1:
         array_bytes = (_query_bytes(step),) * 2 + (copies * step.key_value_bytes_per_device / 2,) * 2
         sent = ((num_parts - 1) / num_parts * one for one in array_bytes)
-        exchanges_us += (sum(machine.exchange_us("neighbour", one, num_parts) for one in sent),)
+        exchanges_us += (passes * sum(machine.exchange_us("neighbour", one, num_parts) for one in sent),)
     if num_shards > 1:
-        ring = ring_pass(step, axis_sizes, strategy, attention_us=local_us / num_shards)
-        rotation = ROTATION_OF[strategy]
-        exchanges_us += (predict_rotations(ring, machine, (rotation,))[rotation],)
+        ring = ring_pass(step, axis_sizes, strategy, attention_us=forward_us / num_shards)
+        rings, rotation, home_us = [ring], ROTATION_OF[strategy], 0.0
+        if has_gradient:
+            derivative_bytes = _derivative_bytes(step, ring.key_value_bytes)
+            sent_bytes = ring.key_value_bytes + derivative_bytes
+            rings.append(replace(ring, key_value_bytes=sent_bytes, attention_us=BACKWARD * ring.attention_us))
+            home_us = machine.exchange_us("neighbour", derivative_bytes, num_shards, num_parts)
+        added = sum(predict_rotations(one, machine, (rotation,))[rotation] for one in rings)
+        exchanges_us += (added + home_us,)
+    local_us = forward_us * (1 + BACKWARD) if has_gradient else forward_us
     return Prediction(
-        local_us=local_us + machine.local_us,
+        local_us=local_us + passes * machine.local_us,
         collective_us=0.0,
         exchanges_us=exchanges_us,
         bytes_sent=bytes_sent,
-        memory_bytes=memory_bytes(step, strategy, axis_sizes),
+        memory_bytes=memory_bytes(step, strategy, axis_sizes, has_gradient=has_gradient),
     )
 
 
@@ -141,6 +175,11 @@ def _parts(step: DecodeStep, strategy: str, axis_sizes: Sequence[int]) -> tuple[
         return 1, step.n_devices, 1
     num_parts = axis_sizes[0] if strategy == "ulysses_ring" else step.n_devices
     return num_parts, step.n_devices // num_parts, max(1, num_parts // step.num_kv_heads)
+
+
+def _derivative_bytes(step: DecodeStep, key_value_bytes: float) -> float:
+    """Returns the bytes of the derivatives of as many keys and values, in float32."""
+    return key_value_bytes * STATE_BYTES / itemsize(step.dtype)
 
 
 def _query_bytes(step: DecodeStep) -> int:

@@ -121,6 +121,20 @@ def test_prompts_have_what_the_model_says(capsys):
     assert alone["rotations"] == {}
 
 
+def test_gradients_of_prompts_have_what_the_model_says(capsys):
+    options = ("--prefill", "--gradient", "--keys", "65536", "--heads", "32", "--kv-heads", "8", "--gpus-per-node", "8")
+    document = planned(capsys, *options)
+    step, h200 = DecodeStep(**document["step"]), machine.load("NVIDIA H200")
+    assert document["gradient"] and document["prefill"]
+    one = next(one for one in document["strategies"] if one["strategy"] == "ulysses")
+    predicted = prompt.predict_prompt(step, "ulysses", machine=h200, axis_sizes=(8,), has_gradient=True)
+    assert one["latency_us"] == predicted.latency_us and one["memory_bytes"] == predicted.memory_bytes
+    assert cli.main(["plan", *options]) == 0
+    assert "PREDICTED per prompt, forward and backward: 65,536 keys" in capsys.readouterr().out
+    assert cli.main(["plan", "--gradient", "--keys", "65536"]) == 2
+    assert "--gradient needs --prefill" in capsys.readouterr().err
+
+
 def test_fused_stays_in_a_node_and_among_small_states(capsys):
     alone = "fused writes to the memory of other GPUs, which it can inside a node only"
     assert planned(capsys, *CLUSTER)["left_out"]["tree fused"] == alone

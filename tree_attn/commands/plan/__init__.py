@@ -19,6 +19,7 @@ examples:
   tree-attn plan --device-kind "TPU v5e" --gpus-per-node 16 --keys 1000000 --batch 8
   tree-attn plan --nodes 2 --keys 1000000 --machine machine.json --json
   tree-attn plan --prefill --nodes 4 --keys 1048576 --heads 32 --kv-heads 8
+  tree-attn plan --prefill --gradient --gpus-per-node 8 --keys 262144 --heads 32 --kv-heads 8
 """
 
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill", action="store_true", help="attention within a prompt of --keys tokens, forward, instead of a step"
     )
+    parser.add_argument("--gradient", action="store_true", help="with --prefill: the forward and the backward pass")
     parser.add_argument("--keys", type=int, required=True, help="keys per sequence, over all GPUs")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
     parser.add_argument("--heads", type=int, default=16, help="query heads (default 16)")

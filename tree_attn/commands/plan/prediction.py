@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -24,12 +25,15 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
       fastest first: the fields of `tree_attn.cost.predict.Prediction`, `latency_us`, `latency_range_us` as in
       `tree_attn.cost.ranges`, and `fits`), `left_out` (label -> why it cannot run there), `choice` (a label, or None
       where nothing fits) and `reason`; `rotations` (of a ring over all devices: the microseconds that each is predicted
-      to add to the attention of one pass; empty where they are unknown); with `--prefill` also `prefill`, True.
+      to add to the attention of one pass; empty where they are unknown); with `--prefill` also `prefill`, and with
+      `--gradient` also `gradient`, True.
 
     Raises:
-      ValueError: an option out of range, named.
+      ValueError: an option out of range, named; --gradient without --prefill.
     """
     check_at_least(args, nodes=1, gpus_per_node=1)
+    if args.gradient and not args.prefill:
+        raise ValueError("--gradient needs --prefill: a step of decoding has no backward pass here")
     machine = machine_of(args.machine, args.device_kind, with_datasheets=True)
     if args.nodes > 1 and machine.device_kind.startswith("TPU"):
         raise ValueError(
@@ -49,7 +53,8 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
         n_devices=args.nodes * machine.gpus_per_node,
     )
     axis_sizes = (machine.gpus_per_node, args.nodes) if args.nodes > 1 else (machine.gpus_per_node,)
-    strategies_here = prompt_strategies_of if args.prefill else strategies_of
+    of_prompt = functools.partial(prompt_strategies_of, has_gradient=args.gradient)
+    strategies_here = of_prompt if args.prefill else strategies_of
     strategies, left_out = strategies_here(step, axis_sizes, machine)
     choice, reason = _choose(strategies, step, machine)
     links = {"inside a node": machine.node.source} | (
@@ -68,7 +73,7 @@ def predict_all(args: argparse.Namespace) -> dict[str, Any]:
         "choice": choice,
         "reason": reason,
         "rotations": _rotations(step, axis_sizes, machine, is_prompt=args.prefill),
-    } | ({"prefill": True} if args.prefill else {})
+    } | {name: True for name in ("prefill", "gradient") if getattr(args, name)}
 
 
 def machine_of(path: pathlib.Path | None, device_kind: str, *, with_datasheets: bool = False) -> Machine:
@@ -123,7 +128,7 @@ def strategies_of(
 
 
 def prompt_strategies_of(
-    step: DecodeStep, axis_sizes: tuple[int, ...], machine: Machine
+    step: DecodeStep, axis_sizes: tuple[int, ...], machine: Machine, *, has_gradient: bool
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Returns the same for attention within a prompt; a node's devices make two axes where they have two factors."""
     found, left_out = [], {}
@@ -132,7 +137,9 @@ def prompt_strategies_of(
         names = {"label": strategy_label(strategy, None), "strategy": strategy, "reduction": None}
         sizes = axis_sizes if len(axis_sizes) > 1 or strategy != "ulysses_ring" else factors
         try:
-            predicted = prompt.predict_prompt(step, strategy, machine=machine, axis_sizes=sizes)
+            predicted = prompt.predict_prompt(
+                step, strategy, machine=machine, axis_sizes=sizes, has_gradient=has_gradient
+            )
         except NotImplementedError as error:
             left_out[names["label"]] = str(error)
             continue

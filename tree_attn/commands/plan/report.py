@@ -12,7 +12,8 @@ def print_document(document: dict[str, Any]) -> None:
     console = terminal.output()
     step, sizes = document["step"], document["axis_sizes"]
     nodes = f"{sizes[1]} nodes of {sizes[0]}" if len(sizes) > 1 else f"{sizes[0]}"
-    what = "prompt, forward" if "prefill" in document else "step"
+    what = "prompt, forward and backward" if "gradient" in document else "prompt, forward"
+    what = what if "prefill" in document else "step"
     where = f"{step['num_keys']:,} keys, batch {step['batch']}, on {nodes} x {document['machine']}"
     title = f"PREDICTED per {what}: {where}"
     headings = ("strategy", "time", "attention", "exchange", "sent", "memory", "fits")
