@@ -116,7 +116,7 @@ def test_the_machine_that_doctor_measures(cluster, monkeypatch):
 def test_the_axes_that_plan_predicts_for_are_those_of_the_mesh(cluster):
     args = types.SimpleNamespace(
         nodes=cluster.nodes, gpus_per_node=cluster.per_node, machine=None, device_kind="NVIDIA H200", batch=1,
-        keys=160_000, heads=16, kv_heads=None, head_dim=128, dtype="bfloat16", prefill=False,
+        keys=160_000, heads=16, kv_heads=None, head_dim=128, dtype="bfloat16", prefill=False, gradient=False,
     )  # fmt: skip
     predicted = prediction.predict_all(args)
     place = session.Place(devices=session.choose_devices(None), has_two_axes=True)

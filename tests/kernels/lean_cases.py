@@ -212,8 +212,10 @@ def variants() -> list[Call]:
         ),
         *(
             Fused(kv_heads=140, head_dim=256, slots=1024, **options)
-            for options in ({"batch": 2}, {"lengths": (1000, 70)})
+            for options in ({"batch": 2}, {"lengths": (1000, 70)}, {"lengths": (1000, 70)} | causal | {"queries": 3})
         ),
+        Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
+        Call(layout="paged", kv_heads=140, head_dim=256, **lengths, options={"local_window_size": (70, 0)}),
         Call(layout="packed", kv_heads=140, head_dim=256, **lengths | causal),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),

@@ -197,6 +197,8 @@ def test_a_way_with_a_layout_has_it_while_it_runs(monkeypatch):
     laid_out, many_query = way.run()
     assert (laid_out.block_kv, laid_out.num_stages, laid_out.num_ctas) == (128, 3, 264)
     assert many_query == before[1] and configs() == before
+    with pytest.raises(ValueError, match="layouts must fit an SM, got 3x128x3 for bfloat16 and head dim 64"):
+        ways.way_of(Step(**SMALL, lengths=(9, 4), gives_lengths=True), "laid out 3x128x3").run()
 
 
 def test_layouts_are_three_numbers_each(monkeypatch, capsys):

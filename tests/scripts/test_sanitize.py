@@ -25,7 +25,7 @@ def test_a_call_of_attention_is_compared_with_the_oracle(call, monkeypatch, caps
 
 def test_a_result_that_is_wrong_is_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(sanitize, "IMPLEMENTATION", "xla")
-    monkeypatch.setattr(sanitize.OracleCase, "expected", lambda case, _: 3 * (case.query.astype(float),))
+    monkeypatch.setattr(sanitize.OracleCase, "expected", lambda case, prefill: 3 * (case.query.astype(float),))
     monkeypatch.setattr("tree_attn.tolerances.max_abs_error", lambda *_: 1.0)
     monkeypatch.setattr("tree_attn.tolerances.lse_tolerance", lambda *_: 0.5)
     assert sanitize.main(["whole"]) == 1

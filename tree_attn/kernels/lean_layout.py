@@ -145,7 +145,8 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
         states += shape.cols * (ROWS + 2) * 4 * 4  # of four warps
     else:
         queries += shape.cols * config.block_kv * itemsize
-    return stages + queries + states + scratch_bytes(shape) + 1024
+    gaps = 2048 if shape.target.is_hopper else 1024  # of arrays that are aligned, and barriers
+    return stages + queries + states + scratch_bytes(shape) + gaps
 
 
 def padding_bytes(shape: LeanShape, config: LeanConfig, ctas_per_sm: int) -> int:

@@ -47,9 +47,10 @@ def table_key(shape: LeanShape, sms: int, is_static: bool) -> str:
 def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     """Returns a layout for a device that was not tuned.
 
-    That is two stages of KV tiles of 64 keys and two CTAs per SM; one CTA if two do not fit an SM. 128 KiB of K and V
-    are then on their way to each SM, and one CTA computes while the other waits. More stages were slower on an H200,
-    if by little. Of K and V that are widened KV tiles have 128 keys, or there are four stages.
+    That is two stages of KV tiles of 64 keys and two CTAs per SM. 128 KiB of K and V are then on their way to each SM,
+    and one CTA computes while the other waits. More stages were slower on an H200, if by little. If two CTAs do not fit
+    an SM there is one, or two of one stage for many output tiles. KV tiles of widened K and V have 128 keys, or there
+    are four stages.
     """
     if shape.is_many_query:  # the registers of a whole SM
         block_kv = 128 if shape.head_dim <= 128 else 64

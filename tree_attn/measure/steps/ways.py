@@ -86,7 +86,8 @@ def elsewhere(step: Step, capability: str) -> list[Way]:
 def laid_out(step: Step, layout: str) -> list[Way]:
     """Returns the way of `mosaic_gpu` with a layout of the lean kernel: "2x64x1", CTAs per SM x keys x stages."""
     from tree_attn.kernels import tuning
-    from tree_attn.kernels.lean_layout import LeanConfig
+    from tree_attn.kernels.lean_layout import LeanConfig, max_smem_bytes
+    from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 
     ctas_per_sm, block_kv, stages = map(int, layout.split("x"))
     chosen = tuning.lean_config
@@ -95,7 +96,12 @@ def laid_out(step: Step, layout: str) -> list[Way]:
         if shape.is_many_query:
             return chosen(shape, is_static)
         num_ctas = tuning.even_ctas(shape, ctas_per_sm * tuning.num_sms(), is_static)
-        return LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
+        config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
+        if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) > shape.target.smem_bytes_per_sm:
+            raise ValueError(
+                f"layouts must fit an SM, got {layout} for {shape.key_dtype} and head dim {shape.head_dim}"
+            )
+        return config
 
     def run(*arrays, way):
         with mock.patch.object(tuning, "lean_config", config):
@@ -268,9 +274,11 @@ def _fresh_traces(is_wanted: bool) -> Iterator[None]:
     """Has nothing in between be traced before or after, if that is wanted: a trace keeps the layout that it was of."""
     if is_wanted:
         jax.clear_caches()
-    yield
-    if is_wanted:
-        jax.clear_caches()
+    try:
+        yield
+    finally:
+        if is_wanted:
+            jax.clear_caches()
 
 
 @contextlib.contextmanager
