@@ -130,7 +130,9 @@ def test_gradients_of_prompts_have_what_the_model_says(capsys):
     predicted = prompt.predict_prompt(step, "ulysses", machine=h200, axis_sizes=(8,), has_gradient=True)
     assert one["latency_us"] == predicted.latency_us and one["memory_bytes"] == predicted.memory_bytes
     assert cli.main(["plan", *options]) == 0
-    assert "PREDICTED per prompt, forward and backward: 65,536 keys" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "PREDICTED per prompt, forward and backward: 65,536 keys" in text
+    assert "added to its attention in the forward pass, by which it chooses: one_way" in text
     assert cli.main(["plan", "--gradient", "--keys", "65536"]) == 2
     assert "--gradient needs --prefill" in capsys.readouterr().err
 

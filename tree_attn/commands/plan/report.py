@@ -43,15 +43,16 @@ def print_document(document: dict[str, Any]) -> None:
     for where, source in () if is_alone else document["links"].items():
         terminal.say(console, f"links {where}: {source}")
     if document["rotations"]:
-        terminal.say(console, _rotation(document["rotations"]))
+        terminal.say(console, _rotation(document["rotations"], is_forward="gradient" in document))
     terminal.say(console, document["reason"])
 
 
-def _rotation(added_us: dict[str, float]) -> str:
-    """Returns the sentence on the rotation that a ring would choose."""
+def _rotation(added_us: dict[str, float], *, is_forward: bool) -> str:
+    """Returns the sentence on the rotation that a ring would choose: by its forward pass, if there are two."""
     chosen = rotation.fastest(added_us)
     times = ", ".join(f"{name} {time(us)}" for name, us in added_us.items())
-    return f"A ring without a named rotation turns {chosen!r}. Predicted to be added to its attention: {times}."
+    where = " in the forward pass, by which it chooses" if is_forward else ""
+    return f"A ring without a named rotation turns {chosen!r}. Predicted to be added to its attention{where}: {times}."
 
 
 def _time_and_range(one: dict[str, Any]) -> str:
