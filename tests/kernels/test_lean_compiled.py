@@ -99,6 +99,8 @@ def assert_shares_memory(smem_bytes: tuple[int | None, int], ctas_per_sm: int, k
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
     ctas_per_sm, kernels, smem_bytes = compiled[str(call)]
     assert_shares_memory(smem_bytes, ctas_per_sm, GPUS["9.0"][-1])
+    found, planned = smem_bytes
+    assert found is None or found <= planned, "no more than planned"
     name = "tall_attention" if is_many_query(call.queries, call.group) else "lean_attention"
     name = "lean_exchange" if "lean_exchange" in kernels else name
     assert_fits(name, kernels[name], ctas_per_sm)
