@@ -34,7 +34,7 @@ def arrive(counts_ref, indices, are_counted, places_smem):
     Args:
       counts_ref: int32 `[n]`; indices: which of them.
       are_counted: whether it is counted there; where it is not, the result is undefined.
-      places_smem: int32, one for each index, shared memory of the warpgroup.
+      places_smem: 4 bytes for each index, shared memory of the warpgroup, of any dtype and without transforms.
     """
     scalars = [jnp.asarray(x, jnp.int32) for pair in zip(indices, are_counted, strict=True) for x in pair]
     before = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)

@@ -184,7 +184,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         has_partials=epilogue is None and not has_whole_output_tiles(shape, config) and "arrivals" not in tables,
     )
 
-    other_smem = {"arrival_smem": plgpu.SMEM((2,), jnp.int32)} if "arrivals" in tables else {}
+    # Two words, which take a KiB as an array. Where shared memory is small they lie where warps leave states before.
+    has_words = "arrivals" in tables and shape.target.is_hopper
+    other_smem = {"arrival_smem": plgpu.SMEM((2,), jnp.int32)} if has_words else {}
     if overlaps(shape.target):
         unused = padding_bytes(shape, config, -(-config.num_ctas // num_sms()))
         other_smem |= {"unused_smem": plgpu.SMEM((unused,), jnp.int8)} if unused else {}
@@ -322,12 +324,11 @@ def _attend_runs_scoped(
                     pl.when(~is_whole)(functools.partial(results.leave, partial, *part))
 
         num_output_tiles = walk(run, tables, shape, config, attend_segment)
-        if arrival_smem is not None:
+        if "arrivals" in tables:
+            words_smem = products.warp_stats_smem if arrival_smem is None else arrival_smem
             first = run.first_output_tile(shape)
             last = first + (num_output_tiles - 1) * lanes(shape, config)
-            pl.when(num_output_tiles > 0)(
-                lambda: merge_last(results, arrival_smem, (first, last), tables, shape, config)
-            )
+            pl.when(num_output_tiles > 0)(lambda: merge_last(results, words_smem, (first, last), tables, shape, config))
         if epilogue is None:
             results.end()
         else:

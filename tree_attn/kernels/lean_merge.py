@@ -69,11 +69,9 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
 def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
     """Returns whether the last CTA that leaves a partial state of an output tile merges all of them (`arrivals.py`).
 
-    Otherwise a second kernel does, where many CTAs share that work. The interpreter has no atomics. The form for
-    other GPUs than Hopper's merged so too, and has not run so since it changed (docs/log/lean.md: "The last CTA of an
-    output tile merges it").
+    Otherwise a second kernel does, where many CTAs share that work. The interpreter has no atomics.
     """
-    if is_interpreted() or not shape.target.is_hopper or shape.cols > MAX_MERGED_COLUMNS or not runs_kernels_in_order():
+    if is_interpreted() or shape.cols > MAX_MERGED_COLUMNS or not runs_kernels_in_order():
         return False
     of_lane = lanes(shape, config)
     runs = config.num_ctas // of_lane  # of which one output tile may have all
@@ -90,12 +88,12 @@ def _merged_at_once(shape: LeanShape, config: LeanConfig) -> int:
     return max(1, elements // (shape.padded_head_dim * shape.cols))
 
 
-def merge_last(results, arrival_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig) -> None:
+def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig) -> None:
     """Counts a run's partial states in; of output tiles for which it is the last, merges all and writes the result.
 
     Args:
       results: `lean_results.results_of`, which has left the partial states.
-      arrival_smem: as in `arrivals.arrive`, of two.
+      words_smem: 8 bytes of shared memory, as `arrivals.arrive` takes them.
       output_tiles: the run's first and its last, of which a partial state is there if runs cut them.
       tables: with "arrivals", a count of each output tile.
     """
@@ -103,7 +101,7 @@ def merge_last(results, arrival_smem, output_tiles, tables, shape: LeanShape, co
     spans = [partials_of(shape, config, tables.get("sequences"), output_tile) for output_tile in output_tiles]
     are_cut = [count > 1 for _, count in spans]
     are_cut[1] &= last != first
-    before = arrive(tables["arrivals"], output_tiles, are_cut, arrival_smem)
+    before = arrive(tables["arrivals"], output_tiles, are_cut, words_smem)
     for output_tile, (first_partial, count), is_cut, found in zip(output_tiles, spans, are_cut, before):
 
         @pl.when(is_cut & (found == count - 1))
