@@ -176,6 +176,12 @@ def variants() -> list[Call]:
             )
         ),
         *(Call(queries=8, group=group, head_dim=128, **lengths) for group in (1, 2, 4, 8)),
+        # 40 and 48 query columns, whose merge is the kernel's too; and fewer than a copy moves.
+        *(
+            Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True})
+            for head_dim in (64, 128)
+            for queries, group in ((5, 8), (7, 6), (2, 3))
+        ),
         *(
             Call(layout=layout, head_dim=128, **lengths, **options)
             for layout in ("packed", "paged")

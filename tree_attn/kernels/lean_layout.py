@@ -16,7 +16,7 @@ MANY_QUERY_GROUPS = (1, 2, 4, 8)  # query heads that share a block's rows; movin
 MAX_QUERIES, MAX_GROUP = 8, 16
 # With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
 MAX_LEAN_COLUMNS = 32
-MAX_SPARE_COLUMNS = 32  # query columns with which the lean kernel has registers to spare; with 64 more of it spills
+MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 ROWS = 64  # of a tensor core's left operand

@@ -25,10 +25,11 @@ from tree_attn.kernels.tuning import num_sms
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 COLUMNS = 8  # of a merging CTA at least
+RESIDENT_MERGES = {4: 1, 2: 3, 1: 7}  # such CTAs for which an SM has registers, by their warpgroups
 # Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
 MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
 # How often it reads so at most, in less time than another launch takes; and the query columns for which it does.
-MAX_ROUNDS, MAX_MERGED_COLUMNS = 4, 32
+MAX_ROUNDS, MAX_MERGED_COLUMNS = 4, 48
 
 
 def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
@@ -133,7 +134,7 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
       count: of places.
       of_place: `(tables, place, shape, config)`, returns the output tile that a place merges, and whether it does.
     """
-    groups, width = _merge_warpgroups(shape, config), _merge_columns(shape, config, optional)
+    groups, width = _merge_layout(shape, config, optional)
     return launch(
         functools.partial(_merge_partials, tuple(optional), of_place, (groups, width), shape, config),
         out_type=results,
@@ -177,20 +178,21 @@ def _first_cut(tables, place, shape: LeanShape, config: LeanConfig):
     return jnp.minimum(number * count + lane, shape.num_output_tiles - 1), is_first
 
 
-def _merge_warpgroups(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns how many warpgroups share an output tile's partials.
+def _merge_layout(shape: LeanShape, config: LeanConfig, optional) -> tuple[int, int]:
+    """Returns how many warpgroups share an output tile's partials, and the query columns of one merging CTA.
 
-    Few output tiles have many partials each. Many output tiles need the registers for one another.
+    Few output tiles have many partials each, and are shared among more CTAs, which read more. All of these should be
+    resident at once. Many output tiles need the registers for one another.
     """
-    max_warpgroups = 4 if shape.cols <= 48 else 2  # with 64 columns, four warpgroups spill
-    return max_warpgroups if shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS <= config.num_ctas else 1
-
-
-def _merge_columns(shape: LeanShape, config: LeanConfig, optional) -> int:
-    """Returns the query columns of one merging CTA: few output tiles are shared among more CTAs, which read more."""
     ctas = shape.num_output_tiles * shape.padded_head_dim // MERGE_HEAD_DIMS
+    if ctas > config.num_ctas:
+        return 1, shape.cols
     is_plain = shape.target.is_hopper and shape.tokens is None and "other_out" not in optional
-    return COLUMNS if is_plain and ctas <= config.num_ctas else shape.cols
+    if not is_plain:
+        return 4 if shape.cols <= 48 else 2, shape.cols  # with 64 columns, four warpgroups spill
+    ctas *= shape.cols // COLUMNS
+    groups = (groups for groups, per_sm in RESIDENT_MERGES.items() if ctas <= per_sm * num_sms())
+    return next(groups, 1), COLUMNS
 
 
 def _merge_partials(names, of_place, layout, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):

@@ -100,12 +100,12 @@ def _fold(query, shape: LeanShape):
     """Returns `[B, T, K G, H]` as `[output tiles, columns, H]`: the query columns (t, g) of each KV head, in blocks."""
     batch, num_queries, num_heads, head_dim = query.shape
     group = num_heads // shape.num_kv_heads
-    if num_queries == 1 and shape.col_blocks == 1 and (group < 8 or group % 8 == 0):
-        return query.reshape(shape.num_output_tiles, group, head_dim)  # no copy; TMA fills what is missing up to 8
+    count = num_queries * group
     grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim)
-    columns = grouped.swapaxes(1, 2).reshape(batch, shape.num_kv_heads, num_queries * group, head_dim)
-    padding = shape.col_blocks * shape.cols - num_queries * group
-    columns = jnp.pad(columns, [(0, 0), (0, 0), (0, padding), (0, 0)])
+    columns = grouped.swapaxes(1, 2).reshape(batch, shape.num_kv_heads, count, head_dim)
+    if shape.col_blocks == 1 and (count < QUERY_MULTIPLE or count % QUERY_MULTIPLE == 0):
+        return columns.reshape(shape.num_output_tiles, count, head_dim)  # TMA fills what is missing up to 8
+    columns = jnp.pad(columns, [(0, 0), (0, 0), (0, shape.col_blocks * shape.cols - count), (0, 0)])
     return columns.reshape(shape.num_output_tiles, shape.cols, head_dim)
 
 

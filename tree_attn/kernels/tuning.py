@@ -8,12 +8,13 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.lean_layout import MAX_SPARE_COLUMNS, ROWS, LeanConfig, LeanShape, max_smem_bytes
+from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for two CTAs
+MAX_COLS_OF_128_KEYS = 32  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
@@ -72,7 +73,7 @@ def _orders(shape: LeanShape, sms: int, is_short: bool):
         # Where two stages leave no room for a second CTA: many output tiles gain more by it than by a second stage.
         orders = *orders[:-1], (2, 64, 1), orders[-1]
     if shape.cols > MAX_COLS_OF_TWO_CTAS:  # one CTA: with 64 keys at a time too few bytes are on their way
-        has_large_tiles = shape.head_dim <= 64 and shape.cols <= MAX_SPARE_COLUMNS and not is_short
+        has_large_tiles = shape.head_dim <= 64 and shape.cols <= MAX_COLS_OF_128_KEYS and not is_short
         return ((1, 128, 2), orders[-1]) if has_large_tiles else orders[-1:]
     return ((3, 64, 2), *orders) if is_short and shape.cols == 8 else orders
 
