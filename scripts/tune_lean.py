@@ -92,7 +92,7 @@ def _sweep(call, candidates):
     lean_shape = lean_call.lean_shape(query, key, num_slots=keys, scale=head_dim**-0.5, logits_soft_cap=None)
     sms = tuning.num_sms()
     for ctas_per_sm, block_kv, stages in candidates:
-        num_ctas = tuning.even_ctas(lean_shape, ctas_per_sm * sms, is_static=not is_ragged)
+        num_ctas = tuning.even_ctas(lean_shape, ctas_per_sm * sms, not is_ragged, block_kv)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(lean_shape, config) + RESERVED_SMEM_BYTES) > SMEM_BYTES_PER_SM:
             continue

@@ -223,6 +223,11 @@ def variants() -> list[Call]:
         Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
         Call(layout="paged", kv_heads=140, head_dim=256, **lengths, options={"local_window_size": (70, 0)}),
         Call(layout="packed", kv_heads=140, head_dim=256, **lengths | causal),
+        # An output tile for each of three CTAs of an SM.
+        *(
+            Call(kv_heads=300, group=group, head_dim=head_dim, slots=slots)
+            for head_dim, group, slots in ((64, 1, 200), (128, 4, 200), (128, 1, 251))
+        ),
         Call(head_dim=128, slots=200),
         Call(head_dim=128, options={"logits_soft_cap": 30.0}),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),

@@ -140,7 +140,9 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     queries = shape.cols * 2 * shape.head_dim * itemsize
     states = 0
     if shape.target.is_hopper:
-        states += shape.cols * ((shape.padded_head_dim + 2) * 4 + shape.padded_head_dim * itemsize + 4)
+        states += shape.cols * (shape.padded_head_dim * itemsize + 4)
+        if not has_whole_output_tiles(shape, config):
+            states += shape.cols * (shape.padded_head_dim + 2) * 4
     if shape.uses_mma:
         states += shape.cols * (ROWS + 2) * 4 * 4  # of four warps
     else:

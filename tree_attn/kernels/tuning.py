@@ -10,29 +10,34 @@ import jax.numpy as jnp
 
 from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
-from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN
+from tree_attn.kernels.schedule import MERGE_KV_TILES, MIN_KV_TILES_PER_RUN, longest_run
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for two CTAs
 MAX_COLS_OF_128_KEYS = 32  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
+MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
 
-def lean_config(shape: LeanShape, is_static: bool) -> LeanConfig:
+def lean_config(shape: LeanShape, is_static: bool, sms: int | None = None) -> LeanConfig:
     """Returns the layout for `shape` on this process's first device: the table's, if it has an entry for such calls.
 
     Args:
       is_static: the schedule is known when compiling, because there are no lengths.
+      sms: streaming multiprocessors to have, default all.
     """
-    sms = num_sms()
+    sms = sms or num_sms()
+    if is_static and (config := _one_each(shape, sms)):
+        return config
     entry = _table().get(device_kind(), {}).get(table_key(shape, sms, is_static))
     if entry is None:
         return formula(shape, sms, is_static)
-    num_ctas = even_ctas(shape, entry["ctas_per_sm"] * sms, is_static)
-    return LeanConfig(block_kv=entry["block_kv"], num_stages=entry["num_stages"], num_ctas=num_ctas)
+    block_kv = entry["block_kv"]
+    num_ctas = even_ctas(shape, entry["ctas_per_sm"] * sms, is_static, block_kv)
+    return LeanConfig(block_kv=block_kv, num_stages=entry["num_stages"], num_ctas=num_ctas)
 
 
 def table_key(shape: LeanShape, sms: int, is_static: bool) -> str:
@@ -55,15 +60,31 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     """
     if shape.is_many_query:  # the registers of a whole SM
         block_kv = 128 if shape.head_dim <= 128 else 64
-        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
+        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static, block_kv))
     is_short = _is_short(shape, is_static)
     orders = _mma_orders(shape, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     for ctas_per_sm, block_kv, stages in orders:
-        num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static)
+        num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static, block_kv)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= shape.target.smem_bytes_per_sm:
             return config
     raise AssertionError(f"a tile of K and of V must fit in shared memory, got {shape}")
+
+
+def _one_each(shape: LeanShape, sms: int) -> LeanConfig | None:
+    """Returns a layout of three CTAs per SM, if these are enough to have an output tile each, and two are not.
+
+    Output tiles of equal length are then not cut. Some SMs have two CTAs and others three, which costs less than a
+    merge.
+    """
+    has_registers = shape.cols == 8 and not shape.uses_mma and shape.head_dim <= 128
+    config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=shape.num_output_tiles)
+    is_due = 2 * sms < shape.num_output_tiles <= 3 * sms and shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
+    if not (has_registers and is_due):
+        return None
+    shape = shape.replace(static_kv_tiles=-(-shape.num_slots // ROWS))  # there is no memory for partial states
+    smem_bytes = 3 * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES)
+    return config if smem_bytes <= shape.target.smem_bytes_per_sm else None
 
 
 def _orders(shape: LeanShape, sms: int, is_short: bool):
@@ -100,7 +121,7 @@ def _is_short(shape: LeanShape, is_static: bool) -> bool:
     return shape.num_slots <= most_kv_tiles * ROWS and not shape.is_packed
 
 
-def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
+def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int) -> int:
     """Returns at most `ctas`: a multiple of many lanes, which cuts output tiles of equal length alike.
 
     So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md).
@@ -110,16 +131,31 @@ def even_ctas(shape: LeanShape, ctas: int, is_static: bool) -> int:
     lanes = next(n for n in divisors if ctas // n * n >= MIN_SHARE_OF_CTAS * ctas)
     runs = ctas // lanes
     if is_static or shape.batch == 1:
-        runs = even_runs(shape.num_output_tiles // lanes, runs)
+        kv_tiles = -(-shape.num_slots // block_kv) if is_static else None
+        runs = even_runs(shape.num_output_tiles // lanes, runs, kv_tiles)
     return lanes * runs
 
 
-def even_runs(output_tiles: int, runs: int) -> int:
-    """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike."""
-    even = (
-        output_tiles * (runs // output_tiles) if output_tiles <= runs else -(-output_tiles // -(-output_tiles // runs))
-    )
-    return even if even >= MIN_SHARE_OF_CTAS * runs else runs
+def even_runs(output_tiles: int, runs: int, kv_tiles: int | None = None) -> int:
+    """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike.
+
+    Args:
+      kv_tiles: of each output tile, where that is known when compiling. Then none is cut where a merge would take
+        longer than what it saves.
+    """
+    whole = -(-output_tiles // runs)  # output tiles of the longest run, if none is cut
+    of_whole = -(-output_tiles // whole)
+    even = output_tiles * (runs // output_tiles) if output_tiles <= runs else of_whole
+    if even >= MIN_SHARE_OF_CTAS * runs:
+        return even
+    if kv_tiles is not None and whole * kv_tiles <= longest_run(output_tiles * kv_tiles, runs) + MERGE_KV_TILES:
+        return of_whole
+    return runs
+
+
+def sms_beside_transfers() -> int:
+    """Returns how many SMs attention has beside a ring's transfers, which take longer and need the memory too."""
+    return max(num_sms() // 8, 1)
 
 
 def num_sms() -> int:

@@ -95,7 +95,7 @@ def laid_out(step: Step, layout: str) -> list[Way]:
     def config(shape, is_static):
         if shape.is_many_query:
             return chosen(shape, is_static)
-        num_ctas = tuning.even_ctas(shape, ctas_per_sm * tuning.num_sms(), is_static)
+        num_ctas = tuning.even_ctas(shape, ctas_per_sm * tuning.num_sms(), is_static, block_kv)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) > shape.target.smem_bytes_per_sm:
             raise ValueError(
