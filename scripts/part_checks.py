@@ -19,6 +19,8 @@ ODD_SHAPES = (
     dict(num_queries=1, num_heads=6, num_kv_heads=2, head_dim=80, num_keys=1001, **FLOAT8),
     *(dict(num_queries=1, num_heads=8, num_kv_heads=8, head_dim=128, num_keys=keys) for keys in (1, 37, 101)),
     dict(num_queries=1, num_heads=32, num_kv_heads=8, head_dim=128, num_keys=700, batch=128),
+    # An output tile for each of three CTAs of an SM.
+    *(dict(num_queries=1, num_heads=16, num_kv_heads=8, head_dim=dim, num_keys=701, batch=36) for dim in (64, 128)),
 )
 PAGED_SHAPES = (
     dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=128, num_keys=1920),
