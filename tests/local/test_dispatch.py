@@ -66,10 +66,11 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
     """Its kernels are stood in for by XLA: what is under test is what reaches them, and the rule for gradients."""
     calls = []
 
-    def kernels(query, key, value, scales, merge_with, visible, how):
+    def kernels(query, key, value, scales, merge_with, visible, options):
         calls.append((key.dtype, scales))
-        options = dict(scale=how.scale, logits_soft_cap=how.logits_soft_cap, visible=visible, scales=scales)
-        return xla.attend(query, key, value, **options)
+        of_xla = dict(options._asdict(), visible=visible, scales=scales)
+        of_xla.pop("beside_transfers")
+        return xla.attend(query, key, value, **of_xla)
 
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "_lean_padded", kernels)
@@ -86,9 +87,10 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
 
 
 def test_mosaic_gpu_differentiates_a_state_that_it_merges_with(monkeypatch):
-    def kernels(query, key, value, scales, merge_with, visible, how):
-        options = dict(scale=how.scale, logits_soft_cap=how.logits_soft_cap, visible=visible, scales=scales)
-        return merge_state(xla.attend(query, key, value, **options), merge_with)
+    def kernels(query, key, value, scales, merge_with, visible, options):
+        of_xla = dict(options._asdict(), visible=visible, scales=scales)
+        of_xla.pop("beside_transfers")
+        return merge_state(xla.attend(query, key, value, **of_xla), merge_with)
 
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "_lean_padded", kernels)

@@ -111,13 +111,13 @@ def attend(
         derivative.
       beside_transfers: as in `tree_attn.local.attend_shard`.
     """
-    how = _How(scale, logits_soft_cap, beside_transfers)
+    options = _Options(scale, logits_soft_cap, beside_transfers)
     if exchange is None:
-        return _attend(query, key, value, scales, merge_with, visible, how)
-    return _lean_padded(query, key, value, scales, merge_with, visible, how, exchange)
+        return _attend(query, key, value, scales, merge_with, visible, options)
+    return _lean_padded(query, key, value, scales, merge_with, visible, options, exchange)
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """The arguments of `attend` that are no arrays."""
 
     scale: float
@@ -126,22 +126,22 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(query, key, value, scales, merge_with, visible: Visibility, how: _How) -> SoftmaxState:
-    return _lean_padded(query, key, value, scales, merge_with, visible, how)
+def _attend(query, key, value, scales, merge_with, visible: Visibility, options: _Options) -> SoftmaxState:
+    return _lean_padded(query, key, value, scales, merge_with, visible, options)
 
 
-def _forward(query, key, value, scales, merge_with, visible, how: _How):
-    state = _attend(query, key, value, scales, merge_with, visible, how)
+def _forward(query, key, value, scales, merge_with, visible, options: _Options):
+    state = _attend(query, key, value, scales, merge_with, visible, options)
     return state, (query, key, value, scales, merge_with, visible)
 
 
-def _backward(how: _How, residuals, cotangents):
+def _backward(options: _Options, residuals, cotangents):
     # Decoding is not trained through, so XLA recomputes.
     *arrays, visible = residuals
 
     def recompute(query, key, value, scales, merge_with):
-        options = dict(scale=how.scale, logits_soft_cap=how.logits_soft_cap, visible=visible, scales=scales)
-        state = xla.attend(query, key, value, **options)
+        of_xla = dict(scale=options.scale, logits_soft_cap=options.logits_soft_cap, visible=visible, scales=scales)
+        state = xla.attend(query, key, value, **of_xla)
         return state if merge_with is None else merge_state(state, merge_with)
 
     _, pull = jax.vjp(recompute, *arrays)
@@ -151,7 +151,9 @@ def _backward(how: _How, residuals, cotangents):
 _attend.defvjp(_forward, _backward)
 
 
-def _lean_padded(query, key, value, scales, merge_with, visible: Visibility, how: _How, exchange=None) -> SoftmaxState:
+def _lean_padded(
+    query, key, value, scales, merge_with, visible: Visibility, options: _Options, exchange=None
+) -> SoftmaxState:
     """Runs the kernel over `[B, S, K, H]` with any mask that `visible` holds."""
     if key.shape[1] == 0:
         state = no_keys(query) if merge_with is None else merge_state(no_keys(query), merge_with)
@@ -159,7 +161,7 @@ def _lean_padded(query, key, value, scales, merge_with, visible: Visibility, how
     spans = None if visible.is_total else visible.slot_ranges()
     return lean_state(
         query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, scales=scales,
-        **how._asdict(),
+        **options._asdict(),
     )  # fmt: skip
 
 
