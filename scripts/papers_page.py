@@ -18,14 +18,28 @@ ROWS = {
         ["llama_h200/eight_gpus_8processes.jsonl"],
         "They have 32k tokens only, weights spread, and one trial.",
     ),
+    "tree-table-2": (
+        ["reproduced_h100/tree-table-2.jsonl"],
+        "They have all weights on every GPU, and no ring at 32,000 tokens: the time for them was over.",
+    ),
     "tree-figure-3": (["compare_8xh200_8processes/results.jsonl"], "They predate the spreading of transfers."),
+    "tree-figure-4": (["reproduced_h100/tree-figure-4.jsonl"], "They have two of the hidden sizes."),
+    "lean-figure-8": (
+        ["reproduced_h100/lean-figure-8.jsonl"],
+        "They are older than three CTAs of an SM. With 512k keys the GPU has no memory for a second copy.",
+    ),
     "lean-figure-7": (
         ["lean_h200/figures.jsonl"],
         "They are of (c) alone, without the fixed split; their (a) and (b) have a batch of 1.",
     ),
+    "lean-figure-13": (["reproduced_h100/lean-figure-13.jsonl"], "They have one context."),
     "bifurcated-table-6": (
         ["llama_h200/samples_7b.jsonl"],
         "They have five batches, and none without sharing.",
+    ),
+    "bifurcated-table-7": (
+        ["reproduced_h100/bifurcated-table-7.jsonl"],
+        "They have 8k tokens, shared, and six batches.",
     ),
     "hydragen-figure-4": (["prefix_h200/table.jsonl"], "They have one length of suffix."),
     "hydragen-figure-6": (["llama_h200/levels_7b.jsonl"], "They have no larger batch."),
