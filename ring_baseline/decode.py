@@ -118,8 +118,7 @@ class _RingDecode:
 
         def attend_to(way: Way, load, hop) -> SoftmaxState:
             visiting = dataclasses.replace(shard, index=source(self.axes, way.step * hop))
-            is_beside = self.variant == "overlapped" and hop < shard.num_shards - 1
-            return attend_shard(way.query, *way.key_value(load, hop), way.options, visiting, beside_transfers=is_beside)
+            return attend_shard(way.query, *way.key_value(load, hop), way.options, visiting, beside_transfers=True)
 
         rotation = "one_way"
         if self.variant == "overlapped":

@@ -12,12 +12,12 @@ jit, with command buffers as JAX has them; `--options` adds the ways with option
 graphs, in a process of its own. Copies of K and V rotate, so that no cache holds them. The profiler gives the sum of
 kernel times.
 
-`--workers` processes compile all programs before anything is timed. A program of which another way has the same is
-timed once, and its row says so.
+`--workers` processes compile all programs before anything is timed, and `--threads` others FlashInfer's kernels, of
+which the first call of each kind compiles one. A program of which another way has the same is timed once, and its row
+says so.
 
 A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit, but for those
-that a second try may mend. The first call of each kind of FlashInfer's kernels is compiled; `--build` does that for all
-cases, several at once, and times nothing.
+that a second try may mend. `--build` compiles FlashInfer's kernels for all cases, and times nothing.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts", help="also time these of the lean kernel, CTAs per SM x keys x stages: 2x64x1,1x64x3"
     )
-    parser.add_argument("--threads", type=int, default=4, help="processes of --build at the same time")
+    parser.add_argument("--threads", type=int, default=4, help="processes that compile FlashInfer's kernels")
     parser.add_argument("--workers", type=int, default=4, help="processes that compile programs ahead")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
@@ -122,14 +122,14 @@ def parse_options(text: str | None) -> dict[str, str | bool | int]:
     return found
 
 
-def build(cases: list[Step], args: argparse.Namespace) -> int:
-    """Compiles FlashInfer's kernels for all cases, several at a time."""
+def build(cases: list[Step], args: argparse.Namespace, is_missing=lambda step, way: True) -> int:
+    """Compiles FlashInfer's kernels, several at a time, for the ways that are missing of all cases."""
     needed = {}
     for step in cases:
         small = dataclasses.replace(
             step, lengths=tuple(min(n, 256) for n in step.lengths[:2]), slots=0, prefix=min(step.prefix, 256)
         )
-        for way in _chosen(sweep_flashinfer.ways(step), args.ways):
+        for way in filter(functools.partial(is_missing, step), _chosen(sweep_flashinfer.ways(step), args.ways)):
             needed.setdefault(sweep_flashinfer.kernel_key(small, way), (small, way))
 
     def make(item: tuple) -> str | None:
@@ -170,7 +170,12 @@ class Sweep:
         compilers = Compilers(self._args.workers)
         files = {step.case: self._compiled(step, compilers) for step in cases}
         start = time.monotonic()
-        compilers.await_all(until=self._end)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            has_peer = self._flashinfer is not None
+            building = [pool.submit(build, cases, self._args, self._is_missing)] if has_peer else []
+            compilers.await_all(until=self._end)
+        for one in building:
+            one.result()  # it raises what went wrong
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
         for number, step in enumerate(cases):
             if time.monotonic() > self._end:

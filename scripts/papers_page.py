@@ -20,7 +20,7 @@ ROWS = {
     ),
     "tree-table-2": (
         ["reproduced_h100/tree-table-2.jsonl"],
-        "They have all weights on every GPU, and no ring at 32,000 tokens: the time for them was over.",
+        "They have all weights on every GPU, and no ring at 32,000 tokens, before which the time was over.",
     ),
     "tree-figure-3": (["compare_8xh200_8processes/results.jsonl"], "They predate the spreading of transfers."),
     "tree-figure-4": (["reproduced_h100/tree-figure-4.jsonl"], "They have two of the hidden sizes."),

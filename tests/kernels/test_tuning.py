@@ -7,13 +7,14 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from tree_attn.kernels import lean, tuning
+from tree_attn.kernels import lean, lean_merge, tuning
 from tree_attn.kernels.lean_call import column_blocks, schedule_tables
 from tree_attn.kernels.lean_layout import (
     ARE_WHOLE,
     FIRST_SLOT,
     LeanConfig,
     LeanShape,
+    has_whole_output_tiles,
     lanes,
     max_smem_bytes,
     padding_bytes,
@@ -106,18 +107,22 @@ def test_output_tiles_of_equal_length_are_cut_alike_where_that_costs_few_ctas(
     output_tiles, ctas, of_sequences, of_heads
 ):
     shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1)
-    assert even_ctas(shape, ctas, True, 64) == of_sequences
-    assert even_ctas(shape, ctas, False, 64) == (ctas if output_tiles > 1 else of_sequences)
+    assert even_ctas(shape, ctas, True) == of_sequences
+    assert even_ctas(shape, ctas, False) == (ctas if output_tiles > 1 else of_sequences)
     one_sequence = SHAPE.replace(batch=1, num_kv_heads=output_tiles)  # all of one length, which only the device knows
-    assert even_ctas(one_sequence, ctas, False, 64) == of_heads
+    assert even_ctas(one_sequence, ctas, False) == of_heads
 
 
 @pytest.mark.parametrize(
-    "output_tiles, kv_tiles, expected", [(100, 4, 100), (100, 5, 264), (300, 3, 150), (300, 4, 264), (8, 313, 264)]
-)
-def test_output_tiles_are_not_cut_where_a_merge_would_take_longer(output_tiles, kv_tiles, expected):
+    "output_tiles, kv_tiles, is_whole",
+    [(100, 4, True), (100, 5, False), (128, 4, True), (128, 6, False), (300, 3, True), (300, 4, False),
+     (301, 3, False), (51, 3, True), (8, 313, False)],
+)  # fmt: skip
+def test_equal_output_tiles_are_left_whole_where_a_merge_would_take_longer(output_tiles, kv_tiles, is_whole):
     shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1, num_slots=64 * kv_tiles)
-    assert even_ctas(shape, 264, True, 64) == expected
+    of = lambda ctas: has_whole_output_tiles(shape.replace(static_kv_tiles=kv_tiles), LeanConfig(num_ctas=ctas))
+    assert of(even_ctas(shape, 264, True, 64)) == is_whole
+    assert not of(even_ctas(shape, 264, True)), "a state of other keys is merged anyway"
     assert even_ctas(shape, 264, False, 64) == 264, "how long they are is not known"
 
 
@@ -127,7 +132,7 @@ def test_output_tiles_are_not_cut_where_a_merge_would_take_longer(output_tiles, 
 )
 def test_heads_that_are_cut_alike_are_as_many_as_keep_the_ctas_busy(heads, ctas, expected):
     shape = SHAPE.replace(batch=50, num_kv_heads=heads)
-    config = LeanConfig(num_ctas=even_ctas(shape, ctas, False, 64))
+    config = LeanConfig(num_ctas=even_ctas(shape, ctas, False))
     assert lanes(shape, config) == expected and config.num_ctas >= 0.9 * ctas
 
 
@@ -146,7 +151,7 @@ def test_an_entry_of_the_table_is_taken_and_others_stay(table):
     assert lean_config(SHAPE, is_static=False) == formula(SHAPE, tuning.num_sms(), is_static=False)
     write_table("Testla", {key: {"block_kv": 192, "num_stages": 5, "ctas_per_sm": 1}})
     write_table("Testla", {"another key": {"block_kv": 64, "num_stages": 2, "ctas_per_sm": 2}})
-    expected = LeanConfig(block_kv=192, num_stages=5, num_ctas=even_ctas(SHAPE, tuning.num_sms(), False, 192))
+    expected = LeanConfig(block_kv=192, num_stages=5, num_ctas=even_ctas(SHAPE, tuning.num_sms(), False))
     assert lean_config(SHAPE, is_static=False) == expected
     assert lean_config(SHAPE, is_static=True) == formula(SHAPE, tuning.num_sms(), is_static=True)
     assert lean_config(SHAPE.replace(head_dim=64), is_static=False) != expected
@@ -230,20 +235,28 @@ def test_many_output_tiles_of_large_heads_have_two_ctas_of_one_stage(batch, stag
     assert (config.num_stages, -(-config.num_ctas // 132)) == (stages, ctas_per_sm)
 
 
-def test_beside_transfers_a_call_has_an_eighth_of_the_sms():
-    config = lean_config(SHAPE, is_static=True, sms=tuning.sms_beside_transfers())
-    assert config.num_ctas <= 2 * tuning.DEFAULT_SMS // 8 < lean_config(SHAPE, is_static=True).num_ctas
-
-
 @pytest.mark.parametrize(
     "output_tiles, slots, changes, is_one_each",
     [(265, 1000, {}, True), (396, 8192, {}, True), (264, 1000, {}, False), (397, 1000, {}, False),
-     (300, 8193, {}, False), (300, 1000, {"cols": 16}, False), (300, 1000, {"head_dim": 256}, False),
-     (300, 1000, {"head_dim": 64}, True), (300, 1000, {"key_dtype": jnp.dtype("float8_e4m3fn")}, False)],
+     (300, 8193, {}, False), (300, 64, {}, False), (300, 1000, {"cols": 16}, False),
+     (300, 1000, {"head_dim": 256}, False), (300, 1000, {"head_dim": 64}, True),
+     (300, 1000, {"key_dtype": jnp.dtype("float8_e4m3fn")}, False)],
 )  # fmt: skip
 def test_three_ctas_of_an_sm_have_an_output_tile_each_where_two_are_too_few(output_tiles, slots, changes, is_one_each):
     shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1, num_slots=slots, **changes)
-    config = lean_config(shape, is_static=True)
-    one_each = LeanConfig(block_kv=64, num_stages=2, num_ctas=output_tiles)
-    assert config == (one_each if is_one_each else formula(shape, tuning.num_sms(), is_static=True))
-    assert lean_config(shape, is_static=False) == formula(shape, tuning.num_sms(), is_static=False)
+    one_each, sms = LeanConfig(block_kv=64, num_stages=2, num_ctas=output_tiles), tuning.num_sms()
+    expected = one_each if is_one_each else formula(shape, sms, is_static=True, leaves_whole=True)
+    assert lean_config(shape, is_static=True, leaves_whole=True) == expected
+    assert lean_config(shape, is_static=True) == formula(shape, sms, is_static=True), "a state of other keys is merged"
+    assert lean_config(shape, is_static=False, leaves_whole=True) == formula(shape, sms, is_static=False)
+
+
+@pytest.mark.parametrize(
+    "output_tiles, cols, expected",
+    [(8, 64, (4, 8)), (24, 48, (2, 8)), (66, 32, (1, 8)), (133, 8, (1, 8)), (7, 8, (4, 8))],
+)
+def test_all_ctas_of_a_merge_are_resident_at_once(output_tiles, cols, expected):
+    """Each has 64 head dims of 8 query columns; those of four warpgroups have an SM for themselves."""
+    shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1, cols=cols)
+    layout = lean_merge._merge_layout(shape, LeanConfig(num_ctas=132), {})
+    assert layout == expected

@@ -66,11 +66,10 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
     """Its kernels are stood in for by XLA: what is under test is what reaches them, and the rule for gradients."""
     calls = []
 
-    def kernels(query, key, value, scales, merge_with, visible, options):
+    def kernels(query, key, value, scales, merge_with, visible, scale, logits_soft_cap):
         calls.append((key.dtype, scales))
-        of_xla = dict(options._asdict(), visible=visible, scales=scales)
-        of_xla.pop("beside_transfers")
-        return xla.attend(query, key, value, **of_xla)
+        options = dict(scale=scale, logits_soft_cap=logits_soft_cap, visible=visible, scales=scales)
+        return xla.attend(query, key, value, **options)
 
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "_lean_padded", kernels)
@@ -87,10 +86,9 @@ def test_mosaic_gpu_takes_float8_as_it_is_stored_and_differentiates_the_scales(s
 
 
 def test_mosaic_gpu_differentiates_a_state_that_it_merges_with(monkeypatch):
-    def kernels(query, key, value, scales, merge_with, visible, options):
-        of_xla = dict(options._asdict(), visible=visible, scales=scales)
-        of_xla.pop("beside_transfers")
-        return merge_state(xla.attend(query, key, value, **of_xla), merge_with)
+    def kernels(query, key, value, scales, merge_with, visible, scale, logits_soft_cap):
+        options = dict(scale=scale, logits_soft_cap=logits_soft_cap, visible=visible, scales=scales)
+        return merge_state(xla.attend(query, key, value, **options), merge_with)
 
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     monkeypatch.setattr(mosaic_gpu, "_lean_padded", kernels)
@@ -131,14 +129,14 @@ def test_none_takes_cudnn_for_what_it_can_do(dtype, options, expected, caplog):
     assert np.all(np.asarray(out) == 42) == (expected == "cudnn")
 
 
-def test_a_prompts_ring_is_given_another_kernel_than_a_decoding_step(monkeypatch):
-    """Beside transfers the many-query kernel, which keeps every SM to its end, is slower than cuDNN."""
+def test_a_ring_is_given_another_kernel_than_a_tree(monkeypatch):
+    """Beside transfers the lean kernel, which keeps every SM to its end, is slower than cuDNN."""
     for backend in IMPLEMENTATIONS.values():
         monkeypatch.setattr(backend, "unavailable", lambda: None)
         monkeypatch.setattr(backend, "unsupported", lambda *_, **__: None)
-    query, prompt, key = (jnp.zeros((1, size, 2, 64), jnp.bfloat16) for size in (1, 48, 48))
-    visible = visibility(AttentionOptions(), batch=1, num_queries=1, num_slots=48, shard=Shard())
+    query, key = (jnp.zeros((1, size, 2, 64), jnp.bfloat16) for size in (1, 16))
+    visible = visibility(AttentionOptions(), batch=1, num_queries=1, num_slots=16, shard=Shard())
     pick = partial(choose, query, key, key, implementation=None, visible=visible)
-    assert pick() == pick(beside_transfers=True) == "mosaic_gpu"
-    assert choose(prompt, key, key, implementation=None, visible=visible, beside_transfers=True) == "cudnn"
-    assert choose(prompt, key, key, implementation="mosaic_gpu", beside_transfers=True) == "mosaic_gpu"
+    assert pick() == "mosaic_gpu"
+    assert pick(beside_transfers=True) == "cudnn"
+    assert choose(None, None, None, implementation="mosaic_gpu", beside_transfers=True) == "mosaic_gpu"

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from prompts import assert_value_and_gradients
 
 from tree_attn import attend, make_mesh, storage_order, tree_decode
-from tree_attn.local import mosaic_gpu
 from tree_attn.ring_baseline import ring_decode
 
 VARIANTS = ["overlapped", "public"]
@@ -148,19 +147,3 @@ def test_over_no_keys_it_is_empty_but_for_the_sinks(variant):
     out, lse = decode(query, key[:, :0], key[:, :0])
     assert not np.asarray(out).any()
     np.testing.assert_array_equal(lse, np.broadcast_to(SINKS, lse.shape))
-
-
-@pytest.mark.parametrize("variant, expected", [("overlapped", [True, True, False]), ("public", [False])])
-def test_attention_leaves_most_sms_to_the_transfers_beside_it(variant, expected, monkeypatch):
-    """Its kernel is stood in for: what is under test is what reaches it, at each hop or in the body of a loop."""
-    found = []
-
-    def kernel(query, *_, beside_transfers, **__):
-        found.append(beside_transfers)
-        return mosaic_gpu.no_keys(query)
-
-    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    monkeypatch.setattr(mosaic_gpu, "unsupported", lambda *_, **__: None)
-    monkeypatch.setattr(mosaic_gpu, "lean_state", kernel)
-    jax.make_jaxpr(ring_on(3, variant=variant, implementation="mosaic_gpu"))(*Case(dtype="bfloat16", keys=36).arrays())
-    assert found[: len(expected)] == expected and set(found) == set(expected)

@@ -184,7 +184,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         has_partials=epilogue is None and not has_whole_output_tiles(shape, config) and "arrivals" not in tables,
     )
 
-    # Two words, which take a KiB as an array. Where shared memory is small they lie where warps leave states before.
+    # Two words take a KiB as an array. Where shared memory is small they lie where warps have left states before.
     has_words = "arrivals" in tables and shape.target.is_hopper
     other_smem = {"arrival_smem": plgpu.SMEM((2,), jnp.int32)} if has_words else {}
     if overlaps(shape.target):

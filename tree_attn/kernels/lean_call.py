@@ -143,8 +143,7 @@ class LeanCall:
 
 def plan_call(
     query, key, spans, *, num_slots: int, scale: float, logits_soft_cap: float | None, scales=None, pages=None,
-    is_packed: bool = False, leaves_whole: bool = False, beside_transfers: bool = False,
-    config: LeanConfig | None = None,
+    is_packed: bool = False, leaves_whole: bool = False, config: LeanConfig | None = None,
 ) -> LeanCall:  # fmt: skip
     """Plans a call: the static shape, the tuned layout and the schedule. Arguments are checked already.
 
@@ -157,7 +156,6 @@ def plan_call(
       pages: int32 `[B, pages]` where K and V are pages, else None.
       leaves_whole: the schedule may cut no output tile where lengths are such that a merge would take longer. Not for a
         call that is merged with a state over other keys, or with other devices.
-      beside_transfers: the lean kernel has a share of the SMs only (`tuning.sms_beside_transfers`).
       config: default: as tuned.
     """
     batch, num_queries, num_heads, _ = query.shape
@@ -166,8 +164,7 @@ def plan_call(
         query, key, num_slots=num_slots, scale=scale, logits_soft_cap=logits_soft_cap, page_size=page_size,
         is_packed=is_packed,
     )  # fmt: skip
-    sms = tuning.sms_beside_transfers() if beside_transfers and not shape.is_many_query else None
-    config = config or tuning.lean_config(shape, is_static=spans is None, sms=sms)
+    config = config or tuning.lean_config(shape, is_static=spans is None, leaves_whole=leaves_whole)
     if page_size is not None and page_size % config.block_kv and page_size % ROWS == 0:
         config = dataclasses.replace(config, block_kv=ROWS)  # a KV tile lies within one page
     tables = {"scales": scales, "pages": pages}

@@ -25,7 +25,7 @@ from tree_attn.kernels.tuning import num_sms
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 COLUMNS = 8  # of a merging CTA at least
-RESIDENT_MERGES = {4: 1, 2: 3, 1: 7}  # such CTAs for which an SM has registers, by their warpgroups
+RESIDENT_MERGES = {4: 1, 2: 3}  # such CTAs, of 72 registers a thread, that an SM holds, by their warpgroups
 # Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
 MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
 # How often it reads so at most, in less time than another launch takes; and the query columns for which it does.

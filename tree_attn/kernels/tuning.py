@@ -22,21 +22,23 @@ MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
 
-def lean_config(shape: LeanShape, is_static: bool, sms: int | None = None) -> LeanConfig:
+def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -> LeanConfig:
     """Returns the layout for `shape` on this process's first device: the table's, if it has an entry for such calls.
+
+    Where three CTAs of an SM have an output tile each, that comes before the table.
 
     Args:
       is_static: the schedule is known when compiling, because there are no lengths.
-      sms: streaming multiprocessors to have, default all.
+      leaves_whole: output tiles of one length may be left whole where a merge would take longer.
     """
-    sms = sms or num_sms()
-    if is_static and (config := _one_each(shape, sms)):
+    sms = num_sms()
+    if is_static and leaves_whole and (config := _one_each(shape, sms)):
         return config
     entry = _table().get(device_kind(), {}).get(table_key(shape, sms, is_static))
     if entry is None:
-        return formula(shape, sms, is_static)
+        return formula(shape, sms, is_static, leaves_whole)
     block_kv = entry["block_kv"]
-    num_ctas = even_ctas(shape, entry["ctas_per_sm"] * sms, is_static, block_kv)
+    num_ctas = even_ctas(shape, entry["ctas_per_sm"] * sms, is_static, block_kv if leaves_whole else None)
     return LeanConfig(block_kv=block_kv, num_stages=entry["num_stages"], num_ctas=num_ctas)
 
 
@@ -50,7 +52,7 @@ def table_key(shape: LeanShape, sms: int, is_static: bool) -> str:
     return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {lengths} {rows}{products}"
 
 
-def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
+def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = False) -> LeanConfig:
     """Returns a layout for a device that was not tuned.
 
     That is two stages of KV tiles of 64 keys and two CTAs per SM. 128 KiB of K and V are then on their way to each SM,
@@ -60,11 +62,11 @@ def formula(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig:
     """
     if shape.is_many_query:  # the registers of a whole SM
         block_kv = 128 if shape.head_dim <= 128 else 64
-        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static, block_kv))
+        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
     is_short = _is_short(shape, is_static)
     orders = _mma_orders(shape, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     for ctas_per_sm, block_kv, stages in orders:
-        num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static, block_kv)
+        num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static, block_kv if leaves_whole else None)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= shape.target.smem_bytes_per_sm:
             return config
@@ -79,7 +81,7 @@ def _one_each(shape: LeanShape, sms: int) -> LeanConfig | None:
     """
     has_registers = shape.cols == 8 and not shape.uses_mma and shape.head_dim <= 128
     config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=shape.num_output_tiles)
-    is_due = 2 * sms < shape.num_output_tiles <= 3 * sms and shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
+    is_due = 2 * sms < shape.num_output_tiles <= 3 * sms and ROWS < shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
     if not (has_registers and is_due):
         return None
     shape = shape.replace(static_kv_tiles=-(-shape.num_slots // ROWS))  # there is no memory for partial states
@@ -121,8 +123,10 @@ def _is_short(shape: LeanShape, is_static: bool) -> bool:
     return shape.num_slots <= most_kv_tiles * ROWS and not shape.is_packed
 
 
-def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int) -> int:
+def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int | None = None) -> int:
     """Returns at most `ctas`: a multiple of many lanes, which cuts output tiles of equal length alike.
+
+    With `block_kv`, and if the schedule is known when compiling, they are left whole where a merge would take longer.
 
     So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md).
     """
@@ -131,7 +135,7 @@ def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int) -> in
     lanes = next(n for n in divisors if ctas // n * n >= MIN_SHARE_OF_CTAS * ctas)
     runs = ctas // lanes
     if is_static or shape.batch == 1:
-        kv_tiles = -(-shape.num_slots // block_kv) if is_static else None
+        kv_tiles = -(-shape.num_slots // block_kv) if is_static and block_kv else None
         runs = even_runs(shape.num_output_tiles // lanes, runs, kv_tiles)
     return lanes * runs
 
@@ -140,22 +144,16 @@ def even_runs(output_tiles: int, runs: int, kv_tiles: int | None = None) -> int:
     """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike.
 
     Args:
-      kv_tiles: of each output tile, where that is known when compiling. Then none is cut where a merge would take
-        longer than what it saves.
+      kv_tiles: of each output tile, where none is to be cut if a merge would take longer than a longer run.
     """
-    whole = -(-output_tiles // runs)  # output tiles of the longest run, if none is cut
+    whole = -(-output_tiles // runs)  # output tiles of a run, if none is cut
     of_whole = -(-output_tiles // whole)
     even = output_tiles * (runs // output_tiles) if output_tiles <= runs else of_whole
-    if even >= MIN_SHARE_OF_CTAS * runs:
-        return even
-    if kv_tiles is not None and whole * kv_tiles <= longest_run(output_tiles * kv_tiles, runs) + MERGE_KV_TILES:
-        return of_whole
-    return runs
-
-
-def sms_beside_transfers() -> int:
-    """Returns how many SMs attention has beside a ring's transfers, which take longer and need the memory too."""
-    return max(num_sms() // 8, 1)
+    chosen = even if even >= MIN_SHARE_OF_CTAS * runs else runs
+    if kv_tiles is not None and output_tiles % of_whole == 0:
+        longest_cut = longest_run(output_tiles * kv_tiles, chosen)
+        return of_whole if whole * kv_tiles <= longest_cut + MERGE_KV_TILES else chosen
+    return chosen
 
 
 def num_sms() -> int:

@@ -36,8 +36,8 @@ IMPLEMENTATIONS: Mapping[str, Backend] = {
 # The order in which `implementation=None` tries them where nothing predicts their times. flash_attn reads K and V once
 # per query head: it is never picked.
 AUTOMATIC = ("mosaic_gpu", "cudnn", "xla")
-# The many-query kernel occupies every SM to its end, and a transfer's kernels wait for one.
-MANY_QUERIES_BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
+# The lean kernel occupies every SM to its end, and a transfer's kernels wait for one: cuDNN makes a faster ring.
+BESIDE_TRANSFERS = ("cudnn", "mosaic_gpu", "xla")
 _log = logging.getLogger("tree_attn")
 
 
@@ -111,8 +111,7 @@ def attend_shard(
     Args:
       options: checked already.
       query_shard: the shard of a prompt that the queries are, stored as its keys are; it gives their positions.
-      beside_transfers: the device sends and receives meanwhile, for longer, as in a ring. The automatic choice heeds
-        it. The lean kernel leaves most SMs, and the memory, to the transfers.
+      beside_transfers: the device sends and receives meanwhile, as in a ring; only the automatic choice heeds it.
       merge_with: a state over other keys, with which the result is merged, or None.
     """
     attention = shard_attention(
@@ -134,7 +133,6 @@ class ShardAttention:
     implementation: str
     scale: float
     arguments: dict[str, Any]  # the keyword arguments of the backend's `attend`, but for `scale`
-    beside_transfers: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -145,7 +143,6 @@ class ShardAttention:
         """Returns the state over the shard's keys, merged with `merge_with`; with `exchange`, over all devices."""
         arrays, arguments = (self.query, self.key, self.value), self.arguments | {"scale": self.scale}
         if self.implementation == "mosaic_gpu":  # its kernels merge anyway
-            arguments |= {"beside_transfers": self.beside_transfers}
             return mosaic_gpu.attend(*arrays, merge_with=merge_with, exchange=exchange, **arguments)
         state = IMPLEMENTATIONS[self.implementation].attend(*arrays, **arguments)
         state = state if merge_with is None else merge_state(state, merge_with)
@@ -178,10 +175,7 @@ def shard_attention(
         query, key, value, implementation=options.implementation, beside_transfers=beside_transfers, **arguments
     )
     scale = default_scale(options.scale, query.shape[-1])
-    return ShardAttention(
-        query=query, key=key, value=value, implementation=name, scale=scale, arguments=arguments,
-        beside_transfers=beside_transfers,
-    )  # fmt: skip
+    return ShardAttention(query=query, key=key, value=value, implementation=name, scale=scale, arguments=arguments)
 
 
 def choose(
@@ -211,11 +205,8 @@ def choose(
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot run: {reason}")
         return implementation
-    order = candidates or AUTOMATIC
-    if candidates is None and beside_transfers and mosaic_gpu.is_many_query(query, key):
-        order = MANY_QUERIES_BESIDE_TRANSFERS
     able = []
-    for name in order:
+    for name in candidates or (BESIDE_TRANSFERS if beside_transfers else AUTOMATIC):
         reason = reason_against(name)
         if reason is None:
             able.append(name)

@@ -5,7 +5,6 @@ loaded when one is made. Which instructions the kernels use on which GPU is said
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,13 +84,6 @@ def unsupported_pages(page_size: int, num_queries: int) -> str | None:
     return None
 
 
-def is_many_query(query, key) -> bool:
-    """Returns whether the many-query kernel would run the call, which has the registers of whole SMs."""
-    from tree_attn.kernels import lean_layout
-
-    return lean_layout.is_many_query(query.shape[1], query.shape[2] // key.shape[2])
-
-
 def slot_multiple(num_slots: int) -> int:
     """Returns the multiple to which a cache should round `num_slots` up for the kernel; 1 if that would pad much."""
     from tree_attn.kernels.lean_layout import SLOT_MULTIPLE
@@ -101,7 +93,7 @@ def slot_multiple(num_slots: int) -> int:
 
 def attend(
     query, key, value, *, scale: float, logits_soft_cap: float | None, visible: Visibility, scales=None,
-    merge_with: SoftmaxState | None = None, exchange=None, beside_transfers: bool = False,
+    merge_with: SoftmaxState | None = None, exchange=None,
 ) -> SoftmaxState:  # fmt: skip
     """Computes `(out, lse)` as `tree_attn.local.attend` defines them; arguments are checked already.
 
@@ -109,39 +101,29 @@ def attend(
       merge_with: a state over other keys, with which the result is merged, or None.
       exchange: merges with the states of other devices (`tree_attn.local.Exchange`), or None. Then there is no
         derivative.
-      beside_transfers: as in `tree_attn.local.attend_shard`.
     """
-    options = _Options(scale, logits_soft_cap, beside_transfers)
     if exchange is None:
-        return _attend(query, key, value, scales, merge_with, visible, options)
-    return _lean_padded(query, key, value, scales, merge_with, visible, options, exchange)
+        return _attend(query, key, value, scales, merge_with, visible, scale, logits_soft_cap)
+    return _lean_padded(query, key, value, scales, merge_with, visible, scale, logits_soft_cap, exchange)
 
 
-class _Options(NamedTuple):
-    """The arguments of `attend` that are no arrays."""
-
-    scale: float
-    logits_soft_cap: float | None
-    beside_transfers: bool
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attend(query, key, value, scales, merge_with, visible: Visibility, scale, logits_soft_cap) -> SoftmaxState:
+    return _lean_padded(query, key, value, scales, merge_with, visible, scale, logits_soft_cap)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(query, key, value, scales, merge_with, visible: Visibility, options: _Options) -> SoftmaxState:
-    return _lean_padded(query, key, value, scales, merge_with, visible, options)
-
-
-def _forward(query, key, value, scales, merge_with, visible, options: _Options):
-    state = _attend(query, key, value, scales, merge_with, visible, options)
+def _forward(query, key, value, scales, merge_with, visible, scale, logits_soft_cap):
+    state = _attend(query, key, value, scales, merge_with, visible, scale, logits_soft_cap)
     return state, (query, key, value, scales, merge_with, visible)
 
 
-def _backward(options: _Options, residuals, cotangents):
+def _backward(scale, logits_soft_cap, residuals, cotangents):
     # Decoding is not trained through, so XLA recomputes.
     *arrays, visible = residuals
 
     def recompute(query, key, value, scales, merge_with):
-        of_xla = dict(scale=options.scale, logits_soft_cap=options.logits_soft_cap, visible=visible, scales=scales)
-        state = xla.attend(query, key, value, **of_xla)
+        options = dict(scale=scale, logits_soft_cap=logits_soft_cap, visible=visible, scales=scales)
+        state = xla.attend(query, key, value, **options)
         return state if merge_with is None else merge_state(state, merge_with)
 
     _, pull = jax.vjp(recompute, *arrays)
@@ -152,17 +134,17 @@ _attend.defvjp(_forward, _backward)
 
 
 def _lean_padded(
-    query, key, value, scales, merge_with, visible: Visibility, options: _Options, exchange=None
+    query, key, value, scales, merge_with, visible: Visibility, scale, logits_soft_cap, exchange=None
 ) -> SoftmaxState:
     """Runs the kernel over `[B, S, K, H]` with any mask that `visible` holds."""
     if key.shape[1] == 0:
         state = no_keys(query) if merge_with is None else merge_state(no_keys(query), merge_with)
         return state if exchange is None else exchange.merge(state)
     spans = None if visible.is_total else visible.slot_ranges()
+    options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales)
     return lean_state(
-        query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, scales=scales,
-        **options._asdict(),
-    )  # fmt: skip
+        query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, **options
+    )
 
 
 def no_keys(query) -> SoftmaxState:

@@ -15,7 +15,7 @@ from tree_attn import ragged
 from tree_attn.arguments import AttentionOptions
 from tree_attn.commands.doctor import evidence
 from tree_attn.cost import datasheets, machine
-from tree_attn.local import AUTOMATIC, MANY_QUERIES_BESIDE_TRANSFERS, cudnn, shard_attention, why_not
+from tree_attn.local import AUTOMATIC, BESIDE_TRANSFERS, cudnn, shard_attention, why_not
 from tree_attn.masking import Visibility, visibility
 from tree_attn.placement import Shard
 from tree_attn.sparq import hopper
@@ -95,7 +95,7 @@ def _prompt() -> Picked:
     def ask(*arrays) -> Picked:
         options = _options(has_lengths=False, is_causal=True)
         picked = shard_attention(*arrays, options, Shard(), query_shard=Shard(), beside_transfers=True)
-        return picked.implementation, _passed_over(MANY_QUERIES_BESIDE_TRANSFERS, picked, arrays)
+        return picked.implementation, _passed_over(BESIDE_TRANSFERS, picked, arrays)
 
     return _traced(ask, NUM_KEYS)
 

@@ -92,10 +92,11 @@ def laid_out(step: Step, layout: str) -> list[Way]:
     ctas_per_sm, block_kv, stages = map(int, layout.split("x"))
     chosen = tuning.lean_config
 
-    def config(shape, is_static):
+    def config(shape, is_static, leaves_whole=False):
         if shape.is_many_query:
-            return chosen(shape, is_static)
-        num_ctas = tuning.even_ctas(shape, ctas_per_sm * tuning.num_sms(), is_static, block_kv)
+            return chosen(shape, is_static, leaves_whole)
+        ctas = ctas_per_sm * tuning.num_sms()
+        num_ctas = tuning.even_ctas(shape, ctas, is_static, block_kv if leaves_whole else None)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
         if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) > shape.target.smem_bytes_per_sm:
             raise ValueError(
