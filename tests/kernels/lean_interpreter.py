@@ -22,7 +22,7 @@ def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
     """Sets the layout, and how many KV tiles a merge is worth: by default so few that runs cut."""
     monkeypatch.setattr(lean_call, "MERGE_KV_TILES", merge_kv_tiles)
     config = LeanConfig(**{"num_ctas": 5, "block_kv": 64, "num_stages": 2} | layout)
-    monkeypatch.setattr(tuning, "lean_config", lambda shape, is_static: config)
+    monkeypatch.setattr(tuning, "lean_config", lambda shape, **_: config)
 
 
 @contextlib.contextmanager
