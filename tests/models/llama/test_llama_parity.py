@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 
 PLACES = [("tree", 8), ("tree", 3), ("ring", 8), ("single", 1)]
 # The demo's test has SmolLM2 by ring on eight devices, which take twice the CPU time of three.
-SMOLLM2_PLACES = [("tree", 5), ("ring", 3)]
+SMOLLM2_PLACES = [("tree", 3), ("ring", 3)]
 
 TINY = {
     "mha_untied": dict(num_key_value_heads=4, tie_word_embeddings=False),
