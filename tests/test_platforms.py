@@ -32,7 +32,7 @@ IS_ROW = {
     ),
     "decode, int8 cache": lambda row: row.get("cache_dtype") == "int8" and row["per_token_ms_median"] > 0,
     "packed ragged batch": lambda row: row.get("how") == "packed" and row["implementation"] == "mosaic_gpu",
-    "paged cache": lambda row: row.get("how") == "paged" and row["implementation"] == "mosaic_gpu",
+    "paged cache": lambda row: row["way"] == "mosaic_gpu" and row["page"] is not None and row["chain_us_median"] > 0,
     "shared prefix": lambda row: row.get("way") == "mosaic_gpu" and row["prefix"] > 0,
     "SparQ": lambda row: row.get("way") == "sparq" and row["device_us_median"] > 0,
     "prompt": lambda row: row.get("prefill_s", 0) > 0,
