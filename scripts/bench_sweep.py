@@ -122,8 +122,13 @@ def parse_options(text: str | None) -> dict[str, str | bool | int]:
     return found
 
 
-def build(cases: list[Step], args: argparse.Namespace, is_missing=lambda step, way: True) -> int:
-    """Compiles FlashInfer's kernels, several at a time, for the ways that are missing of all cases."""
+def build(cases: list[Step], args: argparse.Namespace, is_missing=lambda *_: True, is_over=lambda: False) -> int:
+    """Compiles FlashInfer's kernels, several at a time, for the ways that are missing of all cases.
+
+    Args:
+      is_missing: `(step, way)`, whether its row is wanted.
+      is_over: whether the time is over, so that no other kernel is begun.
+    """
     needed = {}
     for step in cases:
         small = dataclasses.replace(
@@ -133,6 +138,8 @@ def build(cases: list[Step], args: argparse.Namespace, is_missing=lambda step, w
             needed.setdefault(sweep_flashinfer.kernel_key(small, way), (small, way))
 
     def make(item: tuple) -> str | None:
+        if is_over():
+            return "the time is over"
         worker = sweep_flashinfer.Worker(args.flashinfer)
         reply = worker.time(*item, n_iters=1, only_build=True)
         worker.stop()
@@ -171,11 +178,16 @@ class Sweep:
         files = {step.case: self._compiled(step, compilers) for step in cases}
         start = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            has_peer = self._flashinfer is not None
-            building = [pool.submit(build, cases, self._args, self._is_missing)] if has_peer else []
-            compilers.await_all(until=self._end)
-        for one in building:
-            one.result()  # it raises what went wrong
+            is_over = lambda: time.monotonic() > self._end
+            wanted = cases if self._flashinfer is not None else []
+            building = pool.submit(build, wanted, self._args, self._is_missing, is_over) if wanted else None
+            try:
+                compilers.await_all(until=self._end)
+            except BaseException:
+                self._end = 0.0  # the build would go on, and be waited for
+                raise
+        if building is not None:
+            building.result()  # it raises what went wrong
         print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
         for number, step in enumerate(cases):
             if time.monotonic() > self._end:

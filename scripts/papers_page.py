@@ -26,7 +26,8 @@ ROWS = {
     "tree-figure-4": (["reproduced_h100/tree-figure-4.jsonl"], "They have two of the hidden sizes."),
     "lean-figure-8": (
         ["reproduced_h100/lean-figure-8.jsonl"],
-        "They are older than three CTAs of an SM. With 512k keys the GPU has no memory for a second copy.",
+        "They are of a kernel that cut output tiles which it leaves whole now, of 1k to 8k keys. With 512k the GPU has "
+        "no memory for a second copy.",
     ),
     "lean-figure-7": (
         ["lean_h200/figures.jsonl"],

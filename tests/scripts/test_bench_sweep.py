@@ -1,5 +1,6 @@
 """The sweep: cases follow from the seed and stay within bounds, and the summary counts as it says."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -161,6 +162,34 @@ def test_a_run_goes_on_where_it_ended(tmp_path, monkeypatch):
     first, second = sweep_cases.table()[:2]
     assert [sweep._is_missing(first, way) for way in errors] == [True, False, False]
     assert sweep._is_missing(second, "cudnn")
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("no compiler")])
+def test_a_run_compiles_flashinfers_kernels_before_it_times_anything(fault, tmp_path, monkeypatch, capsys):
+    found = []
+
+    def build(cases, args, is_missing, is_over):
+        found.append((cases, is_missing(cases[0], "flashinfer XQA"), is_over()))
+        if fault:
+            raise fault
+
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--out", str(tmp_path / "rows.jsonl")])
+    monkeypatch.setattr(sweep_flashinfer, "find", lambda folder: types.SimpleNamespace(stop=lambda: None))
+    monkeypatch.setattr(bench_sweep, "build", build)
+    sweep, cases = bench_sweep.Sweep(bench_sweep._arguments()), sweep_cases.table()[:1]
+    monkeypatch.setattr(sweep, "_compiled", lambda *_: {})
+    monkeypatch.setattr(sweep, "_case", lambda *_: print("timed"))
+    with pytest.raises(RuntimeError, match="no compiler") if fault else contextlib.nullcontext():
+        sweep.run(cases)
+    assert found == [(cases, True, False)]
+    assert ("timed" in capsys.readouterr().out) == (fault is None)
+
+
+def test_no_kernel_of_flashinfer_is_begun_when_the_time_is_over(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py"])
+    monkeypatch.setattr(sweep_flashinfer, "Worker", None)  # it would be called
+    assert bench_sweep.build(sweep_cases.table()[:1], bench_sweep._arguments(), is_over=lambda: True) == 0
+    assert "the time is over" in capsys.readouterr().out
 
 
 SMALL = dict(family="", case="", num_heads=4, num_kv_heads=2, head_dim=8)

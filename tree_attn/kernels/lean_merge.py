@@ -28,8 +28,7 @@ COLUMNS = 8  # of a merging CTA at least
 RESIDENT_MERGES = {4: 1, 2: 3}  # such CTAs, of 72 registers a thread, that an SM holds, by their warpgroups
 # Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
 MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
-# How often it reads so at most, in less time than another launch takes; and the query columns for which it does.
-MAX_ROUNDS, MAX_MERGED_COLUMNS = 4, 48
+MAX_ROUNDS = 4  # how often it reads so at most, in less time than another launch takes
 
 
 def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
@@ -70,9 +69,10 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
 def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
     """Returns whether the last CTA that leaves a partial state of an output tile merges all of them (`arrivals.py`).
 
-    Otherwise a second kernel does, where many CTAs share that work. The interpreter has no atomics.
+    The kernel is one that writes results too (`lean.writes_uncut`), which has the registers for it. Otherwise a second
+    kernel does, where many CTAs share that work. The interpreter has no atomics.
     """
-    if is_interpreted() or shape.cols > MAX_MERGED_COLUMNS or not runs_kernels_in_order():
+    if is_interpreted() or not runs_kernels_in_order():
         return False
     of_lane = lanes(shape, config)
     runs = config.num_ctas // of_lane  # of which one output tile may have all

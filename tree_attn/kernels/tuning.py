@@ -126,9 +126,8 @@ def _is_short(shape: LeanShape, is_static: bool) -> bool:
 def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int | None = None) -> int:
     """Returns at most `ctas`: a multiple of many lanes, which cuts output tiles of equal length alike.
 
-    With `block_kv`, and if the schedule is known when compiling, they are left whole where a merge would take longer.
-
-    So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md).
+    So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md). With
+    `block_kv`, and if the schedule is known when compiling, none is cut where a merge would take longer.
     """
     per_sequence = shape.output_tiles_per_sequence
     divisors = (n for n in range(min(per_sequence, ctas), 0, -1) if per_sequence % n == 0)
