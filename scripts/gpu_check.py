@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 from float8_checks import float8_checks
 from garbage_checks import gradient_checks, ragged_checks
+from llama_checks import llama_checks
 from oracle_case import (
     EXCHANGED_SHAPES,
     LEAN_SHAPES,
@@ -41,7 +42,7 @@ from process_per_device import environment, has_gpu, join, spawn, writable
 from prompt_checks import prefill_checks, prompt_gradient_checks
 from trial_checks import trial_checks
 
-UNTHINNED = (None, "gradients", "sparq", "activations")  # of --only: not all are a call beside the oracle
+UNTHINNED = (None, "gradients", "sparq", "activations", "llama")  # of --only: not all are a call beside the oracle
 
 
 def main() -> int:
@@ -53,7 +54,7 @@ def main() -> int:
         "--only",
         "--how",
         help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, float8, sparq, activations, "
-        "prefill or prompt_gradients; or part of the name of a strategy, e.g. fused (default: all checks)",
+        "llama, prefill or prompt_gradients; or part of the name of a strategy, e.g. fused (default: all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
@@ -148,6 +149,7 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
         return sparq_checks(num_devices, done)
     of_devices = {
         "prefill": prefill_checks, "prompt_gradients": prompt_gradient_checks, "activations": activation_checks,
+        "llama": llama_checks,
     }  # fmt: skip
     if only in of_devices:
         return of_devices[only](num_devices)
@@ -243,12 +245,15 @@ def activation_checks(num_devices: int) -> Iterator[dict]:
     from tree_attn.reduce.activations import gather_activations, sum_activations
 
     mesh, steps = make_mesh({"seq": num_devices}), 30
-    ways = {"sum": sum_activations, "gather": gather_activations}
+    ways = {"sum": sum_activations, "gather": gather_activations, "sum with residual": sum_activations}
     for (name, way), dtype, size in itertools.product(ways.items(), ("float32", "bfloat16"), (1, 100, 4096, 8192)):
         host = np.random.default_rng(0).normal(size=(num_devices, size)).astype(np.float32).astype(jnp.dtype(dtype))
+        has_residual = name == "sum with residual"  # the first device's numbers, on all
 
-        def of_shard(x, way=way):
-            step = lambda _, i: (None, way(x[0] * 2.0 ** -i.astype(x.dtype), ("seq",), mesh))
+        def of_shard(x, way=way, first=host[0] if has_residual else None):
+            scale = lambda x, i: x * 2.0 ** -i.astype(x.dtype)
+            added = lambda i: {} if first is None else {"residual": scale(jnp.asarray(first), i)}
+            step = lambda _, i: (None, way(scale(x[0], i), ("seq",), mesh, **added(i)))
             return jax.lax.scan(step, None, jnp.arange(steps))[1]
 
         program = jax.jit(jax.shard_map(of_shard, mesh=mesh, in_specs=P("seq"), out_specs=P(), check_vma=False))
@@ -258,10 +263,13 @@ def activation_checks(num_devices: int) -> Iterator[dict]:
         result = program(x)
         found = np.asarray(result.addressable_data(0), np.float64)
         scaled = host.astype(np.float64) * 2.0 ** -np.arange(steps)[:, None, None]
+        if has_residual:
+            scaled = np.concatenate([scaled, scaled[:, :1]], axis=1)
         exact = scaled if name == "gather" else scaled.sum(axis=1)
-        # n - 1 additions in float32, each off by half a unit at the most, and one rounding to another dtype.
+        # Additions in float32, each off by half a unit at the most, and one rounding to another dtype.
         rounded = 0.0 if dtype == "float32" else float(jnp.finfo(dtype).eps) / 2
-        allowed = (num_devices - 1) * float(jnp.finfo("float32").eps) / 2 + rounded if name == "sum" else 0.0
+        additions = num_devices - 1 + has_residual
+        allowed = 0.0 if name == "gather" else additions * float(jnp.finfo("float32").eps) / 2 + rounded
         size_of = scaled if name == "gather" else np.abs(scaled).sum(axis=1)
         error = np.abs(found - exact) / np.maximum(np.abs(size_of), 1e-30)
         row = dict(what="activations", how=name, dtype=dtype, elements=size, max_relative_error=float(error.max()))

@@ -34,6 +34,17 @@ def test_they_are_the_sum_and_all_parts_in_order(num_devices, dtype):
     np.testing.assert_array_equal(over(mesh, ("seq",), gather_activations)(x), x)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_residual_is_added_before_anything_is_rounded(dtype):
+    mesh = make_mesh({"seq": 3})
+    x = np.full((3, 4), 0.333984375, jnp.dtype(dtype))  # the sum, 1.002, is 1 in bfloat16
+    residual = jnp.full(4, 256, jnp.bfloat16)  # whose neighbours are 2 away: 257 is 256, and 257.002 is 258
+    way = functools.partial(sum_activations, residual=residual)
+    found = over(mesh, ("seq",), way)(x)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, 258)
+
+
 def test_over_two_axes_the_parts_are_in_the_order_of_the_axes():
     mesh, axes = make_mesh({"device": 2, "node": 3}), ("device", "node")
     x = np.arange(6.0)[:, None]

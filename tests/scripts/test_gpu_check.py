@@ -46,7 +46,7 @@ def test_every_nth_check_has_a_row_that_says_so(run, monkeypatch):
     "arguments, said",
     [
         (("--every", "3"), "--every: needs --only"),
-        (("--every", "3", "--only", "sparq"), "none of gradients, sparq, activations"),
+        (("--every", "3", "--only", "sparq"), "none of gradients, sparq, activations, llama"),
         (("--every", "0", "--only", "parts"), "must be at least 1, got 0"),
         (("--as", "7.5"), "--as: must be one of 8.0, .*, got 7.5"),
     ],

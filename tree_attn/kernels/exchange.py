@@ -86,9 +86,17 @@ def exchange(out, lse, rank, buffers: Buffers):
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
-def exchange_sum(x, rank, buffers: Buffers):
-    """Returns the sum of all ranks' `x [elements]`, added in float32 in the order of ranks; `rank` as of `exchange`."""
-    (total,) = _exchanged("fused_sum", _adding, (x,), (jax.ShapeDtypeStruct(x.shape, x.dtype),), rank, buffers)
+def exchange_sum(x, rank, buffers: Buffers, residual=None):
+    """Returns the sum of all ranks' `x [elements]`, added in float32 in the order of ranks.
+
+    Args:
+      rank: as of `exchange`.
+      residual: `[elements]`, the same on all ranks, to which the sum is added before it is rounded; the result is of
+        its dtype.
+    """
+    arrays = (x,) if residual is None else (x, residual)
+    result = jax.ShapeDtypeStruct(x.shape, arrays[-1].dtype)
+    (total,) = _exchanged("fused_sum", _adding, arrays, (result,), rank, buffers)
     return total
 
 
@@ -270,11 +278,13 @@ def merged_results(merged_ref, merged_lse_ref):
     return output_tiles * columns * (head_dim + 1), place, receive
 
 
-def _adding(x_ref, total_ref):
-    """Returns the purpose that adds."""
+def _adding(x_ref, *refs):
+    """Returns the purpose that adds, and adds the result to a residual if there is one."""
+    *residual_refs, total_ref = refs
 
     def receive(element, received):
-        total = functools.reduce(arith.addf, received(element))
+        residuals = [ops.widened(memref.load(ref, [element])) for ref in residual_refs]
+        total = functools.reduce(arith.addf, [*received(element), *residuals])
         memref.store(ops.narrowed(total, total_ref), total_ref, [element])
 
     return *ir.MemRefType(x_ref.type).shape, lambda element: ops.widened(memref.load(x_ref, [element])), receive

@@ -83,15 +83,19 @@ def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mes
     return vary_as(merged, state, but_for=axes)  # a kernel's results have no type of their own
 
 
-def fused_sum(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:
+def fused_sum(
+    x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None, residual: jax.Array | None = None
+) -> jax.Array:
     """Returns `jax.lax.psum(x, axes)` of few elements, added in float32 by the same kernel.
 
-    Arguments and errors as `fused`.
+    With a residual, of the shape of x and the same on all devices, it is `residual + psum(x)`, of the residual's dtype.
+    Other arguments and errors as `fused`.
     """
     from tree_attn.kernels.exchange import exchange_sum
 
     rank, buffers = _meeting(axes, mesh, x.size)
-    return exchange_sum(x.reshape(-1), rank, buffers).reshape(x.shape)
+    flat = None if residual is None else residual.reshape(-1)
+    return exchange_sum(x.reshape(-1), rank, buffers, flat).reshape(x.shape)
 
 
 def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) -> jax.Array:

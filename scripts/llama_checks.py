@@ -1,0 +1,83 @@
+"""Decoding steps of a small Llama: products by the kernel beside XLA's, and beside float32, for gpu_check.py."""
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+from oracle_case import is_same_everywhere
+
+# Of the largest logit. Each way rounds to bfloat16 where it does, in two layers.
+TOLERANCE = 0.03
+PROMPT, STEPS = 70, 4
+BATCH_AND_TOKENS = ((1, 1), (3, 1), (8, 1), (16, 1), (17, 1), (1, 4), (3, 3))
+
+
+def llama_checks(num_devices: int) -> Iterator[dict]:
+    """Checks logits of some steps after a prompt; every way reads XLA's tokens, from a cache of its own writing."""
+    import jax
+    import jax.numpy as jnp
+
+    from tree_attn import make_mesh
+    from tree_attn.kernels.overlap import overlaps
+    from tree_attn.models.llama import LlamaConfig, spread_over
+
+    config = LlamaConfig(
+        num_layers=2, hidden_size=1024, intermediate_size=2048, num_heads=16, num_kv_heads=4, head_dim=64,
+        vocab_size=4096, max_position=256,
+    )  # fmt: skip
+    sharding = spread_over(config, make_mesh({"seq": num_devices}))
+    ways = ["mosaic_gpu"] + (["mosaic_gpu_early"] if num_devices == 1 and overlaps() else [])
+    for batch, tokens in BATCH_AND_TOKENS:
+        run = functools.partial(_logits, config, sharding, batch, tokens)
+        by_xla, followed = run("xla", jnp.bfloat16, None)
+        with jax.default_matmul_precision("highest"):
+            exact, _ = run("xla", jnp.float32, followed)
+        for name in ways:
+            labels = dict(what="llama", how=name, implementation=name, batch=batch, num_queries=tokens)
+            try:
+                (found, _), (again, _) = run(name, jnp.bfloat16, followed), run(name, jnp.bfloat16, followed)
+            except NotImplementedError as error:
+                yield labels | dict(passed=None, reason=str(error))
+                continue
+            largest = float(jnp.abs(exact).max())
+            error, of_xla = (float(jnp.abs(x - exact).max()) / largest for x in (found, by_xla))
+            same = bool(jnp.array_equal(found, again)) and is_same_everywhere(found)
+            passed = error <= TOLERANCE and same  # not if it is NaN
+            row = dict(max_relative_error=error, of_xla=of_xla, tolerance=TOLERANCE, same_bits=same)
+            yield labels | row | dict(passed=bool(passed))
+
+
+def _logits(config, sharding, batch: int, tokens: int, products: str, dtype, followed):
+    """Returns the logits of all steps, float32, and the tokens that they read: `followed`, or its own greedy ones."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from tree_attn.models.llama import Llama, by_name, parameters
+    from tree_attn.models.llama.storage import empty_cache
+
+    model = Llama(config, sharding, parameters.random(sharding, dtype), products=products, unroll_layers=True)
+    structure, state = nnx.split(model)
+    attention = by_name("single" if sharding.mesh.size == 1 else "tree", sharding)
+    cache = empty_cache(config, sharding, batch=batch, capacity=128, dtype=dtype, stacks_layers=False)
+    rng = np.random.default_rng(0)
+    prompts = jnp.asarray(rng.integers(0, config.vocab_size, (batch, PROMPT)), jnp.int32)
+    lengths = jnp.asarray(PROMPT - np.arange(batch), jnp.int32)
+    prefill = jax.jit(lambda state, cache: nnx.merge(structure, state).prefill(prompts, lengths, cache, attention))
+    decode = jax.jit(
+        lambda state, tokens, cache: nnx.merge(structure, state).decode(tokens, cache, attention),
+        donate_argnums=2,
+    )
+    logits, cache = prefill(state, cache)
+    last, found, read = logits, [], []
+    for step in range(STEPS):
+        chosen = jnp.argmax(last, axis=-1).astype(jnp.int32)[:, None] if followed is None else followed[step]
+        # Further tokens of a step are any: they are verified together.
+        chosen = jnp.concatenate(
+            [chosen[:, :1], *[chosen[:, :1] * 7 % config.vocab_size + i for i in range(1, tokens)]], 1
+        )
+        logits, cache = decode(state, chosen, cache)
+        read.append(chosen)
+        found.append(logits)
+        last = logits[:, -1]
+    return jnp.stack(found), read
