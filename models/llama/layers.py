@@ -8,7 +8,7 @@ Every layer's parameters are declared stacked along a leading `layers` axis. `Ll
 layer's parameters apart; either way the code below sees those of one layer.
 """
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.parameters import Create, Parameter
 from tree_attn.models.llama.products import ACTIVATIONS, Branch, product_of
-from tree_attn.models.llama.projections import ForwardContext, from_heads, query_key_value, sum_of_parts
+from tree_attn.models.llama.projections import ForwardContext, add_parts, from_heads, query_key_value
 from tree_attn.models.llama.rope import apply_rotation
 
 
@@ -161,10 +161,14 @@ class GatedMLP(nnx.Module):
             token_axis = None if context.clashes("mlp") else token_axis
             hidden = context.sharding.constrain(hidden, "batch", token_axis, "mlp")
             return context.products.add(branch, hidden, down)
-        x, activation = branch.normed(), ACTIVATIONS[self.activation]
-        gated = functools.partial(_gated, activation)
         if context.joins("mlp"):
-            return branch.plus(sum_of_parts(gated, context, (x, gate_up, down), cut=(None, 1, 1)))
+            products = context.products.of_shard
+
+            def part(x, gate_up, down):
+                return products.part(products.gate(dataclasses.replace(branch, x=x), self.activation, gate_up), down)
+
+            return add_parts(branch, part, context, (branch.x, gate_up, down), cut=(None, 1, 1))
+        x, activation = branch.normed(), ACTIVATIONS[self.activation]
         if token_axis is not None and context.clashes("mlp"):
             # A mesh axis holds one dimension at a time. Either the tokens gather for the first product and scatter
             # after the second, or the weights gather: long prompts are larger than each of the three. They gather one
@@ -175,15 +179,9 @@ class GatedMLP(nnx.Module):
                 return branch.plus(product_of(context.sharding.constrain(hidden, "batch", token_axis, None), down))
             token_axis = None
         constrain = lambda hidden: context.sharding.constrain(hidden, "batch", token_axis, "mlp")
-        return branch.plus(gated(x, gate_up, down, product=_product_of_cut, constrain=constrain))
-
-
-def _gated(
-    activation, x, gate_up, down, product=product_of, constrain=lambda hidden: hidden, preferred_element_type=None
-) -> jax.Array:
-    gate_and_up = product(x, gate_up)
-    hidden = activation(gate_and_up[:, :, 0]) * gate_and_up[:, :, 1]
-    return jnp.einsum("btf,df->btd", constrain(hidden), down, preferred_element_type=preferred_element_type)
+        gate_and_up = _product_of_cut(x, gate_up)
+        hidden = constrain(activation(gate_and_up[:, :, 0]) * gate_and_up[:, :, 1])
+        return branch.plus(product_of(hidden, down))
 
 
 def _product_of_cut(x: jax.Array, kernel: jax.Array) -> jax.Array:

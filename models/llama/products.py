@@ -1,8 +1,8 @@
 """Products with weights, and what goes before and after them, as XLA runs them or a kernel does.
 
 `layers.py` names the operations, and `ForwardContext.products` runs them. XLA's run everywhere. The kernel
-(`tree_attn/kernels/few_rows_call.py`) makes one launch of an operation, of 1 to 16 rows on one GPU. XLA multiplies
-what the kernel cannot. A token's time by the kernel was not measured yet, so nothing picks it by itself.
+(`tree_attn/kernels/few_rows_call.py`) makes one launch of an operation, of 1 to 16 rows on a Hopper GPU. Over several
+GPUs it multiplies by the part of a weight that each of them has. XLA multiplies what the kernel cannot.
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama.layer_caches import AnyCache, unwritable, written_by
-from tree_attn.models.llama.sharding import LlamaSharding
+from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early")
 # By the names in `config.ACTIVATIONS`.
@@ -62,6 +63,16 @@ def product_of(x: jax.Array, kernel: jax.Array) -> jax.Array:
 class XlaProducts:
     """XLA's products; they may be cut over devices."""
 
+    @property
+    def name(self) -> str:
+        """One of `PRODUCTS`."""
+        return "xla"
+
+    @property
+    def of_shard(self) -> "XlaProducts":
+        """The products of a device's own part of the weights, within a `shard_map` over all devices."""
+        return self
+
     def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
         """Multiplies a branch's input by `[..., D]` to `[B, T, ...]`."""
         return product_of(branch.normed(), kernel)
@@ -88,6 +99,10 @@ class XlaProducts:
         """Multiplies `[B, T, F]` by `[D, F]`, and adds it to the branch's `x`, `[B, T, D]`."""
         return branch.plus(jnp.einsum("btf,df->btd", x, kernel))
 
+    def part(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Multiplies `[B, T, F]` by `[D, F]` to float32 `[B, T, D]`, which is then added over devices."""
+        return jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=jnp.float32)
+
     def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
         """Multiplies a branch's input by `[V, D]` to float32 `[B, T, V]`: bfloat16 logits would tie unlike tokens."""
         return jnp.einsum("btd,vd->btv", branch.normed(), table, preferred_element_type=jnp.float32)
@@ -104,6 +119,11 @@ class FewRowsProducts(XlaProducts):
     """
 
     is_early: bool = False
+
+    @property
+    def name(self) -> str:
+        """One of `PRODUCTS`."""
+        return "mosaic_gpu_early" if self.is_early else "mosaic_gpu"
 
     def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
         """Does `XlaProducts.project`, in one launch."""
@@ -144,6 +164,12 @@ class FewRowsProducts(XlaProducts):
             return branch.plus(self._run(x, kernel, kernel.shape[:1]))
         return self._run(x, kernel, kernel.shape[:1], residual=branch.x.reshape(-1, branch.x.shape[-1]))
 
+    def part(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """Does `XlaProducts.part`, in one launch."""
+        if self._is_refused("part", x, kernel):
+            return super().part(x, kernel)
+        return self._run(x, kernel, kernel.shape[:1], out_dtype=jnp.float32)
+
     def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
         """Does `XlaProducts.logits`, in one launch."""
         if self._is_refused("logits", branch.x, table, norm=branch.norm):
@@ -177,33 +203,96 @@ def _norm_options(norm: Any) -> dict[str, Any]:
     return {"scale": norm.scale[...], "eps": norm.eps, "adds_one": norm.adds_one}
 
 
-def by_name(name: str, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaProducts:
+@dataclasses.dataclass(frozen=True)
+class ProductsOfShards(XlaProducts):
+    """Products of weights that are cut over GPUs: by the kernel where a device multiplies by its own part.
+
+    XLA multiplies by weights that every device has whole: it cannot cut a kernel over devices.
+
+    Attributes:
+      sharding: of the model; its sequence is cut over all axes of the mesh.
+    """
+
+    sharding: LlamaSharding
+
+    @property
+    def name(self) -> str:
+        """One of `PRODUCTS`."""
+        return self.of_shard.name
+
+    @property
+    def of_shard(self) -> XlaProducts:
+        """The kernel's products."""
+        return FewRowsProducts()
+
+    def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
+        """Does `XlaProducts.logits`; each device makes those of its part of the vocabulary."""
+        sharding = self.sharding
+        if as_tuple(sharding.vocab) != as_tuple(sharding.sequence) or sharding.embed is not None:
+            return super().logits(branch, table)
+
+        def on_shard(x, table):
+            return self.of_shard.logits(dataclasses.replace(branch, x=x), table)
+
+        axes = as_tuple(sharding.vocab)
+        specs = dict(in_specs=(P(), P(axes)), out_specs=P(None, None, axes))
+        return jax.shard_map(on_shard, mesh=sharding.mesh, axis_names=set(axes), check_vma=False, **specs)(
+            branch.x, table
+        )
+
+
+def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaProducts:
     """Returns the products called `name`, one of `PRODUCTS`.
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12).
-      sharding: of the model, over one device for the kernel.
+        ended (JAX 0.12). None is `mosaic_gpu` where the kernel runs, and else `xla`: a token takes 0.94 to 0.97 of the
+        time with it on an H100 (docs/log/llama.md).
+      sharding: of the model. Over several devices the kernel needs a sequence that is cut over all of the mesh, and
+        does not read early.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
 
     Raises:
       ValueError: an unknown name.
       NotImplementedError: the kernel does not run here, or not with such a model.
     """
-    if name not in PRODUCTS:
-        raise ValueError(f"products must be one of {list(PRODUCTS)}, got {name!r}")
+    if name not in (None, *PRODUCTS):
+        raise ValueError(f"products must be None or one of {list(PRODUCTS)}, got {name!r}")
     if name == "xla":
         return XlaProducts()
+    reason = _unavailable(sharding)
+    if name is None:
+        if reason is None and not sharding.is_on_gpus:
+            reason = "the model's devices are no GPUs"
+        if reason is not None:
+            _log.info("products: xla, for %s", reason)
+            return XlaProducts()
+        name = "mosaic_gpu"
     from tree_attn.kernels.overlap import overlaps
 
-    is_early = name == "mosaic_gpu_early"
-    reason = mosaic_gpu.unavailable()
-    if reason is None and sharding.mesh.size > 1:
-        reason = f"its kernel multiplies on one device, not on {sharding.mesh.size}"
+    is_early, is_alone = name == "mosaic_gpu_early", sharding.mesh.size == 1
+    if reason is None and is_early and not is_alone:
+        reason = f"it reads early on one device, not on {sharding.mesh.size}"
     if reason is None and is_early and not overlaps():
         reason = f"kernels begin early from JAX 0.12 on, not with {jax.__version__}"
     if reason is None and is_early and not unrolls_layers:
         reason = "a loop over layers copies weights, which cannot be read early: unroll_layers must be True"
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
-    return FewRowsProducts(is_early)
+    return FewRowsProducts(is_early) if is_alone else ProductsOfShards(sharding)
+
+
+def _unavailable(sharding: LlamaSharding) -> str | None:
+    """Returns why the kernel cannot multiply for such a model, or None."""
+    if (reason := mosaic_gpu.unavailable()) is not None:
+        return reason
+    from tree_attn.kernels import targets
+
+    if not targets.current().is_hopper:
+        return "the kernel multiplies by wgmma, which Hopper GPUs have"
+    if sharding.mesh.size > 1 and set(as_tuple(sharding.sequence)) != set(sharding.mesh.axis_names):
+        return (
+            f"over several devices the kernel needs a sequence that is cut over all axes of the mesh, "
+            f"{sharding.mesh.axis_names}, got {sharding.sequence!r}"
+        )
+    return None

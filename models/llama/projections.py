@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.models.llama.layer_caches import AnyCache
-from tree_attn.models.llama.products import Branch, XlaProducts, product_of
+from tree_attn.models.llama.products import Branch, XlaProducts
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import gather_activations, sum_activations
 
@@ -69,7 +69,7 @@ def query_key_value(
     """Multiplies a branch's input by `[K, G + 2, H, D]`, and adds biases: `[B, T, N, H]` and twice `[B, T, K, H]`."""
     joined = [dim for dim, axis in ((0, "kv_heads"), (2, "kv_head_dim")) if context.joins(axis)]
     if joined:
-        heads = _to_all_heads(branch.normed(), kernel, bias, *joined, context)
+        heads = _to_all_heads(branch, kernel, bias, *joined, context)
     else:
         heads = _to_heads(branch, kernel, bias, context)
     query = heads[:, :, :, :-2].reshape(*heads.shape[:2], -1, kernel.shape[-2])
@@ -91,7 +91,7 @@ def _to_heads(branch: Branch, kernel: jax.Array, bias: jax.Array | None, context
 
 
 def _to_all_heads(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None, cut: int, context: ForwardContext
+    branch: Branch, kernel: jax.Array, bias: jax.Array | None, cut: int, context: ForwardContext
 ) -> jax.Array:
     """Computes all heads on every device, in decoding, from weights cut along dimension `cut` as the sequence is."""
     axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
@@ -100,13 +100,14 @@ def _to_all_heads(
 
     def on_shard(x, kernel, bias=None):
         # [devices, B, T, K, G + 2, H] with the size of a part along the cut dimension
-        gathered = gather_activations(_biased(product_of(x, kernel), bias), axes, mesh)
+        product = context.products.of_shard.project(dataclasses.replace(branch, x=x), kernel)
+        gathered = gather_activations(_biased(product, bias), axes, mesh)
         whole = list(kernel.shape[:-1])
         whole[cut] = -1
         return jnp.moveaxis(gathered, 0, 2 + cut).reshape(*x.shape[:2], *whole)
 
     specs = dict(in_specs=(P(), *[P(*[None] * cut, axes)] * len(weights)), out_specs=P())
-    return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(x, *weights)
+    return jax.shard_map(on_shard, mesh=mesh, axis_names=set(axes), check_vma=False, **specs)(branch.x, *weights)
 
 
 def from_heads(branch: Branch, x: jax.Array, kernel: jax.Array, context: ForwardContext) -> jax.Array:
@@ -114,28 +115,29 @@ def from_heads(branch: Branch, x: jax.Array, kernel: jax.Array, context: Forward
     if not context.joins("heads"):
         return context.products.add(branch, x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
 
-    def product(x, kernel, preferred_element_type=None):
-        x, kernel = x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1)
-        return jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=preferred_element_type)
+    def product(x, kernel):
+        return context.products.of_shard.part(x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
 
-    return branch.plus(sum_of_parts(product, context, (x, kernel), cut=(2, 1)))
+    return add_parts(branch, product, context, (x, kernel), cut=(2, 1))
 
 
-def sum_of_parts(
-    product: Callable, context: ForwardContext, arrays: Sequence[jax.Array], cut: Sequence[int | None]
+def add_parts(
+    branch: Branch, product: Callable, context: ForwardContext, arrays: Sequence[jax.Array], cut: Sequence[int | None]
 ) -> jax.Array:
-    """Sums over devices, in decoding, the `product` of each device's parts of `arrays`, cut along dimensions `cut`."""
+    """Adds to the branch's `x`, in decoding, the sum over devices of the `product` of each device's parts of `arrays`.
+
+    Args:
+      product: `product(*parts)`, float32 `[B, T, D]`.
+      cut: for each array, the dimension along which it is cut, or None where each device has it whole.
+    """
     axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
+    residual = branch.x if branch.post_norm is None else None
 
-    def on_shard(*arrays):
-        return sum_activations(product(*arrays, preferred_element_type=jnp.float32), axes, mesh)
+    def on_shard(residual, *arrays):
+        return sum_activations(product(*arrays), axes, mesh, residual)
 
+    specs = tuple(P() if dim is None else P(*[None] * dim, axes) for dim in cut)
     total = jax.shard_map(
-        on_shard,
-        mesh=mesh,
-        axis_names=set(axes),
-        in_specs=tuple(P() if dim is None else P(*[None] * dim, axes) for dim in cut),
-        out_specs=P(),
-        check_vma=False,
-    )(*arrays)
-    return total.astype(arrays[0].dtype)
+        on_shard, mesh=mesh, axis_names=set(axes), in_specs=(P(), *specs), out_specs=P(), check_vma=False
+    )(residual, *arrays)
+    return total if branch.post_norm is None else branch.plus(total.astype(branch.x.dtype))

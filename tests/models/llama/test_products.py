@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.cache import KVCache
-from tree_attn.kernels import few_rows_call
+from tree_attn.kernels import few_rows_call, targets
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
-from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products
+from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products, spread_over
 from tree_attn.models.llama.layers import RMSNorm
-from tree_attn.models.llama.products import Branch, FewRowsProducts, XlaProducts
+from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.rope import apply_rotation
+from tree_attn.models.llama.sharding import LlamaSharding
 from tree_attn.models.llama.storage import empty_cache
 
 # Every product has out-features of a multiple of 8 and in-features of a multiple of 64.
@@ -40,7 +42,7 @@ def logits_by(name, config, sharding, is_apart=False):
     model = Llama(config, sharding, create, products=name, unroll_layers=is_apart)
     cache = empty_cache(config, sharding, batch=3, capacity=8, dtype=jnp.bfloat16, stacks_layers=not is_apart)
     tokens = jnp.asarray([[3, 1], [4, 1], [5, 9]], jnp.int32)
-    attention = by_name("single", sharding)
+    attention = by_name("single" if sharding.mesh.size == 1 else "tree", sharding)
     with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
         return np.asarray(jax.jit(lambda: model.decode(tokens, cache, attention)[0])(), np.float32)
 
@@ -58,6 +60,69 @@ def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, sharding_over,
     logits = logits_by("mosaic_gpu", config, sharding_over(config, 1), is_apart)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()  # each path rounds to bfloat16 where it does
     assert (logits != expected).any(), "the kernel multiplied"
+
+
+def test_the_kernel_is_the_default_where_it_runs(tiny_config, sharding_over, monkeypatch, caplog):
+    one, two = (sharding_over(tiny_config, n) for n in (1, 2))
+    default = functools.partial(products.by_name, None, unrolls_layers=True)
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        assert default(one) == XlaProducts()
+    assert "mosaic_gpu needs an NVIDIA GPU" in caplog.text
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    assert default(one) == XlaProducts(), "a model on CPUs, where there is a GPU too"
+    monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
+    assert default(one) == FewRowsProducts()
+    assert default(two) == ProductsOfShards(two)
+    assert [default(sharding).name for sharding in (one, two)] == ["mosaic_gpu"] * 2
+    with targets.assumed("8.9"):
+        assert default(one).name == "xla"
+
+
+def multiplied(x, weights, scale=None, residual=None, *, shape, config):
+    """Does what the kernel does: the interpreter runs no kernels of two devices at once."""
+    wide = x.astype(jnp.float32)
+    if scale is not None:
+        norm = jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + shape.eps)
+        wide = wide * norm * (scale.astype(jnp.float32) + float(shape.adds_one))[None]
+    parts = jnp.einsum("bi,poi->pbo", wide, weights.astype(jnp.float32))
+    result = parts[0] if shape.activation is None else jax.nn.silu(parts[0]) * parts[1]
+    result = result if residual is None else result + residual.astype(jnp.float32)
+    return result.astype(shape.out_dtype)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}], ids=str
+)
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_devices_multiply_by_their_parts_as_xla_does(options, num_devices, on_one_sm, monkeypatch):
+    """Each has half of the MLP and of the vocabulary, and a KV head with its queries; of four each has all heads."""
+    multiply = mock.Mock(side_effect=multiplied)
+    monkeypatch.setattr(few_rows_call, "multiply_few_rows", multiply)
+    config = LlamaConfig(**SHAPE | {"intermediate_size": 512}, vocab_size=64, max_position=32, **options)
+    sharding = spread_over(config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
+    expected = logits_by("xla", config, sharding, is_apart=True)
+    assert not multiply.called
+    logits = logits_by("mosaic_gpu", config, sharding, is_apart=True)
+    assert abs(logits - expected).max() <= 0.03 * abs(expected).max()
+    shapes = [call.args[1].shape for call in multiply.call_args_list]
+    heads = [(1, 64, 64)] if num_devices == 2 else []
+    rest = (1, 64, 64 // num_devices), (2, 512 // num_devices, 64), (1, 64, 512 // num_devices)
+    assert shapes == [*heads, *[x for x in rest if x[2] % 64 == 0], (1, 64 // num_devices, 64)]
+
+
+@needs_interpreter
+def test_a_layer_has_four_products_on_two_gpus(on_one_sm, monkeypatch):
+    config = LlamaConfig(
+        **SHAPE | {"num_layers": 3, "hidden_size": 128, "head_dim": 32}, vocab_size=64, max_position=32
+    )
+    sharding = spread_over(config, make_mesh({"seq": 2}, jax.devices()[:2]))
+    create = parameters.random(sharding, jnp.bfloat16)
+    model = Llama(config, sharding, create, unroll_layers=True, products="mosaic_gpu")
+    attention = by_name("tree", sharding, implementation="xla", reduction="gather")
+    cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.bfloat16, stacks_layers=False)
+    decode = jax.jit(lambda: model.decode(jnp.ones((1, 8), jnp.int32), cache, attention)[0])
+    text = decode.trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @multiply_few_rows") == 3 * 4 + 1
 
 
 @pytest.mark.slow
@@ -206,13 +271,18 @@ def test_what_the_kernel_cannot_multiply_is_xlas_with_a_reason(dtype, tokens, ac
 def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeypatch):
     one, two = (sharding_over(tiny_config, n) for n in (1, 2))
     assert products.by_name("xla", two, unrolls_layers=False) == XlaProducts()
-    with pytest.raises(ValueError, match=r"products must be one of .* got 'cublas'"):
+    with pytest.raises(ValueError, match=r"products must be None or one of .* got 'cublas'"):
         products.by_name("cublas", one, unrolls_layers=True)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs an NVIDIA GPU"):
         products.by_name("mosaic_gpu", one, unrolls_layers=True)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    with pytest.raises(NotImplementedError, match="one device, not on 2"):
-        products.by_name("mosaic_gpu", two, unrolls_layers=True)
+    with pytest.raises(NotImplementedError, match="early on one device, not on 2"):
+        products.by_name("mosaic_gpu_early", two, unrolls_layers=True)
+    other_axes = LlamaSharding(mesh=make_mesh({"data": 2, "seq": 2}, jax.devices()[:4]))
+    with pytest.raises(NotImplementedError, match=r"all axes of the mesh, \('seq', 'data'\), got 'seq'"):
+        products.by_name("mosaic_gpu", other_axes, unrolls_layers=True)
+    with targets.assumed("8.9"), pytest.raises(NotImplementedError, match="which Hopper GPUs have"):
+        products.by_name("mosaic_gpu", one, unrolls_layers=True)
     early = lambda **options: products.by_name("mosaic_gpu_early", one, **options)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: True)
     assert early(unrolls_layers=True) == FewRowsProducts(is_early=True)

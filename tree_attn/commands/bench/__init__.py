@@ -106,9 +106,8 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--products",
         metavar="NAME",
-        help="how new tokens are multiplied with weights: xla (default); mosaic_gpu, a kernel for 1 to 16 of them on "
-        "one Hopper GPU; or mosaic_gpu_early, which reads weights ahead (JAX 0.12). Neither mosaic_gpu_early nor the "
-        "cache's write by the kernel has run on a GPU yet",
+        help="how new tokens are multiplied with weights: xla; mosaic_gpu, a kernel for 1 to 16 of them on Hopper GPUs "
+        "(default where it runs); or mosaic_gpu_early, which reads weights ahead on one GPU (JAX 0.12)",
     )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(

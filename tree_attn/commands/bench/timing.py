@@ -32,7 +32,7 @@ def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Pla
     Raises:
       ValueError: see `room.check`; before weights are read or made.
     """
-    options = {"unroll_layers": args.unroll_layers, "products": args.products or "xla"}
+    options = {"unroll_layers": args.unroll_layers, "products": args.products}
     if args.model is not None:
         checkpoint = session.open_with_progress(args.model)
         room.check(args, checkpoint.config, place, contexts)
@@ -178,7 +178,7 @@ def _setting(
         "cache_dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk if attention.prefills_in_chunks else None,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
-        "warm_up": args.warm_up,
+        "warm_up": args.warm_up, "products": model.products.name,
         **{name: getattr(args, name) for name in OPTIONAL if getattr(args, name) is not None},
     }  # fmt: skip
 
