@@ -246,8 +246,8 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12). None is `mosaic_gpu` where the kernel runs, and else `xla`: a token takes 0.94 to 0.97 of the
-        time with it on an H100 (docs/log/llama.md).
+        ended (JAX 0.12). None is `mosaic_gpu` on one GPU where the kernel runs, and else `xla`: on an H100 a token
+        takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not timed.
       sharding: of the model. Over several devices the kernel needs a sequence that is cut over all of the mesh, and
         does not read early.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
@@ -264,6 +264,8 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if name is None:
         if reason is None and not sharding.is_on_gpus:
             reason = "the model's devices are no GPUs"
+        if reason is None and sharding.mesh.size > 1:
+            reason = f"on {sharding.mesh.size} GPUs the kernel was not timed"
         if reason is not None:
             _log.info("products: xla, for %s", reason)
             return XlaProducts()

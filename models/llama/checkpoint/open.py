@@ -73,7 +73,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _check_tensors(config: LlamaConfig, check: CheckTensor) -> None:
     """Calls `check(parameter, layer)` for every tensor of a checkpoint that the model's parameters are made of."""
-    Llama(config, None, checked(check), unroll_layers=False)
+    Llama(config, None, checked(check), unroll_layers=False, products="xla")
 
 
 def move(model: Llama, sharding: LlamaSharding) -> Llama:
@@ -83,5 +83,5 @@ def move(model: Llama, sharding: LlamaSharding) -> Llama:
 
 def num_parameters(config: LlamaConfig) -> int:
     """Returns the number of weights of the model."""
-    model = Llama(config, None, abstract(None, jnp.float32), unroll_layers=False)
+    model = Llama(config, None, abstract(None, jnp.float32), unroll_layers=False, products="xla")
     return sum(array.size for array in jax.tree.leaves(nnx.state(model)))

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama import PRESETS, Llama3RopeScaling, LlamaConfig, from_huggingface, preset
 from tree_attn.models.llama.checkpoint.open import num_parameters
 
@@ -73,6 +74,12 @@ LLAMA_3_2_1B = {
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):
     assert num_parameters(preset(name)) / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_parameters_are_counted_where_there_is_a_gpu_too(monkeypatch):
+    """The model then has no devices, and chooses no kernel."""
+    monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+    assert num_parameters(preset("smollm2-135m")) == 134_515_008
 
 
 def test_every_preset_is_counted_above():
