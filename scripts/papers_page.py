@@ -26,8 +26,8 @@ ROWS = {
     "tree-figure-4": (["reproduced_h100/tree-figure-4.jsonl"], "They have two of the hidden sizes."),
     "lean-figure-8": (
         ["reproduced_h100/lean-figure-8.jsonl"],
-        "They are of a kernel that cut output tiles which it leaves whole now, of 1k to 8k keys. With 512k the GPU has "
-        "no memory for a second copy.",
+        "Those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; the others are of a01d9e9. With 512k "
+        "the GPU has no memory for a second copy.",
     ),
     "lean-figure-7": (
         ["lean_h200/figures.jsonl"],
@@ -41,6 +41,10 @@ ROWS = {
     "bifurcated-table-7": (
         ["reproduced_h100/bifurcated-table-7.jsonl"],
         "They have 8k tokens, shared, and six batches.",
+    ),
+    "hydragen-figure-3": (
+        ["reproduced_h100/hydragen-figure-3.jsonl"],
+        "They have batches of 32 and 64, shared and without attention, by XLA's products.",
     ),
     "hydragen-figure-4": (["prefix_h200/table.jsonl"], "They have one length of suffix."),
     "hydragen-figure-6": (["llama_h200/levels_7b.jsonl"], "They have no larger batch."),

@@ -4,6 +4,7 @@
     python3 scripts/results_table.py docs/results/reduce_8xh200/steps.jsonl
     python3 scripts/results_table.py docs/results/llama_h200/{eight_gpus_8processes,one_gpu}.jsonl
     python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
+    python3 scripts/results_table.py docs/results/llama_h100/{tokens,peer_beside_tokens}.jsonl
 
 Every line names the commit that its row was measured at.
 """
@@ -105,6 +106,30 @@ def llama_table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def token_table(rows: list[dict]) -> str:
+    """Returns a Markdown table: a token's time by each way, the peer's beside ours, and reading its bytes."""
+    lines = [
+        "| model | context | way | tokens a call | ms per token (p10 to p90) | reading, ms | share | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    models = list(dict.fromkeys(row["config"] for row in rows))
+    for row in sorted(rows, key=lambda row: (models.index(row["config"]), row["context"])):
+        median, limit = row["per_token_ms_median"], row.get("floor_ms") or row["roofline_ms"]
+        ours = f"products {row.get('products')}, JAX {row['versions']['jax']}"
+        cells = (
+            row["config"],
+            f"{row['context']:,}",
+            row.get("way", ours),
+            row.get("tokens_per_dispatch", 1),
+            f"{median:.2f} ({row['per_token_ms_p10']:.2f} to {row['per_token_ms_p90']:.2f})",
+            f"{limit:.2f}",
+            f"{limit / median:.0%}",
+            row["git_commit"][:7],
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
 def _context(row: dict) -> str:
     """Returns the tokens before the new ones, and how many sequences have them."""
     problem_tokens = row.get("problem_tokens")
@@ -133,6 +158,9 @@ def main() -> None:
     rows = [row for path in args.files for row in read(path)]
     rows = [row for row in rows if args.keys in (None, row.get("num_keys"))]
     table_of = {"per_token_ms_median": llama_table, "keys_per_device": steps_table, "strategy": compare_table}
+    if any("way" in row and "per_token_ms_median" in row for row in rows):  # of the peer
+        print(token_table(rows))
+        return
     print(next(make for field, make in table_of.items() if field in rows[0])(rows))
 
 
