@@ -206,6 +206,11 @@ def test_a_full_cache_is_an_error_before_anything_is_overwritten():
         cache.check_room(2)
 
 
+def test_room_is_checked_outside_jit():
+    with pytest.raises(TypeError, match="check_room must be called outside jit"):
+        jax.jit(lambda cache: cache.check_room(1))(empty_cache())
+
+
 def test_inside_jit_a_refused_write_leaves_its_sequence_alone_and_marks_it():
     cache, key, value = nearly_full()
     new = tokens(2, seed=1)

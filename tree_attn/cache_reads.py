@@ -146,8 +146,13 @@ class CacheReads:
     def check_room(self, num_tokens: int) -> None:
         """Raises CacheFullError unless every sequence has room for `num_tokens` more (waits for pending steps).
 
-        It names the first sequence without room, its length and the capacity. Call it outside jit.
+        It names the first sequence without room, its length and the capacity.
+
+        Raises:
+          TypeError: within `jit`, where lengths are not known.
         """
+        if isinstance(self.lengths, jax.core.Tracer):
+            raise TypeError("check_room must be called outside jit: within it the cache's lengths are not known")
         lengths, overflowed, capacity = np.asarray(self.lengths), np.asarray(self.overflowed), self.arrays.capacity
         for b in np.flatnonzero(overflowed | (lengths + num_tokens > capacity)):
             was = " (an earlier write was refused already)" if overflowed[b] else ""
