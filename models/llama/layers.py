@@ -162,12 +162,12 @@ class GatedMLP(nnx.Module):
             hidden = context.sharding.constrain(hidden, "batch", token_axis, "mlp")
             return context.products.add(branch, hidden, down)
         if context.joins("mlp"):
-            products = context.products.of_shard
 
-            def part(x, gate_up, down):
-                return products.part(products.gate(dataclasses.replace(branch, x=x), self.activation, gate_up), down)
+            def gated(x, gate_up, down):
+                part = dataclasses.replace(branch, x=x)
+                return context.products.of_shard.gate(part, self.activation, gate_up), down
 
-            return add_parts(branch, part, context, (branch.x, gate_up, down), cut=(None, 1, 1))
+            return add_parts(branch, gated, context, (branch.x, gate_up, down), cut=(None, 1, 1))
         x, activation = branch.normed(), ACTIVATIONS[self.activation]
         if token_axis is not None and context.clashes("mlp"):
             # A mesh axis holds one dimension at a time. Either the tokens gather for the first product and scatter

@@ -14,11 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama.layer_caches import AnyCache, unwritable, written_by
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
+from tree_attn.reduce import fused
+from tree_attn.reduce.activations import exchanges, sum_activations
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early")
 # By the names in `config.ACTIVATIONS`.
@@ -99,9 +102,19 @@ class XlaProducts:
         """Multiplies `[B, T, F]` by `[D, F]`, and adds it to the branch's `x`, `[B, T, D]`."""
         return branch.plus(jnp.einsum("btf,df->btd", x, kernel))
 
-    def part(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Multiplies `[B, T, F]` by `[D, F]` to float32 `[B, T, D]`, which is then added over devices."""
-        return jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=jnp.float32)
+    def total(
+        self, x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], mesh: Mesh, residual: jax.Array | None
+    ) -> jax.Array:
+        """Multiplies `[B, T, F]` by `[D, F]`, and adds over devices and to a residual, `[B, T, D]`.
+
+        The result is of the residual's dtype, and float32 where there is none.
+
+        Args:
+          x, kernel: this device's part of F.
+          axes, mesh: of `sum_activations`.
+        """
+        part = jnp.einsum("btf,df->btd", x, kernel, preferred_element_type=jnp.float32)
+        return sum_activations(part, axes, mesh, residual)
 
     def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
         """Multiplies a branch's input by `[V, D]` to float32 `[B, T, V]`: bfloat16 logits would tie unlike tokens."""
@@ -164,11 +177,23 @@ class FewRowsProducts(XlaProducts):
             return branch.plus(self._run(x, kernel, kernel.shape[:1]))
         return self._run(x, kernel, kernel.shape[:1], residual=branch.x.reshape(-1, branch.x.shape[-1]))
 
-    def part(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        """Does `XlaProducts.part`, in one launch."""
-        if self._is_refused("part", x, kernel):
-            return super().part(x, kernel)
-        return self._run(x, kernel, kernel.shape[:1], out_dtype=jnp.float32)
+    def total(
+        self, x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], mesh: Mesh, residual: jax.Array | None
+    ) -> jax.Array:
+        """Does `XlaProducts.total`, in one launch where the sum goes by the exchange kernel."""
+        from tree_attn.kernels.few_rows_call import few_rows_total
+
+        if self._is_refused("total", x, kernel):
+            return super().total(x, kernel, axes, mesh, residual)
+        rows, features = math.prod(x.shape[:-1]), kernel.shape[0]
+        if exchanges(rows * features, axes, mesh):
+            flat = None if residual is None else residual.reshape(rows, features)
+            meeting = fused.meeting(axes, mesh, rows * features)
+            total = few_rows_total(x.reshape(rows, -1), kernel, flat, *meeting)
+            if total is not None:
+                return total.reshape(*x.shape[:-1], features)
+        part = self._run(x, kernel, kernel.shape[:1], out_dtype=jnp.float32)
+        return sum_activations(part, axes, mesh, residual)
 
     def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
         """Does `XlaProducts.logits`, in one launch."""

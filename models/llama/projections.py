@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.products import Branch, XlaProducts
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
-from tree_attn.reduce.activations import gather_activations, sum_activations
+from tree_attn.reduce.activations import gather_activations
 
 
 class Attend(Protocol):
@@ -115,26 +115,24 @@ def from_heads(branch: Branch, x: jax.Array, kernel: jax.Array, context: Forward
     if not context.joins("heads"):
         return context.products.add(branch, x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
 
-    def product(x, kernel):
-        return context.products.of_shard.part(x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
-
-    return add_parts(branch, product, context, (x, kernel), cut=(2, 1))
+    flat = lambda x, kernel: (x.reshape(*x.shape[:2], -1), kernel.reshape(kernel.shape[0], -1))
+    return add_parts(branch, flat, context, (x, kernel), cut=(2, 1))
 
 
 def add_parts(
-    branch: Branch, product: Callable, context: ForwardContext, arrays: Sequence[jax.Array], cut: Sequence[int | None]
+    branch: Branch, operands: Callable, context: ForwardContext, arrays: Sequence[jax.Array], cut: Sequence[int | None]
 ) -> jax.Array:
-    """Adds to the branch's `x`, in decoding, the sum over devices of the `product` of each device's parts of `arrays`.
+    """Adds to the branch's `x`, in decoding, the sum over devices of a product of each device's parts of `arrays`.
 
     Args:
-      product: `product(*parts)`, float32 `[B, T, D]`.
+      operands: `operands(*parts)`, the product's: `[B, T, F]` and `[D, F]`.
       cut: for each array, the dimension along which it is cut, or None where each device has it whole.
     """
     axes, mesh = as_tuple(context.sharding.sequence), context.sharding.mesh
     residual = branch.x if branch.post_norm is None else None
 
     def on_shard(residual, *arrays):
-        return sum_activations(product(*arrays), axes, mesh, residual)
+        return context.products.of_shard.total(*operands(*arrays), axes, mesh, residual)
 
     specs = tuple(P() if dim is None else P(*[None] * dim, axes) for dim in cut)
     total = jax.shard_map(

@@ -64,6 +64,7 @@ def main():
     decode, _ = programs_of_a_llama(mesh, 2)
     text = decode().compile().as_text()
     report(text)
+    report(programs_of_a_llama(mesh, 2, "mosaic_gpu")[0]().compile().as_text())
     put_back = text.count(" dynamic-update-slice(")
     growth = prefill_bytes(mesh, 6) - prefill_bytes(mesh, 2)
     model._write_first = lambda *both: both
@@ -87,7 +88,7 @@ def step_of_attention(
     return jax.jit(step).trace(*operands, **arrays).lower().compile().as_text()
 
 
-def programs_of_a_llama(mesh: Mesh, num_layers: int):
+def programs_of_a_llama(mesh: Mesh, num_layers: int, products: str = "xla"):
     """Returns functions that lower a decoding step and a prefill in chunks, of a Llama that the devices share."""
     from flax import nnx
 
@@ -101,7 +102,7 @@ def programs_of_a_llama(mesh: Mesh, num_layers: int):
     )  # fmt: skip
     sharding = spread_over(config, mesh, "seq")
     create = parameters.abstract(sharding, jnp.bfloat16)
-    structure, state = nnx.split(Llama(config, sharding, create, unroll_layers=True))
+    structure, state = nnx.split(Llama(config, sharding, create, unroll_layers=True, products=products))
     attention = by_name("tree", sharding, implementation="xla", reduction="fused")
     shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
     stored = shape(jnp.bfloat16, P(None, "seq"), 1, NUM_TOKENS, 4, 64)

@@ -168,13 +168,15 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stdout)
     assert spills and {int(x) for pair in spills for x in pair} == {0}
     programs, registers = parsed(done.stdout)
-    # States, sums and gathers of two dtypes; steps by the lean kernel; a decoding step of two layers.
-    of_reductions, of_steps, of_wide_steps, of_llama = programs[:6], programs[6:14], programs[14:16], programs[16]
+    # States, sums and gathers of two dtypes; steps by the lean kernel; decoding steps of two layers.
+    of_reductions, of_steps, of_wide_steps, of_llamas = programs[:6], programs[6:14], programs[14:16], programs[16:]
     assert of_reductions == [{"collectives": 0, "kernels": 1}] * 6
     assert of_steps == [{"collectives": 0, "kernels": 1}] * 8, "attention, the merge of its parts, and the exchange"
     assert max(max(used) for used in registers[6:10]) <= 128, "two CTAs share an SM"
     assert of_wide_steps == [{"collectives": 0, "kernels": 3}] * 2
-    assert of_llama == {"collectives": 0, "kernels": 1 + 2 * 4}  # the embedding; new heads, attention, output, MLP
+    # The embedding; new heads, attention, output, MLP. With products by the kernel, which ends in the sums, there are
+    # those of new heads, of gate and up, and the head's.
+    assert of_llamas == [{"collectives": 0, "kernels": 1 + 2 * 4}, {"collectives": 0, "kernels": 1 + 2 * 6 + 1}]
     (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"put_back"'))
     assert found["put_back"] == 0, "a new token is scattered: nothing is read, chosen and put back"
     # Four layers more of a prefill hold little more, for a layer's keys and values are written before the next begins.

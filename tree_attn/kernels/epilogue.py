@@ -30,7 +30,7 @@ from tree_attn.kernels.exchange import (
 # Partial states that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With
 # more, a kernel with this end would need more than the 128 registers that let two CTAs share an SM.
 PARTIALS_AT_ONCE = 9
-_SCALAR = plgpu.Layout.WG_SPLAT
+SCALAR = plgpu.Layout.WG_SPLAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,7 @@ class Epilogue:
 
     def begin(self, rank_ref):
         """Returns the number of the step, which the other methods take."""
-
-        def emit(place):
-            return mgpu.FragmentedArray.splat(step_number(self.buffers, place), (), is_signed=True)
-
-        return self._inline(emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+        return begin_step(self.buffers, rank_ref)
 
     def leave(self, rank_ref, step, partial, first_dim: int, state, columns: int, head_dim: int) -> None:
         """Leaves part of partial state number `partial`, in the product's layout.
@@ -92,7 +88,7 @@ class Epilogue:
 
         column_layout = plgpu.Layout.WGMMA.reduce(0)
         self._inline(
-            emit, rank_ref, (step, _SCALAR), (partial, _SCALAR), (acc, plgpu.Layout.WGMMA), (top, column_layout),
+            emit, rank_ref, (step, SCALAR), (partial, SCALAR), (acc, plgpu.Layout.WGMMA), (top, column_layout),
             (total, column_layout),
         )  # fmt: skip
 
@@ -116,18 +112,32 @@ class Epilogue:
             count_step(self.buffers, place, step, self.num_ctas)
 
         refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
-        self._inline(emit, rank_ref, (step, _SCALAR), *refs)
+        self._inline(emit, rank_ref, (step, SCALAR), *refs)
 
     def _inline(self, emit, rank_ref, *operands, returned=None):
-        operands = ([] if rank_ref is None else [(rank_ref, plgpu.RefType())]) + list(operands)
+        return inline(self.buffers, emit, rank_ref, *operands, returned=returned)
 
-        @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands), return_type=returned)
-        def emitted(_, *values):
-            if rank_ref is None:
-                return emit(locate(self.buffers, None), *values)
-            return emit(locate(self.buffers, values[0]), *values[1:])
 
-        return emitted(*(value for value, _ in operands))
+def inline(buffers: Buffers, emit, rank_ref, *operands, returned=None):
+    """Emits `emit(place, *values)` into a kernel: where the buffers are, and each operand `(value, layout)`."""
+    operands = ([] if rank_ref is None else [(rank_ref, plgpu.RefType())]) + list(operands)
+
+    @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands), return_type=returned)
+    def emitted(_, *values):
+        if rank_ref is None:
+            return emit(locate(buffers, None), *values)
+        return emit(locate(buffers, values[0]), *values[1:])
+
+    return emitted(*(value for value, _ in operands))
+
+
+def begin_step(buffers: Buffers, rank_ref):
+    """Returns the number of the step, int32, which what exchanges takes."""
+
+    def emit(place):
+        return mgpu.FragmentedArray.splat(step_number(buffers, place), (), is_signed=True)
+
+    return inline(buffers, emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
 
 
 def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):

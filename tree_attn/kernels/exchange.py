@@ -1,7 +1,8 @@
 """The exchange of `reduction="fused"` in a Mosaic GPU kernel: devices write their states to all, and merge all of them.
 
 It is a kernel of its own, or the end of LeanAttention's (`epilogue.py`). Devices can also exchange any few numbers, and
-add or keep them. All exchanges of a process share buffers and steps.
+add or keep them; the sum is also the end of a product (`few_rows_sum.py`). All exchanges of a process share buffers and
+steps.
 
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. A
 reader that sees the right number has the payload. So there is no flag after the data, no fence, and one trip over the
@@ -188,25 +189,18 @@ def count_step(buffers: Buffers, place: Place, step, num_ctas: int) -> None:
         ops.store(_counter(buffers, place, reader), step)
 
 
-def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
-    """Returns two functions: one emits the sending of an exchange, the other the receiving."""
-    i32, index = ops.i32(), ir.IndexType.get()
-    at = functools.partial(arith.constant, index)
-    thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    parity = arith.extui(ops.i64(), arith.andi(step, arith.constant(i32, 1)))
+def transport(buffers: Buffers, place: Place, step):
+    """Returns two functions of an element, an index: `send(element, x)` writes to all devices, `received` waits.
+
+    `received(element)` returns the float32 of all ranks, in their order.
+    """
+    parity = arith.extui(ops.i64(), arith.andi(step, arith.constant(ops.i32(), 1)))
     slot_bytes = buffers.capacity * ops.WORD_BYTES
     slots = arith.muli(parity, ops.constant(buffers.num_ranks * slot_bytes))
     rank_slot = ops.plus(slots, arith.muli(place.rank, ops.constant(slot_bytes)))
 
-    def each_element(body):
-        first = arith.addi(thread, arith.muli(cta, at(THREADS)))
-        loop = scf.ForOp(first, at(count), at(NUM_CTAS * THREADS))
-        with ir.InsertionPoint(loop.body):
-            body(loop.induction_variable)
-            scf.YieldOp([])
-
-    def send(element):
-        offset, x = ops.plus(rank_slot, ops.words(element)), sent(element)
+    def send(element, x):
+        offset = ops.plus(rank_slot, ops.words(element))
         for base in place.bases:
             ops.send(ops.plus(base, offset), x, step)
 
@@ -217,7 +211,25 @@ def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
             for r in range(buffers.num_ranks)
         ]
 
-    return lambda: each_element(send), lambda: each_element(functools.partial(receive, received=received))
+    return send, received
+
+
+def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
+    """Returns two functions: one emits the sending of an exchange, the other the receiving."""
+    at = functools.partial(arith.constant, ir.IndexType.get())
+    thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
+    send, received = transport(buffers, place, step)
+
+    def each_element(body):
+        first = arith.addi(thread, arith.muli(cta, at(THREADS)))
+        loop = scf.ForOp(first, at(count), at(NUM_CTAS * THREADS))
+        with ir.InsertionPoint(loop.body):
+            body(loop.induction_variable)
+            scf.YieldOp([])
+
+    return lambda: each_element(lambda element: send(element, sent(element))), lambda: each_element(
+        functools.partial(receive, received=received)
+    )
 
 
 def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):

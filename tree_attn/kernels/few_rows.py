@@ -37,6 +37,7 @@ from tree_attn.kernels.few_rows_layout import (
     turn_shape,
 )
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
+from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import LOG2_E, full, launch, load, store_transposed, tiling, transposable_layout
 
@@ -53,6 +54,19 @@ def multiply_few_rows(x, weights, scale=None, residual=None, *, shape: FewRowsSh
     """
     out = jax.ShapeDtypeStruct((shape.rows, shape.out_features), shape.out_dtype)
     return _launch({"x": x, "weights": weights, "scale": scale, "residual": residual}, out, shape, config)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config", "buffers"))
+def multiply_and_sum(x, weights, residual, rank, *, shape: FewRowsShape, config: FewRowsConfig, buffers):
+    """Returns `[rows, O]`, the sum over devices of their products, and of the residual if there is one.
+
+    Args:
+      x, weights: as in `multiply_few_rows`, of this device's in-features; residual: `[rows, O]`, or None.
+      rank, buffers: as of `exchange.exchange`.
+    """
+    out = jax.ShapeDtypeStruct((shape.rows, shape.out_features), shape.out_dtype)
+    arrays = {"x": x, "weights": weights, "residual": residual, "rank": rank}
+    return _launch(arrays, out, shape, config, SumEnd(buffers, config))
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
@@ -74,25 +88,25 @@ def multiply_into_cache(x, weights, scale, angles, slots, key, value, *, shape: 
     return query, jax.freeze(key), jax.freeze(value)
 
 
-def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig):
-    """Launches the kernel, which writes `out`, and those of `arrays` that are refs."""
+def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | None = None):
+    """Launches the kernel, which writes `out`, and those of `arrays` that are refs; it may end in a sum of devices."""
     check_fits(shape, config)
     if shape.rows > GRAIN:  # a copy cuts x into groups of 8 rows, of which the last must be whole
         arrays["x"] = jnp.pad(arrays["x"], [(0, shape.columns - shape.rows), (0, 0)])
     arrays = {name: array for name, array in arrays.items() if array is not None}
     return launch(
-        functools.partial(_multiply, tuple(arrays), shape, config),
+        functools.partial(_multiply, tuple(arrays), shape, config, end),
         out_type=out,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=_REDUCTION_BYTES,
-        name="few_rows",
+        name="few_rows" if end is None else "few_rows_sum",
     )(*arrays.values())
 
 
-def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
+def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | None, *refs):
     stages, block_in = config.num_stages, config.block_in
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype)
     tiled = functools.partial(smem, transforms=tiling(shape.dtype, IN_MULTIPLE))
@@ -109,7 +123,7 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
     copies = shape.parts * (1 if shape.heads is None else config.tile // GRAIN)
     arrivals = config.stack * (copies + 1 + (shape.eps is not None))
     pl.run_scoped(
-        functools.partial(_multiply_scoped, dict(zip(names, refs)), shape, config, refs[-1]),
+        functools.partial(_multiply_scoped, dict(zip(names, refs)), shape, config, end, refs[-1]),
         full=plgpu.Barrier(num_barriers=stages, num_arrivals=arrivals),
         free=plgpu.Barrier(num_barriers=stages),
         **scratch,
@@ -118,7 +132,7 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, *refs):
 
 
 def _multiply_scoped(
-    refs, shape: FewRowsShape, config: FewRowsConfig, out_ref, *,
+    refs, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | None, out_ref, *,
     full, free, weights_smem, x_smem, scale_smem=None, fold_smem=None, turn_smem=None,
 ):  # fmt: skip
     stages, stack, cols = config.num_stages, config.stack, shape.columns
@@ -184,6 +198,7 @@ def _multiply_scoped(
     def _compute():
         if config.is_early:
             await_previous_kernel()
+        step = None if end is None else end.begin(refs.get("rank"))
 
         def release(step):
             @pl.when(step + stages < config.tiles * blocks)  # else the moving warpgroup does not wait for it
@@ -220,7 +235,10 @@ def _multiply_scoped(
             release((tile + 1) * blocks - 1)
             if stack > 1:
                 sums = [_folded(x, fold_smem, shape, config) for x in sums]
-            result = _finish(sums, squares, residual, shape)
+            result = _finish(sums, squares, residual if end is None else None, shape)
+            if end is not None:
+                end.add(refs.get("rank"), step, out_ref, result, residual, feature, shape)
+                return
             if shape.heads is None:
                 write_rows(out_ref, result, feature, shape, config)
                 return
@@ -229,6 +247,8 @@ def _multiply_scoped(
             write_heads((out_ref, refs["key"], refs["value"]), result, slots, first_pair(tile), shape, config)
 
         lax.fori_loop(0, config.tiles, tile_step, None)
+        if end is not None:
+            end.end(refs.get("rank"), step)
 
 
 def _no_squares(shape: FewRowsShape, config: FewRowsConfig):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.few_rows import multiply_few_rows, multiply_into_cache
+from tree_attn.kernels.few_rows import multiply_and_sum, multiply_few_rows, multiply_into_cache
 from tree_attn.kernels.few_rows_layout import (
     FewRowsShape,
     Heads,
@@ -14,6 +14,7 @@ from tree_attn.kernels.few_rows_layout import (
     unsupported,
     unsupported_cache,
 )
+from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.overlap import overlaps
 from tree_attn.kernels.tuning import num_sms
 
@@ -56,6 +57,32 @@ def few_rows_product(
     config = dataclasses.replace(few_rows_config(shape, num_sms(), is_early), **(layout or {}))
     weights = weights.reshape(shape.parts, out_features, in_features)
     return multiply_few_rows(x, weights, scale, residual, shape=shape, config=config)
+
+
+def few_rows_total(x, weights, residual, rank, buffers) -> jax.Array | None:
+    """Returns the sum over devices of their products and, once, of the residual, in one launch.
+
+    Args:
+      x: `[rows, I]`, this device's in-features; weights: `[O, I]`.
+      residual: `[rows, O]`, the same on all devices; or None. Its dtype is the result's, and else that is float32.
+      rank, buffers: where the devices meet (`tree_attn.reduce.fused.meeting`).
+
+    Returns:
+      `[rows, O]`; or None: the kernel cannot end so.
+    """
+    rows, (out_features, in_features) = x.shape[0], weights.shape
+    reason = unsupported(rows, out_features, in_features, x.dtype)
+    if reason is not None or x.dtype != weights.dtype:
+        return None
+    out_dtype = jnp.dtype(jnp.float32 if residual is None else residual.dtype)
+    shape = FewRowsShape(
+        rows=rows, in_features=in_features, out_features=out_features, parts=1, dtype=x.dtype, out_dtype=out_dtype,
+        has_residual=residual is not None,
+    )  # fmt: skip
+    config = few_rows_config(shape, num_sms())
+    if not SumEnd(buffers, config).fits:
+        return None
+    return multiply_and_sum(x, weights[None], residual, rank, shape=shape, config=config, buffers=buffers)
 
 
 def few_rows_into_cache(

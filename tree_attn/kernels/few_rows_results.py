@@ -30,7 +30,7 @@ def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
     def emit(_, zeros, ref, feature):
-        at, _ = _places(feature, shape, config)
+        at, _ = places(feature, shape, config)
         # Without a branch all reads are on their way together.
         read = lambda _, place: widened(memref.load(ref, at(*place)))
         return zeros.foreach(read, create_array=True)
@@ -52,7 +52,7 @@ def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig)
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def emit(_, result, ref, feature):
-        at, is_inside = _places(feature, shape, config)
+        at, is_inside = places(feature, shape, config)
 
         def write(x, place):
             with utils.when(is_inside(*place)):
@@ -63,7 +63,7 @@ def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig)
     emit(result, ref, feature)
 
 
-def _places(feature, shape: FewRowsShape, config: FewRowsConfig):
+def places(feature, shape: FewRowsShape, config: FewRowsConfig):
     """Returns functions of a place in a tile: its nearest indices `(row, feature)`, and whether these are its own."""
     index = ir.IndexType.get()
     constant = lambda value: arith.constant(index, value)

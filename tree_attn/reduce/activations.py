@@ -51,8 +51,12 @@ def gather_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.A
 
 
 def _cheapest(fused: Callable, collective: Callable, x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    return fused(x, axes, mesh) if exchanges(x.size, axes, mesh) else collective(x, axes)
+
+
+def exchanges(elements: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Returns whether so many numbers of each device go by the exchange kernel, and not by a collective."""
     # The kernel runs only where all axes are mapped: XLA cannot shard it over the rest.
     is_mapped = set(axes) == set(mesh.axis_names)
-    is_small = 0 < x.size * (mesh.size - 1) <= MAX_SENT
-    can_run = is_mapped and is_small and why_not(x.size, axes, mesh) is None
-    return fused(x, axes, mesh) if can_run else collective(x, axes)
+    is_small = 0 < elements * (mesh.size - 1) <= MAX_SENT
+    return is_mapped and is_small and why_not(elements, axes, mesh) is None

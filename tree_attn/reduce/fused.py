@@ -77,9 +77,9 @@ def fused(state: SoftmaxState | ShardAttention, axes: tuple[str, ...], mesh: Mes
         than `MAX_ELEMENTS`.
     """
     if isinstance(state, ShardAttention):
-        merged = state.run(exchange=Exchange(*_meeting(axes, mesh, state.num_elements)))
+        merged = state.run(exchange=Exchange(*meeting(axes, mesh, state.num_elements)))
         return vary_as(merged, state.query, but_for=axes)
-    merged = Exchange(*_meeting(axes, mesh, state.out.size + state.lse.size)).merge(state)
+    merged = Exchange(*meeting(axes, mesh, state.out.size + state.lse.size)).merge(state)
     return vary_as(merged, state, but_for=axes)  # a kernel's results have no type of their own
 
 
@@ -93,7 +93,7 @@ def fused_sum(
     """
     from tree_attn.kernels.exchange import exchange_sum
 
-    rank, buffers = _meeting(axes, mesh, x.size)
+    rank, buffers = meeting(axes, mesh, x.size)
     flat = None if residual is None else residual.reshape(-1)
     return exchange_sum(x.reshape(-1), rank, buffers, flat).reshape(x.shape)
 
@@ -105,7 +105,7 @@ def fused_gather(x: jax.Array, axes: tuple[str, ...], mesh: Mesh | None = None) 
     """
     from tree_attn.kernels.exchange import exchange_gather
 
-    rank, buffers = _meeting(axes, mesh, x.size)
+    rank, buffers = meeting(axes, mesh, x.size)
     return exchange_gather(x.reshape(-1), rank, buffers).reshape(-1, *x.shape)
 
 
@@ -127,7 +127,7 @@ def why_not(elements: int, axes: tuple[str, ...], mesh: Mesh | None = None) -> s
     return None
 
 
-def _meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[jax.Array | None, Any]:
+def meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[jax.Array | None, Any]:
     """Returns this device's rank, as the kernel takes it, and the buffers in which the devices along `axes` meet."""
     group, buffers = _meeting_place(axes, mesh, elements)
     is_alone = all(device.process_index != other.process_index for device, other in itertools.pairwise(group))

@@ -22,6 +22,7 @@ from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfS
 from tree_attn.models.llama.rope import apply_rotation
 from tree_attn.models.llama.sharding import LlamaSharding
 from tree_attn.models.llama.storage import empty_cache
+from tree_attn.reduce import peer_memory
 
 # Every product has out-features of a multiple of 8 and in-features of a multiple of 64.
 SHAPE = dict(num_layers=1, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -113,6 +114,10 @@ def test_devices_multiply_by_their_parts_as_xla_does(options, num_devices, on_on
 
 @needs_interpreter
 def test_a_layer_has_four_products_on_two_gpus(on_one_sm, monkeypatch):
+    """Two of them end in the sum over the GPUs."""
+    monkeypatch.setattr(peer_memory, "peer_memory", lambda groups, num_bytes: 0x5D00_0000_0000)
+    monkeypatch.setattr(peer_memory, "check_platform", lambda devices: None)
+    monkeypatch.setattr(few_rows_call, "num_sms", lambda: 132)
     config = LlamaConfig(
         **SHAPE | {"num_layers": 3, "hidden_size": 128, "head_dim": 32}, vocab_size=64, max_position=32
     )
@@ -123,7 +128,8 @@ def test_a_layer_has_four_products_on_two_gpus(on_one_sm, monkeypatch):
     cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.bfloat16, stacks_layers=False)
     decode = jax.jit(lambda: model.decode(jnp.ones((1, 8), jnp.int32), cache, attention)[0])
     text = decode.trace().lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("call @multiply_few_rows") == 3 * 4 + 1
+    calls = [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum")]
+    assert calls == [3 * 2 + 1, 3 * 2]
 
 
 @pytest.mark.slow

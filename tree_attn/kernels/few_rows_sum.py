@@ -1,0 +1,84 @@
+"""The sum over devices as the end of a product of few rows, where each device has a part of the in-features.
+
+Every device cuts out-features alike, so the same CTA of each has the same ones. It sends its results to all devices as
+`exchange.py` does, and receives those of the others. It adds them in the order of ranks, and then the residual. A CTA
+waits for the same CTA of other devices. So all CTAs must fit a device at once, as they do: there are no more than SMs.
+"""
+
+import dataclasses
+import functools
+
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+
+from tree_attn.kernels import mlir as ops
+from tree_attn.kernels.epilogue import SCALAR, begin_step, inline
+from tree_attn.kernels.exchange import MAX_CTAS, THREADS, Buffers, count_step, transport
+from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape
+from tree_attn.kernels.few_rows_results import LAYOUT, places
+
+
+@dataclasses.dataclass(frozen=True)
+class SumEnd:
+    """The exchange in which a product ends. Each CTA begins, adds its tiles, and ends, in its first warpgroup.
+
+    The argument `rank_ref` of all methods is the reference of `exchange.exchange`'s rank, or None.
+    """
+
+    buffers: Buffers
+    config: FewRowsConfig
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether the CTAs can count the steps of all that later kernels may have."""
+        return MAX_CTAS <= self.config.num_ctas * THREADS <= MAX_CTAS * THREADS
+
+    def begin(self, rank_ref):
+        """Returns the number of the step, which the other methods take."""
+        return begin_step(self.buffers, rank_ref)
+
+    def add(self, rank_ref, step, out_ref, result, residual, feature, shape: FewRowsShape) -> None:
+        """Writes the sum of all devices' results of a tile, float32 `[64, cols]`, and of the residual if there is one.
+
+        Args:
+          feature: the tile's first.
+        """
+
+        def emit(place, out, result, step, feature, *residual):
+            at, is_inside = places(feature, shape, self.config)
+            send, received = transport(self.buffers, place, step.registers.item())
+            residuals: list = []  # in the order in which places of the result come
+            for x in residual:
+                x.foreach(lambda x, _: residuals.append(x))
+
+            def element(where):
+                row, feature = at(*where)
+                width = arith.constant(ir.IndexType.get(), shape.out_features)
+                return arith.addi(arith.muli(row, width), feature)
+
+            def send_own(x, where):
+                with utils.when(is_inside(*where)):
+                    send(element(where), x)
+
+            def receive(_, where):
+                added = [residuals.pop(0)] if residual else []
+                with utils.when(is_inside(*where)):
+                    total = functools.reduce(arith.addf, [*received(element(where)), *added])
+                    memref.store(ops.narrowed(total, out), out, at(*where))
+
+            result.foreach(send_own)
+            result.foreach(receive)
+
+        operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
+        operands += [] if residual is None else [(residual, LAYOUT)]
+        inline(self.buffers, emit, rank_ref, *operands)
+
+    def end(self, rank_ref, step) -> None:
+        """Counts the step."""
+
+        def emit(place, step):
+            count_step(self.buffers, place, step.registers.item(), self.config.num_ctas)
+
+        inline(self.buffers, emit, rank_ref, (step, SCALAR))
