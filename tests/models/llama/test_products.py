@@ -72,7 +72,7 @@ def test_the_kernel_is_the_default_where_it_runs(tiny_config, sharding_over, mon
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     assert default(one) == XlaProducts(), "a model on CPUs, where there is a GPU too"
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
-    assert default(one) == FewRowsProducts()
+    assert default(one) == FewRowsProducts(max_rows=8)
     assert default(two) == XlaProducts(), "not timed"
     named = products.by_name("mosaic_gpu", two, unrolls_layers=True)
     assert named == ProductsOfShards(two) and named.name == default(one).name == "mosaic_gpu"
@@ -168,6 +168,14 @@ def branch_of(tokens: int, dtype) -> Branch:
     scale = parameters.Parameter(name="scale", shape=(64,), axes=("embed",))
     norm = RMSNorm(scale, 1e-5, lambda parameter: jnp.linspace(0.5, 2, 64).astype(dtype))
     return Branch(x=jnp.sin(jnp.arange(tokens * 64.0)).reshape(1, tokens, 64).astype(dtype), norm=norm)
+
+
+def test_by_default_xla_multiplies_more_than_eight_rows(caplog):
+    weights = jnp.linspace(-1, 1, 8 * 64).reshape(8, 64).astype(jnp.bfloat16)
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        found = FewRowsProducts(max_rows=8).project(branch_of(9, jnp.bfloat16), weights)
+    np.testing.assert_array_equal(found, XlaProducts().project(branch_of(9, jnp.bfloat16), weights))
+    assert "at most 8, not 9" in caplog.text
 
 
 @needs_interpreter
