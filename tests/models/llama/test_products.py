@@ -92,6 +92,7 @@ def multiplied(x, weights, scale=None, residual=None, *, shape, config):
     return result.astype(shape.out_dtype)
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     "options", [{}, {"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}], ids=str
 )
