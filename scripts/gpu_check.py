@@ -252,7 +252,7 @@ def activation_checks(num_devices: int) -> Iterator[dict]:
 
         def of_shard(x, way=way, first=host[0] if has_residual else None):
             scale = lambda x, i: x * 2.0 ** -i.astype(x.dtype)
-            added = lambda i: {} if first is None else {"residual": scale(jnp.asarray(first), i)}
+            added = lambda i: {} if first is None else {"residual": scale(jnp.asarray(first, jnp.bfloat16), i)}
             step = lambda _, i: (None, way(scale(x[0], i), ("seq",), mesh, **added(i)))
             return jax.lax.scan(step, None, jnp.arange(steps))[1]
 
@@ -263,11 +263,13 @@ def activation_checks(num_devices: int) -> Iterator[dict]:
         result = program(x)
         found = np.asarray(result.addressable_data(0), np.float64)
         scaled = host.astype(np.float64) * 2.0 ** -np.arange(steps)[:, None, None]
-        if has_residual:
-            scaled = np.concatenate([scaled, scaled[:, :1]], axis=1)
+        if has_residual:  # in bfloat16, as a model's is, and so is the result
+            residual = host[:1].astype(jnp.bfloat16).astype(np.float64) * 2.0 ** -np.arange(steps)[:, None, None]
+            scaled = np.concatenate([scaled, residual], axis=1)
         exact = scaled if name == "gather" else scaled.sum(axis=1)
         # Additions in float32, each off by half a unit at the most, and one rounding to another dtype.
-        rounded = 0.0 if dtype == "float32" else float(jnp.finfo(dtype).eps) / 2
+        is_wide = dtype == "float32" and not has_residual
+        rounded = 0.0 if is_wide else float(jnp.finfo("bfloat16").eps) / 2
         additions = num_devices - 1 + has_residual
         allowed = 0.0 if name == "gather" else additions * float(jnp.finfo("float32").eps) / 2 + rounded
         size_of = scaled if name == "gather" else np.abs(scaled).sum(axis=1)

@@ -26,7 +26,7 @@ ROWS = {
     "tree-figure-4": (["reproduced_h100/tree-figure-4.jsonl"], "They have two of the hidden sizes."),
     "lean-figure-8": (
         ["reproduced_h100/lean-figure-8.jsonl"],
-        "Those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; the others are of a01d9e9. With 512k "
+        "Those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; 16k to 256k of a01d9e9. With 512k "
         "the GPU has no memory for a second copy.",
     ),
     "lean-figure-7": (

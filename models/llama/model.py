@@ -36,8 +36,8 @@ class Llama(nnx.Module):
       sharding: maps parameters and intermediate arrays to devices.
       create: makes each declared parameter; see `parameters.py`.
       unroll_layers: whether the layers are unrolled; default: but on CPUs.
-      products: how new tokens are multiplied with weights, one of `products.PRODUCTS`; default: `products.by_name`
-        chooses. Prompts are XLA's.
+      products: how new tokens are multiplied with weights, one of `products.PRODUCTS`, or None: `products.by_name`
+        chooses, as the commands do. Prompts are XLA's. The kernel has no gradient.
 
     Raises:
       ValueError, NotImplementedError: as `products.by_name`.
@@ -48,7 +48,7 @@ class Llama(nnx.Module):
 
     def __init__(
         self, config: LlamaConfig, sharding: LlamaSharding, create: Create, *, unroll_layers: bool | None = None,
-        products: str | None = None,
+        products: str | None = "xla",
     ):  # fmt: skip
         def table(name: str) -> nnx.Param:
             shape = (config.vocab_size, config.hidden_size)

@@ -24,8 +24,8 @@ from tree_attn.reduce import fused
 from tree_attn.reduce.activations import exchanges, sum_activations
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early")
-# With 16 the kernel takes 0.97 of XLA's time for a layer of Llama 3.1 8B on an H100, and 1.02 for Llama 3.2 1B.
-MAX_ROWS_BY_DEFAULT = 8
+MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on a GPU (docs/results/checks_h100/README.md)
+CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 # By the names in `config.ACTIVATIONS`.
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 _log = logging.getLogger("tree_attn")
@@ -68,9 +68,8 @@ def product_of(x: jax.Array, kernel: jax.Array) -> jax.Array:
 class XlaProducts:
     """XLA's products; they may be cut over devices."""
 
-    @property
-    def name(self) -> str:
-        """One of `PRODUCTS`."""
+    def name_of(self, rows: int) -> str:
+        """Returns which of `PRODUCTS` multiply so many new tokens at a time."""
         return "xla"
 
     @property
@@ -137,9 +136,10 @@ class FewRowsProducts(XlaProducts):
     is_early: bool = False
     max_rows: int = 16
 
-    @property
-    def name(self) -> str:
-        """One of `PRODUCTS`."""
+    def name_of(self, rows: int) -> str:
+        """Does `XlaProducts.name_of`."""
+        if rows > self.max_rows:
+            return "xla"
         return "mosaic_gpu_early" if self.is_early else "mosaic_gpu"
 
     def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
@@ -246,10 +246,9 @@ class ProductsOfShards(XlaProducts):
 
     sharding: LlamaSharding
 
-    @property
-    def name(self) -> str:
-        """One of `PRODUCTS`."""
-        return self.of_shard.name
+    def name_of(self, rows: int) -> str:
+        """Does `XlaProducts.name_of`."""
+        return self.of_shard.name_of(rows)
 
     @property
     def of_shard(self) -> XlaProducts:
@@ -277,11 +276,11 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12). None is `mosaic_gpu` for up to 8 tokens at a time on one GPU where the kernel runs, and else
-        `xla`: on an H100 a token takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
-        timed.
-      sharding: of the model. Over several devices the kernel needs a sequence that is cut over all of the mesh, and
-        does not read early.
+        ended (JAX 0.12). None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else
+        `xla`: on an H100 a token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several
+        GPUs it was not timed. The kernel has no gradient.
+      sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
+        over all of the mesh, and does not read early.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
 
     Raises:
@@ -329,4 +328,6 @@ def _unavailable(sharding: LlamaSharding) -> str | None:
             f"over several devices the kernel needs a sequence that is cut over all axes of the mesh, "
             f"{sharding.mesh.axis_names}, got {sharding.sequence!r}"
         )
+    if sharding.mesh.size > 1 and all(sharding.num_shards(axis) == 1 for axis in CUT_AXES):
+        return f"over several devices the kernel multiplies by weights that are cut, and none of {CUT_AXES} is"
     return None

@@ -34,7 +34,7 @@ class ForwardContext:
       attend: writes the new keys and values to the cache and attends.
       sharding: maps dimensions of intermediate arrays to mesh axes.
       token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
-      products: run the products of weights that are not cut over the sequence's devices.
+      products: run the products; `products.of_shard` those of weights that are cut over the sequence's devices.
       appends: whether keys and values may be in the cache before attention.
     """
 

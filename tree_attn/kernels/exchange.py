@@ -33,7 +33,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
 from tree_attn.kernels import mlir as ops
 
-NUM_CTAS = 64  # CTAs that exchange, in every kernel; a kernel's other CTAs only leave partial states
+NUM_CTAS = 64  # CTAs that exchange, but in a product's end; attention's other CTAs only leave partial states
 MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128

@@ -63,7 +63,7 @@ def few_rows_total(x, weights, residual, rank, buffers) -> jax.Array | None:
     """Returns the sum over devices of their products and, once, of the residual, in one launch.
 
     Args:
-      x: `[rows, I]`, this device's in-features; weights: `[O, I]`.
+      x: `[rows, I]`, this device's in-features; weights: `[O, I]`; what `few_rows_product` takes.
       residual: `[rows, O]`, the same on all devices; or None. Its dtype is the result's, and else that is float32.
       rank, buffers: where the devices meet (`tree_attn.reduce.fused.meeting`).
 
@@ -71,9 +71,6 @@ def few_rows_total(x, weights, residual, rank, buffers) -> jax.Array | None:
       `[rows, O]`; or None: the kernel cannot end so.
     """
     rows, (out_features, in_features) = x.shape[0], weights.shape
-    reason = unsupported(rows, out_features, in_features, x.dtype)
-    if reason is not None or x.dtype != weights.dtype:
-        return None
     out_dtype = jnp.dtype(jnp.float32 if residual is None else residual.dtype)
     shape = FewRowsShape(
         rows=rows, in_features=in_features, out_features=out_features, parts=1, dtype=x.dtype, out_dtype=out_dtype,

@@ -33,7 +33,7 @@ class SumEnd:
     @property
     def fits(self) -> bool:
         """Returns whether the CTAs can count the steps of all that later kernels may have."""
-        return MAX_CTAS <= self.config.num_ctas * THREADS <= MAX_CTAS * THREADS
+        return self.config.num_ctas * THREADS >= MAX_CTAS
 
     def begin(self, rank_ref):
         """Returns the number of the step, which the other methods take."""

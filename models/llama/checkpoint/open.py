@@ -34,9 +34,12 @@ class Checkpoint:
     tokenizer: Tokenizer
     make_create: MakeCreate
 
-    def load(self, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None) -> Llama:
-        """Reads the weights onto the devices of `sharding`, stored as `dtype`."""
-        return Llama(self.config, sharding, self.make_create(sharding, dtype, on_bytes))
+    def load(
+        self, sharding: LlamaSharding, dtype: DTypeLike, on_bytes: Callable[[int], None] | None = None,
+        products: str | None = "xla",
+    ) -> Llama:  # fmt: skip
+        """Reads the weights onto the devices of `sharding`, stored as `dtype`; `products` are the model's."""
+        return Llama(self.config, sharding, self.make_create(sharding, dtype, on_bytes), products=products)
 
     def num_bytes(self, dtype: DTypeLike) -> int:
         """Returns the bytes of all weights, each counted once: the total of a progress bar over `load`."""
@@ -73,7 +76,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _check_tensors(config: LlamaConfig, check: CheckTensor) -> None:
     """Calls `check(parameter, layer)` for every tensor of a checkpoint that the model's parameters are made of."""
-    Llama(config, None, checked(check), unroll_layers=False, products="xla")
+    Llama(config, None, checked(check), unroll_layers=False)
 
 
 def move(model: Llama, sharding: LlamaSharding) -> Llama:
@@ -83,5 +86,5 @@ def move(model: Llama, sharding: LlamaSharding) -> Llama:
 
 def num_parameters(config: LlamaConfig) -> int:
     """Returns the number of weights of the model."""
-    model = Llama(config, None, abstract(None, jnp.float32), unroll_layers=False, products="xla")
+    model = Llama(config, None, abstract(None, jnp.float32), unroll_layers=False)
     return sum(array.size for array in jax.tree.leaves(nnx.state(model)))

@@ -67,8 +67,9 @@ def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, sharding_over,
     assert (logits != expected).any(), "the kernel multiplied"
 
 
-def test_the_kernel_is_the_default_where_it_runs(tiny_config, sharding_over, monkeypatch, caplog):
-    one, two = (sharding_over(tiny_config, n) for n in (1, 2))
+def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatch, caplog):
+    one = sharding_over(tiny_config, 1)
+    two = spread_over(tiny_config, make_mesh({"seq": 2}, jax.devices()[:2]))
     default = functools.partial(products.by_name, None, unrolls_layers=True)
     with caplog.at_level(logging.INFO, "tree_attn"):
         assert default(one) == XlaProducts()
@@ -76,12 +77,13 @@ def test_the_kernel_is_the_default_where_it_runs(tiny_config, sharding_over, mon
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     assert default(one) == XlaProducts(), "a model on CPUs, where there is a GPU too"
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
-    assert default(one) == FewRowsProducts(max_rows=8)
+    assert default(one) == FewRowsProducts(max_rows=3)
+    assert [default(one).name_of(rows) for rows in (1, 3, 4)] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert default(two) == XlaProducts(), "not timed"
     named = products.by_name("mosaic_gpu", two, unrolls_layers=True)
-    assert named == ProductsOfShards(two) and named.name == default(one).name == "mosaic_gpu"
+    assert named == ProductsOfShards(two) and named.name_of(16) == "mosaic_gpu"
     with targets.assumed("8.9"):
-        assert default(one).name == "xla"
+        assert default(one) == XlaProducts()
 
 
 def multiplied(x, weights, scale=None, residual=None, *, shape, config):
@@ -288,7 +290,8 @@ def test_what_the_kernel_cannot_multiply_is_xlas_with_a_reason(dtype, tokens, ac
 
 
 def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeypatch):
-    one, two = (sharding_over(tiny_config, n) for n in (1, 2))
+    one = sharding_over(tiny_config, 1)
+    two = spread_over(tiny_config, make_mesh({"seq": 2}, jax.devices()[:2]))
     assert products.by_name("xla", two, unrolls_layers=False) == XlaProducts()
     with pytest.raises(ValueError, match=r"products must be None or one of .* got 'cublas'"):
         products.by_name("cublas", one, unrolls_layers=True)
@@ -300,6 +303,8 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     other_axes = LlamaSharding(mesh=make_mesh({"data": 2, "seq": 2}, jax.devices()[:4]))
     with pytest.raises(NotImplementedError, match=r"all axes of the mesh, \('seq', 'data'\), got 'seq'"):
         products.by_name("mosaic_gpu", other_axes, unrolls_layers=True)
+    with pytest.raises(NotImplementedError, match=r"weights that are cut, and none of .*'heads'"):
+        products.by_name("mosaic_gpu", LlamaSharding(mesh=two.mesh), unrolls_layers=True)
     with targets.assumed("8.9"), pytest.raises(NotImplementedError, match="which Hopper GPUs have"):
         products.by_name("mosaic_gpu", one, unrolls_layers=True)
     early = lambda **options: products.by_name("mosaic_gpu_early", one, **options)

@@ -145,6 +145,7 @@ def _common(args: argparse.Namespace, num_devices: int, sparq: SparqOptions | No
     """Returns the facts that the rows of one file have in common."""
     common = {name: getattr(args, name) for name in COMMON} | {"n_devices": num_devices}
     common |= {name: getattr(args, name) for name in OPTIONAL if getattr(args, name) is not None}
+    common["products"] = args.products or "picked"
     return common | ({} if sparq is None else {"sparq": dataclasses.asdict(sparq)})
 
 

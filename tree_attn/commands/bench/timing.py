@@ -23,7 +23,7 @@ from tree_attn.models.llama.generation import memory
 
 COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
 NO_ATTENTION = "none"
-OPTIONAL = ("prefill", "products", "share_prefix")  # options that rows name where they are given
+OPTIONAL = ("prefill", "share_prefix")  # options that rows name where they are given
 
 
 def make_model(args: argparse.Namespace, config: LlamaConfig, place: session.Place, contexts: Sequence[int]) -> Llama:
@@ -178,7 +178,7 @@ def _setting(
         "cache_dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk if attention.prefills_in_chunks else None,
         "weights": "replicated" if args.replicate_weights else "spread", "new_tokens": args.new_tokens,
         "tokens_per_dispatch": generator.tokens_per_dispatch, "unroll_layers": model.unroll_layers,
-        "warm_up": args.warm_up, "products": model.products.name,
+        "warm_up": args.warm_up, "products": model.products.name_of(len(prompts)),
         **{name: getattr(args, name) for name in OPTIONAL if getattr(args, name) is not None},
     }  # fmt: skip
 

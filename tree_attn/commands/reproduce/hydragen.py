@@ -94,7 +94,7 @@ FIGURE_3 = Experiment(
     measure=field("tokens_per_s", 1e-3),
     paper_hardware="8 x A100 40 GB",
     differs=(
-        "The paper spreads the model over eight GPUs; here one H200 holds it, with half the memory of those eight. So "
+        "The paper spreads the model over eight GPUs; here one holds it. An H200 has half the memory of those eight: "
         "the largest batch is 512, and 32 without sharing. Random weights; times do not depend on them."
     ),
     points=_figure_3(),
