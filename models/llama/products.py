@@ -300,6 +300,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         if reason is not None:
             _log.info("products: xla, for %s", reason)
             return XlaProducts()
+        _log.info("products: mosaic_gpu, for up to %d tokens at a time", MAX_ROWS_BY_DEFAULT)
         return FewRowsProducts(max_rows=MAX_ROWS_BY_DEFAULT)
     from tree_attn.kernels.overlap import overlaps
 

@@ -77,7 +77,9 @@ def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatc
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     assert default(one) == XlaProducts(), "a model on CPUs, where there is a GPU too"
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
-    assert default(one) == FewRowsProducts(max_rows=3)
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        assert default(one) == FewRowsProducts(max_rows=3)
+    assert "mosaic_gpu, for up to 3 tokens" in caplog.text
     assert [default(one).name_of(rows) for rows in (1, 3, 4)] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert default(two) == XlaProducts(), "not timed"
     named = products.by_name("mosaic_gpu", two, unrolls_layers=True)
@@ -176,7 +178,7 @@ def branch_of(tokens: int, dtype) -> Branch:
     return Branch(x=jnp.sin(jnp.arange(tokens * 64.0)).reshape(1, tokens, 64).astype(dtype), norm=norm)
 
 
-def test_by_default_xla_multiplies_more_than_eight_rows(caplog):
+def test_xla_multiplies_rows_beyond_the_limit(caplog):
     weights = jnp.linspace(-1, 1, 8 * 64).reshape(8, 64).astype(jnp.bfloat16)
     with caplog.at_level(logging.INFO, "tree_attn"):
         found = FewRowsProducts(max_rows=8).project(branch_of(9, jnp.bfloat16), weights)
