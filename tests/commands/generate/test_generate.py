@@ -357,8 +357,8 @@ def test_arguments_that_do_not_parse_are_one_line_that_names_the_help(capsys, ar
 
 def test_a_model_is_loaded_with_the_fastest_products():
     """Commands only decode: the kernel has no gradient, so a model's own default is XLA's products."""
-    asked = []
-    checkpoint = types.SimpleNamespace(num_bytes=lambda dtype: 1, load=lambda *_, products: asked.append(products))
+    choices = []
+    checkpoint = types.SimpleNamespace(num_bytes=lambda dtype: 1, load=lambda *_, products: choices.append(products))
     sharding = types.SimpleNamespace(mesh=make_mesh({"seq": 1}, jax.devices()[:1]))
     session.load_with_progress(checkpoint, sharding, jnp.bfloat16)
-    assert asked == [None]
+    assert choices == [None]
