@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tree_attn.kernels.few_rows import multiply_few_rows, multiply_into_cache
+from tree_attn.kernels.few_rows_chain import multiply_chain
+from tree_attn.kernels.few_rows_chain_layout import chain_configs
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, few_rows_config
 
 EPS = 1e-5
@@ -82,9 +84,10 @@ class Product:
     def run(self, *inputs):
         return multiply_few_rows(*inputs, shape=self.shape, config=self.config)
 
-    def expected(self):
+    def expected(self, inputs=None):
         """Returns the result, float64."""
-        x, weights, scale, residual = (None if a is None else np.asarray(a, np.float64) for a in self.inputs())
+        arrays = self.inputs() if inputs is None else inputs
+        x, weights, scale, residual = (None if a is None else np.asarray(a, np.float64) for a in arrays)
         shape = self.shape
         if shape.eps is not None:
             x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + shape.eps) * (scale + shape.adds_one)
@@ -196,4 +199,76 @@ def compiled_appends() -> list[Append]:
         Append(**of_8b, batch=16),
         Append(**of_8b, batch=4, tokens=4, is_early=True),
         Append(**of_8b | {"head_dim": 64, "in_features": 2048}),
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The products of a layer from attention's result on: its output, gate and up, and down."""
+
+    rows: int = 1
+    hidden: int = 256
+    intermediate: int = 512
+    num_features: int = 256  # of attention's result
+    ctas: int = 3
+    smem_bytes: int = 227 * 1024
+    adds_one: bool = False
+
+    def __str__(self):
+        """A test's name: what differs from the default."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return "chain " + " ".join(f"{name}={value}" for name, value in values if value != getattr(Chain, name))
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        hidden, intermediate = self.hidden, self.intermediate
+        of = lambda inside, outside, options: Product(
+            rows=self.rows, in_features=inside, out_features=outside, options=options
+        )
+        normed = NORMED | GATED | {"adds_one": self.adds_one}
+        return (
+            of(self.num_features, hidden, ADDED), of(hidden, intermediate, normed), of(intermediate, hidden, ADDED)
+        )  # fmt: skip
+
+    @property
+    def shapes(self) -> tuple[FewRowsShape, ...]:
+        return tuple(product.shape for product in self.products)
+
+    @property
+    def configs(self) -> tuple[FewRowsConfig, ...]:
+        configs = chain_configs(self.shapes, self.ctas, self.smem_bytes)
+        assert isinstance(configs, tuple), configs
+        return configs
+
+    def array_shapes(self, sharding=None):
+        """Returns the shapes of x, residual, weights and scales."""
+        arrays = [product.shapes(sharding) for product in self.products]
+        return arrays[0][0], arrays[0][3], *(tuple(array[i] for array in arrays) for i in (1, 2))
+
+    def inputs(self):
+        arrays = [product.inputs() for product in self.products]
+        return arrays[0][0], 0.3 * arrays[0][3], *(tuple(array[i] for array in arrays) for i in (1, 2))
+
+    def run(self, *inputs):
+        return multiply_chain(*inputs, shapes=self.shapes, configs=self.configs)
+
+    def expected(self):
+        """Returns the result, float64, where every product's is rounded as the kernel rounds it."""
+        x, residual, weights, scales = self.inputs()
+        for product, weight, scale in zip(self.products, weights, scales, strict=True):
+            added = residual if product.shape.has_residual else None
+            result = product.expected((x, weight, scale, added))
+            x = jnp.asarray(result, product.shape.out_dtype)
+            residual = residual if added is None else x
+        return result
+
+
+def compiled_chains() -> list[Chain]:
+    """Returns those of models that are compiled."""
+    of_8b = dict(hidden=4096, intermediate=14336, num_features=4096, ctas=H200_SMS)
+    return [
+        Chain(**of_8b),
+        Chain(**of_8b, rows=16),
+        Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS),
+        Chain(**of_8b | {"intermediate": 11008}),  # of Llama 2 7B: products have CTAs of different numbers
     ]

@@ -94,7 +94,9 @@ class FewRowsConfig:
     num_stages:   stages in flight
     stack:        blocks of a stage, which the tensor core multiplies at once: the out-features of each are some of its
                   64 rows, the rows of x some of its columns, and what does not belong together is dropped
+    slabs:        stacks of a stage and a part, which are multiplied one after another
     is_early:     whether weights are read before the previous kernel has ended
+    rows:         of weights that a stage has room for, or None: as many as it needs
     """
 
     tile: int
@@ -104,11 +106,26 @@ class FewRowsConfig:
     num_stages: int
     is_early: bool = False
     stack: int = 1
+    slabs: int = 1
+    rows: int | None = None
 
     @property
     def stacked(self) -> int:
         """Rows of the tensor core that a tile has."""
         return self.stack * self.tile
+
+    @property
+    def in_features_of_stage(self) -> int:
+        """In-features of all blocks of a stage."""
+        return self.slabs * self.stack * self.block_in
+
+    def blocks(self, shape: FewRowsShape) -> int:
+        """Returns the stages of a tile, one after another."""
+        return shape.in_features // self.in_features_of_stage
+
+    def stage_rows(self, shape: FewRowsShape) -> int:
+        """Returns the rows of shared memory from the weights of one stage to those of the next."""
+        return shape.parts * self.slabs * self.stacked if self.rows is None else self.rows
 
 
 def unsupported(
@@ -206,7 +223,8 @@ def turn_shape(shape: FewRowsShape) -> tuple[int, int]:
 
 def smem_bytes(shape: FewRowsShape, config: FewRowsConfig) -> int:
     """Returns the shared memory of a CTA."""
-    stages = config.num_stages * config.stack * block_bytes(shape, config.tile, config.block_in)
+    blocks = config.num_stages * config.slabs * config.stack
+    stages = blocks * block_bytes(shape, config.tile, config.block_in)
     fold = 4 * math.prod(fold_shape(shape, config)) if config.stack > 1 else 0
     turn = 4 * math.prod(turn_shape(shape)) if shape.heads is not None else 0
     return stages + beyond_bytes(shape, config.stacked, config.block_in) + fold + turn + OTHER_BYTES
@@ -218,7 +236,7 @@ def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
     room = SMEM_BYTES_PER_SM // ctas - RESERVED_SMEM_BYTES
     if smem_bytes(shape, config) > room:
         raise ValueError(f"config must need at most {room} bytes of shared memory, got {config} for {shape}")
-    of_stage = config.stack * config.block_in
+    of_stage = config.in_features_of_stage
     is_cut = config.tile % shape.grain or config.stacked > TENSOR_ROWS or shape.in_features % of_stage
     if is_cut or config.tile * config.tiles * config.num_ctas < shape.out_features:
         raise ValueError(f"config must have tiles that cover {shape}, got {config}")

@@ -24,7 +24,7 @@ def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
     size = (TENSOR_ROWS, shape.columns)
     if is_interpreted():
         beyond = [(0, size[1] - shape.rows), (0, size[0])]
-        whole = jnp.pad(ref[...].astype(jnp.float32), beyond).T
+        whole = jnp.pad(ref[: shape.rows].astype(jnp.float32), beyond).T
         return lax.dynamic_slice(whole, (feature, 0), size)
     result = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=LAYOUT)
 
@@ -46,7 +46,7 @@ def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig)
             @pl.when(feature + first < shape.out_features)
             def _(first=first):
                 part = result[first : first + GRAIN, : shape.rows].T
-                ref[:, pl.ds(feature + first, GRAIN)] = part.astype(ref.dtype)
+                ref[: shape.rows, pl.ds(feature + first, GRAIN)] = part.astype(ref.dtype)
 
         return
 

@@ -1,0 +1,203 @@
+"""A chain of products of few rows in one launch, where each multiplies what the one before gives.
+
+Each CTA runs its part of one product after another, through one ring of stages. The weights of its next product depend
+on nothing. So they are on their way as soon as stages are free, while other CTAs still multiply and while all meet.
+
+CTAs meet between products. Each that has written its part of a result counts itself in (`arrivals.py`). Those of the
+next product wait for all of these, and then copy x. The CTA that is counted last at one product sets the count of the
+product before to zero, since nothing waits for it any more; at the last product also that one's. The kernel has no more
+CTAs than SMs, so all run at once. `tests/kernels/chain_model.py` explores every order of their operations.
+
+A product with a residual adds the result of the last product before it that has one: these are the residual stream.
+
+With JAX 0.12 or newer the first product's weights are read before the previous kernel has ended, and so must not be
+what it writes.
+
+The interpreter has no atomics. There each product is a launch of its own.
+
+Source: Spector et al., "Look Ma, No Bubbles! Designing a Low-Latency Megakernel for Llama-1B", 2025.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels.arrivals import arrive, await_all, reset
+from tree_attn.kernels.few_rows import REDUCTION_BYTES, multiply_few_rows
+from tree_attn.kernels.few_rows_chain_layout import num_ctas, shared_scratch
+from tree_attn.kernels.few_rows_cta import CtaProduct, full_barrier, ring_scratch
+from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
+from tree_attn.kernels.registers import launch
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "configs"))
+def multiply_chain(
+    x, residual, weights, scales, *, shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...]
+):  # fmt: skip
+    """Returns the last product's result, `[rows, O]`; every check is the caller's.
+
+    Args:
+      x: `[rows, I]` of the first product; residual: what the first with a residual adds, `[rows, O]`, or None.
+      weights: `[parts, O, I]` of each product; scales: `[I]` of each with `shape.eps`, else None.
+      configs: of `chain_configs`.
+    """
+    if is_interpreted():
+        return _multiply_apart(x, residual, weights, scales, shapes, configs)
+    return _launch(x, residual, weights, scales, shapes, configs)[-1]
+
+
+def _multiply_apart(x, residual, weights, scales, shapes, configs):
+    for weight, scale, shape, config in zip(weights, scales, shapes, configs, strict=True):
+        stages = min(config.num_stages, config.tiles * config.blocks(shape))
+        config = dataclasses.replace(config, num_stages=stages, is_early=False, rows=None)
+        x = multiply_few_rows(x, weight, scale, residual if shape.has_residual else None, shape=shape, config=config)
+        residual = x if shape.has_residual else residual
+    return x
+
+
+def _launch(x, residual, weights, scales, shapes, configs, **others):
+    """Returns the results of all products; of all but the last with rows that pad them, for the copies of x."""
+    rows = shapes[0].rows
+    padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
+    arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
+    arrays |= {"counts": jnp.zeros(len(shapes), jnp.int32)}
+    for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+        arrays |= {f"weights {number}": weight, f"scale {number}": scale}
+    arrays = {name: array for name, array in (arrays | others).items() if array is not None}
+    of = lambda shape, rows: jax.ShapeDtypeStruct((rows, shape.out_features), shape.out_dtype)
+    results = tuple(of(shape, rows if shape is shapes[-1] else padded) for shape in shapes)
+    return launch(
+        functools.partial(_multiply, tuple(arrays), shapes, configs),
+        out_type=results,
+        grid=(num_ctas(configs),),
+        grid_names=("cta",),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_bytes=REDUCTION_BYTES,
+        name="few_rows_chain",
+    )(*arrays.values())
+
+
+def refs_of(named: dict, outputs, shapes) -> list[dict]:
+    """Returns the arguments of each product by name."""
+    x, residual, products = named["x"], named.get("residual"), []
+    for number, (shape, out) in enumerate(zip(shapes, outputs, strict=True)):
+        refs = {"x": x, "weights": named[f"weights {number}"], "scale": named.get(f"scale {number}")}
+        products.append(refs | {"residual": residual})
+        x, residual = out, out if shape.has_residual else residual
+    return products
+
+
+def _multiply(names, shapes, configs, *refs):
+    named, outputs = dict(zip(names, refs)), refs[len(names) :]
+
+    def multiply(places_smem, fulls, folds, **ring):
+        products = list(_products_of_cta(refs_of(named, outputs, shapes), outputs, shapes, configs, fulls, folds, ring))
+        meeting = _Meeting(counts_ref=named["counts"], places_smem=places_smem, configs=configs)
+        pl.when(lax.axis_index("warpgroup") == 1)(lambda: _move(products, meeting))
+        pl.when(lax.axis_index("warpgroup") == 0)(lambda: _compute(products, meeting))
+
+    pl.run_scoped(
+        multiply,
+        places_smem=plgpu.SMEM((1,), jnp.int32),
+        fulls=[full_barrier(shape, config) for shape, config in zip(shapes, configs)],
+        folds=[scratch.get("fold_smem") for scratch in map(ring_scratch, shapes, configs)],
+        free=plgpu.Barrier(num_barriers=configs[0].num_stages),
+        **shared_scratch(shapes, configs),
+        collective_axes="warpgroup",
+    )
+
+
+def _products_of_cta(refs, outputs, shapes, configs, fulls, folds, ring: dict):
+    """Yields the products as the CTA runs them, one after another in its ring."""
+    steps = []
+    for shape, config in zip(shapes, configs):
+        num = config.tiles * config.blocks(shape)
+        steps.append(num if _has_all(config, configs) else jnp.where(_is_here(config), num, 0))
+    for number, (shape, config) in enumerate(zip(shapes, configs)):
+        smem = ring if shape.eps is not None else {name: x for name, x in ring.items() if name != "scale_smem"}
+        yield CtaProduct(
+            shape=shape, config=config, refs=refs[number], out_ref=outputs[number], full=fulls[number],
+            fold_smem=folds[number], first_step=sum(steps[:number]), num_ring_steps=sum(steps), **smem,
+        )  # fmt: skip
+
+
+def _has_all(config: FewRowsConfig, configs) -> bool:
+    return config.num_ctas == num_ctas(configs)
+
+
+def _is_here(config: FewRowsConfig):
+    return lax.axis_index("cta") < config.num_ctas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    """Where CTAs meet between products."""
+
+    counts_ref: Any
+    places_smem: Any
+    configs: tuple[FewRowsConfig, ...]
+
+    def run(self, number: int, body) -> None:
+        """Runs `body` if the CTA has a part of product `number`."""
+        if _has_all(self.configs[number], self.configs):
+            body()
+        else:
+            pl.when(_is_here(self.configs[number]))(body)
+
+    def await_result(self, number: int) -> None:
+        """Waits for the whole result of a product."""
+        await_all(self.counts_ref, number, self.configs[number].num_ctas)
+
+    def leave(self, number: int) -> None:
+        """Counts the CTA in, which has written its part of a product's result."""
+        (before,) = arrive(self.counts_ref, (number,), (True,), self.places_smem)
+
+        @pl.when(before == self.configs[number].num_ctas - 1)
+        def _():
+            if number > 0:
+                reset(self.counts_ref, number - 1)
+            if number == len(self.configs) - 1:
+                reset(self.counts_ref, number)
+
+
+def _move(products: list[CtaProduct], meeting: _Meeting) -> None:
+    first, *others = products
+    meeting.run(0, lambda: lax.fori_loop(0, first.num_ahead, first.fill_ahead, None))
+    begin_next_kernel()
+    await_previous_kernel()
+    meeting.run(0, lambda: _move_rest(first))
+    for number, product in enumerate(others, 1):
+
+        def move(number=number, product=product):
+            lax.fori_loop(0, product.num_ahead, product.fill_ahead, None)
+            meeting.await_result(number - 1)
+            _move_rest(product)
+
+        meeting.run(number, move)
+
+
+def _move_rest(product: CtaProduct) -> None:
+    lax.fori_loop(0, product.num_ahead, product.fill_x, None)
+    lax.fori_loop(product.num_ahead, product.num_steps, product.refill, None)
+
+
+def _compute(products: list[CtaProduct], meeting: _Meeting) -> None:
+    await_previous_kernel()
+    for number, product in enumerate(products):
+
+        def compute(number=number, product=product):
+            if number > 0:  # for what it adds: x has come by then
+                meeting.await_result(number - 1)
+            product.compute()
+            meeting.leave(number)
+
+        meeting.run(number, compute)

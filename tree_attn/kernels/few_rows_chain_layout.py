@@ -1,0 +1,84 @@
+"""How a chain of products of few rows is cut over the CTAs of a GPU: all products share the stages of one ring.
+
+A stage is 128 rows of weights by 128 in-features, whatever the product: gate and up of 64 out-features, or two slabs of
+as many blocks of a tile as fill the tensor core's 64 rows. So a stage that one product has read is one of the next.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tree_attn.kernels.few_rows_cta import ring_scratch
+from tree_attn.kernels.few_rows_layout import (
+    OTHER_BYTES,
+    TENSOR_ROWS,
+    FewRowsConfig,
+    FewRowsShape,
+    tiles_of_cta,
+)
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
+from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
+
+BLOCK_IN, STAGE_ROWS = 128, 128
+STACKS = (8, 4, 2, 1)
+MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
+MIN_STAGES = 2
+
+
+def chain_configs(
+    shapes: tuple[FewRowsShape, ...], sms: int, smem_bytes: int = SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES
+) -> tuple[FewRowsConfig, ...] | str:
+    """Returns a layout for each product of a chain, or why there is none.
+
+    Args:
+      sms: streaming multiprocessors, each of which gets one CTA.
+      smem_bytes: shared memory of a CTA.
+    """
+    configs = []
+    for shape in shapes:
+        tile, tiles = tiles_of_cta(-(-shape.out_features // sms), shape.grain)
+        slabs = STAGE_ROWS // TENSOR_ROWS // shape.parts
+        stack = next(stack for stack in STACKS if stack == 1 or _stacks(shape, tile, slabs, stack))
+        if shape.in_features % (slabs * stack * BLOCK_IN):
+            return f"a chain's in-features are a multiple of {slabs * BLOCK_IN}, not {shape.in_features}"
+        config = FewRowsConfig(
+            tile=tile, tiles=tiles, num_ctas=-(-shape.out_features // (tile * tiles)), block_in=BLOCK_IN, num_stages=1,
+            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS,
+        )  # fmt: skip
+        configs.append(config)
+    of_stages = lambda stages: tuple(dataclasses.replace(config, num_stages=stages) for config in configs)
+    of_stage = chain_bytes(shapes, of_stages(2)) - chain_bytes(shapes, of_stages(1))
+    stages = 1 + (smem_bytes - chain_bytes(shapes, of_stages(1))) // of_stage
+    if stages < MIN_STAGES:
+        return f"a chain needs {MIN_STAGES} stages of {of_stage} bytes, and {smem_bytes} bytes hold {stages}"
+    return of_stages(stages)
+
+
+def _stacks(shape: FewRowsShape, tile: int, slabs: int, stack: int) -> bool:
+    is_small = stack * tile <= TENSOR_ROWS and slabs * stack * shape.columns <= MAX_X_ROWS
+    return is_small and shape.in_features % (slabs * stack * BLOCK_IN) == 0
+
+
+def num_ctas(configs: tuple[FewRowsConfig, ...]) -> int:
+    """Returns the CTAs of a chain; a product may have fewer."""
+    return max(config.num_ctas for config in configs)
+
+
+def shared_scratch(shapes, configs) -> dict[str, plgpu.SMEM]:
+    """Returns the shared memory that all products of a chain use, by the names of `CtaProduct`'s fields."""
+    scratch: dict[str, plgpu.SMEM] = {}
+    for shape, config in zip(shapes, configs, strict=True):
+        for name, smem in ring_scratch(shape, config).items():
+            if name != "fold_smem" and (name not in scratch or scratch[name].shape < smem.shape):
+                scratch[name] = smem
+    return scratch
+
+
+def chain_bytes(shapes, configs) -> int:
+    """Returns the shared memory of a chain's CTA."""
+    size = lambda smem: math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
+    folds = [ring_scratch(shape, config).get("fold_smem") for shape, config in zip(shapes, configs, strict=True)]
+    shared = shared_scratch(shapes, configs).values()
+    return sum(map(size, shared)) + sum(size(smem) for smem in folds if smem is not None) + OTHER_BYTES
