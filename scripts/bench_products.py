@@ -9,7 +9,8 @@ A part is one product of a decoding step with what goes before and after it: the
 result of the one before, and on other weights than the L2 cache holds. Limits are the weights' bytes at the datasheet's
 4.8 TB/s; the share is the limit over a step's time in the chain, launch gaps and the chain's own copies included.
 `kernels` of a row has the time of each kernel by itself. The way "few_rows early" (JAX 0.12) reads weights before the
-previous kernel has ended.
+previous kernel has ended. The way "chain" also runs the three products after attention in one launch, and so has the
+part `layer` only.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from tree_attn.measure.steps.chains import normals, time_steps
 from tree_attn.measure.steps.step import READ_GB_PER_S, ROTATE_BYTES
 
 ROWS = (1, 2, 4, 8, 16)
-WAYS = ("xla", "few_rows", "few_rows early")
+WAYS = ("xla", "few_rows", "few_rows early", "chain")
 PARTS = ("query_key_value", "output", "gate_up", "down", "head", "layer")
 LABELS = ("config", "part", "rows", "way", "layout")
 EPS = 1e-5
@@ -120,7 +121,11 @@ class Case:
 
     def step(self, way: str, layout: dict):
         """Returns `step(x, *weights) -> x`, all of the part's products in order."""
-        options = {"is_early": way.endswith("early"), "layout": layout}
+        from tree_attn.kernels.few_rows_call import few_rows_after_attention
+        from tree_attn.kernels.overlap import overlaps
+
+        is_chained = way == "chain"
+        options = {"is_early": way.endswith("early") or (is_chained and overlaps()), "layout": layout}
         products = self.products
 
         def step(x, *weights):
@@ -128,6 +133,9 @@ class Case:
             y = x
             for product, (matrix, scale) in zip(products, weights):
                 y = _as_wide(y, product.in_features)
+                if is_chained and product.is_added:
+                    (output, _), (gate_up, scale), (down, _) = weights[1:]
+                    return few_rows_after_attention(y, inputs[0], output[0], gate_up, down[0], scale=scale, eps=EPS)
                 inputs = [y] if product.is_normed else inputs
                 residual = _as_wide(inputs[0], product.out_features) if product.is_added else None
                 call = product.by_xla if way == "xla" else functools.partial(product.by_kernel, **options)
@@ -155,9 +163,10 @@ def main() -> int:
 
     missing = None if args.what == "check" else MissingRows(args.out, LABELS)
     ways = [way for way in args.ways.split(",") if overlaps() or not way.endswith("early")]
+    has_way = lambda case, way: case.part == "layer" or way != "chain"
     num_wrong = 0
     for case in cases(args):
-        for way, layout in runs(ways, args.layouts):
+        for way, layout in runs([way for way in ways if has_way(case, way)], args.layouts):
             if missing is None:
                 num_wrong += not check(case, way, layout)
                 continue
@@ -181,8 +190,8 @@ def cases(args) -> list[Case]:
 
 
 def runs(ways: list[str], layouts: str) -> list[tuple[str, str]]:
-    """Returns ways with layouts; XLA's has none."""
-    return [(way, layout) for way in ways for layout in ([""] if way == "xla" else layouts.split(","))]
+    """Returns ways with layouts; XLA's products and a chain's have none."""
+    return [(way, layout) for way in ways for layout in ([""] if way in ("xla", "chain") else layouts.split(","))]
 
 
 def parse_layout(text: str) -> dict[str, int]:

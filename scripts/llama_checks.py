@@ -26,7 +26,9 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
         vocab_size=4096, max_position=256,
     )  # fmt: skip
     sharding = spread_over(config, make_mesh({"seq": num_devices}))
-    ways = ["mosaic_gpu"] + (["mosaic_gpu_early"] if num_devices == 1 and overlaps() else [])
+    ways = ["mosaic_gpu"]
+    if num_devices == 1:
+        ways += [*(["mosaic_gpu_early"] if overlaps() else []), "mosaic_gpu_chain"]
     for batch, tokens in BATCH_AND_TOKENS:
         run = functools.partial(_logits, config, sharding, batch, tokens)
         by_xla, followed, _ = run("xla", jnp.bfloat16, None)
@@ -44,7 +46,8 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
             error, of_xla = (float(jnp.abs(x - exact).max()) / largest for x in (found, by_xla))
             same = bool(jnp.array_equal(found, again)) and is_same_everywhere(found)
             # Two layers: of each the products, and the head's; over devices two of each end in the sum.
-            expected = [5, 4] if num_devices > 1 else [7, 0]
+            expected = [5, 4, 0] if num_devices > 1 else [7, 0, 0]
+            expected = [1, 0, 2] if name == "mosaic_gpu_chain" else expected
             passed = error <= TOLERANCE and same and calls == expected  # not if it is NaN
             row = dict(max_relative_error=error, of_xla=of_xla, tolerance=TOLERANCE, same_bits=same, calls=calls)
             yield labels | row | dict(passed=bool(passed))
@@ -53,7 +56,7 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
 def _logits(config, sharding, batch: int, tokens: int, products: str, dtype, followed):
     """Returns the logits of all steps, float32, the tokens that they read, and how often a step calls the kernel.
 
-    The tokens are `followed`, or its own greedy ones. Calls are of products, and of those that end in a sum.
+    The tokens are `followed`, or its own greedy ones. Calls are of products, of those that end in a sum, and of chains.
     """
     import jax
     import jax.numpy as jnp
@@ -75,7 +78,7 @@ def _logits(config, sharding, batch: int, tokens: int, products: str, dtype, fol
         donate_argnums=2,
     )
     text = decode.lower(state, jnp.ones((batch, tokens), jnp.int32), cache).as_text()
-    calls = [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum")]
+    calls = [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum", "chain")]
     logits, cache = prefill(state, cache)
     last, found, read = logits, [], []
     for step in range(STEPS):

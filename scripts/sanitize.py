@@ -18,6 +18,7 @@ Kernels for Hopper only:
 - few: like shared, for query columns
 - products: a product of few rows with norm, gate and residual, whose tensor core also reads neighbours and drops them
 - appended: a product of few rows that ends in rotation, and writes keys and values to a cache
+- chained: three products of few rows in one launch, whose CTAs meet
 - sparq; grouped: SparQ for groups of query heads, by one kernel and through memory
 - mutant: SparQ without the barriers of its reductions, in which racecheck must find hazards
 
@@ -67,6 +68,7 @@ SHAPES = {  # query, key
     "few": ((12, 1, 2, 128), (12, 8, 2, 128)),
     "products": ((3, 256), (2, 168, 256)),  # x, weights
     "appended": ((3, 1, 256), (1, 4, 32, 256)),
+    "chained": ((3, 256), (128, 256)),
     "sparq": ((1, 1, 2, 128), (1, 512, 2, 128)),
     "grouped": ((1, 1, 8, 128), (1, 512, 2, 128)),
     "mutant": ((1, 1, 2, 128), (1, 512, 2, 128)),
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     rng = np.random.default_rng(0)
     # Made on the host: the sanitizer would also watch JAX's random numbers on the GPU.
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
-    run = {"shared": _shared, "few": _shared, "products": _multiplied, "appended": _appended}
+    run = {"shared": _shared, "few": _shared, "products": _multiplied, "appended": _appended, "chained": _chained}
     print(float(run.get(args.call, _sparq)(args.call, normal).sum()))
     return 0
 
@@ -149,6 +151,15 @@ def _multiplied(call: str, normal):
     (rows, in_features), weights_shape = SHAPES[call]
     options = {"scale": normal(in_features), "eps": 1e-5, "residual": normal(rows, weights_shape[1])}
     return few_rows_product(normal(rows, in_features), normal(*weights_shape), activation="silu", **options)
+
+
+def _chained(call: str, normal):
+    from tree_attn.kernels.few_rows_call import few_rows_after_attention
+
+    (rows, features), (hidden, intermediate) = SHAPES[call]
+    arrays = normal(rows, features), normal(rows, hidden)
+    weights = normal(hidden, features), normal(2, intermediate, hidden), normal(hidden, intermediate)
+    return few_rows_after_attention(*arrays, *weights, scale=normal(hidden), eps=1e-5)
 
 
 def _appended(call: str, normal):

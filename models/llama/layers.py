@@ -79,12 +79,10 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
     ) -> tuple[jax.Array, AnyCache]:
-        """Adds attention to the branch's `x`, `[B, T, D]`; writes this layer's new keys and values to the cache."""
+        """Returns attention to the branch's input, `[B, T, N, H]`; writes new keys and values to the cache's layer."""
         query, key, value, cache = self._rotated(branch, cache, layer, context)
         with jax.named_scope("attend"):
-            out, cache = context.attend(query, key, value, cache, layer)
-        with jax.named_scope("output"):
-            return from_heads(branch, out, self.output[...], context), cache
+            return context.attend(query, key, value, cache, layer)
 
     def _rotated(self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext):
         """Returns queries, keys and values, and the cache; without keys and values where it has them already."""
@@ -212,8 +210,15 @@ class LlamaLayer(nnx.Module):
         axes = ("batch", context.token_axis, "embed")
         with jax.named_scope("attention"):
             branch = Branch(x=x, norm=self.attention_norm, post_norm=self.attention_post_norm)
-            x, cache = self.attention(branch, cache, layer, context)
-            x = context.sharding.constrain(x, *axes)
+            attended, cache = self.attention(branch, cache, layer, context)
+            output = self.attention.output[...]
+        if self.attention_post_norm is None and self.mlp_post_norm is None:
+            with jax.named_scope("finish"):
+                finished = context.products.finish(branch, attended, output, self.mlp_norm, self.mlp)
+            if finished is not None:
+                return finished, cache
+        with jax.named_scope("attention/output"):
+            x = context.sharding.constrain(from_heads(branch, attended, output, context), *axes)
         with jax.named_scope("mlp"):
             branch = Branch(x=x, norm=self.mlp_norm, post_norm=self.mlp_post_norm)
             return context.sharding.constrain(self.mlp(branch, context), *axes), cache

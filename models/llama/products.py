@@ -23,7 +23,8 @@ from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce import fused
 from tree_attn.reduce.activations import exchanges, sum_activations
 
-PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early")
+PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early", "mosaic_gpu_chain")
+READ_AHEAD = ("mosaic_gpu_early", "mosaic_gpu_chain")  # of which no kernel of the program may write weights
 MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on a GPU (docs/results/checks_h100/README.md)
 CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 # By the names in `config.ACTIVATIONS`.
@@ -91,6 +92,20 @@ class XlaProducts:
 
         Returns:
           Queries `[B, T, N, H]` and the cache; or None: product, rotation and write are operations of their own.
+        """
+        return None
+
+    def finish(
+        self, branch: Branch, attended: jax.Array, output: jax.Array, mlp_norm: Callable, mlp: Any
+    ) -> jax.Array | None:
+        """Adds attention's output and then the MLP's to the branch's `x`, `[B, T, D]`, where one launch does all.
+
+        Args:
+          attended: `[B, T, N, H]`; output: its weights, `[D, N, H]`.
+          mlp_norm: before the MLP; mlp: `layers.GatedMLP`.
+
+        Returns:
+          The layer's result; or None: the products are operations of their own.
         """
         return None
 
@@ -235,6 +250,33 @@ def _norm_options(norm: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChainedProducts(FewRowsProducts):
+    """Products by the kernel for few rows, of which those after attention are one launch."""
+
+    def name_of(self, rows: int) -> str:
+        """Does `XlaProducts.name_of`."""
+        name = super().name_of(rows)
+        return name if name == "xla" else "mosaic_gpu_chain"
+
+    def finish(
+        self, branch: Branch, attended: jax.Array, output: jax.Array, mlp_norm: Callable, mlp: Any
+    ) -> jax.Array | None:
+        """Does `XlaProducts.finish`."""
+        from tree_attn.kernels.few_rows_call import after_attention_plan, few_rows_after_attention
+
+        options = _norm_options(mlp_norm) | {"activation": mlp.activation}
+        rows, features = math.prod(attended.shape[:2]), branch.x.shape[-1]
+        arrays = attended.reshape(rows, -1), branch.x.reshape(rows, features)
+        weights = output.reshape(features, -1), mlp.gate_up[...], mlp.down[...]
+        without_scale = {name: option for name, option in options.items() if name != "scale"}
+        planned = after_attention_plan(arrays[0], *weights, **without_scale)
+        if isinstance(planned, str):
+            _log.info("products: apart, for %s", planned)
+            return None
+        return few_rows_after_attention(*arrays, *weights, **options).reshape(branch.x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class ProductsOfShards(XlaProducts):
     """Products of weights that are cut over GPUs: by the kernel where a device multiplies by its own part.
 
@@ -275,13 +317,14 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     """Returns the products called `name`, one of `PRODUCTS`.
 
     Args:
-      name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12). None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else
-        `xla`: on an H100 a token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several
-        GPUs it was not timed. The kernel has no gradient.
+      name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
+        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs a layer's products after attention in one launch.
+        None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else `xla`: on an H100 a
+        token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
+        timed. The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
-        over all of the mesh, and does not read early.
-      unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read early.
+        over all of the mesh, and does not read ahead.
+      unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
 
     Raises:
       ValueError: an unknown name.
@@ -304,16 +347,18 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         return FewRowsProducts(max_rows=MAX_ROWS_BY_DEFAULT)
     from tree_attn.kernels.overlap import overlaps
 
-    is_early, is_alone = name == "mosaic_gpu_early", sharding.mesh.size == 1
-    if reason is None and is_early and not is_alone:
-        reason = f"it reads early on one device, not on {sharding.mesh.size}"
-    if reason is None and is_early and not overlaps():
+    is_ahead, is_alone = name in READ_AHEAD, sharding.mesh.size == 1
+    if reason is None and is_ahead and not is_alone:
+        reason = f"it reads weights ahead on one device, not on {sharding.mesh.size}"
+    if reason is None and name == "mosaic_gpu_early" and not overlaps():
         reason = f"kernels begin early from JAX 0.12 on, not with {jax.__version__}"
-    if reason is None and is_early and not unrolls_layers:
-        reason = "a loop over layers copies weights, which cannot be read early: unroll_layers must be True"
+    if reason is None and is_ahead and not unrolls_layers:
+        reason = "a loop over layers copies weights, which cannot be read ahead: unroll_layers must be True"
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
-    return FewRowsProducts(is_early) if is_alone else ProductsOfShards(sharding)
+    if name == "mosaic_gpu_chain":
+        return ChainedProducts(is_early=overlaps())
+    return FewRowsProducts(is_ahead) if is_alone else ProductsOfShards(sharding)
 
 
 def _unavailable(sharding: LlamaSharding) -> str | None:

@@ -1,6 +1,7 @@
 """Meetings of devices and of CTAs, in every order in which their stores and reads can happen."""
 
 import arrivals_model
+import chain_model
 import epilogue_model
 import pytest
 from epilogue_model import Meeting
@@ -76,3 +77,30 @@ def test_the_last_cta_alone_merges_and_finds_all_partial_states(meeting):
 )
 def test_the_model_of_arrivals_finds_what_would_be_wrong(broken, found):
     assert any(found in failure for failure in arrivals_model.failures(broken))
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        chain_model.Chain(ctas=(2, 2, 2)),
+        chain_model.Chain(ctas=(2, 1, 2)),  # a CTA without a part of a product waits for the next one's
+        chain_model.Chain(ctas=(1, 3, 2)),
+    ],
+    ids=str,
+)
+def test_each_product_of_a_chain_reads_the_whole_result_before_it(chain):
+    assert not list(chain_model.failures(chain))
+
+
+@pytest.mark.parametrize(
+    "broken, found",
+    [
+        (chain_model.Chain(ctas=(2, 2), fences=False), "read another launch's result of product 0 in launch 1"),
+        (chain_model.Chain(ctas=(2, 2), waits=False), "read another launch's result of product 0 in launch 1"),
+        (chain_model.Chain(ctas=(2, 2), resets=False), "counts are (2, 2) after launch 1"),
+        (chain_model.Chain(ctas=(2, 2), resident=1), "all wait in launch 1"),
+    ],
+    ids=str,
+)
+def test_the_model_of_chains_finds_what_would_be_wrong(broken, found):
+    assert any(found in failure for failure in chain_model.failures(broken))

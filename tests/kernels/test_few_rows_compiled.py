@@ -1,7 +1,7 @@
 """Products of few rows, compiled ahead of time for Hopper: no register is spilled, and CTAs fit an SM."""
 
 import pytest
-from few_rows_cases import compiled_appends, compiled_products
+from few_rows_cases import compiled_appends, compiled_chains, compiled_products
 from test_lean_compiled import assert_fits, pytestmark, report_of  # noqa: F401
 
 MAX_REGISTERS = 112
@@ -17,3 +17,12 @@ def test_it_spills_no_register_and_its_ctas_fit(product, compiled):
     ctas_per_sm, kernels, _ = compiled[str(product)]
     assert_fits("few_rows", kernels["few_rows"], ctas_per_sm)
     assert kernels["few_rows"][0] <= MAX_REGISTERS
+
+
+@pytest.mark.parametrize("chain", compiled_chains(), ids=str)
+    """Leaves registers for a CTA of attention beside a chain of up to eight rows: 256 threads with 168 each."""
+    """Of one to eight rows: a CTA of attention, of 256 threads and 168 registers, has room beside it."""
+    ctas_per_sm, kernels, _ = compiled[str(chain)]
+    registers, spilled = kernels["few_rows_chain"]
+    assert (ctas_per_sm, spilled) == (1, 0)
+    assert registers <= (72 if chain.rows <= 8 else 128)

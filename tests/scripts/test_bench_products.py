@@ -34,7 +34,7 @@ def test_arguments_name_cases_and_layouts():
 @pytest.mark.parametrize("part", ["gate_up", pytest.param("layer", marks=pytest.mark.slow)])
 def test_steps_agree(part, monkeypatch):
     config = LlamaConfig(
-        num_layers=1, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, head_dim=32, vocab_size=64,
+        num_layers=1, hidden_size=128, intermediate_size=256, num_heads=16, num_kv_heads=1, head_dim=16, vocab_size=64,
         max_position=32,
     )  # fmt: skip
     monkeypatch.setattr(presets, "preset", lambda name: config)
@@ -43,3 +43,5 @@ def test_steps_agree(part, monkeypatch):
     assert bench_products.check(case, "xla", "")
     with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
         assert bench_products.check(case, "few_rows", "")
+        if part == "layer":
+            assert bench_products.check(case, "chain", "")

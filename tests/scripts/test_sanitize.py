@@ -51,13 +51,13 @@ def test_it_is_planned_for_the_gpu_that_is_named(capability, monkeypatch):
 
 @needs_interpreter
 @pytest.mark.usefixtures("time_limit")
-@pytest.mark.parametrize("call", ["products", "appended"])
-def test_products_have_no_race_in_the_interpreter(call, monkeypatch, capsys):
+@pytest.mark.parametrize(("call", "launches"), [("products", 1), ("appended", 1), ("chained", 3)])
+def test_products_have_no_race_in_the_interpreter(call, launches, monkeypatch, capsys):
     monkeypatch.setattr(few_rows_call, "num_sms", lambda: 2)
     with interpreter() as found:
         assert sanitize.main([call]) == 0
     assert np.isfinite(float(capsys.readouterr().out))
-    assert [races.races_found for races in found] == [False]
+    assert [races.races_found for races in found] == [False] * launches
 
 
 def test_kernels_for_hopper_are_not_forced_into_another_form(capsys):

@@ -1,4 +1,4 @@
-"""How a chain of products of few rows is cut over the CTAs of a GPU: all products share the stages of one ring.
+"""Layouts of a chain of products of few rows over the CTAs of a GPU: all products share the stages of one ring.
 
 A stage is 128 rows of weights by 128 in-features, whatever the product: gate and up of 64 out-features, or two slabs of
 as many blocks of a tile as fill the tensor core's 64 rows. So a stage that one product has read is one of the next.

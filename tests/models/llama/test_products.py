@@ -19,7 +19,7 @@ from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products, spread_over
 from tree_attn.models.llama.layers import RMSNorm
-from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
+from tree_attn.models.llama.products import Branch, ChainedProducts, FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.rope import apply_rotation
 from tree_attn.models.llama.sharding import LlamaSharding
 from tree_attn.models.llama.storage import empty_cache
@@ -55,14 +55,20 @@ def logits_by(name, config, sharding, is_apart=False):
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("options", "is_apart"),
-    [({}, False), ({}, True), ({"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}, True)],
+    ("options", "is_apart", "name"),
+    [
+        ({}, False, "mosaic_gpu"),
+        ({}, True, "mosaic_gpu"),
+        ({"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}, True, "mosaic_gpu"),
+        ({"norms_add_one": True}, True, "mosaic_gpu_chain"),
+    ],
     ids=str,
 )
-def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, sharding_over, on_one_sm):
-    config = LlamaConfig(**SHAPE, vocab_size=64, max_position=32, **options)
+def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, name, sharding_over, on_one_sm):
+    shape = CHAINED if name == "mosaic_gpu_chain" else SHAPE
+    config = LlamaConfig(**shape, vocab_size=64, max_position=32, **options)
     expected = logits_by("xla", config, sharding_over(config, 1), is_apart)
-    logits = logits_by("mosaic_gpu", config, sharding_over(config, 1), is_apart)
+    logits = logits_by(name, config, sharding_over(config, 1), is_apart)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()  # each path rounds to bfloat16 where it does
     assert (logits != expected).any(), "the kernel multiplied"
 
@@ -198,7 +204,7 @@ def test_the_kernel_multiplies_as_xla_does(on_one_sm):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", products.PRODUCTS)
+@pytest.mark.parametrize("name", [name for name in products.PRODUCTS if name != "mosaic_gpu_chain"])
 def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monkeypatch):
     """Lowered for CUDA: the kernel is called for each and for the head, of new tokens and not of prompts.
 
@@ -220,6 +226,46 @@ def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monke
     counts = {which: [text.count(name) for name in names] for which, text in lowered.items()}
     assert counts == {"decode": [0, 0] if name == "xla" else [3 * 3 + 1, 3], "prefill": [0, 0]}
     assert ("scatter" in lowered["decode"]) == (name == "xla")
+
+
+# In-features of attention's output and of down are multiples of 256.
+CHAINED = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_heads": 16, "num_kv_heads": 1}
+
+
+@needs_interpreter
+def test_a_chained_layer_has_two_products_and_attention(sharding_over, on_one_sm, caplog):
+    config = LlamaConfig(**CHAINED | {"num_layers": 3}, vocab_size=64, max_position=32)
+    sharding = sharding_over(config, 1)
+    model = Llama(
+        config, sharding, parameters.random(sharding, jnp.bfloat16), unroll_layers=True, products="mosaic_gpu_chain"
+    )
+    attention = by_name("single", sharding, implementation="xla")
+    cache = empty_cache(config, sharding, batch=1, capacity=32, dtype=jnp.bfloat16, stacks_layers=False)
+    names = [f"call @multiply_{name}" for name in ("few_rows", "into_cache", "chain")]
+    counts = {}
+    for num_tokens in (8, 17):
+        decode = lambda tokens: model.decode(tokens, cache, attention)[0]
+        tokens = jnp.ones((1, num_tokens), jnp.int32)
+        with caplog.at_level(logging.INFO, "tree_attn"):
+            text = jax.jit(decode).trace(tokens).lower(lowering_platforms=("cuda",)).as_text()
+        counts[num_tokens] = [text.count(name) for name in names]
+    assert counts == {8: [1, 3, 3], 17: [0, 0, 0]}, "the head; query, key and value; and the rest of each layer"
+    assert "apart, for few rows are 1 to 16, not 17" in caplog.text
+
+
+def test_what_cannot_be_a_chain_is_products_of_their_own(sharding_over, on_one_sm, caplog, monkeypatch):
+    """With a reason; a layer with norms after its branches is not asked."""
+    plan = lambda *arrays: few_rows_call.after_attention_plan(*arrays, eps=1e-5, adds_one=False, activation="silu")
+    of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
+    output, gate_up, down = of(128, 256), of(2, 512, 128), of(128, 512)
+    assert not isinstance(plan(of(1, 256), output, gate_up, down), str)
+    assert "multiple of 256, not 64" in plan(of(1, 64), of(128, 64), gate_up, down)
+    assert "one dtype" in plan(of(1, 256), output, of(2, 512, 128, dtype=jnp.float16), down)
+    assert "1 to 16, not 17" in plan(of(17, 256), output, gate_up, down)
+    with pytest.raises(ValueError, match="1 to 16, not 17"):
+        few_rows_call.few_rows_after_attention(of(17, 256), of(17, 128), output, gate_up, down, scale=None, eps=1e-5)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
+    assert "lets run at once" in plan(of(1, 256), output, gate_up, down)
 
 
 def cache_of(lengths=(0, 8, 3), **options):
@@ -300,7 +346,7 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs an NVIDIA GPU"):
         products.by_name("mosaic_gpu", one, unrolls_layers=True)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    with pytest.raises(NotImplementedError, match="early on one device, not on 2"):
+    with pytest.raises(NotImplementedError, match="ahead on one device, not on 2"):
         products.by_name("mosaic_gpu_early", two, unrolls_layers=True)
     other_axes = LlamaSharding(mesh=make_mesh({"data": 2, "seq": 2}, jax.devices()[:4]))
     with pytest.raises(NotImplementedError, match=r"all axes of the mesh, \('seq', 'data'\), got 'seq'"):
@@ -312,8 +358,16 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     early = lambda **options: products.by_name("mosaic_gpu_early", one, **options)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: True)
     assert early(unrolls_layers=True) == FewRowsProducts(is_early=True)
+    chained = lambda **options: products.by_name("mosaic_gpu_chain", one, **options)
+    assert chained(unrolls_layers=True) == ChainedProducts(is_early=True)
+    assert chained(unrolls_layers=True).name_of(16) == "mosaic_gpu_chain"
+    with pytest.raises(NotImplementedError, match="read ahead: unroll_layers must be True"):
+        chained(unrolls_layers=False)
+    with pytest.raises(NotImplementedError, match="ahead on one device, not on 2"):
+        products.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
     with pytest.raises(NotImplementedError, match="unroll_layers must be True"):
         early(unrolls_layers=False)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
     with pytest.raises(NotImplementedError, match=r"JAX 0\.12"):
         early(unrolls_layers=True)
+    assert chained(unrolls_layers=True) == ChainedProducts(is_early=False)
