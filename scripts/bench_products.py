@@ -121,7 +121,7 @@ class Case:
 
     def step(self, way: str, layout: dict):
         """Returns `step(x, *weights) -> x`, all of the part's products in order."""
-        from tree_attn.kernels.few_rows_call import few_rows_after_attention
+        from tree_attn.kernels.few_rows_chain_call import AfterAttention, Norm
         from tree_attn.kernels.overlap import overlaps
 
         is_chained = way == "chain"
@@ -135,7 +135,9 @@ class Case:
                 y = _as_wide(y, product.in_features)
                 if is_chained and product.is_added:
                     (output, _), (gate_up, scale), (down, _) = weights[1:]
-                    return few_rows_after_attention(y, inputs[0], output[0], gate_up, down[0], scale=scale, eps=EPS)
+                    arrays = dict(attended=y[:, None], x=inputs[0][:, None], output=output[0], down=down[0])
+                    norm = Norm(scale=scale, eps=EPS)
+                    return AfterAttention(**arrays, gate_up=gate_up, norm=norm, activation="silu").run()[:, 0]
                 inputs = [y] if product.is_normed else inputs
                 residual = _as_wide(inputs[0], product.out_features) if product.is_added else None
                 call = product.by_xla if way == "xla" else functools.partial(product.by_kernel, **options)

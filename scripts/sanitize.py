@@ -154,12 +154,12 @@ def _multiplied(call: str, normal):
 
 
 def _chained(call: str, normal):
-    from tree_attn.kernels.few_rows_call import few_rows_after_attention
+    from tree_attn.kernels.few_rows_chain_call import AfterAttention, Norm
 
     (rows, features), (hidden, intermediate) = SHAPES[call]
-    arrays = normal(rows, features), normal(rows, hidden)
-    weights = normal(hidden, features), normal(2, intermediate, hidden), normal(hidden, intermediate)
-    return few_rows_after_attention(*arrays, *weights, scale=normal(hidden), eps=1e-5)
+    arrays = {"attended": normal(rows, 1, features), "x": normal(rows, 1, hidden), "output": normal(hidden, features)}
+    arrays |= {"gate_up": normal(2, intermediate, hidden), "down": normal(hidden, intermediate)}
+    return AfterAttention(**arrays, norm=Norm(scale=normal(hidden), eps=1e-5), activation="silu").run()
 
 
 def _appended(call: str, normal):

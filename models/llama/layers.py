@@ -80,14 +80,18 @@ class SelfAttention(nnx.Module):
         self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
     ) -> tuple[jax.Array, AnyCache]:
         """Returns attention to the branch's input, `[B, T, N, H]`; writes new keys and values to the cache's layer."""
-        query, key, value, cache = self._rotated(branch, cache, layer, context)
+        query, key, value, cache = self.rotated(branch, cache, layer, context)
         with jax.named_scope("attend"):
             return context.attend(query, key, value, cache, layer)
 
-    def _rotated(self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext):
+    @property
+    def is_plain(self) -> bool:
+        """Whether queries, keys and values have neither biases nor norms."""
+        return self.bias is None and self.query_norm is None and self.key_norm is None
+
+    def rotated(self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext):
         """Returns queries, keys and values, and the cache; without keys and values where it has them already."""
-        is_plain = self.bias is None and self.query_norm is None and self.key_norm is None
-        if context.appends and is_plain:
+        if context.appends and self.is_plain:
             with jax.named_scope("append"):
                 rotation, weights = context.cosine_sine(layer), self.query_key_value[...]
                 appended = context.products.append(branch, weights, rotation, cache, layer)
@@ -207,18 +211,17 @@ class LlamaLayer(nnx.Module):
         self, x: jax.Array, cache: AnyCache, layer: jax.Array | int, context: ForwardContext
     ) -> tuple[jax.Array, AnyCache]:
         """Maps `x`, `[B, T, D]`, to the same shape; `layer` is the index of this layer in the cache."""
-        axes = ("batch", context.token_axis, "embed")
         with jax.named_scope("attention"):
             branch = Branch(x=x, norm=self.attention_norm, post_norm=self.attention_post_norm)
             attended, cache = self.attention(branch, cache, layer, context)
-            output = self.attention.output[...]
-        if self.attention_post_norm is None and self.mlp_post_norm is None:
-            with jax.named_scope("finish"):
-                finished = context.products.finish(branch, attended, output, self.mlp_norm, self.mlp)
-            if finished is not None:
-                return finished, cache
+        return self.after_attention(branch, attended, context), cache
+
+    def after_attention(self, branch: Branch, attended: jax.Array, context: ForwardContext) -> jax.Array:
+        """Adds attention, `[B, T, N, H]`, and the MLP to the `x` of the attention's branch."""
+        axes = ("batch", context.token_axis, "embed")
         with jax.named_scope("attention/output"):
-            x = context.sharding.constrain(from_heads(branch, attended, output, context), *axes)
+            x = from_heads(branch, attended, self.attention.output[...], context)
+            x = context.sharding.constrain(x, *axes)
         with jax.named_scope("mlp"):
             branch = Branch(x=x, norm=self.mlp_norm, post_norm=self.mlp_post_norm)
-            return context.sharding.constrain(self.mlp(branch, context), *axes), cache
+            return context.sharding.constrain(self.mlp(branch, context), *axes)

@@ -206,10 +206,7 @@ class Llama(nnx.Module):
             token_axis=token_axis, products=self.products if token_axis is None else XlaProducts(), appends=appends,
         )  # fmt: skip
         if self.unroll_layers:
-            for i, layer in enumerate(self.layers):
-                with jax.named_scope(f"layer_{i}"):
-                    x, cache = layer(x, cache, i, context)
-            return x, cache
+            return context.products.run_layers(self.layers, x, cache, context)
         structure, stacked = nnx.split(self.layers)
 
         def step(carry, index_and_parameters):

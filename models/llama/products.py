@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,13 @@ class XlaProducts:
         """The products of a device's own part of the weights, within a `shard_map` over all devices."""
         return self
 
+    def run_layers(self, layers: Sequence[Callable], x: jax.Array, cache: AnyCache, context: Any):
+        """Runs layers that lie apart, one after another: maps `x`, `[B, T, D]`, to the same shape, and the cache."""
+        for i, layer in enumerate(layers):
+            with jax.named_scope(f"layer_{i}"):
+                x, cache = layer(x, cache, i, context)
+        return x, cache
+
     def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
         """Multiplies a branch's input by `[..., D]` to `[B, T, ...]`."""
         return product_of(branch.normed(), kernel)
@@ -92,20 +99,6 @@ class XlaProducts:
 
         Returns:
           Queries `[B, T, N, H]` and the cache; or None: product, rotation and write are operations of their own.
-        """
-        return None
-
-    def finish(
-        self, branch: Branch, attended: jax.Array, output: jax.Array, mlp_norm: Callable, mlp: Any
-    ) -> jax.Array | None:
-        """Adds attention's output and then the MLP's to the branch's `x`, `[B, T, D]`, where one launch does all.
-
-        Args:
-          attended: `[B, T, N, H]`; output: its weights, `[D, N, H]`.
-          mlp_norm: before the MLP; mlp: `layers.GatedMLP`.
-
-        Returns:
-          The layer's result; or None: the products are operations of their own.
         """
         return None
 
@@ -250,33 +243,6 @@ def _norm_options(norm: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChainedProducts(FewRowsProducts):
-    """Products by the kernel for few rows, of which those after attention are one launch."""
-
-    def name_of(self, rows: int) -> str:
-        """Does `XlaProducts.name_of`."""
-        name = super().name_of(rows)
-        return name if name == "xla" else "mosaic_gpu_chain"
-
-    def finish(
-        self, branch: Branch, attended: jax.Array, output: jax.Array, mlp_norm: Callable, mlp: Any
-    ) -> jax.Array | None:
-        """Does `XlaProducts.finish`."""
-        from tree_attn.kernels.few_rows_call import after_attention_plan, few_rows_after_attention
-
-        options = _norm_options(mlp_norm) | {"activation": mlp.activation}
-        rows, features = math.prod(attended.shape[:2]), branch.x.shape[-1]
-        arrays = attended.reshape(rows, -1), branch.x.reshape(rows, features)
-        weights = output.reshape(features, -1), mlp.gate_up[...], mlp.down[...]
-        without_scale = {name: option for name, option in options.items() if name != "scale"}
-        planned = after_attention_plan(arrays[0], *weights, **without_scale)
-        if isinstance(planned, str):
-            _log.info("products: apart, for %s", planned)
-            return None
-        return few_rows_after_attention(*arrays, *weights, **options).reshape(branch.x.shape)
-
-
-@dataclasses.dataclass(frozen=True)
 class ProductsOfShards(XlaProducts):
     """Products of weights that are cut over GPUs: by the kernel where a device multiplies by its own part.
 
@@ -318,7 +284,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs a layer's products after attention in one launch.
+        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once.
         None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else `xla`: on an H100 a
         token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
         timed. The kernel has no gradient.
@@ -357,6 +323,8 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
     if name == "mosaic_gpu_chain":
+        from tree_attn.models.llama.chained_products import ChainedProducts
+
         return ChainedProducts(is_early=overlaps())
     return FewRowsProducts(is_ahead) if is_alone else ProductsOfShards(sharding)
 

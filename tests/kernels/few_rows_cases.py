@@ -176,9 +176,10 @@ class Append:
         config = few_rows_config(self.shape, self.ctas, self.is_early)
         return multiply_into_cache(*inputs, shape=self.shape, config=config)
 
-    def expected(self):
+    def expected(self, inputs=None):
         """Returns queries, and the cache's keys and values, float64."""
-        x, weights, scale, (cosine, sine), slots, key, value = (np.array(x, np.float64) for x in self.inputs())
+        arrays = self.inputs() if inputs is None else inputs
+        x, weights, scale, (cosine, sine), slots, key, value = (np.array(x, np.float64) for x in arrays)
         x = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * (scale + self.adds_one)
         heads = (x @ weights[0].T).reshape(len(x), self.kv_heads, self.group + 2, self.head_dim)
         first, second = np.split(heads, 2, axis=-1)
@@ -204,7 +205,10 @@ def compiled_appends() -> list[Append]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The products of a layer from attention's result on: its output, gate and up, and down."""
+    """The products of a layer from attention's result on: its output, gate and up, and down.
+
+    With heads those of the next layer follow, whose keys and values go to a cache of so many slots.
+    """
 
     rows: int = 1
     hidden: int = 256
@@ -213,6 +217,8 @@ class Chain:
     ctas: int = 3
     smem_bytes: int = 227 * 1024
     adds_one: bool = False
+    heads: tuple[int, int, int] | None = None  # KV heads, queries of each, and their dim
+    slots: int = 8
 
     def __str__(self):
         """A test's name: what differs from the default."""
@@ -221,6 +227,7 @@ class Chain:
 
     @property
     def products(self) -> tuple[Product, ...]:
+        """The products of the layer itself."""
         hidden, intermediate = self.hidden, self.intermediate
         of = lambda inside, outside, options: Product(
             rows=self.rows, in_features=inside, out_features=outside, options=options
@@ -231,8 +238,20 @@ class Chain:
         )  # fmt: skip
 
     @property
+    def append(self) -> "Append | None":
+        """The product of the next layer's heads, each row of a sequence of its own."""
+        if self.heads is None:
+            return None
+        kv_heads, group, head_dim = self.heads
+        return Append(
+            batch=self.rows, kv_heads=kv_heads, group=group, head_dim=head_dim, in_features=self.hidden,
+            slots=self.slots, adds_one=self.adds_one,
+        )  # fmt: skip
+
+    @property
     def shapes(self) -> tuple[FewRowsShape, ...]:
-        return tuple(product.shape for product in self.products)
+        """The shapes of all products."""
+        return tuple(product.shape for product in (*self.products, self.append) if product is not None)
 
     @property
     def configs(self) -> tuple[FewRowsConfig, ...]:
@@ -240,27 +259,39 @@ class Chain:
         assert isinstance(configs, tuple), configs
         return configs
 
+    def _gathered(self, of_product):
+        """Returns x, residual, weights and scales, and what else the heads take, or None."""
+        arrays = [of_product(product) for product in self.products]
+        weights, scales = (tuple(array[i] for array in arrays) for i in (1, 2))
+        heads = None
+        if self.append is not None:
+            _, weight, scale, *heads = of_product(self.append)
+            weights, scales = (*weights, weight), (*scales, scale)
+        return arrays[0][0], arrays[0][3], weights, scales, heads
+
     def array_shapes(self, sharding=None):
-        """Returns the shapes of x, residual, weights and scales."""
-        arrays = [product.shapes(sharding) for product in self.products]
-        return arrays[0][0], arrays[0][3], *(tuple(array[i] for array in arrays) for i in (1, 2))
+        """Returns the shapes of what `run` takes."""
+        return self._gathered(lambda product: product.shapes(sharding))
 
     def inputs(self):
-        arrays = [product.inputs() for product in self.products]
-        return arrays[0][0], 0.3 * arrays[0][3], *(tuple(array[i] for array in arrays) for i in (1, 2))
+        """Returns what `run` takes."""
+        x, residual, *others = self._gathered(lambda product: product.inputs())
+        return x, 0.3 * residual, *others
 
     def run(self, *inputs):
         return multiply_chain(*inputs, shapes=self.shapes, configs=self.configs)
 
     def expected(self):
-        """Returns the result, float64, where every product's is rounded as the kernel rounds it."""
-        x, residual, weights, scales = self.inputs()
-        for product, weight, scale in zip(self.products, weights, scales, strict=True):
+        """Returns the results, float64, where every product's is rounded as the kernel rounds it."""
+        x, residual, weights, scales, heads = self.inputs()
+        for product, weight, scale in zip(self.products, weights, scales):
             added = residual if product.shape.has_residual else None
             result = product.expected((x, weight, scale, added))
             x = jnp.asarray(result, product.shape.out_dtype)
             residual = residual if added is None else x
-        return result
+        if self.append is None:
+            return (result,)
+        return result, *self.append.expected((x, weights[-1], scales[-1], *heads))
 
 
 def compiled_chains() -> list[Chain]:
@@ -271,4 +302,7 @@ def compiled_chains() -> list[Chain]:
         Chain(**of_8b, rows=16),
         Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS),
         Chain(**of_8b | {"intermediate": 11008}),  # of Llama 2 7B: products have CTAs of different numbers
+        Chain(**of_8b, heads=(8, 4, 128), slots=8192),
+        Chain(**of_8b, heads=(8, 4, 128), slots=8192, rows=16),
+        Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS, heads=(8, 4, 64), slots=8192, rows=3),
     ]

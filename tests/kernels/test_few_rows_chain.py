@@ -17,6 +17,7 @@ CHAINS = [
     Chain(),
     Chain(rows=3, ctas=5, intermediate=1024, adds_one=True),
     Chain(rows=9, hidden=512, ctas=2),
+    Chain(rows=3, heads=(1, 2, 32)),
 ]
 
 
@@ -25,20 +26,22 @@ CHAINS = [
 def test_products_of_its_layouts_are_exact_and_have_no_race(chain):
     """The interpreter has no atomics: each product is a launch of its own."""
     with interpreter() as found:
-        result = jax.block_until_ready(jax.jit(chain.run)(*chain.inputs()))
-    assert [races.races_found for races in found] == [False] * 3
-    expected = chain.expected()
-    assert (result.shape, result.dtype) == (expected.shape, jnp.bfloat16)
-    # Rounding may differ at each product: the float64 product of rounded inputs, and the kernel's float32.
-    error = np.abs(np.asarray(result, np.float64) - expected).max()
-    assert error <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected).max()
+        results = jax.block_until_ready(jax.jit(chain.run)(*chain.inputs()))
+    assert [races.races_found for races in found] == [False] * len(chain.shapes)
+    results = results if isinstance(results, tuple) else (results,)
+    for result, expected in zip(results, chain.expected(), strict=True):
+        assert (result.shape, result.dtype) == (expected.shape, jnp.bfloat16)
+        # Rounding may differ at each product: the float64 product of rounded inputs, and the kernel's float32.
+        error = np.abs(np.asarray(result, np.float64) - expected).max()
+        assert error <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected).max()
 
 
 RINGS = [
     Chain(intermediate=256),
     Chain(intermediate=1024, ctas=5, smem_bytes=100 * 1024),  # few stages; tiles of several steps
-    Chain(intermediate=256, hidden=256, num_features=256, ctas=20),  # products have CTAs of different numbers
-    Chain(rows=9, intermediate=512, ctas=4, smem_bytes=150 * 1024),
+    Chain(intermediate=256, ctas=20),  # products have CTAs of different numbers
+    Chain(rows=9, ctas=4, smem_bytes=150 * 1024),
+    Chain(rows=2, intermediate=256, ctas=4, heads=(1, 2, 16)),
 ]
 
 
@@ -47,8 +50,8 @@ RINGS = [
 def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
     """In one launch, where no product takes another's result, so that CTAs need not meet."""
     products, shapes, configs = chain.products, chain.shapes, chain.configs
-    _, residual, weights, scales = chain.inputs()
-    inputs = [product.inputs()[0] for product in products]
+    _, residual, weights, scales, heads = chain.inputs()
+    inputs = [product.inputs()[0] for product in (*products, chain.append) if product is not None]
     monkeypatch.setattr(few_rows_chain, "await_all", lambda *_: None)
     monkeypatch.setattr(few_rows_chain, "arrive", lambda *_: [jnp.int32(-1)])
     monkeypatch.setattr(few_rows_chain, "reset", lambda *_: None)
@@ -57,19 +60,33 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
         return [
             {"x": named["x" if number == 0 else f"x {number}"], "weights": named[f"weights {number}"]}
             | {"scale": named.get(f"scale {number}"), "residual": named["residual"]}
+            | {name: named.get(name) for name in few_rows_chain.HEADS}
             for number in range(len(shapes))
         ]
 
     monkeypatch.setattr(few_rows_chain, "refs_of", refs_of)
     more = {f"x {number}": x for number, x in enumerate(inputs) if number > 0}
-    launch = jax.jit(lambda x, *rest: few_rows_chain._launch(x, *rest, shapes, configs, **more))
+
+    def launch(x, *arrays):
+        if heads is None:
+            return few_rows_chain._launch(x, *arrays, shapes, configs, **more)
+        *places, key, value = heads
+        caches = jax.new_ref(key), jax.new_ref(value)
+        named = dict(zip(few_rows_chain.HEADS, (*places, *caches), strict=True))
+        results = few_rows_chain._launch(x, *arrays, shapes, configs, **more, **named)
+        return *results, *map(jax.freeze, caches)
+
     with interpreter() as found:
-        results = jax.block_until_ready(launch(inputs[0], residual, weights, scales))
+        results = jax.block_until_ready(jax.jit(launch)(inputs[0], residual, weights, scales))
     assert [races.races_found for races in found] == [False]
+    wanted = []
     for number, product in enumerate(products):
         added = residual if product.shape.has_residual else None
-        expected = product.expected((inputs[number], weights[number], scales[number], added))
-        error = np.abs(np.asarray(results[number][: chain.rows], np.float64) - expected).max()
+        wanted.append(product.expected((inputs[number], weights[number], scales[number], added)))
+    if heads is not None:
+        wanted += chain.append.expected((inputs[-1], weights[-1], scales[-1], *heads))
+    for result, expected in zip(results, wanted, strict=True):
+        error = np.abs(np.asarray(result[: len(expected)], np.float64) - expected).max()
         assert error <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected).max()
 
 

@@ -20,9 +20,9 @@ def test_it_spills_no_register_and_its_ctas_fit(product, compiled):
 
 
 @pytest.mark.parametrize("chain", compiled_chains(), ids=str)
-    """Leaves registers for a CTA of attention beside a chain of up to eight rows: 256 threads with 168 each."""
-    """Of one to eight rows: a CTA of attention, of 256 threads and 168 registers, has room beside it."""
+def test_a_chain_spills_no_register_and_leaves_some_to_attention(chain, compiled):
+    """Beside a chain of up to eight rows a CTA of attention has room: 256 threads of 160 registers."""
     ctas_per_sm, kernels, _ = compiled[str(chain)]
     registers, spilled = kernels["few_rows_chain"]
     assert (ctas_per_sm, spilled) == (1, 0)
-    assert registers <= (72 if chain.rows <= 8 else 128)
+    assert registers <= (96 if chain.rows <= 8 else 136)

@@ -6,7 +6,7 @@ import pytest
 from bench_products import Case
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import few_rows_call
+from tree_attn.kernels import few_rows_call, few_rows_chain_call
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.models.llama import LlamaConfig, presets
 
@@ -39,6 +39,7 @@ def test_steps_agree(part, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(presets, "preset", lambda name: config)
     monkeypatch.setattr(few_rows_call, "num_sms", lambda: 1)
+    monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: 1)
     case = Case(config="tiny", part=part, rows=2)
     assert bench_products.check(case, "xla", "")
     with interpreted_kernels(), plgpu.force_gpu_interpret_mode():

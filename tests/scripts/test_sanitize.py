@@ -8,7 +8,7 @@ import pytest
 import sanitize
 from lean_interpreter import interpreter, needs_interpreter
 
-from tree_attn.kernels import few_rows_call, lean_call, targets
+from tree_attn.kernels import few_rows_call, few_rows_chain_call, lean_call, targets
 from tree_attn.local import mosaic_gpu
 
 ON_ONE = [call for call in sanitize.ATTENTION if not call.startswith("exchanged")]
@@ -54,6 +54,7 @@ def test_it_is_planned_for_the_gpu_that_is_named(capability, monkeypatch):
 @pytest.mark.parametrize(("call", "launches"), [("products", 1), ("appended", 1), ("chained", 3)])
 def test_products_have_no_race_in_the_interpreter(call, launches, monkeypatch, capsys):
     monkeypatch.setattr(few_rows_call, "num_sms", lambda: 2)
+    monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: 2)
     with interpreter() as found:
         assert sanitize.main([call]) == 0
     assert np.isfinite(float(capsys.readouterr().out))

@@ -8,7 +8,7 @@ imported inside functions only: Mosaic is then loaded when a kernel is made, and
     tall, tall_merge    the many-query kernel, for many query rows that see the same keys
     exchange, epilogue    the exchange of `reduction="fused"`, as a kernel and as the lean kernel's end
     few_rows_call, few_rows, few_rows_layout, few_rows_sum    products of few rows with weights, and what goes with them
-    few_rows_chain, few_rows_chain_layout    several of them in one launch
+    few_rows_chain_call, few_rows_chain, few_rows_chain_layout    several of them in one launch
     sparq_shape, sparq_components, sparq_select, sparq_lists, sparq_top_k, sparq_attend    SparQ Attention
     launch_order, overlap    the order of launches, and launches that overlap
     registers, mlir, interpreter    what kernels share

@@ -69,13 +69,17 @@ def multiply_into_cache(x, weights, scale, angles, slots, key, value, *, shape: 
       slots: int32 `[columns]`, the slot of each row in its sequence; nothing is written where there is none.
       key, value: `[B, S, K, H]`, written in place where they are not used any more.
     """
-    heads = shape.heads
-    num_heads = shape.out_features // ((heads.group + 2) * heads.head_dim) * heads.group
-    query = jax.ShapeDtypeStruct((shape.rows, num_heads, heads.head_dim), shape.out_dtype)
     key, value = jax.new_ref(key), jax.new_ref(value)
     arrays = {"x": x, "weights": weights, "scale": scale, "angles": angles, "slots": slots, "key": key, "value": value}
-    query = _launch(arrays, query, shape, config)
+    query = _launch(arrays, queries_of(shape), shape, config)
     return query, jax.freeze(key), jax.freeze(value)
+
+
+def queries_of(shape: FewRowsShape) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of the queries, `[rows, N, H]`, in which a product with heads ends."""
+    heads = shape.heads
+    num_heads = shape.out_features // ((heads.group + 2) * heads.head_dim) * heads.group
+    return jax.ShapeDtypeStruct((shape.rows, num_heads, heads.head_dim), shape.out_dtype)
 
 
 def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | None = None):

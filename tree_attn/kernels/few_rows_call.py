@@ -7,10 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tree_attn.kernels.few_rows import multiply_and_sum, multiply_few_rows, multiply_into_cache
-from tree_attn.kernels.few_rows_chain import multiply_chain
-from tree_attn.kernels.few_rows_chain_layout import chain_configs
 from tree_attn.kernels.few_rows_layout import (
-    FewRowsConfig,
     FewRowsShape,
     Heads,
     few_rows_config,
@@ -18,7 +15,6 @@ from tree_attn.kernels.few_rows_layout import (
     unsupported_cache,
 )
 from tree_attn.kernels.few_rows_sum import SumEnd
-from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.overlap import overlaps
 from tree_attn.kernels.tuning import num_sms
 
@@ -86,59 +82,6 @@ def few_rows_total(x, weights, residual, rank, buffers) -> jax.Array | None:
     return multiply_and_sum(x, weights[None], residual, rank, shape=shape, config=config, buffers=buffers)
 
 
-def few_rows_after_attention(
-    attended, x, output, gate_up, down, *, scale, eps: float, adds_one: bool = False, activation: str = "silu"
-):  # fmt: skip
-    """Computes the rest of a layer after attention, in one launch.
-
-    That is `r + activation(norm(r) W_g^T) * (norm(r) W_u^T) W_d^T`, of `r = x + attended W_o^T`. With JAX 0.12 or newer
-    weights are read before the previous kernel has ended. No kernel of the program may write them.
-
-    Args:
-      attended: `[rows, I]`, of 1 to 16 rows; x: `[rows, D]`.
-      output: `W_o`, `[D, I]`; gate_up: `W_g` and `W_u`, `[2, F, D]`; down: `W_d`, `[D, F]`.
-      scale, eps, adds_one, activation: as in `few_rows_product`.
-
-    Returns:
-      `[rows, D]`.
-
-    Raises:
-      ValueError: the kernel cannot multiply these.
-    """
-    planned = after_attention_plan(attended, output, gate_up, down, eps=eps, adds_one=adds_one, activation=activation)
-    if isinstance(planned, str):
-        raise ValueError(planned)
-    shapes, configs = planned
-    weights = output[None], gate_up, down[None]
-    return multiply_chain(attended, x, weights, (None, scale, None), shapes=shapes, configs=configs)
-
-
-def after_attention_plan(
-    attended, output, gate_up, down, *, eps: float, adds_one: bool, activation: str
-) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...]] | str:
-    """Returns the products of `few_rows_after_attention` and their layouts, or why the kernel cannot multiply them."""
-    rows, dtypes = attended.shape[0], {str(array.dtype) for array in (attended, output, gate_up, down)}
-    if len(dtypes) > 1:
-        return f"few rows have one dtype, not {sorted(dtypes)}"
-    shapes = []
-    for weights, options in (
-        (output, {"has_residual": True}),
-        (gate_up, {"activation": activation, "eps": eps, "adds_one": adds_one, "parts": 2}),
-        (down, {"has_residual": True}),
-    ):
-        out_features, in_features = weights.shape[-2:]
-        with_norm = dict(has_norm="eps" in options)
-        reason = unsupported(rows, out_features, in_features, weights.dtype, options.get("activation"), **with_norm)
-        if reason is not None:
-            return reason
-        sizes = dict(rows=rows, in_features=in_features, out_features=out_features)
-        shapes.append(FewRowsShape(dtype=weights.dtype, out_dtype=weights.dtype, **sizes, **{"parts": 1} | options))
-    if not runs_kernels_in_order():
-        return "a chain's CTAs meet by counts that kernels share, which XLA_FLAGS lets run at once"
-    configs = chain_configs(tuple(shapes), num_sms())
-    return configs if isinstance(configs, str) else (tuple(shapes), configs)
-
-
 def few_rows_into_cache(
     x, weights, key, value, slots, cosine_sine, *, scale, eps: float, adds_one: bool = False, is_early: bool = False
 ):  # fmt: skip
@@ -170,11 +113,16 @@ def few_rows_into_cache(
         rows=rows, in_features=in_features, out_features=out_features, parts=1, dtype=x.dtype, out_dtype=x.dtype,
         eps=eps, adds_one=adds_one, heads=Heads(head_dim=head_dim, group=members - 2, tokens=tokens),
     )  # fmt: skip
-    angles = jnp.stack([angle.reshape(rows, head_dim // 2) for angle in cosine_sine])
-    # Rows that pad those of x have no slot.
-    slots = jnp.pad(slots.reshape(rows), (0, shape.columns - rows), constant_values=-1)
     query, key, value = multiply_into_cache(
-        x.reshape(rows, in_features), weights.reshape(1, out_features, in_features), scale, angles, slots, key, value,
+        x.reshape(rows, in_features), weights.reshape(1, out_features, in_features), scale,
+        *places_of_rows(cosine_sine, slots, shape), key, value,
         shape=shape, config=few_rows_config(shape, num_sms(), is_early),
     )  # fmt: skip
     return query.reshape(batch, tokens, -1, head_dim), key, value
+
+
+def places_of_rows(cosine_sine, slots, shape: FewRowsShape) -> tuple[jax.Array, jax.Array]:
+    """Returns angles and slots as `multiply_into_cache` takes them; arguments as in `few_rows_into_cache`."""
+    angles = jnp.stack([angle.reshape(shape.rows, -1) for angle in cosine_sine])
+    # Rows that pad those of x have no slot.
+    return angles, jnp.pad(slots.reshape(shape.rows), (0, shape.columns - shape.rows), constant_values=-1)

@@ -29,35 +29,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.arrivals import arrive, await_all, reset
-from tree_attn.kernels.few_rows import REDUCTION_BYTES, multiply_few_rows
-from tree_attn.kernels.few_rows_chain_layout import num_ctas, shared_scratch
+from tree_attn.kernels.few_rows import REDUCTION_BYTES, multiply_few_rows, multiply_into_cache, queries_of
+from tree_attn.kernels.few_rows_chain_layout import fold_name, num_ctas, shared_scratch
 from tree_attn.kernels.few_rows_cta import CtaProduct, full_barrier, ring_scratch
 from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import launch
 
+HEADS = ("angles", "slots", "key", "value")  # arguments of a product that ends in heads
+
 
 @functools.partial(jax.jit, static_argnames=("shapes", "configs"))
 def multiply_chain(
-    x, residual, weights, scales, *, shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...]
+    x, residual, weights, scales, heads=None, *, shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...]
 ):  # fmt: skip
     """Returns the last product's result, `[rows, O]`; every check is the caller's.
+
+    If the last product ends in heads, returns the result before it, and what `few_rows.multiply_into_cache` does.
 
     Args:
       x: `[rows, I]` of the first product; residual: what the first with a residual adds, `[rows, O]`, or None.
       weights: `[parts, O, I]` of each product; scales: `[I]` of each with `shape.eps`, else None.
+      heads: angles, slots, key and value, as `multiply_into_cache` takes them, if the last product ends in heads.
       configs: of `chain_configs`.
     """
     if is_interpreted():
-        return _multiply_apart(x, residual, weights, scales, shapes, configs)
-    return _launch(x, residual, weights, scales, shapes, configs)[-1]
+        return _multiply_apart(x, residual, weights, scales, heads, shapes, configs)
+    if heads is None:
+        return _launch(x, residual, weights, scales, shapes, configs)[-1]
+    *places, key, value = heads
+    key, value = jax.new_ref(key), jax.new_ref(value)
+    named = dict(zip(HEADS, (*places, key, value), strict=True))
+    *_, y, query = _launch(x, residual, weights, scales, shapes, configs, **named)
+    return y[: shapes[0].rows], query, jax.freeze(key), jax.freeze(value)
 
 
-def _multiply_apart(x, residual, weights, scales, shapes, configs):
+def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
     for weight, scale, shape, config in zip(weights, scales, shapes, configs, strict=True):
         stages = min(config.num_stages, config.tiles * config.blocks(shape))
         config = dataclasses.replace(config, num_stages=stages, is_early=False, rows=None)
+        if shape.heads is not None:
+            return x, *multiply_into_cache(x, weight, scale, *heads, shape=shape, config=config)
         x = multiply_few_rows(x, weight, scale, residual if shape.has_residual else None, shape=shape, config=config)
         residual = x if shape.has_residual else residual
     return x
@@ -72,11 +85,15 @@ def _launch(x, residual, weights, scales, shapes, configs, **others):
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
     arrays = {name: array for name, array in (arrays | others).items() if array is not None}
-    of = lambda shape, rows: jax.ShapeDtypeStruct((rows, shape.out_features), shape.out_dtype)
-    results = tuple(of(shape, rows if shape is shapes[-1] else padded) for shape in shapes)
+    results = [
+        jax.ShapeDtypeStruct((padded if shape is not shapes[-1] else rows, shape.out_features), shape.out_dtype)
+        for shape in shapes
+    ]
+    if shapes[-1].heads is not None:
+        results[-1] = queries_of(shapes[-1])
     return launch(
         functools.partial(_multiply, tuple(arrays), shapes, configs),
-        out_type=results,
+        out_type=tuple(results),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
         num_threads=2,
@@ -91,7 +108,7 @@ def refs_of(named: dict, outputs, shapes) -> list[dict]:
     x, residual, products = named["x"], named.get("residual"), []
     for number, (shape, out) in enumerate(zip(shapes, outputs, strict=True)):
         refs = {"x": x, "weights": named[f"weights {number}"], "scale": named.get(f"scale {number}")}
-        products.append(refs | {"residual": residual})
+        products.append(refs | {"residual": residual} | {name: named.get(name) for name in HEADS})
         x, residual = out, out if shape.has_residual else residual
     return products
 
@@ -99,8 +116,8 @@ def refs_of(named: dict, outputs, shapes) -> list[dict]:
 def _multiply(names, shapes, configs, *refs):
     named, outputs = dict(zip(names, refs)), refs[len(names) :]
 
-    def multiply(places_smem, fulls, folds, **ring):
-        products = list(_products_of_cta(refs_of(named, outputs, shapes), outputs, shapes, configs, fulls, folds, ring))
+    def multiply(places_smem, fulls, **ring):
+        products = list(_products_of_cta(refs_of(named, outputs, shapes), outputs, shapes, configs, fulls, ring))
         meeting = _Meeting(counts_ref=named["counts"], places_smem=places_smem, configs=configs)
         pl.when(lax.axis_index("warpgroup") == 1)(lambda: _move(products, meeting))
         pl.when(lax.axis_index("warpgroup") == 0)(lambda: _compute(products, meeting))
@@ -109,24 +126,26 @@ def _multiply(names, shapes, configs, *refs):
         multiply,
         places_smem=plgpu.SMEM((1,), jnp.int32),
         fulls=[full_barrier(shape, config) for shape, config in zip(shapes, configs)],
-        folds=[scratch.get("fold_smem") for scratch in map(ring_scratch, shapes, configs)],
         free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs),
         collective_axes="warpgroup",
     )
 
 
-def _products_of_cta(refs, outputs, shapes, configs, fulls, folds, ring: dict):
+def _products_of_cta(refs, outputs, shapes, configs, fulls, ring: dict):
     """Yields the products as the CTA runs them, one after another in its ring."""
     steps = []
     for shape, config in zip(shapes, configs):
         num = config.tiles * config.blocks(shape)
         steps.append(num if _has_all(config, configs) else jnp.where(_is_here(config), num, 0))
     for number, (shape, config) in enumerate(zip(shapes, configs)):
-        smem = ring if shape.eps is not None else {name: x for name, x in ring.items() if name != "scale_smem"}
+        scratch = ring_scratch(shape, config)
+        smem = {name: ring[name] for name in ("free", *scratch) if name != "fold_smem"}
+        if "fold_smem" in scratch:
+            smem["fold_smem"] = ring[fold_name(scratch["fold_smem"].shape)]
         yield CtaProduct(
             shape=shape, config=config, refs=refs[number], out_ref=outputs[number], full=fulls[number],
-            fold_smem=folds[number], first_step=sum(steps[:number]), num_ring_steps=sum(steps), **smem,
+            first_step=sum(steps[:number]), num_ring_steps=sum(steps), **smem,
         )  # fmt: skip
 
 

@@ -67,18 +67,25 @@ def num_ctas(configs: tuple[FewRowsConfig, ...]) -> int:
 
 
 def shared_scratch(shapes, configs) -> dict[str, plgpu.SMEM]:
-    """Returns the shared memory that all products of a chain use, by the names of `CtaProduct`'s fields."""
+    """Returns the shared memory that all products of a chain use, by the names of `CtaProduct`'s fields.
+
+    Those of `fold_smem` are of several shapes: one array for each is called by `fold_name`.
+    """
     scratch: dict[str, plgpu.SMEM] = {}
     for shape, config in zip(shapes, configs, strict=True):
         for name, smem in ring_scratch(shape, config).items():
-            if name != "fold_smem" and (name not in scratch or scratch[name].shape < smem.shape):
+            name = fold_name(smem.shape) if name == "fold_smem" else name
+            if name not in scratch or scratch[name].shape < smem.shape:
                 scratch[name] = smem
     return scratch
+
+
+def fold_name(shape: tuple[int, int]) -> str:
+    """Returns a name for the shared memory in which products fold sums of this shape."""
+    return "fold_smem_{}_{}".format(*shape)
 
 
 def chain_bytes(shapes, configs) -> int:
     """Returns the shared memory of a chain's CTA."""
     size = lambda smem: math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
-    folds = [ring_scratch(shape, config).get("fold_smem") for shape, config in zip(shapes, configs, strict=True)]
-    shared = shared_scratch(shapes, configs).values()
-    return sum(map(size, shared)) + sum(size(smem) for smem in folds if smem is not None) + OTHER_BYTES
+    return sum(map(size, shared_scratch(shapes, configs).values())) + OTHER_BYTES

@@ -13,13 +13,15 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.cache import KVCache
-from tree_attn.kernels import few_rows_call, targets
+from tree_attn.kernels import few_rows_call, few_rows_chain_call, targets
+from tree_attn.kernels.few_rows_chain_call import AfterAttention, NextHeads, Norm
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products, spread_over
+from tree_attn.models.llama.chained_products import ChainedProducts
 from tree_attn.models.llama.layers import RMSNorm
-from tree_attn.models.llama.products import Branch, ChainedProducts, FewRowsProducts, ProductsOfShards, XlaProducts
+from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.rope import apply_rotation
 from tree_attn.models.llama.sharding import LlamaSharding
 from tree_attn.models.llama.storage import empty_cache
@@ -36,6 +38,7 @@ needs_interpreter = pytest.mark.skipif(
 def on_one_sm(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     monkeypatch.setattr(few_rows_call, "num_sms", lambda: 1)
+    monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: 1)
 
 
 def logits_by(name, config, sharding, is_apart=False):
@@ -60,13 +63,13 @@ def logits_by(name, config, sharding, is_apart=False):
         ({}, False, "mosaic_gpu"),
         ({}, True, "mosaic_gpu"),
         ({"post_norms": True, "norms_add_one": True, "query_key_value_bias": True}, True, "mosaic_gpu"),
-        ({"norms_add_one": True}, True, "mosaic_gpu_chain"),
+        ({"norms_add_one": True, "num_layers": 2}, True, "mosaic_gpu_chain"),
     ],
     ids=str,
 )
 def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, name, sharding_over, on_one_sm):
     shape = CHAINED if name == "mosaic_gpu_chain" else SHAPE
-    config = LlamaConfig(**shape, vocab_size=64, max_position=32, **options)
+    config = LlamaConfig(**shape | options, vocab_size=64, max_position=32)
     expected = logits_by("xla", config, sharding_over(config, 1), is_apart)
     logits = logits_by(name, config, sharding_over(config, 1), is_apart)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()  # each path rounds to bfloat16 where it does
@@ -228,44 +231,62 @@ def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monke
     assert ("scatter" in lowered["decode"]) == (name == "xla")
 
 
-# In-features of attention's output and of down are multiples of 256.
-CHAINED = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_heads": 16, "num_kv_heads": 1}
+# In-features of all but gate and up are multiples of 256, and theirs of 128.
+CHAINED = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_heads": 16, "num_kv_heads": 1}
 
 
 @needs_interpreter
-def test_a_chained_layer_has_two_products_and_attention(sharding_over, on_one_sm, caplog):
-    config = LlamaConfig(**CHAINED | {"num_layers": 3}, vocab_size=64, max_position=32)
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "expected", "reason"),
+    [
+        # The head; the first layer's query, key and value; and the rest of each layer.
+        ({}, 8, [1, 1, 3], None),
+        ({}, 17, [0, 0, 0], "apart, for few rows are 1 to 16, not 17"),
+        ({"query_key_value_bias": True}, 8, [1 + 3 + 2 * 3, 0, 1], "apart, for a chain writes queries"),
+        ({"post_norms": True}, 8, [1 + 3 * 3, 3, 0], "apart, for a chain has no norms after"),
+    ],
+    ids=["chained", "many tokens", "biases", "norms"],
+)
+def test_a_layer_is_attention_and_one_launch(
+    options, num_tokens, expected, reason, sharding_over, on_one_sm, caplog
+):  # fmt: skip
+    config = LlamaConfig(**CHAINED | {"num_layers": 3}, vocab_size=64, max_position=32, **options)
     sharding = sharding_over(config, 1)
     model = Llama(
         config, sharding, parameters.random(sharding, jnp.bfloat16), unroll_layers=True, products="mosaic_gpu_chain"
     )
     attention = by_name("single", sharding, implementation="xla")
     cache = empty_cache(config, sharding, batch=1, capacity=32, dtype=jnp.bfloat16, stacks_layers=False)
-    names = [f"call @multiply_{name}" for name in ("few_rows", "into_cache", "chain")]
-    counts = {}
-    for num_tokens in (8, 17):
-        decode = lambda tokens: model.decode(tokens, cache, attention)[0]
-        tokens = jnp.ones((1, num_tokens), jnp.int32)
-        with caplog.at_level(logging.INFO, "tree_attn"):
-            text = jax.jit(decode).trace(tokens).lower(lowering_platforms=("cuda",)).as_text()
-        counts[num_tokens] = [text.count(name) for name in names]
-    assert counts == {8: [1, 3, 3], 17: [0, 0, 0]}, "the head; query, key and value; and the rest of each layer"
-    assert "apart, for few rows are 1 to 16, not 17" in caplog.text
+    decode = jax.jit(lambda tokens: model.decode(tokens, cache, attention)[0])
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        traced = decode.trace(jnp.ones((1, num_tokens), jnp.int32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert [text.count(f"call @multiply_{name}") for name in ("few_rows", "into_cache", "chain")] == expected
+    assert reason is None or reason in caplog.text
 
 
-def test_what_cannot_be_a_chain_is_products_of_their_own(sharding_over, on_one_sm, caplog, monkeypatch):
-    """With a reason; a layer with norms after its branches is not asked."""
-    plan = lambda *arrays: few_rows_call.after_attention_plan(*arrays, eps=1e-5, adds_one=False, activation="silu")
+def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
-    output, gate_up, down = of(128, 256), of(2, 512, 128), of(128, 512)
-    assert not isinstance(plan(of(1, 256), output, gate_up, down), str)
-    assert "multiple of 256, not 64" in plan(of(1, 64), of(128, 64), gate_up, down)
-    assert "one dtype" in plan(of(1, 256), output, of(2, 512, 128, dtype=jnp.float16), down)
-    assert "1 to 16, not 17" in plan(of(17, 256), output, gate_up, down)
+    norm = Norm(scale=None, eps=1e-5)
+    weights = {"output": of(256, 256), "gate_up": of(2, 512, 256), "down": of(256, 512)}
+    one = AfterAttention(attended=of(1, 1, 256), x=of(1, 1, 256), norm=norm, activation="silu", **weights)
+    reason = lambda **changes: dataclasses.replace(one, **changes).plan()
+    assert not isinstance(reason(), str)
+    assert "multiple of 256, not 64" in reason(output=of(256, 64))
+    assert "one dtype" in reason(gate_up=of(2, 512, 256, dtype=jnp.float16))
+    assert "1 to 16, not 17" in reason(attended=of(17, 1, 256))
+    assert "silu, not gelu_tanh" in reason(activation="gelu_tanh")
+    heads = NextHeads(
+        norm=norm, weights=of(1, 4, 16, 256), key=of(1, 8, 1, 16, dtype=jnp.int8), value=None, slots=None,
+        cosine_sine=(None, None),
+    )  # fmt: skip
+    monkeypatch.setattr("tree_attn.kernels.few_rows_layout.WRITES_IN_PLACE", (0, 10))
+    assert "bfloat16, not int8" in reason(following=heads)
+    assert not isinstance(reason(following=dataclasses.replace(heads, key=of(1, 8, 1, 16))), str)
     with pytest.raises(ValueError, match="1 to 16, not 17"):
-        few_rows_call.few_rows_after_attention(of(17, 256), of(17, 128), output, gate_up, down, scale=None, eps=1e-5)
+        dataclasses.replace(one, attended=of(17, 1, 256)).run()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
-    assert "lets run at once" in plan(of(1, 256), output, gate_up, down)
+    assert "lets run at once" in reason()
 
 
 def cache_of(lengths=(0, 8, 3), **options):
