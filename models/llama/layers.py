@@ -86,7 +86,7 @@ class SelfAttention(nnx.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether queries, keys and values have neither biases nor norms."""
+        """True if queries, keys and values have neither biases nor norms."""
         return self.bias is None and self.query_norm is None and self.key_norm is None
 
     def rotated(self, branch: Branch, cache: AnyCache, layer: jax.Array | int, context: ForwardContext):

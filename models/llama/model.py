@@ -16,7 +16,8 @@ from tree_attn.models.llama.layer_kinds import in_layer, rotations
 from tree_attn.models.llama.layers import LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
 from tree_attn.models.llama.prefix import Prefix, num_tokens_before
-from tree_attn.models.llama.products import Branch, XlaProducts, by_name
+from tree_attn.models.llama.product_choice import by_name
+from tree_attn.models.llama.products import Branch, XlaProducts
 from tree_attn.models.llama.projections import Attend, ForwardContext
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce.activations import sum_activations
@@ -36,11 +37,11 @@ class Llama(nnx.Module):
       sharding: maps parameters and intermediate arrays to devices.
       create: makes each declared parameter; see `parameters.py`.
       unroll_layers: whether the layers are unrolled; default: but on CPUs.
-      products: how new tokens are multiplied with weights, one of `products.PRODUCTS`, or None: `products.by_name`
-        chooses, as the commands do. Prompts are XLA's. The kernel has no gradient.
+      products: how new tokens are multiplied with weights, one of `product_choice.PRODUCTS`, or None:
+        `product_choice.by_name` chooses, as the commands do. Prompts are XLA's. The kernel has no gradient.
 
     Raises:
-      ValueError, NotImplementedError: as `products.by_name`.
+      ValueError, NotImplementedError: as `product_choice.by_name`.
 
     Example:
       >>> model = Llama(config, sharding, parameters.random(sharding, jnp.float32))

@@ -17,16 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama.layer_caches import AnyCache, unwritable, written_by
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 from tree_attn.reduce import fused
 from tree_attn.reduce.activations import exchanges, sum_activations
 
-PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early", "mosaic_gpu_chain")
-READ_AHEAD = ("mosaic_gpu_early", "mosaic_gpu_chain")  # of which no kernel of the program may write weights
-MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on a GPU (docs/results/checks_h100/README.md)
-CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 # By the names in `config.ACTIVATIONS`.
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 _log = logging.getLogger("tree_attn")
@@ -70,7 +65,7 @@ class XlaProducts:
     """XLA's products; they may be cut over devices."""
 
     def name_of(self, rows: int) -> str:
-        """Returns which of `PRODUCTS` multiply so many new tokens at a time."""
+        """Returns which of `product_choice.PRODUCTS` multiply so many new tokens at a time."""
         return "xla"
 
     @property
@@ -277,71 +272,3 @@ class ProductsOfShards(XlaProducts):
         return jax.shard_map(on_shard, mesh=sharding.mesh, axis_names=set(axes), check_vma=False, **specs)(
             branch.x, table
         )
-
-
-def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) -> XlaProducts:
-    """Returns the products called `name`, one of `PRODUCTS`.
-
-    Args:
-      name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once.
-        None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else `xla`: on an H100 a
-        token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
-        timed. The kernel has no gradient.
-      sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
-        over all of the mesh, and does not read ahead.
-      unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
-
-    Raises:
-      ValueError: an unknown name.
-      NotImplementedError: the kernel does not run here, or not with such a model.
-    """
-    if name not in (None, *PRODUCTS):
-        raise ValueError(f"products must be None or one of {list(PRODUCTS)}, got {name!r}")
-    if name == "xla":
-        return XlaProducts()
-    reason = _unavailable(sharding)
-    if name is None:
-        if reason is None and not sharding.is_on_gpus:
-            reason = "the model's devices are no GPUs"
-        if reason is None and sharding.mesh.size > 1:
-            reason = f"on {sharding.mesh.size} GPUs the kernel was not timed"
-        if reason is not None:
-            _log.info("products: xla, for %s", reason)
-            return XlaProducts()
-        _log.info("products: mosaic_gpu, for up to %d tokens at a time", MAX_ROWS_BY_DEFAULT)
-        return FewRowsProducts(max_rows=MAX_ROWS_BY_DEFAULT)
-    from tree_attn.kernels.overlap import overlaps
-
-    is_ahead, is_alone = name in READ_AHEAD, sharding.mesh.size == 1
-    if reason is None and is_ahead and not is_alone:
-        reason = f"it reads weights ahead on one device, not on {sharding.mesh.size}"
-    if reason is None and name == "mosaic_gpu_early" and not overlaps():
-        reason = f"kernels begin early from JAX 0.12 on, not with {jax.__version__}"
-    if reason is None and is_ahead and not unrolls_layers:
-        reason = "a loop over layers copies weights, which cannot be read ahead: unroll_layers must be True"
-    if reason is not None:
-        raise NotImplementedError(f"products={name!r}: {reason}")
-    if name == "mosaic_gpu_chain":
-        from tree_attn.models.llama.chained_products import ChainedProducts
-
-        return ChainedProducts(is_early=overlaps())
-    return FewRowsProducts(is_ahead) if is_alone else ProductsOfShards(sharding)
-
-
-def _unavailable(sharding: LlamaSharding) -> str | None:
-    """Returns why the kernel cannot multiply for such a model, or None."""
-    if (reason := mosaic_gpu.unavailable()) is not None:
-        return reason
-    from tree_attn.kernels import targets
-
-    if not targets.current().is_hopper:
-        return "the kernel multiplies by wgmma, which Hopper GPUs have"
-    if sharding.mesh.size > 1 and set(as_tuple(sharding.sequence)) != set(sharding.mesh.axis_names):
-        return (
-            f"over several devices the kernel needs a sequence that is cut over all axes of the mesh, "
-            f"{sharding.mesh.axis_names}, got {sharding.sequence!r}"
-        )
-    if sharding.mesh.size > 1 and all(sharding.num_shards(axis) == 1 for axis in CUT_AXES):
-        return f"over several devices the kernel multiplies by weights that are cut, and none of {CUT_AXES} is"
-    return None

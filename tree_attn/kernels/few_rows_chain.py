@@ -159,7 +159,7 @@ def _is_here(config: FewRowsConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Meeting:
-    """Where CTAs meet between products."""
+    """A place where CTAs meet between products."""
 
     counts_ref: Any
     places_smem: Any

@@ -24,7 +24,7 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextHeads:
-    """What a chain makes for the next layer's attention: queries, keys and values, of which these go to its cache.
+    """Queries, keys and values that a chain makes for the next layer's attention; keys and values go to its cache.
 
     Attributes:
       norm: before the product.
@@ -41,7 +41,7 @@ class NextHeads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AfterAttention:
-    """What a layer computes after attention, and what the next one does before it.
+    """The products of a layer after attention, and of the next one before it.
 
     That is `y = r + (activation(norm(r) W_g^T) * (norm(r) W_u^T)) W_d^T`, of `r = x + attended W_o^T`. Then come the
     next layer's queries, keys and values.

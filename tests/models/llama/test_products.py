@@ -18,7 +18,7 @@ from tree_attn.kernels.few_rows_chain_call import AfterAttention, NextHeads, Nor
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
-from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, products, spread_over
+from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, product_choice, spread_over
 from tree_attn.models.llama.chained_products import ChainedProducts
 from tree_attn.models.llama.layers import RMSNorm
 from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
@@ -79,7 +79,7 @@ def test_a_step_by_the_kernel_is_a_step_by_xla(options, is_apart, name, sharding
 def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatch, caplog):
     one = sharding_over(tiny_config, 1)
     two = spread_over(tiny_config, make_mesh({"seq": 2}, jax.devices()[:2]))
-    default = functools.partial(products.by_name, None, unrolls_layers=True)
+    default = functools.partial(product_choice.by_name, None, unrolls_layers=True)
     with caplog.at_level(logging.INFO, "tree_attn"):
         assert default(one) == XlaProducts()
     assert "mosaic_gpu needs an NVIDIA GPU" in caplog.text
@@ -91,7 +91,7 @@ def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatc
     assert "mosaic_gpu, for up to 3 tokens" in caplog.text
     assert [default(one).name_of(rows) for rows in (1, 3, 4)] == ["mosaic_gpu", "mosaic_gpu", "xla"]
     assert default(two) == XlaProducts(), "not timed"
-    named = products.by_name("mosaic_gpu", two, unrolls_layers=True)
+    named = product_choice.by_name("mosaic_gpu", two, unrolls_layers=True)
     assert named == ProductsOfShards(two) and named.name_of(16) == "mosaic_gpu"
     with targets.assumed("8.9"):
         assert default(one) == XlaProducts()
@@ -207,7 +207,7 @@ def test_the_kernel_multiplies_as_xla_does(on_one_sm):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", [name for name in products.PRODUCTS if name != "mosaic_gpu_chain"])
+@pytest.mark.parametrize("name", [name for name in product_choice.PRODUCTS if name != "mosaic_gpu_chain"])
 def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monkeypatch):
     """Lowered for CUDA: the kernel is called for each and for the head, of new tokens and not of prompts.
 
@@ -361,31 +361,31 @@ def test_what_the_kernel_cannot_multiply_is_xlas_with_a_reason(dtype, tokens, ac
 def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeypatch):
     one = sharding_over(tiny_config, 1)
     two = spread_over(tiny_config, make_mesh({"seq": 2}, jax.devices()[:2]))
-    assert products.by_name("xla", two, unrolls_layers=False) == XlaProducts()
+    assert product_choice.by_name("xla", two, unrolls_layers=False) == XlaProducts()
     with pytest.raises(ValueError, match=r"products must be None or one of .* got 'cublas'"):
-        products.by_name("cublas", one, unrolls_layers=True)
+        product_choice.by_name("cublas", one, unrolls_layers=True)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs an NVIDIA GPU"):
-        products.by_name("mosaic_gpu", one, unrolls_layers=True)
+        product_choice.by_name("mosaic_gpu", one, unrolls_layers=True)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
     with pytest.raises(NotImplementedError, match="ahead on one device, not on 2"):
-        products.by_name("mosaic_gpu_early", two, unrolls_layers=True)
+        product_choice.by_name("mosaic_gpu_early", two, unrolls_layers=True)
     other_axes = LlamaSharding(mesh=make_mesh({"data": 2, "seq": 2}, jax.devices()[:4]))
     with pytest.raises(NotImplementedError, match=r"all axes of the mesh, \('seq', 'data'\), got 'seq'"):
-        products.by_name("mosaic_gpu", other_axes, unrolls_layers=True)
+        product_choice.by_name("mosaic_gpu", other_axes, unrolls_layers=True)
     with pytest.raises(NotImplementedError, match=r"weights that are cut, and none of .*'heads'"):
-        products.by_name("mosaic_gpu", LlamaSharding(mesh=two.mesh), unrolls_layers=True)
+        product_choice.by_name("mosaic_gpu", LlamaSharding(mesh=two.mesh), unrolls_layers=True)
     with targets.assumed("8.9"), pytest.raises(NotImplementedError, match="which Hopper GPUs have"):
-        products.by_name("mosaic_gpu", one, unrolls_layers=True)
-    early = lambda **options: products.by_name("mosaic_gpu_early", one, **options)
+        product_choice.by_name("mosaic_gpu", one, unrolls_layers=True)
+    early = lambda **options: product_choice.by_name("mosaic_gpu_early", one, **options)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: True)
     assert early(unrolls_layers=True) == FewRowsProducts(is_early=True)
-    chained = lambda **options: products.by_name("mosaic_gpu_chain", one, **options)
+    chained = lambda **options: product_choice.by_name("mosaic_gpu_chain", one, **options)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=True)
     assert chained(unrolls_layers=True).name_of(16) == "mosaic_gpu_chain"
     with pytest.raises(NotImplementedError, match="read ahead: unroll_layers must be True"):
         chained(unrolls_layers=False)
     with pytest.raises(NotImplementedError, match="ahead on one device, not on 2"):
-        products.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
+        product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
     with pytest.raises(NotImplementedError, match="unroll_layers must be True"):
         early(unrolls_layers=False)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)

@@ -28,7 +28,7 @@ from tree_attn.models.llama.attention_choice import (
     check_sharing,
 )
 from tree_attn.models.llama.presets import PRESETS, preset
-from tree_attn.models.llama.products import PRODUCTS
+from tree_attn.models.llama.product_choice import PRODUCTS
 from tree_attn.sparq import SparqOptions
 from tree_attn.topology import is_first_process
 
