@@ -36,15 +36,19 @@ class ChainedProducts(FewRowsProducts):
                         *heads, cache = layer.attention.rotated(branch, cache, i, context)
                     with jax.named_scope("attend"):
                         attended, cache = context.attend(*heads, cache, i)
-                following = layers[i + 1] if i + 1 < len(layers) else None
-                link = _Link(layer, following, branch, attended, i, context)
-                if (reason := link.unavailable(cache)) is None:
-                    with jax.named_scope("finish"):
-                        x, heads, cache = link.run(cache)
-                else:
-                    _log.info("products: layer %d apart, for %s", i, reason)
-                    x, heads = layer.after_attention(branch, attended, context), None
+                x, heads, cache = self._finish(layers[i : i + 2], branch, attended, cache, i, context)
         return x, cache
+
+    def _finish(self, layers: Sequence[Any], branch: Branch, attended, cache: AnyCache, i: int, context: Any):
+        """Returns the first layer's result; the following one's heads, or None; and the cache."""
+        links = [_Link(layers[0], layer, branch, attended, i, context) for layer in (*layers[1:], None)]
+        for link in links:
+            if (reason := link.unavailable(cache)) is None:
+                with jax.named_scope("finish"):
+                    return link.run(cache)
+            to = "" if link.following is None else f" to layer {i + 1}"
+            _log.info("products: layer %d is not chained%s, for %s", i, to, reason)
+        return layers[0].after_attention(branch, attended, context), None, cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +65,11 @@ class _Link:
     def unavailable(self, cache: AnyCache) -> str | None:
         """Returns why one launch cannot do it, or None."""
         if self.layer.attention_post_norm is not None or self.layer.mlp_post_norm is not None:
-            return "a chain has no norms after its branches"
+            return "it has no norms after its branches"
         key_and_value = ()
         if self.following is not None:
             if not (self.context.appends and self.following.attention.is_plain):
-                return "a chain writes queries, keys and values of new tokens, without biases and norms"
+                return "it makes queries, keys and values of new tokens, without biases and norms"
             if (reason := unwritable(cache)) is not None:
                 return reason
             arrays = cache.arrays.layers[self.number + 1]

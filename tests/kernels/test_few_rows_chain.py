@@ -1,5 +1,7 @@
 """A chain of products of few rows in one launch: in Mosaic GPU's interpreter, and its layouts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,6 @@ from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 pytestmark = pytest.mark.usefixtures("time_limit")
 
 CHAINS = [
-    Chain(),
     Chain(rows=3, ctas=5, intermediate=1024, adds_one=True),
     Chain(rows=9, hidden=512, ctas=2),
     Chain(rows=3, heads=(1, 2, 32)),
@@ -37,12 +38,19 @@ def test_products_of_its_layouts_are_exact_and_have_no_race(chain):
 
 
 RINGS = [
-    Chain(intermediate=256),
     Chain(intermediate=1024, ctas=5, smem_bytes=100 * 1024),  # few stages; tiles of several steps
-    Chain(intermediate=256, ctas=20),  # products have CTAs of different numbers
-    Chain(rows=9, ctas=4, smem_bytes=150 * 1024),
-    Chain(rows=2, intermediate=256, ctas=4, heads=(1, 2, 16)),
+    # Products have CTAs of different numbers; of the last, those of one have blocks in stacks of 4.
+    Chain(hidden=640, intermediate=256, num_features=1024, ctas=20, smem_bytes=110 * 1024),
+    Chain(rows=9, hidden=640, num_features=1024, ctas=20),
+    Chain(rows=2, hidden=512, intermediate=512, num_features=1024, ctas=40, heads=(1, 2, 64), smem_bytes=150 * 1024),
 ]
+
+
+def test_rings_have_all_that_layouts_have():
+    _, *uneven = (chain.configs for chain in RINGS)
+    assert all(len({config.num_ctas for config in configs}) > 1 for configs in uneven)
+    assert all(any(config.slabs > 1 and config.stack > 1 for config in configs) for configs in uneven)
+    assert max(config.stack for config in uneven[-1]) == 4
 
 
 @needs_interpreter
@@ -90,13 +98,19 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
         assert error <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected).max()
 
 
+def more_stages(configs):
+    return [dataclasses.replace(config, num_stages=config.num_stages + 1) for config in configs]
+
+
 @pytest.mark.parametrize("chain", compiled_chains(), ids=str)
 def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
     configs = chain.configs
     assert {(config.num_stages, config.block_in, config.rows) for config in configs} == {
         (configs[0].num_stages, 128, 128)
     }
-    assert chain_bytes(chain.shapes, configs) <= SMEM_BYTES_PER_SM - 1024
+    assert (
+        chain_bytes(chain.shapes, configs) <= SMEM_BYTES_PER_SM - 1024 < chain_bytes(chain.shapes, more_stages(configs))
+    )
     assert configs[0].num_stages * 32 * 1024 >= 128 * 1024, "of weights on their way, for an SM"
     assert num_ctas(configs) <= H200_SMS
     for shape, config in zip(chain.shapes, configs, strict=True):
@@ -107,3 +121,50 @@ def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
 def test_what_has_no_layout_has_a_reason():
     assert "multiple of 256, not 320" in chain_configs(Chain(num_features=320).shapes, 3)
     assert "a chain needs 2 stages" in chain_configs(Chain().shapes, 3, 50 * 1024)
+
+
+def test_each_product_takes_the_one_before_and_the_residual_stream():
+    shapes = Chain(heads=(1, 2, 16)).shapes
+    named = {"x": "attended", "residual": "stream", "key": "cache"}
+    named |= {f"weights {number}": f"W{number}" for number in range(4)} | {"scale 1": "s1", "scale 3": "s3"}
+    refs = few_rows_chain.refs_of(named, ["r", "gated", "y", "query"], shapes)
+    of = lambda name: [product[name] for product in refs]
+    assert of("x") == ["attended", "r", "gated", "y"]
+    assert of("weights") == ["W0", "W1", "W2", "W3"]
+    assert of("scale") == [None, "s1", None, "s3"]
+    added = [product["residual"] for product, shape in zip(refs, shapes, strict=True) if shape.has_residual]
+    assert added == ["stream", "r"]
+    assert refs[3]["key"] == "cache"
+
+
+@needs_interpreter
+def test_ctas_wait_for_the_product_before_and_the_last_sets_its_count_to_zero(monkeypatch):
+    """Both warpgroups wait, and no count stays, as in `chain_model.py`."""
+    calls = []
+    monkeypatch.setattr(few_rows_chain, "await_all", lambda _, *of: calls.append(("await", *of)))
+    monkeypatch.setattr(few_rows_chain, "reset", lambda _, of: calls.append(("reset", of)))
+
+    def arrive(_, indices, are_counted, places):
+        calls.append(("arrive", *indices, *are_counted))
+        return [jnp.int32(-1)]
+
+    monkeypatch.setattr(few_rows_chain, "arrive", arrive)
+    chain = RINGS[1]
+    shapes, configs = chain.shapes, chain.configs
+    *inputs, _ = chain.inputs()
+    jax.jit(lambda *arrays: few_rows_chain._launch(*arrays, shapes, configs)).trace(*inputs)
+    first, second, _ = (config.num_ctas for config in configs)
+    moving = [("await", 0, first), ("await", 1, second)]
+    computing = [("arrive", 0, True), ("await", 0, first), ("arrive", 1, True), ("reset", 0)]
+    computing += [("await", 1, second), ("arrive", 2, True), ("reset", 1), ("reset", 2)]
+    assert calls == moving + computing
+
+
+def test_chains_of_a_batch_follow_one_another():
+    """Their CTAs would count together: a batch is a loop of launches."""
+    chain = Chain()
+    batched = jax.jit(jax.vmap(chain.run, in_axes=(0, 0, None, None)))
+    x, residual, weights, scales, _ = chain.inputs()
+    shapes = [jax.ShapeDtypeStruct((2, *array.shape), array.dtype) for array in (x, residual)]
+    text = batched.trace(*shapes, weights, scales).lower(lowering_platforms=("cuda",)).as_text()
+    assert "while" in text

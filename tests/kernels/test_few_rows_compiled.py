@@ -20,8 +20,7 @@ def test_it_spills_no_register_and_its_ctas_fit(product, compiled):
 
 
 @pytest.mark.parametrize("chain", compiled_chains(), ids=str)
-def test_a_chain_spills_no_register_and_leaves_some_to_attention(chain, compiled):
-    """Beside a chain of up to eight rows a CTA of attention has room: 256 threads of 160 registers."""
+def test_a_chain_spills_no_register(chain, compiled):
     ctas_per_sm, kernels, _ = compiled[str(chain)]
     registers, spilled = kernels["few_rows_chain"]
     assert (ctas_per_sm, spilled) == (1, 0)

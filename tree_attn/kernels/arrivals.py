@@ -1,6 +1,7 @@
-"""The last CTA to leave a partial state of an output tile merges them, in the launch that made them.
+"""Counts by which the CTAs of a launch know how many others are done.
 
-No CTA waits for another. Each counts itself in when its partial state is in memory, and learns how many came before.
+The last CTA to leave a partial state of an output tile merges them, in the launch that made them. No CTA waits for
+another. Each counts itself in when its partial state is in memory, and learns how many came before.
 The last finds all partial states of the output tile, folds them in the order of their keys, and sets the count to zero.
 Whichever CTA is last, results are the same to the bit.
 
@@ -11,7 +12,7 @@ given to the compiler of one program is not seen here: with `xla_gpu_command_buf
 of CONCURRENT, JAX 0.12 would run kernels that do not depend on each other at once, and they would miscount.
 `tests/kernels/arrivals_model.py` explores every order of the CTAs' operations.
 
-A chain of products counts likewise, and waits (`few_rows_chain.py`).
+CTAs of a chain of products count likewise, and wait for all (`few_rows_chain.py`).
 
 Sources: LeanAttention, section 4.3, where a host CTA waits for the others; PTX ISA, "Memory Consistency Model".
 """

@@ -56,13 +56,18 @@ def multiply_chain(
     """
     if is_interpreted():
         return _multiply_apart(x, residual, weights, scales, heads, shapes, configs)
-    if heads is None:
-        return _launch(x, residual, weights, scales, shapes, configs)[-1]
-    *places, key, value = heads
-    key, value = jax.new_ref(key), jax.new_ref(value)
-    named = dict(zip(HEADS, (*places, key, value), strict=True))
-    *_, y, query = _launch(x, residual, weights, scales, shapes, configs, **named)
-    return y[: shapes[0].rows], query, jax.freeze(key), jax.freeze(value)
+
+    @jax.custom_batching.sequential_vmap  # CTAs of two chains must not count together
+    def run(x, residual, weights, scales, heads):
+        if heads is None:
+            return _launch(x, residual, weights, scales, shapes, configs)[-1]
+        *places, key, value = heads
+        key, value = jax.new_ref(key), jax.new_ref(value)
+        named = dict(zip(HEADS, (*places, key, value), strict=True))
+        *_, y, query = _launch(x, residual, weights, scales, shapes, configs, **named)
+        return y[: shapes[0].rows], query, jax.freeze(key), jax.freeze(value)
+
+    return run(x, residual, weights, scales, heads)
 
 
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
@@ -85,12 +90,12 @@ def _launch(x, residual, weights, scales, shapes, configs, **others):
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
     arrays = {name: array for name, array in (arrays | others).items() if array is not None}
-    results = [
-        jax.ShapeDtypeStruct((padded if shape is not shapes[-1] else rows, shape.out_features), shape.out_dtype)
-        for shape in shapes
-    ]
-    if shapes[-1].heads is not None:
-        results[-1] = queries_of(shapes[-1])
+    results = [jax.ShapeDtypeStruct((padded, shape.out_features), shape.out_dtype) for shape in shapes]
+    last = shapes[-1]
+    if last.heads is not None:
+        results[-1] = queries_of(last)
+    else:
+        results[-1] = jax.ShapeDtypeStruct((rows, last.out_features), last.out_dtype)
     return launch(
         functools.partial(_multiply, tuple(arrays), shapes, configs),
         out_type=tuple(results),

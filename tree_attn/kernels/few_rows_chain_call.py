@@ -74,7 +74,9 @@ class AfterAttention:
             weights = jax.ShapeDtypeStruct((num_kv_heads * members * head_dim, in_features), following.weights.dtype)
             heads = Heads(head_dim=head_dim, group=members - 2, tokens=tokens)
             products.append((weights, _options(following.norm) | {"heads": heads}))
-        dtypes = {str(array.dtype) for array in (self.attended, *(weights for weights, _ in products))}
+        scales = [norm.scale for norm in (self.norm, following and following.norm) if norm is not None]
+        arrays = (self.attended, self.x, *(weights for weights, _ in products), *scales)
+        dtypes = {str(array.dtype) for array in arrays}
         if len(dtypes) > 1:
             return f"few rows have one dtype, not {sorted(dtypes)}"
         shapes = []

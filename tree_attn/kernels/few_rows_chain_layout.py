@@ -45,7 +45,7 @@ def chain_configs(
             return f"a chain's in-features are a multiple of {slabs * BLOCK_IN}, not {shape.in_features}"
         config = FewRowsConfig(
             tile=tile, tiles=tiles, num_ctas=-(-shape.out_features // (tile * tiles)), block_in=BLOCK_IN, num_stages=1,
-            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS,
+            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS, together=True,
         )  # fmt: skip
         configs.append(config)
     of_stages = lambda stages: tuple(dataclasses.replace(config, num_stages=stages) for config in configs)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.few_rows_copies import blocks_of, copy_weights_together, copy_x_together, row_of
 from tree_attn.kernels.few_rows_heads import read_places_of, row_of_group, turned, write_heads
 from tree_attn.kernels.few_rows_layout import (
     GRAIN,
@@ -25,6 +26,7 @@ from tree_attn.kernels.few_rows_layout import (
 )
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
 from tree_attn.kernels.few_rows_sum import SumEnd
+from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.registers import LOG2_E, full, load, store_transposed, tiling, transposable_layout
 
 
@@ -51,9 +53,16 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
 
 def full_barrier(shape: FewRowsShape, config: FewRowsConfig) -> plgpu.Barrier:
     """Returns the barriers at which the copies of each stage arrive."""
+    if arrives_together(config):
+        return plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=2)  # weights, and x
     copies = shape.parts * (1 if shape.heads is None else config.tile // GRAIN)
     arrivals = config.slabs * config.stack * (copies + 1 + (shape.eps is not None))
     return plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=arrivals)
+
+
+def arrives_together(config: FewRowsConfig) -> bool:
+    """Returns whether a stage's copies arrive together; the interpreter has no inline MLIR for it."""
+    return config.together and not is_interpreted()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,7 +147,7 @@ class CtaProduct:
 
     def _weights_of(self, stage, slab: int, part: int, rows: int, place: int = 0, group: int = 0):
         """Returns rows of a stage: of a part's slab, of the block at a place of its stack, from a group of 8 on."""
-        of_stage = (slab * self.shape.parts + part) * self.config.stacked + place * self.config.tile + group * GRAIN
+        of_stage = row_of(slab, part, place, group, self.shape, self.config)
         first = stage * self.config.stage_rows(self.shape) + of_stage
         return self.weights_smem.at[pl.ds(pl.multiple_of(first, GRAIN), rows)]
 
@@ -148,15 +157,9 @@ class CtaProduct:
         first, count = (slab * stack, stack) if place is None else (slab * stack + place, 1)
         return self.x_smem.at[stage, pl.ds(first * cols, count * cols)]
 
-    def _blocks(self):
-        """Yields slab, place in its stack, and the number of both, of each block of a stage."""
-        for slab in range(self.config.slabs):
-            for place in range(self.config.stack):
-                yield slab, place, slab * self.config.stack + place
-
-    def _columns(self, step, block: int):
-        first = lax.rem(step, self.blocks) * (self.config.slabs * self.config.stack) + block
-        return pl.ds(pl.multiple_of(first * self.config.block_in, IN_MULTIPLE), self.config.block_in)
+    def _column(self, step, block: int = 0):
+        first = lax.rem(step, self.blocks) * self.config.in_features_of_stage + block * self.config.block_in
+        return pl.multiple_of(first, IN_MULTIPLE)
 
     def _copy_weights(self, step) -> None:
         stage, tile = self._stage(step), lax.div(step, self.blocks)
@@ -166,8 +169,17 @@ class CtaProduct:
         else:
             row_of = functools.partial(row_of_group, self._first_pair(tile), heads=self.shape.heads)
             groups = [(row_of(group), GRAIN) for group in range(self.config.tile // GRAIN)]
-        for slab, place, block in self._blocks():
-            columns = self._columns(step, block)
+        if arrives_together(self.config):
+            has_scale = self.scale_smem is not None
+            copy_weights_together(
+                [self.refs["weights"], *([self.refs["scale"]] if has_scale else [])],
+                [self.weights_smem, *([self.scale_smem] if has_scale else [])],
+                self.full, stage, self._column(step), [first for first, _ in groups], shape=self.shape,
+                config=self.config,
+            )  # fmt: skip
+            return
+        for slab, place, block in blocks_of(self.config):
+            columns = pl.ds(self._column(step, block), self.config.block_in)
             for part in range(self.shape.parts):
                 for group, (first, rows) in enumerate(groups):
                     source = self.refs["weights"].at[part, pl.ds(first, rows), columns]
@@ -178,9 +190,13 @@ class CtaProduct:
 
     def _copy_x(self, step) -> None:
         stage = self._stage(step)
+        if arrives_together(self.config):
+            options = dict(shape=self.shape, config=self.config)
+            copy_x_together(self.refs["x"], self.x_smem, self.full, stage, self._column(step), **options)
+            return
         rows = pl.ds(step * 0, self.shape.columns)  # those past the last are out of bounds: read as zeros
-        for slab, place, block in self._blocks():
-            source = self.refs["x"].at[rows, self._columns(step, block)]
+        for slab, place, block in blocks_of(self.config):
+            source = self.refs["x"].at[rows, pl.ds(self._column(step, block), self.config.block_in)]
             plgpu.copy_gmem_to_smem(source, self._x_of(stage, slab, place), self.full.at[stage])
 
     def _release(self, step) -> None:
@@ -220,7 +236,7 @@ class CtaProduct:
             stage = self._stage(step)
             plgpu.barrier_wait(self.full.at[stage])
             if squares is not None:
-                for slab, place, block_of_stage in self._blocks():
+                for slab, place, block_of_stage in blocks_of(config):
                     scale = self.scale_smem.at[stage, block_of_stage]
                     squares = squares + _scale(self._x_of(stage, slab, place), scale, shape)
                 plgpu.commit_smem()

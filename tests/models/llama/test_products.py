@@ -241,9 +241,9 @@ CHAINED = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_heads": 16
     [
         # The head; the first layer's query, key and value; and the rest of each layer.
         ({}, 8, [1, 1, 3], None),
-        ({}, 17, [0, 0, 0], "apart, for few rows are 1 to 16, not 17"),
-        ({"query_key_value_bias": True}, 8, [1 + 3 + 2 * 3, 0, 1], "apart, for a chain writes queries"),
-        ({"post_norms": True}, 8, [1 + 3 * 3, 3, 0], "apart, for a chain has no norms after"),
+        ({}, 17, [0, 0, 0], "layer 2 is not chained, for few rows are 1 to 16, not 17"),
+        ({"query_key_value_bias": True}, 8, [1 + 3, 0, 3], "layer 0 is not chained to layer 1, for it makes queries"),
+        ({"post_norms": True}, 8, [1 + 3 * 3, 3, 0], "layer 0 is not chained, for it has no norms after"),
     ],
     ids=["chained", "many tokens", "biases", "norms"],
 )
@@ -267,13 +267,15 @@ def test_a_layer_is_attention_and_one_launch(
 
 def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
-    norm = Norm(scale=None, eps=1e-5)
+    norm = Norm(scale=of(256), eps=1e-5)
     weights = {"output": of(256, 256), "gate_up": of(2, 512, 256), "down": of(256, 512)}
     one = AfterAttention(attended=of(1, 1, 256), x=of(1, 1, 256), norm=norm, activation="silu", **weights)
     reason = lambda **changes: dataclasses.replace(one, **changes).plan()
     assert not isinstance(reason(), str)
     assert "multiple of 256, not 64" in reason(output=of(256, 64))
     assert "one dtype" in reason(gate_up=of(2, 512, 256, dtype=jnp.float16))
+    assert "one dtype" in reason(norm=Norm(scale=of(256, dtype=jnp.float32), eps=1e-5))
+    assert "one dtype" in reason(x=of(1, 1, 256, dtype=jnp.float32))
     assert "1 to 16, not 17" in reason(attended=of(17, 1, 256))
     assert "silu, not gelu_tanh" in reason(activation="gelu_tanh")
     heads = NextHeads(

@@ -1,0 +1,137 @@
+"""Copies of a stage that arrive at its barrier together.
+
+A stage is up to 16 copies of weights, and as many of x. For each of them `plgpu.copy_gmem_to_smem` has all threads of
+the warpgroup meet, and arrive. Here they arrive once for all bytes, and one thread begins all copies.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import launch_context, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from tree_attn.kernels import mlir as ops
+from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.kv_parts import BARRIER_BYTES, address_of_barriers
+from tree_attn.kernels.registers import tiling
+
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+def blocks_of(config: FewRowsConfig):
+    """Yields slab, place in its stack, and the number of both, of each block of a stage."""
+    for slab in range(config.slabs):
+        for place in range(config.stack):
+            yield slab, place, slab * config.stack + place
+
+
+def row_of(slab: int, part: int, place: int, group: int, shape: FewRowsShape, config: FewRowsConfig) -> int:
+    """Returns the row of a stage's weights at which a group of 8 out-features of a block begins."""
+    return (slab * shape.parts + part) * config.stacked + place * config.tile + group * GRAIN
+
+
+def copy_weights_together(
+    refs, smems, barriers, stage, column, features, *, shape: FewRowsShape, config: FewRowsConfig
+) -> None:
+    """Begins the copies of a stage's weights, and of its norm's scale.
+
+    Args:
+      refs: weights `[parts, O, I]`, and scale `[I]` where there is a norm; smems: `weights_smem` and `scale_smem`.
+      barriers: of the stages; stage: its number.
+      column: the first of its in-features.
+      features: the first out-feature of the tile; or of each group of 8, if they do not lie together.
+    """
+    rows = config.tile if len(features) == 1 else GRAIN
+    stage = jnp.asarray(stage, jnp.int32)
+    first_tile = stage * (config.stage_rows(shape) // GRAIN)
+    targets = [smems[0], *(smem.at[stage] for smem in smems[1:])]
+    num_bytes = _block_bytes(shape, config, shape.parts * config.tile + len(refs) - 1)
+
+    def emit(ctx, copy, first_tile, column, *features):
+        (weights, target), *scales = copy.pairs
+        for slab, place, block in blocks_of(config):
+            columns = utils.ds(_plus(column, block * config.block_in), config.block_in)
+            for part in range(shape.parts):
+                for group, feature in enumerate(features):
+                    tile = _plus(first_tile, row_of(slab, part, place, group, shape, config) // GRAIN)
+                    place_of_tile = utils.memref_slice(target, (utils.ds(tile, rows // GRAIN),))
+                    copy(ctx, weights, (_index(part), utils.ds(feature, rows), columns), place_of_tile)
+            for scale, scale_target in scales:
+                copy(ctx, scale, (columns,), utils.memref_slice(scale_target, (block,)), is_tiled=False)
+
+    _emit(emit, refs, targets, barriers, stage, num_bytes, [first_tile, column, *features], shape)
+
+
+def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
+    """Begins the copies of a stage's x.
+
+    Args:
+      ref: `[rows, I]`; smem: `x_smem`; others as in `copy_weights_together`.
+    """
+
+    def emit(ctx, copy, column):
+        ((x, target),) = copy.pairs
+        tiles = shape.columns // GRAIN
+        for *_, block in blocks_of(config):
+            columns = utils.ds(_plus(column, block * config.block_in), config.block_in)
+            part = utils.memref_slice(target, (slice(block * tiles, (block + 1) * tiles),))
+            # Rows past the last are out of bounds: read as zeros.
+            copy(ctx, x, (utils.ds(_index(0), shape.columns), columns), part)
+
+    num_bytes = _block_bytes(shape, config, shape.columns)
+    _emit(emit, [ref], [smem.at[stage]], barriers, stage, num_bytes, [column], shape)
+
+
+def _block_bytes(shape: FewRowsShape, config: FewRowsConfig, rows: int) -> int:
+    """Returns the bytes of so many rows of all blocks of a stage."""
+    return rows * config.in_features_of_stage * jnp.dtype(shape.dtype).itemsize
+
+
+def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, shape: FewRowsShape) -> None:
+    """Emits one arrival for all bytes, and the copies of `body`."""
+    transforms = tiling(shape.dtype, IN_MULTIPLE)
+    address = address_of_barriers(barriers) + stage * BARRIER_BYTES
+    scalars = [jnp.asarray(x, jnp.int32) for x in (address, *scalars)]
+    of_targets = [plgpu.RefType(transforms), *[plgpu.RefType()] * (len(targets) - 1)]
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *of_targets, *[_SCALAR] * len(scalars)))
+    def emit(ctx, *operands):
+        sources, operands = operands[: len(refs)], operands[len(refs) :]
+        address, *places = (x.registers.item() for x in operands[len(targets) :])
+        copy = _Copy(address, list(zip(sources, operands)))
+        # A barrier of Pallas counts each thread of a warpgroup that arrives at it.
+        copy.barrier.arrive_expect_tx(num_bytes // utils.WARPGROUP_SIZE)
+        body(ctx, copy, *(arith.index_cast(ir.IndexType.get(), place) for place in places))
+
+    emit(*refs, *targets, *scalars)
+
+
+class _Copy:
+    """Copies by one thread, which do not arrive by themselves; `pairs` are sources and targets."""
+
+    def __init__(self, address, pairs):
+        pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+        self.barrier = utils.BarrierRef(pointer, arith.constant(ops.i32(), 0), None, 1)
+        self.elected = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+        self.pairs = pairs
+
+    def __call__(self, ctx, source, place, target, *, is_tiled: bool = True) -> None:
+        itemsize = utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
+        ctx.async_copy(
+            src_ref=source,
+            dst_ref=target,
+            gmem_slice=place,
+            gmem_transform=(launch_context.TileTransform((GRAIN, IN_MULTIPLE)),) if is_tiled else (),
+            swizzle=IN_MULTIPLE * itemsize if is_tiled else None,
+            barrier=self.barrier,
+            arrive=False,
+            predicate=self.elected,
+        )
+
+
+def _index(value: int):
+    return arith.constant(ir.IndexType.get(), value)
+
+
+def _plus(index, value: int):
+    return index if value == 0 else arith.addi(index, _index(value))
