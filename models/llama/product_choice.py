@@ -5,7 +5,7 @@ import logging
 import jax
 
 from tree_attn.local import mosaic_gpu
-from tree_attn.models.llama.chained_products import ChainedProducts
+from tree_attn.models.llama.chained_products import ChainedProducts, ChainedProductsOfShards
 from tree_attn.models.llama.products import FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
@@ -21,12 +21,13 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once.
+        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once
+        (over several devices those after a layer's attention).
         None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else `xla`: on an H100 a
         token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
         timed. The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
-        over all of the mesh, and does not read ahead.
+        over all of the mesh, and `mosaic_gpu_early` is not for them.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
 
     Raises:
@@ -51,8 +52,8 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     from tree_attn.kernels.overlap import overlaps
 
     is_ahead, is_alone = name in READ_AHEAD, sharding.mesh.size == 1
-    if reason is None and is_ahead and not is_alone:
-        reason = f"it reads weights ahead on one device, not on {sharding.mesh.size}"
+    if reason is None and name == "mosaic_gpu_early" and not is_alone:
+        reason = f"its products read early on one device, not on {sharding.mesh.size}"
     if reason is None and name == "mosaic_gpu_early" and not overlaps():
         reason = f"kernels begin early from JAX 0.12 on, not with {jax.__version__}"
     if reason is None and is_ahead and not unrolls_layers:
@@ -60,7 +61,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
     if name == "mosaic_gpu_chain":
-        return ChainedProducts(is_early=overlaps())
+        return ChainedProducts(is_early=overlaps()) if is_alone else ChainedProductsOfShards(sharding)
     return FewRowsProducts(is_ahead) if is_alone else ProductsOfShards(sharding)
 
 

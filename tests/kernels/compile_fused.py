@@ -64,7 +64,8 @@ def main():
     decode, _ = programs_of_a_llama(mesh, 2)
     text = decode().compile().as_text()
     report(text)
-    report(programs_of_a_llama(mesh, 2, "mosaic_gpu")[0]().compile().as_text())
+    for products in ("mosaic_gpu", "mosaic_gpu_chain"):
+        report(programs_of_a_llama(mesh, 2, products)[0]().compile().as_text())
     put_back = text.count(" dynamic-update-slice(")
     growth = prefill_bytes(mesh, 6) - prefill_bytes(mesh, 2)
     model._write_first = lambda *both: both

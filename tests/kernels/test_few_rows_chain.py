@@ -119,7 +119,7 @@ def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
 
 
 def test_what_has_no_layout_has_a_reason():
-    assert "multiple of 256, not 320" in chain_configs(Chain(num_features=320).shapes, 3)
+    assert "multiple of 128, not 320" in chain_configs(Chain(num_features=320).shapes, 3)
     assert "a chain needs 2 stages" in chain_configs(Chain().shapes, 3, 50 * 1024)
 
 

@@ -8,6 +8,10 @@ next product wait for all of these, and then copy x. The CTA that is counted las
 product before to zero, since nothing waits for it any more; at the last product also that one's. The kernel has no more
 CTAs than SMs, so all run at once. `tests/kernels/chain_model.py` explores every order of their operations.
 
+Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
+in-features. A device is in such an exchange only when its CTAs have met after the one before. So no device overwrites
+what another has not read.
+
 A product with a residual adds the result of the last product before it that has one: these are the residual stream.
 
 With JAX 0.12 or newer the first product's weights are read before the previous kernel has ended, and so must not be
@@ -33,6 +37,7 @@ from tree_attn.kernels.few_rows import REDUCTION_BYTES, multiply_few_rows, multi
 from tree_attn.kernels.few_rows_chain_layout import fold_name, num_ctas, shared_scratch
 from tree_attn.kernels.few_rows_cta import CtaProduct, full_barrier, ring_scratch
 from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import launch
@@ -40,9 +45,10 @@ from tree_attn.kernels.registers import launch
 HEADS = ("angles", "slots", "key", "value")  # arguments of a product that ends in heads
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "configs"))
+@functools.partial(jax.jit, static_argnames=("shapes", "configs", "buffers"))
 def multiply_chain(
-    x, residual, weights, scales, heads=None, *, shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...]
+    x, residual, weights, scales, heads=None, rank=None, *, shapes: tuple[FewRowsShape, ...],
+    configs: tuple[FewRowsConfig, ...], buffers=None,
 ):  # fmt: skip
     """Returns the last product's result, `[rows, O]`; every check is the caller's.
 
@@ -53,21 +59,23 @@ def multiply_chain(
       weights: `[parts, O, I]` of each product; scales: `[I]` of each with `shape.eps`, else None.
       heads: angles, slots, key and value, as `multiply_into_cache` takes them, if the last product ends in heads.
       configs: of `chain_configs`.
+      rank, buffers: as of `exchange.exchange`, where devices have parts of the in-features: products with a residual
+        end in the sum over them. None: of one device.
     """
     if is_interpreted():
         return _multiply_apart(x, residual, weights, scales, heads, shapes, configs)
 
     @jax.custom_batching.sequential_vmap  # CTAs of two chains must not count together
-    def run(x, residual, weights, scales, heads):
+    def run(x, residual, weights, scales, heads, rank):
         if heads is None:
-            return _launch(x, residual, weights, scales, shapes, configs)[-1]
+            return _launch(x, residual, weights, scales, shapes, configs, buffers, rank=rank)[-1]
         *places, key, value = heads
         key, value = jax.new_ref(key), jax.new_ref(value)
         named = dict(zip(HEADS, (*places, key, value), strict=True))
-        *_, y, query = _launch(x, residual, weights, scales, shapes, configs, **named)
+        *_, y, query = _launch(x, residual, weights, scales, shapes, configs, buffers, rank=rank, **named)
         return y[: shapes[0].rows], query, jax.freeze(key), jax.freeze(value)
 
-    return run(x, residual, weights, scales, heads)
+    return run(x, residual, weights, scales, heads, rank)
 
 
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
@@ -81,7 +89,7 @@ def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
     return x
 
 
-def _launch(x, residual, weights, scales, shapes, configs, **others):
+def _launch(x, residual, weights, scales, shapes, configs, buffers=None, **others):
     """Returns the results of all products; of all but the last with rows that pad them, for the copies of x."""
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
@@ -97,14 +105,14 @@ def _launch(x, residual, weights, scales, shapes, configs, **others):
     else:
         results[-1] = jax.ShapeDtypeStruct((rows, last.out_features), last.out_dtype)
     return launch(
-        functools.partial(_multiply, tuple(arrays), shapes, configs),
+        functools.partial(_multiply, tuple(arrays), shapes, configs, buffers),
         out_type=tuple(results),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_bytes=REDUCTION_BYTES,
-        name="few_rows_chain",
+        name="few_rows_chain" if buffers is None else "few_rows_chain_sum",
     )(*arrays.values())
 
 
@@ -113,16 +121,20 @@ def refs_of(named: dict, outputs, shapes) -> list[dict]:
     x, residual, products = named["x"], named.get("residual"), []
     for number, (shape, out) in enumerate(zip(shapes, outputs, strict=True)):
         refs = {"x": x, "weights": named[f"weights {number}"], "scale": named.get(f"scale {number}")}
-        products.append(refs | {"residual": residual} | {name: named.get(name) for name in HEADS})
+        products.append(refs | {"residual": residual} | {name: named.get(name) for name in (*HEADS, "rank")})
         x, residual = out, out if shape.has_residual else residual
     return products
 
 
-def _multiply(names, shapes, configs, *refs):
+def _multiply(names, shapes, configs, buffers, *refs):
     named, outputs = dict(zip(names, refs)), refs[len(names) :]
+    is_cut = [buffers is not None and shape.has_residual for shape in shapes]
+    ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
+    assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
 
     def multiply(places_smem, fulls, **ring):
-        products = list(_products_of_cta(refs_of(named, outputs, shapes), outputs, shapes, configs, fulls, ring))
+        of_products = zip(refs_of(named, outputs, shapes), outputs, fulls, ends, strict=True)
+        products = list(_products_of_cta(of_products, shapes, configs, ring))
         meeting = _Meeting(counts_ref=named["counts"], places_smem=places_smem, configs=configs)
         pl.when(lax.axis_index("warpgroup") == 1)(lambda: _move(products, meeting))
         pl.when(lax.axis_index("warpgroup") == 0)(lambda: _compute(products, meeting))
@@ -137,19 +149,23 @@ def _multiply(names, shapes, configs, *refs):
     )
 
 
-def _products_of_cta(refs, outputs, shapes, configs, fulls, ring: dict):
-    """Yields the products as the CTA runs them, one after another in its ring."""
+def _products_of_cta(of_products, shapes, configs, ring: dict):
+    """Yields the products as the CTA runs them, one after another in its ring.
+
+    Args:
+      of_products: arguments, result, barriers and end of each.
+    """
     steps = []
     for shape, config in zip(shapes, configs):
         num = config.tiles * config.blocks(shape)
         steps.append(num if _has_all(config, configs) else jnp.where(_is_here(config), num, 0))
-    for number, (shape, config) in enumerate(zip(shapes, configs)):
+    for number, (shape, config, (refs, out_ref, full, end)) in enumerate(zip(shapes, configs, of_products)):
         scratch = ring_scratch(shape, config)
         smem = {name: ring[name] for name in ("free", *scratch) if name != "fold_smem"}
         if "fold_smem" in scratch:
             smem["fold_smem"] = ring[fold_name(scratch["fold_smem"].shape)]
         yield CtaProduct(
-            shape=shape, config=config, refs=refs[number], out_ref=outputs[number], full=fulls[number],
+            shape=shape, config=config, refs=refs, out_ref=out_ref, full=full, end=end,
             first_step=sum(steps[:number]), num_ring_steps=sum(steps), **smem,
         )  # fmt: skip
 

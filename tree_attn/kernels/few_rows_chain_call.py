@@ -51,6 +51,8 @@ class AfterAttention:
       output: `W_o`, `[D, I]`; gate_up: `W_g` and `W_u`, `[2, F, D]`; down: `W_d`, `[D, F]`.
       norm: the MLP's; activation: "silu".
       following: of the next layer; None: there is none, or it does this itself.
+      meeting: `tree_attn.reduce.fused.meeting`, where devices have parts of the in-features of `output` and `down`:
+        the sums over them. None: of one device.
     """
 
     attended: Any
@@ -61,6 +63,7 @@ class AfterAttention:
     norm: Norm
     activation: str
     following: NextHeads | None = None
+    meeting: tuple[Any, Any] | None = None
 
     def plan(self) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...]] | str:
         """Returns the products and their layouts, or why the kernel cannot multiply them in one launch."""
@@ -107,16 +110,18 @@ class AfterAttention:
         if isinstance(planned, str):
             raise ValueError(planned)
         shapes, configs = planned
+        rank, buffers = self.meeting or (None, None)
+        options = dict(shapes=shapes, configs=configs, rank=rank, buffers=buffers)
         x, following, rows = self.x, self.following, shapes[0].rows
         arrays = self.attended.reshape(rows, -1), x.reshape(rows, -1)
         weights, scales = (self.output[None], self.gate_up, self.down[None]), (None, self.norm.scale, None)
         if following is None:
-            y = multiply_chain(*arrays, weights, scales, shapes=shapes, configs=configs)
+            y = multiply_chain(*arrays, weights, scales, **options)
             return y.reshape(x.shape)
         weights += (following.weights.reshape(1, -1, x.shape[-1]),)
         places = places_of_rows(following.cosine_sine, following.slots, shapes[-1])
         scales, heads = (*scales, following.norm.scale), (*places, following.key, following.value)
-        y, query, key, value = multiply_chain(*arrays, weights, scales, heads, shapes=shapes, configs=configs)
+        y, query, key, value = multiply_chain(*arrays, weights, scales, heads, **options)
         return y.reshape(x.shape), query.reshape(*x.shape[:2], *query.shape[1:]), key, value
 
 

@@ -1,7 +1,8 @@
 """Layouts of a chain of products of few rows over the CTAs of a GPU: all products share the stages of one ring.
 
-A stage is 128 rows of weights by 128 in-features, whatever the product: gate and up of 64 out-features, or two slabs of
-as many blocks of a tile as fill the tensor core's 64 rows. So a stage that one product has read is one of the next.
+A stage is 128 rows of weights by 128 in-features, whatever the product. These are gate and up of 64 out-features. Or
+they are two slabs of as many blocks of a tile as fill the tensor core's 64 rows, if there are as many. So a stage that
+one product has read is one of the next.
 """
 
 import dataclasses
@@ -39,10 +40,11 @@ def chain_configs(
     configs = []
     for shape in shapes:
         tile, tiles = tiles_of_cta(-(-shape.out_features // sms), shape.grain)
+        if shape.in_features % BLOCK_IN:
+            return f"a chain's in-features are a multiple of {BLOCK_IN}, not {shape.in_features}"
         slabs = STAGE_ROWS // TENSOR_ROWS // shape.parts
+        slabs = slabs if shape.in_features % (slabs * BLOCK_IN) == 0 else 1
         stack = next(stack for stack in STACKS if stack == 1 or _stacks(shape, tile, slabs, stack))
-        if shape.in_features % (slabs * stack * BLOCK_IN):
-            return f"a chain's in-features are a multiple of {slabs * BLOCK_IN}, not {shape.in_features}"
         config = FewRowsConfig(
             tile=tile, tiles=tiles, num_ctas=-(-shape.out_features // (tile * tiles)), block_in=BLOCK_IN, num_stages=1,
             is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS, together=True,

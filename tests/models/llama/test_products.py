@@ -14,12 +14,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.cache import KVCache
 from tree_attn.kernels import few_rows_call, few_rows_chain_call, targets
+from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows_chain_call import AfterAttention, NextHeads, Norm
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
-from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, product_choice, spread_over
-from tree_attn.models.llama.chained_products import ChainedProducts
+from tree_attn.models.llama import (
+    Llama,
+    LlamaConfig,
+    by_name,
+    chained_products,
+    parameters,
+    product_choice,
+    spread_over,
+)
+from tree_attn.models.llama.chained_products import ChainedProducts, ChainedProductsOfShards
 from tree_attn.models.llama.layers import RMSNorm
 from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.rope import apply_rotation
@@ -149,6 +158,55 @@ def test_a_layer_has_four_products_on_two_gpus(on_one_sm, monkeypatch):
     assert calls == [3 * 2 + 1, 3 * 2]
 
 
+def chained(x, residual, weights, scales, heads, rank, *, shapes, configs, buffers):
+    """Does what a chain does over devices along "seq"."""
+    for weight, scale, shape in zip(weights, scales, shapes, strict=True):
+        options = {"out_dtype": jnp.dtype(jnp.float32), "has_residual": False} if shape.has_residual else {}
+        product = multiplied(x, weight, scale, shape=dataclasses.replace(shape, **options), config=None)
+        if shape.has_residual:
+            total = residual.astype(jnp.float32) + jax.lax.psum(product, "seq")
+            product = residual = total.astype(residual.dtype)
+        x = product
+    return x
+
+
+@needs_interpreter
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_a_chain_over_devices_multiplies_and_adds_their_parts(num_devices, on_one_sm, monkeypatch):
+    """The exchange runs on GPUs only, so that this is the arithmetic, and the parts of each device."""
+    chain = mock.Mock(side_effect=lambda *arrays, rank, **options: chained(*arrays, None, rank, **options))
+    monkeypatch.setattr(few_rows_chain_call, "multiply_chain", chain)
+    monkeypatch.setattr(few_rows_call, "multiply_few_rows", multiplied)
+    monkeypatch.setattr(chained_products, "exchanges", lambda *_: True)
+    buffers = Buffers(table=0, num_ranks=num_devices, capacity=1024)
+    monkeypatch.setattr(chained_products.fused, "meeting", lambda *_: (None, buffers))
+    config = LlamaConfig(
+        **CHAINED | {"num_kv_heads": 4, "head_dim": 32, "intermediate_size": 512}, vocab_size=64, max_position=32
+    )
+    sharding = spread_over(config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
+    expected = logits_by("xla", config, sharding, is_apart=True)
+    assert not chain.called
+    logits = logits_by("mosaic_gpu_chain", config, sharding, is_apart=True)
+    assert abs(logits - expected).max() <= 0.03 * abs(expected).max()
+    (call,) = chain.call_args_list
+    features, part = config.num_heads * config.head_dim // num_devices, config.intermediate_size // num_devices
+    hidden = config.hidden_size
+    assert [x.shape for x in call.args[2]] == [(1, hidden, features), (2, part, hidden), (1, hidden, part)]
+
+
+@needs_interpreter
+def test_over_devices_a_layer_without_an_exchange_is_not_chained(on_one_sm, monkeypatch, caplog):
+    """Two CPUs have no exchange, so that XLA adds."""
+    monkeypatch.setattr(few_rows_call, "multiply_few_rows", multiplied)
+    config = LlamaConfig(**CHAINED | {"num_kv_heads": 4}, vocab_size=64, max_position=32)
+    sharding = spread_over(config, make_mesh({"seq": 2}, jax.devices()[:2]))
+    expected = logits_by("xla", config, sharding, is_apart=True)
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        logits = logits_by("mosaic_gpu_chain", config, sharding, is_apart=True)
+    assert abs(logits - expected).max() <= 0.03 * abs(expected).max()
+    assert "layer 0 is not chained, for its sums go by the exchange kernel" in caplog.text
+
+
 @pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("attention_name", ["single", "tree"])
@@ -231,7 +289,7 @@ def test_a_layer_has_four_products_on_gpus(name, sharding_over, on_one_sm, monke
     assert ("scatter" in lowered["decode"]) == (name == "xla")
 
 
-# In-features of all but gate and up are multiples of 256, and theirs of 128.
+# In-features are multiples of 128.
 CHAINED = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_heads": 16, "num_kv_heads": 1}
 
 
@@ -272,7 +330,7 @@ def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     one = AfterAttention(attended=of(1, 1, 256), x=of(1, 1, 256), norm=norm, activation="silu", **weights)
     reason = lambda **changes: dataclasses.replace(one, **changes).plan()
     assert not isinstance(reason(), str)
-    assert "multiple of 256, not 64" in reason(output=of(256, 64))
+    assert "multiple of 128, not 64" in reason(output=of(256, 64))
     assert "one dtype" in reason(gate_up=of(2, 512, 256, dtype=jnp.float16))
     assert "one dtype" in reason(norm=Norm(scale=of(256, dtype=jnp.float32), eps=1e-5))
     assert "one dtype" in reason(x=of(1, 1, 256, dtype=jnp.float32))
@@ -369,7 +427,7 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs an NVIDIA GPU"):
         product_choice.by_name("mosaic_gpu", one, unrolls_layers=True)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    with pytest.raises(NotImplementedError, match="ahead on one device, not on 2"):
+    with pytest.raises(NotImplementedError, match="early on one device, not on 2"):
         product_choice.by_name("mosaic_gpu_early", two, unrolls_layers=True)
     other_axes = LlamaSharding(mesh=make_mesh({"data": 2, "seq": 2}, jax.devices()[:4]))
     with pytest.raises(NotImplementedError, match=r"all axes of the mesh, \('seq', 'data'\), got 'seq'"):
@@ -386,8 +444,8 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     assert chained(unrolls_layers=True).name_of(16) == "mosaic_gpu_chain"
     with pytest.raises(NotImplementedError, match="read ahead: unroll_layers must be True"):
         chained(unrolls_layers=False)
-    with pytest.raises(NotImplementedError, match="ahead on one device, not on 2"):
-        product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
+    over_two = product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
+    assert over_two == ChainedProductsOfShards(two) and over_two.name_of(1) == "mosaic_gpu_chain"
     with pytest.raises(NotImplementedError, match="unroll_layers must be True"):
         early(unrolls_layers=False)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
