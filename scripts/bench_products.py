@@ -135,7 +135,8 @@ class Case:
                 y = _as_wide(y, product.in_features)
                 if is_chained and product.is_added:
                     (output, _), (gate_up, scale), (down, _) = weights[1:]
-                    arrays = dict(attended=y[:, None], x=inputs[0][:, None], output=output[0], down=down[0])
+                    arrays = dict(attended=y[:, None, None], x=inputs[0][:, None], down=down[0])
+                    arrays |= dict(output=output[0][:, None])
                     norm = Norm(scale=scale, eps=EPS)
                     return AfterAttention(**arrays, gate_up=gate_up, norm=norm, activation="silu").run()[:, 0]
                 inputs = [y] if product.is_normed else inputs

@@ -157,7 +157,8 @@ def _chained(call: str, normal):
     from tree_attn.kernels.few_rows_chain_call import AfterAttention, Norm
 
     (rows, features), (hidden, intermediate) = SHAPES[call]
-    arrays = {"attended": normal(rows, 1, features), "x": normal(rows, 1, hidden), "output": normal(hidden, features)}
+    arrays = {"attended": normal(rows, 1, 1, features), "output": normal(hidden, 1, features)}
+    arrays |= {"x": normal(rows, 1, hidden)}
     arrays |= {"gate_up": normal(2, intermediate, hidden), "down": normal(hidden, intermediate)}
     return AfterAttention(**arrays, norm=Norm(scale=normal(hidden), eps=1e-5), activation="silu").run()
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tree_attn.cache import KVCache
-from tree_attn.cache_layer import LayerTuple
+from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.cache_writes import slots_of_new
+from tree_attn.mesh import bound_axis_sizes
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.layer_kinds import global_mask
-from tree_attn.placement import Shard
+from tree_attn.sharded import local_shard
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["whole", "windowed"], meta_fields=["is_global"])
@@ -149,11 +150,22 @@ def written_by(write: Callable, cache: KVCache, layer: int, num_new: int) -> tup
       The result, and the cache.
     """
     arrays = cache.arrays.layers[layer]
-    slots, is_there = slots_of_new(arrays, cache.lengths, num_new, Shard(block_size=arrays.block_size))
-    result, key, value = write(arrays.key, arrays.value, jnp.where(is_there, slots, arrays.num_slots))
+    result, key, value = write(arrays.key, arrays.value, slots_or_beyond(arrays, cache.lengths, num_new))
+    return result, with_layer(cache, layer, key, value)
+
+
+def slots_or_beyond(arrays: LayerCache, lengths: jax.Array, num_new: int) -> jax.Array:
+    """Returns the slots of T new tokens in this device's part of a layer, int32 `[B, T]`; S where a token has none."""
+    axes = arrays.axes if bound_axis_sizes(arrays.axes) is not None else ()
+    slots, is_there = slots_of_new(arrays, lengths, num_new, local_shard(axes, arrays.block_size))
+    return jnp.where(is_there, slots, arrays.key.shape[-3])
+
+
+def with_layer(cache: KVCache, layer: int, key: jax.Array, value: jax.Array) -> KVCache:
+    """Returns a cache, of layers that lie apart, with other keys and values of a layer."""
     layers = list(cache.arrays.layers)
-    layers[layer] = dataclasses.replace(arrays, key=key, value=value)
-    return result, dataclasses.replace(cache, arrays=LayerTuple(tuple(layers)))
+    layers[layer] = dataclasses.replace(layers[layer], key=key, value=value)
+    return dataclasses.replace(cache, arrays=LayerTuple(tuple(layers)))
 
 
 def of_kind(cache: AnyCache, layer: jax.Array | int, is_global: bool) -> tuple[KVCache, jax.Array | int]:

@@ -21,8 +21,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once
-        (over several devices those after a layer's attention).
+        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once.
         None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else `xla`: on an H100 a
         token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
         timed. The kernel has no gradient.

@@ -175,8 +175,9 @@ def test_compiled_for_four_gpus_it_spills_no_register_and_calls_no_nccl():
     assert max(max(used) for used in registers[6:10]) <= 128, "two CTAs share an SM"
     assert of_wide_steps == [{"collectives": 0, "kernels": 3}] * 2
     # The embedding; new heads, attention, output, MLP. With products by the kernel, which ends in the sums, there are
-    # those of new heads, of gate and up, and the head's. In a chain output, gate and up and MLP are one.
-    kernels = [1 + 2 * 4, 1 + 2 * 6 + 1, 1 + 2 * 4 + 1]
+    # those of new heads, of gate and up, and the head's. Chained, a layer is attention and one more; the first has new
+    # heads and their gather before.
+    kernels = [1 + 2 * 4, 1 + 2 * 6 + 1, 1 + 2 + 2 * 2 + 1]
     assert of_llamas == [{"collectives": 0, "kernels": number} for number in kernels]
     (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"put_back"'))
     assert found["put_back"] == 0, "a new token is scattered: nothing is read, chosen and put back"

@@ -75,10 +75,10 @@ def multiply_into_cache(x, weights, scale, angles, slots, key, value, *, shape: 
     return query, jax.freeze(key), jax.freeze(value)
 
 
-def queries_of(shape: FewRowsShape) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the queries, `[rows, N, H]`, in which a product with heads ends."""
+def queries_of(shape: FewRowsShape, num_ranks: int = 1) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of the queries, `[rows, N, H]`, in which a product with heads ends on each device."""
     heads = shape.heads
-    num_heads = shape.out_features // ((heads.group + 2) * heads.head_dim) * heads.group
+    num_heads = num_ranks * shape.out_features // ((heads.group + 2) * heads.head_dim) * heads.group
     return jax.ShapeDtypeStruct((shape.rows, num_heads, heads.head_dim), shape.out_dtype)
 
 

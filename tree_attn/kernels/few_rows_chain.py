@@ -9,8 +9,8 @@ product before to zero, since nothing waits for it any more; at the last product
 CTAs than SMs, so all run at once. `tests/kernels/chain_model.py` explores every order of their operations.
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
-in-features. A device is in such an exchange only when its CTAs have met after the one before. So no device overwrites
-what another has not read.
+in-features. The next layer's heads are gathered, since each device makes some of them. A device is in such an exchange
+only when its CTAs have met after the one before. So no device overwrites what another has not read.
 
 A product with a residual adds the result of the last product before it that has one: these are the residual stream.
 
@@ -55,12 +55,13 @@ def multiply_chain(
     If the last product ends in heads, returns the result before it, and what `few_rows.multiply_into_cache` does.
 
     Args:
-      x: `[rows, I]` of the first product; residual: what the first with a residual adds, `[rows, O]`, or None.
+      x: `[rows, I]` of the first product; over several devices of all of them.
+      residual: what the first product with a residual adds, `[rows, O]`, or None.
       weights: `[parts, O, I]` of each product; scales: `[I]` of each with `shape.eps`, else None.
       heads: angles, slots, key and value, as `multiply_into_cache` takes them, if the last product ends in heads.
       configs: of `chain_configs`.
       rank, buffers: as of `exchange.exchange`, where devices have parts of the in-features: products with a residual
-        end in the sum over them. None: of one device.
+        end in the sum over them, and heads are gathered. None: of one device.
     """
     if is_interpreted():
         return _multiply_apart(x, residual, weights, scales, heads, shapes, configs)
@@ -101,7 +102,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, **other
     results = [jax.ShapeDtypeStruct((padded, shape.out_features), shape.out_dtype) for shape in shapes]
     last = shapes[-1]
     if last.heads is not None:
-        results[-1] = queries_of(last)
+        results[-1] = queries_of(last, 1 if buffers is None else buffers.num_ranks)
     else:
         results[-1] = jax.ShapeDtypeStruct((rows, last.out_features), last.out_dtype)
     return launch(
@@ -128,7 +129,7 @@ def refs_of(named: dict, outputs, shapes) -> list[dict]:
 
 def _multiply(names, shapes, configs, buffers, *refs):
     named, outputs = dict(zip(names, refs)), refs[len(names) :]
-    is_cut = [buffers is not None and shape.has_residual for shape in shapes]
+    is_cut = [buffers is not None and (shape.has_residual or shape.heads is not None) for shape in shapes]
     ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
     assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
 
@@ -166,6 +167,7 @@ def _products_of_cta(of_products, shapes, configs, ring: dict):
             smem["fold_smem"] = ring[fold_name(scratch["fold_smem"].shape)]
         yield CtaProduct(
             shape=shape, config=config, refs=refs, out_ref=out_ref, full=full, end=end,
+            x_offset=0 if number > 0 or end is None else end.first_of_rank(refs["rank"], shape.in_features),
             first_step=sum(steps[:number]), num_ring_steps=sum(steps), **smem,
         )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A call of the chain of products between the attention of two layers, checked and planned: the entry for models."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -47,12 +48,12 @@ class AfterAttention:
     next layer's queries, keys and values.
 
     Attributes:
-      attended: `[B, T, I]`, of 1 to 16 tokens; x: `[B, T, D]`.
-      output: `W_o`, `[D, I]`; gate_up: `W_g` and `W_u`, `[2, F, D]`; down: `W_d`, `[D, F]`.
+      attended: `[B, T, N, H]`, of 1 to 16 tokens; x: `[B, T, D]`.
+      output: `W_o`, `[D, N, H]`; gate_up: `W_g` and `W_u`, `[2, F, D]`; down: `W_d`, `[D, F]`.
       norm: the MLP's; activation: "silu".
       following: of the next layer; None: there is none, or it does this itself.
-      meeting: `tree_attn.reduce.fused.meeting`, where devices have parts of the in-features of `output` and `down`:
-        the sums over them. None: of one device.
+      meeting: `tree_attn.reduce.fused.meeting`, where each device has a part of the in-features of `output` and `down`,
+        of F, and of the next layer's KV heads; attended, x and the results are the same on all. None: of one device.
     """
 
     attended: Any
@@ -67,9 +68,11 @@ class AfterAttention:
 
     def plan(self) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...]] | str:
         """Returns the products and their layouts, or why the kernel cannot multiply them in one launch."""
-        (batch, tokens, _), dtype = self.attended.shape, self.output.dtype
+        (batch, tokens, *_), dtype = self.attended.shape, self.output.dtype
+        hidden, *heads = self.output.shape
+        output = jax.ShapeDtypeStruct((hidden, math.prod(heads)), dtype)
         mlp = _options(self.norm) | {"activation": self.activation, "parts": 2}
-        products = [(self.output, {"has_residual": True}), (self.gate_up, mlp), (self.down, {"has_residual": True})]
+        products = [(output, {"has_residual": True}), (self.gate_up, mlp), (self.down, {"has_residual": True})]
         if (following := self.following) is not None:
             num_kv_heads, members, head_dim, in_features = following.weights.shape
             if (reason := unsupported_cache(head_dim, dtype, following.key.dtype)) is not None:
@@ -114,7 +117,8 @@ class AfterAttention:
         options = dict(shapes=shapes, configs=configs, rank=rank, buffers=buffers)
         x, following, rows = self.x, self.following, shapes[0].rows
         arrays = self.attended.reshape(rows, -1), x.reshape(rows, -1)
-        weights, scales = (self.output[None], self.gate_up, self.down[None]), (None, self.norm.scale, None)
+        output = self.output.reshape(1, self.output.shape[0], -1)
+        weights, scales = (output, self.gate_up, self.down[None]), (None, self.norm.scale, None)
         if following is None:
             y = multiply_chain(*arrays, weights, scales, **options)
             return y.reshape(x.shape)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.few_rows_copies import blocks_of, copy_weights_together, copy_x_together, row_of
-from tree_attn.kernels.few_rows_heads import read_places_of, row_of_group, turned, write_heads
+from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, row_of_group, turned, write_heads
 from tree_attn.kernels.few_rows_layout import (
     GRAIN,
     IN_MULTIPLE,
@@ -71,7 +71,8 @@ class CtaProduct:
 
     Attributes:
       refs: of its arguments in global memory, by name; out_ref: of its result.
-      end: the sum over devices in which it ends, or None.
+      end: the sum over devices in which it ends, or the gather of heads; or None.
+      x_offset: columns of x before this device's.
       full, free: barriers of the stages, which the copies arrive at, and which computing does when it has read one.
       weights_smem, x_smem, scale_smem, fold_smem, turn_smem: of `ring_scratch`.
       first_step: steps of the CTA's ring before this product's first; num_ring_steps: of all its products.
@@ -90,6 +91,7 @@ class CtaProduct:
     turn_smem: Any = None
     end: SumEnd | None = None
     first_step: Any = 0
+    x_offset: Any = 0
     num_ring_steps: Any
 
     @property
@@ -192,7 +194,8 @@ class CtaProduct:
         stage = self._stage(step)
         if arrives_together(self.config):
             options = dict(shape=self.shape, config=self.config)
-            copy_x_together(self.refs["x"], self.x_smem, self.full, stage, self._column(step), **options)
+            column = self._column(step) + self.x_offset
+            copy_x_together(self.refs["x"], self.x_smem, self.full, stage, column, **options)
             return
         rows = pl.ds(step * 0, self.shape.columns)  # those past the last are out of bounds: read as zeros
         for slab, place, block in blocks_of(self.config):
@@ -217,7 +220,7 @@ class CtaProduct:
         if config.stack > 1:
             sums = [_folded(x, self.fold_smem, shape, config) for x in sums]
         result = _finish(sums, squares, residual if self.end is None else None, shape)
-        if self.end is not None:
+        if self.end is not None and shape.heads is None:
             self.end.add(refs.get("rank"), exchange_step, self.out_ref, result, residual, feature, shape)
             return
         if shape.heads is None:
@@ -225,7 +228,9 @@ class CtaProduct:
             return
         slots, angles = places or read_places()
         result = turned(result, angles, self.turn_smem)
-        write_heads((self.out_ref, refs["key"], refs["value"]), result, slots, first_pair, shape, config)
+        gathering = self.end and Gathering(refs.get("rank"), self.end.buffers, exchange_step)
+        heads = self.out_ref, refs["key"], refs["value"]
+        write_heads(heads, result, slots, first_pair, shape, config, gathering)
 
     def _products(self, tile, *accs):
         """Returns the tile's products, float32 `[64, stack * cols]` for each part, and the squares of x."""

@@ -6,9 +6,13 @@ it. The result goes through shared memory once, and is read from there shifted b
 
 Queries are results of the kernel. Keys and values are written to their slots of the cache in place. A pair is numbered
 through all heads: pair p is feature `p % (H/2)` of head `p // (H/2)`, where a KV head has its queries, key and value.
+
+Where each device of several makes some KV heads, it sends them to all others, and writes those of all.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
+from tree_attn.kernels.epilogue import SCALAR, inline
+from tree_attn.kernels.exchange import Buffers, transport
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, Heads
 from tree_attn.kernels.few_rows_results import LAYOUT
 from tree_attn.kernels.interpreter import is_interpreted
@@ -85,42 +91,109 @@ def turned(x, angles, turn_smem):
     return jnp.where(sine == 0.0, x * cosine, x * cosine + partner * sine)
 
 
-def write_heads(refs, result, slots, first_pair, shape: FewRowsShape, config: FewRowsConfig) -> None:
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """The exchange by which all devices get all heads, of which each makes some KV heads with their queries.
+
+    rank_ref, buffers: as of `exchange.exchange`; step: its number.
+    """
+
+    rank_ref: Any
+    buffers: Buffers
+    step: Any
+
+
+def write_heads(
+    refs, result, slots, first_pair, shape: FewRowsShape, config: FewRowsConfig, gathering: Gathering | None = None
+) -> None:
     """Writes a tile's queries to `[rows, N, H]`, and its keys and values to their slots of `[B, S, K, H]`.
 
     Args:
       refs: of queries, keys and values.
       result: float32 `[64, cols]`; slots: of `read_places_of`.
+      gathering: sends the tile to all devices, and writes theirs too: N and K are then of all devices.
     """
     if is_interpreted():
         _interpreted_write(refs, result, slots, first_pair, shape, config)
         return
-    heads, num_slots = shape.heads, refs[1].shape[1]
-    splat = plgpu.Layout.WG_SPLAT
+    operands = [(result, LAYOUT), (slots, LAYOUT), *((ref, plgpu.RefType()) for ref in refs), (first_pair, SCALAR)]
+    if gathering is None:
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT, plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), splat))
-    def emit(_, result, slots, query, key, value, pair):
-        slot_of = []  # in the order in which places of the result come
-        slots.foreach(lambda slot, _: slot_of.append(arith.index_cast(ir.IndexType.get(), slot)))
+        @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands))
+        def emit(_, *values):
+            write = _Writer(*values, shape, config)
+            result = values[0]
+            result.foreach(lambda x, where: write(write.take_slot(), where, [x]))
 
-        def write(x, place):
-            i, row = place
-            kv_head, member, feature = _place_of(i, pair, heads)
-            is_inside = arith.andi(_below(i, config.tile), _below(row, shape.rows))
-            is_inside = arith.andi(is_inside, _below(kv_head, query.type.shape[1] // heads.group))
-            slot = slot_of.pop(0)
-            query_head = arith.addi(arith.muli(kv_head, _index(heads.group)), member)
-            with utils.when(arith.andi(is_inside, _below(member, heads.group))):
-                memref.store(narrowed(x, query), query, [row, query_head, feature])
-            sequence = arith.divui(row, _index(heads.tokens))
-            has_slot = arith.andi(is_inside, _below(slot, num_slots))  # unsigned: none is below 0
-            for number, cache in enumerate((key, value)):
-                with utils.when(arith.andi(has_slot, _is(member, heads.group + number))):
-                    memref.store(narrowed(x, cache), cache, [sequence, slot, kv_head, feature])
+        emit(*(value for value, _ in operands))
+        return
 
-        result.foreach(write)
+    def emit_gathering(place, *values):
+        *values, step = values
+        write, result = _Writer(*values, shape, config), values[0]
+        send, received = transport(gathering.buffers, place, step.registers.item())
 
-    emit(result, slots, *refs, first_pair)
+        def send_own(x, where):
+            with utils.when(write.is_inside(where)):
+                send(write.element(where), x)
+
+        def write_all(_, where):
+            slot = write.take_slot()
+            with utils.when(write.is_inside(where)):
+                write(slot, where, received(write.element(where)))
+
+        result.foreach(send_own)
+        result.foreach(write_all)
+
+    inline(gathering.buffers, emit_gathering, gathering.rank_ref, *operands, (gathering.step, SCALAR))
+
+
+class _Writer:
+    """Writes elements of a tile to queries or a cache."""
+
+    def __init__(self, _, slots, query, key, value, pair, shape: FewRowsShape, config: FewRowsConfig):
+        self.query, self.caches, self.pair = query, (key, value), pair
+        self.shape, self.heads, self.tile = shape, shape.heads, config.tile
+        self.num_kv_heads = shape.out_features // ((shape.heads.group + 2) * shape.heads.head_dim)
+        self._slots: list = []  # in the order in which places of the result come
+        slots.foreach(lambda slot, _: self._slots.append(arith.index_cast(ir.IndexType.get(), slot)))
+
+    def take_slot(self):
+        """Returns the slot of the next place of the result."""
+        return self._slots.pop(0)
+
+    def is_inside(self, where):
+        """Returns whether a place is of this tile, of a row, and of a head."""
+        i, row = where
+        kv_head, *_ = _place_of(i, self.pair, self.heads)
+        is_inside = arith.andi(_below(i, self.tile), _below(row, self.shape.rows))
+        return arith.andi(is_inside, _below(kv_head, self.num_kv_heads))
+
+    def element(self, where):
+        """Returns the number of a place's element among those of a device."""
+        i, row = where
+        kv_head, member, feature = _place_of(i, self.pair, self.heads)
+        head = arith.addi(arith.muli(kv_head, _index(self.heads.group + 2)), member)
+        column = arith.addi(arith.muli(head, _index(self.heads.head_dim)), feature)
+        return arith.addi(arith.muli(row, _index(self.shape.out_features)), column)
+
+    def __call__(self, slot, where, of_ranks) -> None:
+        """Writes what each device has at a place, if the place is inside."""
+        i, row = where
+        kv_head, member, feature = _place_of(i, self.pair, self.heads)
+        is_inside, group = self.is_inside(where), _index(self.heads.group)
+        is_query = arith.andi(is_inside, _below(member, self.heads.group))
+        sequence = arith.divui(row, _index(self.heads.tokens))
+        num_slots = ir.MemRefType(self.caches[0].type).shape[1]
+        has_slot = arith.andi(is_inside, _below(slot, num_slots))  # unsigned: none is below 0
+        for rank, x in enumerate(of_ranks):
+            of_all = arith.addi(kv_head, _index(rank * self.num_kv_heads))
+            with utils.when(is_query):
+                query_head = arith.addi(arith.muli(of_all, group), member)
+                memref.store(narrowed(x, self.query), self.query, [row, query_head, feature])
+            for number, cache in enumerate(self.caches):
+                with utils.when(arith.andi(has_slot, _is(member, self.heads.group + number))):
+                    memref.store(narrowed(x, cache), cache, [sequence, slot, of_all, feature])
 
 
 def _interpreted_write(refs, result, slots, first_pair, shape: FewRowsShape, config: FewRowsConfig) -> None:

@@ -8,7 +8,8 @@ waits for the same CTA of other devices. So all CTAs must fit a device at once, 
 import dataclasses
 import functools
 
-from jax.experimental.mosaic.gpu import utils
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
@@ -22,7 +23,9 @@ from tree_attn.kernels.few_rows_results import LAYOUT, places
 
 @dataclasses.dataclass(frozen=True)
 class SumEnd:
-    """The exchange in which a product ends. Each CTA begins, adds its tiles, and ends, in its first warpgroup.
+    """The exchange in which a product ends. Each CTA begins, adds its tiles or gathers them, and ends.
+
+    All that is in its first warpgroup.
 
     The argument `rank_ref` of all methods is the reference of `exchange.exchange`'s rank, or None.
     """
@@ -38,6 +41,17 @@ class SumEnd:
     def begin(self, rank_ref):
         """Returns the number of the step, which the other methods take."""
         return begin_step(self.buffers, rank_ref)
+
+    def first_of_rank(self, rank_ref, size: int):
+        """Returns `rank * size`, int32: where this device's part begins."""
+
+        def emit(place):
+            rank = arith.trunci(ops.i32(), place.rank)
+            first = arith.muli(rank, arith.constant(ops.i32(), size))
+            return FragmentedArray.splat(first, (), is_signed=True)
+
+        returned = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+        return inline(self.buffers, emit, rank_ref, returned=returned)
 
     def add(self, rank_ref, step, out_ref, result, residual, feature, shape: FewRowsShape) -> None:
         """Writes the sum of all devices' results of a tile, float32 `[64, cols]`, and of the residual if there is one.

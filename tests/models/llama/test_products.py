@@ -158,40 +158,62 @@ def test_a_layer_has_four_products_on_two_gpus(on_one_sm, monkeypatch):
     assert calls == [3 * 2 + 1, 3 * 2]
 
 
-def chained(x, residual, weights, scales, heads, rank, *, shapes, configs, buffers):
+def chained(x, residual, weights, scales, heads=None, *, rank, shapes, configs, buffers):
     """Does what a chain does over devices along "seq"."""
-    for weight, scale, shape in zip(weights, scales, shapes, strict=True):
+    features = shapes[0].in_features
+    x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("seq") * features, features, axis=1)
+    for weight, scale, shape in zip(weights, scales, shapes):
         options = {"out_dtype": jnp.dtype(jnp.float32), "has_residual": False} if shape.has_residual else {}
         product = multiplied(x, weight, scale, shape=dataclasses.replace(shape, **options), config=None)
         if shape.has_residual:
             total = residual.astype(jnp.float32) + jax.lax.psum(product, "seq")
             product = residual = total.astype(residual.dtype)
+        if shape.heads is not None:
+            return x, *appended(product, heads, shape)
         x = product
     return x
+
+
+def appended(product, heads, shape):
+    """Returns rotated queries of all devices, and a cache of one sequence with keys and values at their slots."""
+    (cosine, sine), slots, key, value = heads
+    rows, (head_dim, group) = product.shape[0], (shape.heads.head_dim, shape.heads.group)
+    members = product.reshape(rows, -1, group + 2, head_dim)
+    turned = apply_rotation(members[None].reshape(1, rows, -1, head_dim), (cosine[None, :, None], sine[None, :, None]))
+    turned = turned.reshape(members.shape)
+    members = jnp.concatenate([turned[:, :, : group + 1], members[:, :, group + 1 :]], axis=2)
+    members = jax.lax.all_gather(members, "seq", axis=1, tiled=True)
+    sequence = jnp.arange(rows) // shape.heads.tokens
+    put = lambda stored, new: stored.at[sequence, slots[:rows]].set(new, mode="drop")
+    queries = members[:, :, :group].reshape(rows, -1, head_dim)
+    return queries, put(key, members[:, :, group]), put(value, members[:, :, group + 1])
 
 
 @needs_interpreter
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_a_chain_over_devices_multiplies_and_adds_their_parts(num_devices, on_one_sm, monkeypatch):
     """The exchange runs on GPUs only, so that this is the arithmetic, and the parts of each device."""
-    chain = mock.Mock(side_effect=lambda *arrays, rank, **options: chained(*arrays, None, rank, **options))
+    chain = mock.Mock(side_effect=chained)
     monkeypatch.setattr(few_rows_chain_call, "multiply_chain", chain)
     monkeypatch.setattr(few_rows_call, "multiply_few_rows", multiplied)
     monkeypatch.setattr(chained_products, "exchanges", lambda *_: True)
     buffers = Buffers(table=0, num_ranks=num_devices, capacity=1024)
     monkeypatch.setattr(chained_products.fused, "meeting", lambda *_: (None, buffers))
     config = LlamaConfig(
-        **CHAINED | {"num_kv_heads": 4, "head_dim": 32, "intermediate_size": 512}, vocab_size=64, max_position=32
-    )
+        **CHAINED | {"num_layers": 2, "num_kv_heads": 4, "head_dim": 32, "intermediate_size": 512}, vocab_size=64,
+        max_position=32,
+    )  # fmt: skip
     sharding = spread_over(config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
     expected = logits_by("xla", config, sharding, is_apart=True)
     assert not chain.called
     logits = logits_by("mosaic_gpu_chain", config, sharding, is_apart=True)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()
-    (call,) = chain.call_args_list
+    first, last = chain.call_args_list
     features, part = config.num_heads * config.head_dim // num_devices, config.intermediate_size // num_devices
     hidden = config.hidden_size
-    assert [x.shape for x in call.args[2]] == [(1, hidden, features), (2, part, hidden), (1, hidden, part)]
+    of_layer = [(1, hidden, features), (2, part, hidden), (1, hidden, part)]
+    assert [x.shape for x in last.args[2]] == of_layer
+    assert [x.shape for x in first.args[2]] == [*of_layer, (1, 4 // num_devices * (4 + 2) * 32, hidden)]
 
 
 @needs_interpreter
@@ -204,7 +226,7 @@ def test_over_devices_a_layer_without_an_exchange_is_not_chained(on_one_sm, monk
     with caplog.at_level(logging.INFO, "tree_attn"):
         logits = logits_by("mosaic_gpu_chain", config, sharding, is_apart=True)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()
-    assert "layer 0 is not chained, for its sums go by the exchange kernel" in caplog.text
+    assert "layer 0 is not chained, for over several devices it has the exchange kernel" in caplog.text
 
 
 @pytest.mark.slow
@@ -326,15 +348,15 @@ def test_a_layer_is_attention_and_one_launch(
 def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     norm = Norm(scale=of(256), eps=1e-5)
-    weights = {"output": of(256, 256), "gate_up": of(2, 512, 256), "down": of(256, 512)}
-    one = AfterAttention(attended=of(1, 1, 256), x=of(1, 1, 256), norm=norm, activation="silu", **weights)
+    weights = {"output": of(256, 4, 64), "gate_up": of(2, 512, 256), "down": of(256, 512)}
+    one = AfterAttention(attended=of(1, 1, 4, 64), x=of(1, 1, 256), norm=norm, activation="silu", **weights)
     reason = lambda **changes: dataclasses.replace(one, **changes).plan()
     assert not isinstance(reason(), str)
-    assert "multiple of 128, not 64" in reason(output=of(256, 64))
+    assert "multiple of 128, not 64" in reason(output=of(256, 1, 64))
     assert "one dtype" in reason(gate_up=of(2, 512, 256, dtype=jnp.float16))
     assert "one dtype" in reason(norm=Norm(scale=of(256, dtype=jnp.float32), eps=1e-5))
     assert "one dtype" in reason(x=of(1, 1, 256, dtype=jnp.float32))
-    assert "1 to 16, not 17" in reason(attended=of(17, 1, 256))
+    assert "1 to 16, not 17" in reason(attended=of(17, 1, 4, 64))
     assert "silu, not gelu_tanh" in reason(activation="gelu_tanh")
     heads = NextHeads(
         norm=norm, weights=of(1, 4, 16, 256), key=of(1, 8, 1, 16, dtype=jnp.int8), value=None, slots=None,
@@ -344,7 +366,7 @@ def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     assert "bfloat16, not int8" in reason(following=heads)
     assert not isinstance(reason(following=dataclasses.replace(heads, key=of(1, 8, 1, 16))), str)
     with pytest.raises(ValueError, match="1 to 16, not 17"):
-        dataclasses.replace(one, attended=of(17, 1, 256)).run()
+        dataclasses.replace(one, attended=of(17, 1, 4, 64)).run()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
     assert "lets run at once" in reason()
 
