@@ -97,6 +97,8 @@ class _Link:
                 return "it makes queries, keys and values of new tokens, without biases and norms"
             if (reason := unwritable(cache)) is not None:
                 return reason
+            if (axes := cache.arrays.layers[self.number + 1].axes) != self._axes:
+                return f"it writes a cache that is cut over {self._axes}, not {axes}"
         arrays, specs = zip(*self._arrays(cache), strict=True)
         if self._num_devices > 1:
             axes = ["heads", "mlp"] + ([] if self.following is None else ["kv_heads"])

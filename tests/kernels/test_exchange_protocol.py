@@ -1,6 +1,7 @@
 """Meetings of devices and of CTAs, in every order in which their stores and reads can happen."""
 
 import arrivals_model
+import chain_exchange_model
 import chain_model
 import epilogue_model
 import pytest
@@ -104,3 +105,13 @@ def test_each_product_of_a_chain_reads_the_whole_result_before_it(chain):
 )
 def test_the_model_of_chains_finds_what_would_be_wrong(broken, found):
     assert any(found in failure for failure in chain_model.failures(broken))
+
+
+def test_devices_overwrite_no_word_of_a_chain_before_it_is_read():
+    assert not list(chain_exchange_model.failures(chain_exchange_model.Exchanges()))
+
+
+@pytest.mark.parametrize("broken", [{"meets": False}, {"slots": 1}], ids=str)
+def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken):
+    found = chain_exchange_model.failures(chain_exchange_model.Exchanges(**broken))
+    assert "a word of step 0 was overwritten before it was read" in found

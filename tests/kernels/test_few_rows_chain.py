@@ -10,7 +10,9 @@ from few_rows_cases import H200_SMS, Chain, compiled_chains
 from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn.kernels import few_rows_chain
+from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
+from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 pytestmark = pytest.mark.usefixtures("time_limit")
@@ -168,3 +170,25 @@ def test_chains_of_a_batch_follow_one_another():
     shapes = [jax.ShapeDtypeStruct((2, *array.shape), array.dtype) for array in (x, residual)]
     text = batched.trace(*shapes, weights, scales).lower(lowering_platforms=("cuda",)).as_text()
     assert "while" in text
+
+
+@needs_interpreter
+def test_over_devices_sums_and_heads_end_in_exchanges_and_the_first_x_has_an_offset(monkeypatch):
+    found = []
+
+    def recorded(**fields):
+        found.append((fields["end"] is not None, fields["x_offset"] is not None))
+        return CtaProduct(**fields)
+
+    monkeypatch.setattr(few_rows_chain, "CtaProduct", recorded)
+    chain = Chain(heads=(2, 2, 64), ctas=20)
+    caches = [jax.ShapeDtypeStruct((1, 8, 4, 64), jnp.bfloat16)] * 2  # KV heads of both devices
+    x, residual, weights, scales, heads = chain.array_shapes()
+    x = jax.ShapeDtypeStruct((1, 2 * chain.num_features), jnp.bfloat16)
+    buffers = Buffers(table=0, num_ranks=2, capacity=4096)
+    options = dict(shapes=chain.shapes, configs=chain.configs, buffers=buffers)
+    run = lambda *arrays: few_rows_chain.multiply_chain(*arrays, **options)
+    y, query, key, value = jax.eval_shape(run, x, residual, weights, scales, [*heads[:2], *caches], None)
+    assert found == [(True, True), (False, False), (True, False), (True, False)]
+    assert (y.shape, query.shape, key.shape) == ((1, 256), (1, 8, 64), (1, 8, 4, 64))
+    assert value.shape == key.shape

@@ -1,8 +1,8 @@
 """The exchange of `reduction="fused"` in a Mosaic GPU kernel: devices write their states to all, and merge all of them.
 
 It is a kernel of its own, or the end of LeanAttention's (`epilogue.py`). Devices can also exchange any few numbers, and
-add or keep them; the sum is also the end of a product (`few_rows_sum.py`). All exchanges of a process share buffers and
-steps.
+add or keep them. Sums and gathers are also ends of products (`few_rows_sum.py`, `few_rows_heads.py`). All exchanges of
+a process share buffers and steps.
 
 Every 4 bytes of payload travel with the 4 bytes of the step's number in one 8-byte store, which memory takes whole. A
 reader that sees the right number has the payload. So there is no flag after the data, no fence, and one trip over the
@@ -20,7 +20,9 @@ step n - 2, whose slots step n overwrites. `tests/kernels/exchange_model.py` exp
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +39,7 @@ NUM_CTAS = 64  # CTAs that exchange, but in a product's end; attention's other C
 MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128
+WORDS_AT_ONCE = 16  # that a thread of a product's end reads before it waits for one
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -189,11 +192,22 @@ def count_step(buffers: Buffers, place: Place, step, num_ctas: int) -> None:
         ops.store(_counter(buffers, place, reader), step)
 
 
-def transport(buffers: Buffers, place: Place, step):
-    """Returns two functions of an element, an index: `send(element, x)` writes to all devices, `received` waits.
+class Transport(NamedTuple):
+    """Functions of an element, an index.
 
-    `received(element)` returns the float32 of all ranks, in their order.
+    send:              `send(element, x)` writes to all devices
+    received:          `received(element)` waits, and returns the float32 of all ranks, in their order
+    received_of_many:  `received_of_many(elements, are_wanted)` yields the same for each, and waits for several at once;
+                       of those that are not wanted it yields anything
     """
+
+    send: Callable
+    received: Callable
+    received_of_many: Callable
+
+
+def transport(buffers: Buffers, place: Place, step) -> Transport:
+    """Returns the functions by which a step sends and receives."""
     parity = arith.extui(ops.i64(), arith.andi(step, arith.constant(ops.i32(), 1)))
     slot_bytes = buffers.capacity * ops.WORD_BYTES
     slots = arith.muli(parity, ops.constant(buffers.num_ranks * slot_bytes))
@@ -204,21 +218,50 @@ def transport(buffers: Buffers, place: Place, step):
         for base in place.bases:
             ops.send(ops.plus(base, offset), x, step)
 
-    def received(element):
+    def addresses(element):
         words = ops.words(element)
         return [
-            ops.receive(ops.plus(place.local_base, slots, ops.constant(r * slot_bytes), words), step)
-            for r in range(buffers.num_ranks)
+            ops.plus(place.local_base, slots, ops.constant(r * slot_bytes), words) for r in range(buffers.num_ranks)
         ]
 
-    return send, received
+    def received(element):
+        return [ops.receive(address, step) for address in addresses(element)]
+
+    def received_of_many(elements, are_wanted):
+        last = arith.constant(ir.IndexType.get(), buffers.capacity - 1)
+        both, size = list(zip(elements, are_wanted, strict=True)), max(1, WORDS_AT_ONCE // buffers.num_ranks)
+        for first in range(0, len(both), size):
+            some = both[first : first + size]
+            words = [address for element, _ in some for address in addresses(arith.minui(element, last))]
+            wanted = [is_wanted for _, is_wanted in some for _ in range(buffers.num_ranks)]
+            found = iter(_await_words(words, wanted, step))
+            for _ in some:
+                yield list(itertools.islice(found, buffers.num_ranks))
+
+    return Transport(send, received, received_of_many)
+
+
+def _await_words(addresses, are_wanted, step) -> list:
+    """Waits until the wanted words bear the number `step`, and returns the payloads of all, float32."""
+    until = scf.WhileOp([ops.i64()] * len(addresses), [])
+    with ir.InsertionPoint(until.before.blocks.append()):
+        found = [ops.load_from_peers(address) for address in addresses]
+        is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
+        for word, is_wanted in zip(found, are_wanted, strict=True):
+            number = arith.trunci(ops.i32(), arith.shrui(word, ops.constant(32)))
+            is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
+            is_missing = arith.ori(is_missing, arith.andi(is_old, is_wanted))
+        scf.ConditionOp(is_missing, found)
+    with ir.InsertionPoint(until.after.blocks.append(*[ops.i64()] * len(addresses))):
+        scf.YieldOp([])
+    return [arith.bitcast(ir.F32Type.get(), arith.trunci(ops.i32(), word)) for word in until.results]
 
 
 def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
     """Returns two functions: one emits the sending of an exchange, the other the receiving."""
     at = functools.partial(arith.constant, ir.IndexType.get())
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    send, received = transport(buffers, place, step)
+    send, received, _ = transport(buffers, place, step)
 
     def each_element(body):
         first = arith.addi(thread, arith.muli(cta, at(THREADS)))

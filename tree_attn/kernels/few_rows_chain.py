@@ -10,7 +10,8 @@ CTAs than SMs, so all run at once. `tests/kernels/chain_model.py` explores every
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
 in-features. The next layer's heads are gathered, since each device makes some of them. A device is in such an exchange
-only when its CTAs have met after the one before. So no device overwrites what another has not read.
+only when its CTAs have met after the one before. So no device overwrites what another has not read
+(`tests/kernels/chain_exchange_model.py`).
 
 A product with a residual adds the result of the last product before it that has one: these are the residual stream.
 
@@ -64,6 +65,7 @@ def multiply_chain(
         end in the sum over them, and heads are gathered. None: of one device.
     """
     if is_interpreted():
+        assert buffers is None, "the interpreter runs one device"
         return _multiply_apart(x, residual, weights, scales, heads, shapes, configs)
 
     @jax.custom_batching.sequential_vmap  # CTAs of two chains must not count together
@@ -167,7 +169,9 @@ def _products_of_cta(of_products, shapes, configs, ring: dict):
             smem["fold_smem"] = ring[fold_name(scratch["fold_smem"].shape)]
         yield CtaProduct(
             shape=shape, config=config, refs=refs, out_ref=out_ref, full=full, end=end,
-            x_offset=0 if number > 0 or end is None else end.first_of_rank(refs["rank"], shape.in_features),
+            x_offset=None
+            if number > 0 or end is None
+            else functools.partial(end.first_of_rank, refs["rank"], shape.in_features),
             first_step=sum(steps[:number]), num_ring_steps=sum(steps), **smem,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ O out-features of a tile, cols columns.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ class CtaProduct:
     Attributes:
       refs: of its arguments in global memory, by name; out_ref: of its result.
       end: the sum over devices in which it ends, or the gather of heads; or None.
-      x_offset: columns of x before this device's.
+      x_offset: returns how many columns of x come before this device's; None: x has only those.
       full, free: barriers of the stages, which the copies arrive at, and which computing does when it has read one.
       weights_smem, x_smem, scale_smem, fold_smem, turn_smem: of `ring_scratch`.
       first_step: steps of the CTA's ring before this product's first; num_ring_steps: of all its products.
@@ -91,7 +92,7 @@ class CtaProduct:
     turn_smem: Any = None
     end: SumEnd | None = None
     first_step: Any = 0
-    x_offset: Any = 0
+    x_offset: Callable | None = None
     num_ring_steps: Any
 
     @property
@@ -194,9 +195,10 @@ class CtaProduct:
         stage = self._stage(step)
         if arrives_together(self.config):
             options = dict(shape=self.shape, config=self.config)
-            column = self._column(step) + self.x_offset
+            column = self._column(step) + (0 if self.x_offset is None else self.x_offset())
             copy_x_together(self.refs["x"], self.x_smem, self.full, stage, column, **options)
             return
+        assert self.x_offset is None
         rows = pl.ds(step * 0, self.shape.columns)  # those past the last are out of bounds: read as zeros
         for slab, place, block in blocks_of(self.config):
             source = self.refs["x"].at[rows, pl.ds(self._column(step, block), self.config.block_in)]

@@ -131,19 +131,17 @@ def write_heads(
     def emit_gathering(place, *values):
         *values, step = values
         write, result = _Writer(*values, shape, config), values[0]
-        send, received = transport(gathering.buffers, place, step.registers.item())
+        exchange, wheres = transport(gathering.buffers, place, step.registers.item()), []
 
         def send_own(x, where):
+            wheres.append(where)
             with utils.when(write.is_inside(where)):
-                send(write.element(where), x)
-
-        def write_all(_, where):
-            slot = write.take_slot()
-            with utils.when(write.is_inside(where)):
-                write(slot, where, received(write.element(where)))
+                exchange.send(write.element(where), x)
 
         result.foreach(send_own)
-        result.foreach(write_all)
+        of_ranks = exchange.received_of_many(map(write.element, wheres), map(write.is_inside, wheres))
+        for where, parts in zip(wheres, of_ranks, strict=True):
+            write(write.take_slot(), where, parts)
 
     inline(gathering.buffers, emit_gathering, gathering.rank_ref, *operands, (gathering.step, SCALAR))
 

@@ -62,7 +62,8 @@ class SumEnd:
 
         def emit(place, out, result, step, feature, *residual):
             at, is_inside = places(feature, shape, self.config)
-            send, received = transport(self.buffers, place, step.registers.item())
+            exchange = transport(self.buffers, place, step.registers.item())
+            wheres: list = []
             residuals: list = []  # in the order in which places of the result come
             for x in residual:
                 x.foreach(lambda x, _: residuals.append(x))
@@ -73,17 +74,18 @@ class SumEnd:
                 return arith.addi(arith.muli(row, width), feature)
 
             def send_own(x, where):
+                wheres.append(where)
                 with utils.when(is_inside(*where)):
-                    send(element(where), x)
-
-            def receive(_, where):
-                added = [residuals.pop(0)] if residual else []
-                with utils.when(is_inside(*where)):
-                    total = functools.reduce(arith.addf, [*received(element(where)), *added])
-                    memref.store(ops.narrowed(total, out), out, at(*where))
+                    exchange.send(element(where), x)
 
             result.foreach(send_own)
-            result.foreach(receive)
+            are_inside = [is_inside(*where) for where in wheres]
+            of_ranks = exchange.received_of_many(map(element, wheres), are_inside)
+            for where, inside, parts in zip(wheres, are_inside, of_ranks, strict=True):
+                added = [residuals.pop(0)] if residual else []
+                with utils.when(inside):
+                    total = functools.reduce(arith.addf, [*parts, *added])
+                    memref.store(ops.narrowed(total, out), out, at(*where))
 
         operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
         operands += [] if residual is None else [(residual, LAYOUT)]

@@ -86,6 +86,11 @@ def load_relaxed(address):
     return asm("ld.relaxed.gpu.global.b64 $0, [$1];", i64(), address)
 
 
+def load_from_peers(address):
+    """Returns a word that other devices may be writing meanwhile."""
+    return asm("ld.relaxed.sys.global.b64 $0, [$1];", i64(), address)
+
+
 def store(address, x):
     """Writes an i32 to a global address."""
     asm("st.global.u32 [$0], $1;", None, address, x)

@@ -2,7 +2,8 @@
 
 A layer has three of them beside attention's own reduction. Its new query, key and value, sharded over heads, are
 gathered; the results of the output projection and of the MLP are summed. Each has some thousand numbers per token.
-Where the products' kernel runs, the sums are its end (`kernels/few_rows_sum.py`), and no launch of their own.
+Where the products' kernel runs, the sums are its end (`kernels/few_rows_sum.py`), and no launch of their own; in a
+chain of products the gather is too (`kernels/few_rows_heads.py`).
 XLA's collectives take longer for so few, and are no part of a CUDA graph: the host launches a graph between any two.
 An 8B model on two H200s took 5.0 ms a token with them and takes 4.1 ms without (docs/log/llama.md: "Sums and gathers by
 the exchange kernel take 0.9 ms off a token on two GPUs").

@@ -1,0 +1,88 @@
+"""Exchanges of several devices within one chain, explored over every order of their CTAs' operations.
+
+In each exchange a CTA sends its element to all devices, and waits for the same element of all. It counts itself in, and
+waits until the CTAs of its device have met. A later exchange may give an element to another CTA. A word has a place for
+each element and rank, in one of two slots by the step's parity. A store is under way until it arrives.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """The parameters. `slots`: places of a word, one after another; `meets`: whether CTAs meet after an exchange."""
+
+    devices: int = 2
+    ctas: int = 2
+    steps: int = 3
+    slots: int = 2
+    meets: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """`done[d][c]` operations of each CTA, words by device and place, CTAs that have met, and stores under way."""
+
+    done: tuple[tuple[int, ...], ...]
+    words: tuple[tuple[tuple, int], ...]
+    met: tuple[tuple[int, ...], ...]
+    flying: frozenset
+
+
+SEND, RECEIVE, COUNT, MEET, NUM_OPERATIONS = range(5)
+
+
+def failures(exchanges: Exchanges) -> Iterator[str]:
+    """Explores every reachable state once; yields what goes wrong."""
+    nothing = ((0,) * exchanges.ctas,) * exchanges.devices
+    seen, todo = set(), [State(nothing, (), ((0,) * exchanges.steps,) * exchanges.devices, frozenset())]
+    while todo:
+        state = todo.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        following = list(_following(exchanges, state))
+        has_ended = all(done == NUM_OPERATIONS * exchanges.steps for ctas in state.done for done in ctas)
+        if not following and not has_ended:
+            yield "all wait"
+        for new in following:
+            if isinstance(new, str):
+                yield new
+            else:
+                todo.append(new)
+
+
+def _following(exchanges: Exchanges, state: State) -> Iterator[State | str]:
+    for device, ctas in enumerate(state.done):
+        for cta, done in enumerate(ctas):
+            step, operation = divmod(done, NUM_OPERATIONS)
+            if step < exchanges.steps:
+                after = dataclasses.replace(state, done=_with(state.done, device, _with(ctas, cta, done + 1)))
+                yield from _done(exchanges, state, after, device, cta, step, operation)
+    for store in state.flying:
+        words = dict(state.words) | {store[0]: store[1]}
+        yield dataclasses.replace(state, flying=state.flying - {store}, words=tuple(sorted(words.items())))
+
+
+def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: int, step: int, operation: int):
+    element, slot = (cta + step // 2) % exchanges.ctas, step % exchanges.slots
+    if operation == SEND:
+        places = [(other, slot, device, element) for other in range(exchanges.devices)]
+        yield dataclasses.replace(after, flying=state.flying | {(place, step + 1) for place in places})
+    elif operation == RECEIVE:
+        words = dict(state.words)
+        found = [words.get((device, slot, rank, element), 0) for rank in range(exchanges.devices)]
+        if any(number > step + 1 for number in found):
+            yield f"a word of step {step} was overwritten before it was read"
+        elif all(number == step + 1 for number in found):
+            yield after
+    elif operation == COUNT:
+        counts = state.met[device]
+        yield dataclasses.replace(after, met=_with(state.met, device, _with(counts, step, counts[step] + 1)))
+    elif not exchanges.meets or state.met[device][step] == exchanges.ctas:
+        yield after
+
+
+def _with(values: tuple, i: int, value) -> tuple:
+    return (*values[:i], value, *values[i + 1 :])
