@@ -162,6 +162,7 @@ def test_ctas_wait_for_the_product_before_and_the_last_sets_its_count_to_zero(mo
     assert calls == moving + computing
 
 
+@needs_interpreter
 def test_chains_of_a_batch_follow_one_another():
     """Their CTAs would count together: a batch is a loop of launches."""
     chain = Chain()

@@ -11,6 +11,7 @@ from tree_attn.kernels.few_rows_chain import multiply_chain
 from tree_attn.kernels.few_rows_chain_layout import chain_configs
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, unsupported, unsupported_cache
 from tree_attn.kernels.launch_order import runs_kernels_in_order
+from tree_attn.kernels.registers import WRITES_IN_PLACE
 from tree_attn.kernels.tuning import num_sms
 
 
@@ -92,6 +93,8 @@ class AfterAttention:
             if (reason := unsupported(**sizes, dtype=dtype, **has)) is not None:
                 return reason
             shapes.append(FewRowsShape(dtype=dtype, out_dtype=dtype, **sizes, **{"parts": 1} | options))
+        if jax.__version_info__ < WRITES_IN_PLACE:
+            return f"a chain reads what it has written from JAX 0.11 on, not with {jax.__version__}"
         if not runs_kernels_in_order():
             return "a chain's CTAs meet by counts that kernels share, which XLA_FLAGS lets run at once"
         configs = chain_configs(tuple(shapes), num_sms())

@@ -346,6 +346,8 @@ def test_a_layer_is_attention_and_one_launch(
 
 
 def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
+    for module in ("few_rows_layout", "few_rows_chain_call"):
+        monkeypatch.setattr(f"tree_attn.kernels.{module}.WRITES_IN_PLACE", (0, 10))
     of = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     norm = Norm(scale=of(256), eps=1e-5)
     weights = {"output": of(256, 4, 64), "gate_up": of(2, 512, 256), "down": of(256, 512)}
@@ -362,13 +364,14 @@ def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
         norm=norm, weights=of(1, 4, 16, 256), key=of(1, 8, 1, 16, dtype=jnp.int8), value=None, slots=None,
         cosine_sine=(None, None),
     )  # fmt: skip
-    monkeypatch.setattr("tree_attn.kernels.few_rows_layout.WRITES_IN_PLACE", (0, 10))
     assert "bfloat16, not int8" in reason(following=heads)
     assert not isinstance(reason(following=dataclasses.replace(heads, key=of(1, 8, 1, 16))), str)
     with pytest.raises(ValueError, match="1 to 16, not 17"):
         dataclasses.replace(one, attended=of(17, 1, 4, 64)).run()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
     assert "lets run at once" in reason()
+    monkeypatch.setattr("tree_attn.kernels.few_rows_chain_call.WRITES_IN_PLACE", (99,))
+    assert "from JAX 0.11 on" in reason()
 
 
 def cache_of(lengths=(0, 8, 3), **options):
