@@ -73,7 +73,7 @@ def _finish(layers: Sequence[Any], branch: Branch, attended: jax.Array, cache: A
             with jax.named_scope("finish"):
                 return link.run(cache)
         to = "" if link.following is None else f" to layer {i + 1}"
-        _log.info("products: layer %d is not chained%s, for %s", i, to, reason)
+        _log.info("products: layer %d is not chained%s: %s", i, to, reason)
     return layers[0].after_attention(branch, attended, context), None, cache
 
 
@@ -91,21 +91,21 @@ class _Link:
     def unavailable(self, cache: AnyCache) -> str | None:
         """Returns why one launch cannot do it, or None."""
         if self.layer.attention_post_norm is not None or self.layer.mlp_post_norm is not None:
-            return "it has no norms after its branches"
+            return "a chain has no norms after its branches"
         if self.following is not None:
             if not (self.context.appends and self.following.attention.is_plain):
-                return "it makes queries, keys and values of new tokens, without biases and norms"
+                return "a chain makes queries, keys and values of new tokens, without biases and norms"
             if (reason := unwritable(cache)) is not None:
                 return reason
             if (axes := cache.arrays.layers[self.number + 1].axes) != self._axes:
-                return f"it writes a cache that is cut over {self._axes}, not {axes}"
+                return f"a chain writes a cache that is cut over {self._axes}, not {axes}"
         arrays, specs = zip(*self._arrays(cache), strict=True)
         if self._num_devices > 1:
             axes = ["heads", "mlp"] + ([] if self.following is None else ["kv_heads"])
             if not all(map(self.context.joins, axes)):
-                return f"over several devices its weights are cut over {' and '.join(axes)}, as the sequence is"
+                return f"over several devices a chain needs weights cut over {' and '.join(axes)}, as the sequence is"
             if not exchanges(self._num_exchanged, self._axes, self.context.sharding.mesh):
-                return "over several devices it has the exchange kernel"
+                return "over several devices a chain needs the exchange kernel"
         planned = self._product(*map(self._part, arrays, specs)).plan()
         return planned if isinstance(planned, str) else None
 

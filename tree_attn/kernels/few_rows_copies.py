@@ -1,6 +1,6 @@
 """Copies of a stage that arrive at its barrier together.
 
-A stage is up to 16 copies of weights, and as many of x. For each of them `plgpu.copy_gmem_to_smem` has all threads of
+A stage is up to 16 copies of weights, and 8 of x. For each of them `plgpu.copy_gmem_to_smem` has all threads of
 the warpgroup meet, and arrive. Here they arrive once for all bytes, and one thread begins all copies.
 """
 

@@ -226,7 +226,7 @@ def test_over_devices_a_layer_without_an_exchange_is_not_chained(on_one_sm, monk
     with caplog.at_level(logging.INFO, "tree_attn"):
         logits = logits_by("mosaic_gpu_chain", config, sharding, is_apart=True)
     assert abs(logits - expected).max() <= 0.03 * abs(expected).max()
-    assert "layer 0 is not chained, for over several devices it has the exchange kernel" in caplog.text
+    assert "layer 0 is not chained: over several devices a chain needs the exchange kernel" in caplog.text
 
 
 @pytest.mark.slow
@@ -321,9 +321,9 @@ CHAINED = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_heads": 16
     [
         # The head; the first layer's query, key and value; and the rest of each layer.
         ({}, 8, [1, 1, 3], None),
-        ({}, 17, [0, 0, 0], "layer 2 is not chained, for few rows are 1 to 16, not 17"),
-        ({"query_key_value_bias": True}, 8, [1 + 3, 0, 3], "layer 0 is not chained to layer 1, for it makes queries"),
-        ({"post_norms": True}, 8, [1 + 3 * 3, 3, 0], "layer 0 is not chained, for it has no norms after"),
+        ({}, 17, [0, 0, 0], "layer 2 is not chained: few rows are 1 to 16, not 17"),
+        ({"query_key_value_bias": True}, 8, [1 + 3, 0, 3], "layer 0 is not chained to layer 1: a chain makes queries"),
+        ({"post_norms": True}, 8, [1 + 3 * 3, 3, 0], "layer 0 is not chained: a chain has no norms after"),
     ],
     ids=["chained", "many tokens", "biases", "norms"],
 )
