@@ -31,6 +31,8 @@ class ChainedProducts(FewRowsProducts):
 
     def run_layers(self, layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any):
         """Does `XlaProducts.run_layers`."""
+        if math.prod(x.shape[:-1]) > self.max_rows:
+            return super().run_layers(layers, x, cache, context)
         return _run_chained(layers, x, cache, context)
 
 
@@ -44,6 +46,8 @@ class ChainedProductsOfShards(ProductsOfShards):
 
     def run_layers(self, layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any):
         """Does `XlaProducts.run_layers`."""
+        if math.prod(x.shape[:-1]) > self.max_rows:
+            return super().run_layers(layers, x, cache, context)
         return _run_chained(layers, x, cache, context)
 
 

@@ -22,9 +22,9 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
         ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once.
-        None is `mosaic_gpu` for up to 3 tokens at a time on one GPU where the kernel runs, and else `xla`: on an H100 a
-        token of one sequence takes 0.94 to 0.97 of the time with it (docs/log/llama.md). On several GPUs it was not
-        timed. The kernel has no gradient.
+        None is the fastest for up to 3 tokens at a time where the kernel runs, and else `xla`. The fastest is
+        `mosaic_gpu_chain` (docs/log/llama.md). With a loop over layers, or JAX 0.10, it is `mosaic_gpu`. The program
+        must take its weights as arguments: none of its kernels may write them. The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
         over all of the mesh, and `mosaic_gpu_early` is not for them.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
@@ -41,13 +41,14 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if name is None:
         if reason is None and not sharding.is_on_gpus:
             reason = "the model's devices are no GPUs"
-        if reason is None and sharding.mesh.size > 1:
-            reason = f"on {sharding.mesh.size} GPUs the kernel was not timed"
         if reason is not None:
             _log.info("products: xla, for %s", reason)
             return XlaProducts()
-        _log.info("products: mosaic_gpu, for up to %d tokens at a time", MAX_ROWS_BY_DEFAULT)
-        return FewRowsProducts(max_rows=MAX_ROWS_BY_DEFAULT)
+        from tree_attn.kernels.registers import WRITES_IN_PLACE
+
+        name = "mosaic_gpu_chain" if unrolls_layers and jax.__version_info__ >= WRITES_IN_PLACE else "mosaic_gpu"
+        _log.info("products: %s, for up to %d tokens at a time", name, MAX_ROWS_BY_DEFAULT)
+        return _by_kernel(name, sharding, max_rows=MAX_ROWS_BY_DEFAULT)
     from tree_attn.kernels.overlap import overlaps
 
     is_ahead, is_alone = name in READ_AHEAD, sharding.mesh.size == 1
@@ -59,9 +60,18 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         reason = "a loop over layers copies weights, which cannot be read ahead: unroll_layers must be True"
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
-    if name == "mosaic_gpu_chain":
-        return ChainedProducts(is_early=overlaps()) if is_alone else ChainedProductsOfShards(sharding)
-    return FewRowsProducts(is_ahead) if is_alone else ProductsOfShards(sharding)
+    return _by_kernel(name, sharding)
+
+
+def _by_kernel(name: str, sharding: LlamaSharding, **options) -> XlaProducts:
+    """Returns the products by the kernel called `name`; options are fields of their classes."""
+    from tree_attn.kernels.overlap import overlaps
+
+    is_chained = name == "mosaic_gpu_chain"
+    if sharding.mesh.size > 1:
+        return (ChainedProductsOfShards if is_chained else ProductsOfShards)(sharding, **options)
+    is_early = overlaps() if is_chained else name in READ_AHEAD
+    return (ChainedProducts if is_chained else FewRowsProducts)(is_early=is_early, **options)
 
 
 def _unavailable(sharding: LlamaSharding) -> str | None:

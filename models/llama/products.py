@@ -245,9 +245,11 @@ class ProductsOfShards(XlaProducts):
 
     Attributes:
       sharding: of the model; its sequence is cut over all axes of the mesh.
+      max_rows: with more, XLA multiplies.
     """
 
     sharding: LlamaSharding
+    max_rows: int = 16
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -256,7 +258,7 @@ class ProductsOfShards(XlaProducts):
     @property
     def of_shard(self) -> XlaProducts:
         """The kernel's products."""
-        return FewRowsProducts()
+        return FewRowsProducts(max_rows=self.max_rows)
 
     def logits(self, branch: Branch, table: jax.Array) -> jax.Array:
         """Does `XlaProducts.logits`; each device makes those of its part of the vocabulary."""

@@ -1,10 +1,12 @@
 """CTAs that meet between the products of a chain, explored over every order of their operations.
 
-A device runs launches one after another. In each a CTA has a part of some of the products, one after another. Its
-moving warpgroup waits until the product before is counted whole, and reads that product's result for x. The computing
-one waits likewise, for what it adds. It needs x, stores its part of the result, fences, and counts the CTA in. The CTA
-that is counted last sets counts to zero that nothing waits for. A store is under way until it arrives; a fence waits
-for the CTA's own. A launch ends when all stores have arrived.
+A device runs launches one after another. In each a CTA has a part of some of the products. One warpgroup moves x. It
+reads the side of each count, and goes through the products: for one of which the CTA has a part it waits until the side
+of the count before has changed, and reads that product's result. For any other it comes to the meeting after it. The
+computing warpgroup needs x, stores its part of the result, waits for its store, and comes to the meeting.
+
+The first CTA adds what changes the side when all have come. A store is under way until it arrives. A launch ends when
+all stores have arrived.
 """
 
 import dataclasses
@@ -20,38 +22,38 @@ class Chain:
     resident: int = 9
     fences: bool = True
     waits: bool = True
-    resets: bool = True
+    reads_first: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """`moved[c]` products whose x CTA c has, `done[c]` operations of its computing warpgroup, memory, flying stores."""
+    """Sides that each CTA has read, products that it moved x of, operations that it computed; memory; flying stores."""
 
     launch: int
+    sides: tuple[tuple[int, ...] | None, ...]
     moved: tuple[int, ...]
     done: tuple[int, ...]
-    before: tuple[int, ...]
     results: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
     flying: frozenset
 
 
-WAIT, STORE, FENCE, COUNT, RESET, NUM_OPERATIONS = range(6)
+STORE, FENCE, COME, NUM_OPERATIONS = range(4)
+SIDE = 100  # more than all CTAs
 
 
 def failures(chain: Chain) -> Iterator[str]:
     """Explores every reachable state once; yields what goes wrong."""
     nothing = tuple((0,) * ctas for ctas in chain.ctas)
-    empty = State(0, (), (), (), nothing, (0,) * len(chain.ctas), frozenset())
+    empty = State(0, (), (), (), nothing, (0,) * (len(chain.ctas) - 1), frozenset())
     seen, todo = set(), [_launched(chain, empty)]
     while todo:
         state = todo.pop()
         if state in seen or state.launch > chain.launches:
             continue
         seen.add(state)
-        has_ended = all(done == NUM_OPERATIONS * _parts(chain, cta) for cta, done in enumerate(state.done))
-        if has_ended and not state.flying:
-            if any(state.counts):
+        if all(_has_ended(chain, state, cta) for cta in range(len(state.done))) and not state.flying:
+            if any(count % SIDE for count in state.counts):
                 yield f"counts are {state.counts} after launch {state.launch}"
             todo.append(_launched(chain, state))
             continue
@@ -69,37 +71,47 @@ def _products(chain: Chain, cta: int) -> list[int]:
     return [product for product, ctas in enumerate(chain.ctas) if cta < ctas]
 
 
-def _parts(chain: Chain, cta: int) -> int:
-    return len(_products(chain, cta))
+def _has_ended(chain: Chain, state: State, cta: int) -> bool:
+    has_computed = state.done[cta] == NUM_OPERATIONS * len(_products(chain, cta))
+    return has_computed and state.moved[cta] == len(chain.ctas) and state.sides[cta] is not None
 
 
 def _launched(chain: Chain, state: State) -> State:
-    zeros = (0,) * max(chain.ctas)
-    return dataclasses.replace(state, launch=state.launch + 1, moved=zeros, done=zeros, before=zeros)
+    ctas = max(chain.ctas)
+    return dataclasses.replace(
+        state, launch=state.launch + 1, sides=(None,) * ctas, moved=(0,) * ctas, done=(0,) * ctas
+    )
 
 
 def _following(chain: Chain, state: State) -> Iterator[State | str]:
+    ended = sum(_has_ended(chain, state, cta) for cta in range(len(state.done)))
     for cta in range(len(state.done)):
-        ended = [done == NUM_OPERATIONS * _parts(chain, c) for c, done in enumerate(state.done)]
-        if cta >= chain.resident + sum(ended):
-            continue  # it begins when another has ended
-        yield from _moved(chain, state, cta)
-        yield from _computed(chain, state, cta)
+        if cta < chain.resident + ended:  # else it begins when another has ended
+            yield from _moved(chain, state, cta)
+            yield from _computed(chain, state, cta)
     for store in state.flying:
-        where, product, place, value = store
-        if where == "count":
-            arrived = {"counts": _with(state.counts, product, value)}
-        else:
-            arrived = {"results": _with(state.results, product, _with(state.results[product], place, value))}
-        yield dataclasses.replace(state, flying=state.flying - {store}, **arrived)
+        product, place, value = store
+        results = _with(state.results, product, _with(state.results[product], place, value))
+        yield dataclasses.replace(state, flying=state.flying - {store}, results=results)
 
 
 def _moved(chain: Chain, state: State, cta: int) -> Iterator[State | str]:
-    products, number = _products(chain, cta), state.moved[cta]
-    if number == len(products) or not _is_whole(chain, state, products[number] - 1):
+    product, has_read = state.moved[cta], state.sides[cta] is not None
+    if not has_read:
+        sides = tuple(count // SIDE % 2 for count in state.counts)
+        yield dataclasses.replace(state, sides=_with(state.sides, cta, sides))
+    if product == len(chain.ctas) or (chain.reads_first and not has_read):
         return
-    yield from _reads(chain, state, products[number] - 1)
-    yield dataclasses.replace(state, moved=_with(state.moved, cta, number + 1))
+    after = dataclasses.replace(state, moved=_with(state.moved, cta, product + 1))
+    if cta >= chain.ctas[product]:
+        is_last = product == len(chain.ctas) - 1
+        yield after if is_last else dataclasses.replace(after, counts=_come(chain, state.counts, product, cta))
+    elif product == 0:
+        yield after
+    elif not chain.waits or (has_read and state.counts[product - 1] // SIDE % 2 != state.sides[cta][product - 1]):
+        if any(part != state.launch for part in state.results[product - 1]):
+            yield f"read another launch's result of product {product - 1} in launch {state.launch}"
+        yield after
 
 
 def _computed(chain: Chain, state: State, cta: int) -> Iterator[State | str]:
@@ -107,35 +119,23 @@ def _computed(chain: Chain, state: State, cta: int) -> Iterator[State | str]:
     if done == NUM_OPERATIONS * len(products):
         return
     number, operation = divmod(done, NUM_OPERATIONS)
-    product, launch = products[number], state.launch
+    product, store = products[number], (products[number], cta, state.launch)
     after = dataclasses.replace(state, done=_with(state.done, cta, done + 1))
-    if operation == WAIT:
-        if _is_whole(chain, state, product - 1):
-            yield from _reads(chain, state, product - 1)
-            yield after
-    elif operation == STORE:
-        if state.moved[cta] > number:
-            yield dataclasses.replace(after, flying=state.flying | {("result", product, cta, launch)})
+    if operation == STORE:
+        if state.moved[cta] > product:
+            yield dataclasses.replace(after, flying=state.flying | {store})
     elif operation == FENCE:
-        if not chain.fences or ("result", product, cta, launch) not in state.flying:
+        if not chain.fences or store not in state.flying:
             yield after
-    elif operation == COUNT:
-        counts = _with(state.counts, product, state.counts[product] + 1)
-        yield dataclasses.replace(after, before=_with(state.before, cta, state.counts[product]), counts=counts)
+    elif product == len(chain.ctas) - 1:
+        yield after
     else:
-        is_last = state.before[cta] == chain.ctas[product] - 1
-        zeroed = [product - 1] * (product > 0) + [product] * (product == len(chain.ctas) - 1)
-        stores = {("count", which, 0, 0) for which in zeroed if is_last and chain.resets}
-        yield dataclasses.replace(after, flying=state.flying | stores)
+        yield dataclasses.replace(after, counts=_come(chain, state.counts, product, cta))
 
 
-def _is_whole(chain: Chain, state: State, product: int) -> bool:
-    return product < 0 or not chain.waits or state.counts[product] >= chain.ctas[product]
-
-
-def _reads(chain: Chain, state: State, product: int) -> Iterator[str]:
-    if product >= 0 and any(part != state.launch for part in state.results[product]):
-        yield f"read another launch's result of product {product} in launch {state.launch}"
+def _come(chain: Chain, counts: tuple[int, ...], product: int, cta: int) -> tuple[int, ...]:
+    added = SIDE - (max(chain.ctas) - 1) if cta == 0 else 1
+    return _with(counts, product, (counts[product] + added) % (2 * SIDE))
 
 
 def _with(values: tuple, i: int, value) -> tuple:

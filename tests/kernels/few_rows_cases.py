@@ -110,7 +110,7 @@ def compiled_products() -> list[Product]:
         *model(LLAMA_1B[1:3]),
         *model(LLAMA_8B[:3], rows=16),
         *model(LLAMA_8B[:3], rows=16, is_early=True),
-        *model(LLAMA_1B[2:4], layout={"together": True}),
+        *model(LLAMA_1B[3:4]),
         *model(LLAMA_1B[1:2], rows=12, dtype="float16"),
         *model(LLAMA_1B[:1], layout={"stack": 2, "block_in": 128, "num_stages": 6}),
         *model(LLAMA_1B[3:4], layout={"stack": 4, "block_in": 128, "num_stages": 6}),

@@ -84,7 +84,7 @@ def test_the_model_of_arrivals_finds_what_would_be_wrong(broken, found):
     "chain",
     [
         chain_model.Chain(ctas=(2, 2, 2)),
-        chain_model.Chain(ctas=(2, 1, 2)),  # a CTA without a part of a product waits for the next one's
+        chain_model.Chain(ctas=(2, 1, 2), launches=3),  # a CTA without a part of a product comes all the same
         chain_model.Chain(ctas=(1, 3, 2)),
     ],
     ids=str,
@@ -98,7 +98,7 @@ def test_each_product_of_a_chain_reads_the_whole_result_before_it(chain):
     [
         (chain_model.Chain(ctas=(2, 2), fences=False), "read another launch's result of product 0 in launch 1"),
         (chain_model.Chain(ctas=(2, 2), waits=False), "read another launch's result of product 0 in launch 1"),
-        (chain_model.Chain(ctas=(2, 2), resets=False), "counts are (2, 2) after launch 1"),
+        (chain_model.Chain(ctas=(1, 2), reads_first=False), "all wait in launch 1"),
         (chain_model.Chain(ctas=(2, 2), resident=1), "all wait in launch 1"),
     ],
     ids=str,

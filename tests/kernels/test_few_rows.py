@@ -81,7 +81,7 @@ def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_be
 
 @needs_interpreter
 @pytest.mark.usefixtures("watched_products")
-@pytest.mark.parametrize("barrier", ["self.full.at[stage]", "self.free.at[self._stage(step)]"])
+@pytest.mark.parametrize("barrier", ["barriers.at[stage]", "self.free.at[self._stage(step)]"])
 def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
     changed = mutant(few_rows_cta, f"plgpu.barrier_wait({barrier})")
     monkeypatch.setattr(few_rows, "CtaProduct", changed.CtaProduct)

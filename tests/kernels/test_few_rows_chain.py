@@ -62,9 +62,9 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
     products, shapes, configs = chain.products, chain.shapes, chain.configs
     _, residual, weights, scales, heads = chain.inputs()
     inputs = [product.inputs()[0] for product in (*products, chain.append) if product is not None]
-    monkeypatch.setattr(few_rows_chain, "await_all", lambda *_: None)
-    monkeypatch.setattr(few_rows_chain, "arrive", lambda *_: [jnp.int32(-1)])
-    monkeypatch.setattr(few_rows_chain, "reset", lambda *_: None)
+    monkeypatch.setattr(few_rows_chain, "read_count", lambda *_: jnp.int32(0))
+    monkeypatch.setattr(few_rows_chain, "come", lambda *_: None)
+    monkeypatch.setattr(few_rows_chain, "meet", lambda *_: None)
 
     def refs_of(named, outputs, shapes):
         return [
@@ -140,26 +140,26 @@ def test_each_product_takes_the_one_before_and_the_residual_stream():
 
 
 @needs_interpreter
-def test_ctas_wait_for_the_product_before_and_the_last_sets_its_count_to_zero(monkeypatch):
-    """Both warpgroups wait, and no count stays, as in `chain_model.py`."""
+def test_all_ctas_come_to_each_meeting_and_read_its_count_before(monkeypatch):
+    """In the order of `chain_model.py`; those without a part of a product come by the warpgroup that reads counts."""
     calls = []
-    monkeypatch.setattr(few_rows_chain, "await_all", lambda _, *of: calls.append(("await", *of)))
-    monkeypatch.setattr(few_rows_chain, "reset", lambda _, of: calls.append(("reset", of)))
+    monkeypatch.setattr(few_rows_chain, "come", lambda _, *of: calls.append(("come", *of)))
+    monkeypatch.setattr(few_rows_chain, "meet", lambda _, number, before: calls.append(("meet", number)))
 
-    def arrive(_, indices, are_counted, places):
-        calls.append(("arrive", *indices, *are_counted))
-        return [jnp.int32(-1)]
+    def read_count(_, number):
+        calls.append(("read", number))
+        return jnp.int32(0)
 
-    monkeypatch.setattr(few_rows_chain, "arrive", arrive)
+    monkeypatch.setattr(few_rows_chain, "read_count", read_count)
     chain = RINGS[1]
     shapes, configs = chain.shapes, chain.configs
     *inputs, _ = chain.inputs()
     jax.jit(lambda *arrays: few_rows_chain._launch(*arrays, shapes, configs)).trace(*inputs)
-    first, second, _ = (config.num_ctas for config in configs)
-    moving = [("await", 0, first), ("await", 1, second)]
-    computing = [("arrive", 0, True), ("await", 0, first), ("arrive", 1, True), ("reset", 0)]
-    computing += [("await", 1, second), ("arrive", 2, True), ("reset", 1), ("reset", 2)]
-    assert calls == moving + computing
+    ctas = num_ctas(configs)
+    assert [config.num_ctas == ctas for config in configs] == [True, False, True]
+    computing = [("come", 0, ctas), ("come", 1, ctas)]
+    moving = [("read", 0), ("read", 1), ("meet", 0), ("come", 1, ctas), ("meet", 1)]
+    assert calls == computing + moving
 
 
 @needs_interpreter

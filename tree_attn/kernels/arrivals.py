@@ -12,8 +12,6 @@ given to the compiler of one program is not seen here: with `xla_gpu_command_buf
 of CONCURRENT, JAX 0.12 would run kernels that do not depend on each other at once, and they would miscount.
 `tests/kernels/arrivals_model.py` explores every order of the CTAs' operations.
 
-CTAs of a chain of products count likewise, and wait for all (`few_rows_chain.py`).
-
 Sources: LeanAttention, section 4.3, where a host CTA waits for the others; PTX ISA, "Memory Consistency Model".
 """
 
@@ -64,30 +62,6 @@ def arrive(counts_ref, indices, are_counted, places_smem):
         return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found)
 
     return emit(counts_ref, places_smem, *scalars)
-
-
-def await_all(counts_ref, index: int, count: int) -> None:
-    """Waits until so many warpgroups have been counted in, and sees what they wrote, by TMA too.
-
-    All CTAs that are to be counted must be running, or have run: the kernel has no more than fit the GPU at once.
-
-    Args:
-      counts_ref: int32 `[n]`; index: which of them.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
-    def emit(_, counts, index):
-        address = _address(counts, index.registers.item())
-        with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            text = (
-                "{ .reg .pred is_early; .reg .b32 found; AGAIN: ld.acquire.gpu.global.u32 found, [$0]; "
-                "setp.lt.u32 is_early, found, $1; @is_early bra AGAIN; }"
-            )
-            ops.asm(text, None, address, arith.constant(ops.i32(), count))
-        utils.warpgroup_barrier()
-        ops.asm("fence.proxy.async.global;", None)  # the copies that follow are of the other proxy
-
-    emit(counts_ref, jnp.asarray(index, jnp.int32))
 
 
 def reset(counts_ref, index) -> None:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_cta import CtaProduct, full_barrier, ring_scratch
+from tree_attn.kernels.few_rows_cta import CtaProduct, full_barriers, ring_scratch
 from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape, check_fits
 from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
@@ -111,7 +111,7 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | N
 
     pl.run_scoped(
         multiply,
-        full=full_barrier(shape, config),
+        full=full_barriers(shape, config),
         free=plgpu.Barrier(num_barriers=config.num_stages),
         **ring_scratch(shape, config),
         collective_axes="warpgroup",
@@ -119,11 +119,11 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | N
 
 
 def _move(product: CtaProduct) -> None:
-    lax.fori_loop(0, product.num_ahead, product.fill_ahead, None)
+    lax.fori_loop(0, product.num_ahead, product.copy_weights, None)
     if product.config.is_early:
         begin_next_kernel()
         await_previous_kernel()
-    lax.fori_loop(0, product.num_ahead, product.fill_x, None)
+    lax.fori_loop(0, product.num_ahead, product.copy_x, None)
     lax.fori_loop(product.num_ahead, product.num_steps, product.refill, None)
 
 

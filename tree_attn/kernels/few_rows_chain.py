@@ -1,12 +1,11 @@
 """A chain of products of few rows in one launch, where each multiplies what the one before gives.
 
-Each CTA runs its part of one product after another, through one ring of stages. The weights of its next product depend
-on nothing. So they are on their way as soon as stages are free, while other CTAs still multiply and while all meet.
+Each CTA runs its part of one product after another, through one ring of stages. Weights depend on nothing. So one
+warpgroup copies those of all products as stages become free, while other CTAs still multiply and while all meet. It
+keeps few copies on their way at once: what CTAs tell each other waits behind these.
 
-CTAs meet between products. Each that has written its part of a result counts itself in (`arrivals.py`). Those of the
-next product wait for all of these, and then copy x. The CTA that is counted last at one product sets the count of the
-product before to zero, since nothing waits for it any more; at the last product also that one's. The kernel has no more
-CTAs than SMs, so all run at once. `tests/kernels/chain_model.py` explores every order of their operations.
+Another warpgroup copies x. CTAs meet between products (`meetings.py`): each comes when it has written its part of a
+result, and copies x of the next product when all have come. The kernel has no more CTAs than SMs, so all run at once.
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
 in-features. The next layer's heads are gathered, since each device makes some of them. A device is in such an exchange
@@ -15,8 +14,7 @@ only when its CTAs have met after the one before. So no device overwrites what a
 
 A product with a residual adds the result of the last product before it that has one: these are the residual stream.
 
-With JAX 0.12 or newer the first product's weights are read before the previous kernel has ended, and so must not be
-what it writes.
+With JAX 0.12 or newer weights are read before the previous kernel has ended, and so must not be what it writes.
 
 The interpreter has no atomics. There each product is a launch of its own.
 
@@ -24,6 +22,7 @@ Source: Spector et al., "Look Ma, No Bubbles! Designing a Low-Latency Megakernel
 """
 
 import dataclasses
+import enum
 import functools
 from typing import Any
 
@@ -33,17 +32,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.arrivals import arrive, await_all, reset
 from tree_attn.kernels.few_rows import REDUCTION_BYTES, multiply_few_rows, multiply_into_cache, queries_of
 from tree_attn.kernels.few_rows_chain_layout import fold_name, num_ctas, shared_scratch
-from tree_attn.kernels.few_rows_cta import CtaProduct, full_barrier, ring_scratch
+from tree_attn.kernels.few_rows_cta import CtaProduct, copies_together, full_barriers, ring_scratch
 from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.meetings import come, meet, read_count
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import launch
 
 HEADS = ("angles", "slots", "key", "value")  # arguments of a product that ends in heads
+
+
+class Warpgroup(enum.IntEnum):
+    """What each warpgroup of a CTA does."""
+
+    COMPUTES = 0
+    MOVES_WEIGHTS = 1
+    MOVES_X = 2
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "configs", "buffers"))
@@ -84,7 +91,7 @@ def multiply_chain(
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
     for weight, scale, shape, config in zip(weights, scales, shapes, configs, strict=True):
         stages = min(config.num_stages, config.tiles * config.blocks(shape))
-        config = dataclasses.replace(config, num_stages=stages, is_early=False, rows=None)
+        config = dataclasses.replace(config, num_stages=stages, is_early=False, rows=None, in_flight=None)
         if shape.heads is not None:
             return x, *multiply_into_cache(x, weight, scale, *heads, shape=shape, config=config)
         x = multiply_few_rows(x, weight, scale, residual if shape.has_residual else None, shape=shape, config=config)
@@ -97,7 +104,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, **other
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
-    arrays |= {"counts": jnp.zeros(len(shapes), jnp.int32)}
+    arrays |= {"counts": jnp.zeros(len(shapes) - 1, jnp.uint32)}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
     arrays = {name: array for name, array in (arrays | others).items() if array is not None}
@@ -112,7 +119,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, **other
         out_type=tuple(results),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
-        num_threads=2,
+        num_threads=len(Warpgroup),
         thread_name="warpgroup",
         scratch_bytes=REDUCTION_BYTES,
         name="few_rows_chain" if buffers is None else "few_rows_chain_sum",
@@ -135,17 +142,19 @@ def _multiply(names, shapes, configs, buffers, *refs):
     ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
     assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
 
-    def multiply(places_smem, fulls, **ring):
+    def multiply(fulls, **ring):
+        fulls = fulls * (len(shapes) // len(fulls))
         of_products = zip(refs_of(named, outputs, shapes), outputs, fulls, ends, strict=True)
         products = list(_products_of_cta(of_products, shapes, configs, ring))
-        meeting = _Meeting(counts_ref=named["counts"], places_smem=places_smem, configs=configs)
-        pl.when(lax.axis_index("warpgroup") == 1)(lambda: _move(products, meeting))
-        pl.when(lax.axis_index("warpgroup") == 0)(lambda: _compute(products, meeting))
+        meetings = _Meetings(counts_ref=named["counts"], configs=configs)
+        for warpgroup, run in ((Warpgroup.COMPUTES, _compute), (Warpgroup.MOVES_WEIGHTS, _move_weights)):
+            pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(run, products, meetings))
+        pl.when(lax.axis_index("warpgroup") == Warpgroup.MOVES_X)(lambda: _move_x(products, meetings))
 
+    fulls = [full_barriers(shape, config) for shape, config in zip(shapes, configs)]
     pl.run_scoped(
         multiply,
-        places_smem=plgpu.SMEM((1,), jnp.int32),
-        fulls=[full_barrier(shape, config) for shape, config in zip(shapes, configs)],
+        fulls=fulls[:1] if copies_together() else fulls,  # then all are alike
         free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs),
         collective_axes="warpgroup",
@@ -185,65 +194,65 @@ def _is_here(config: FewRowsConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Meeting:
-    """A place where CTAs meet between products."""
+class _Meetings:
+    """The meetings of a CTA after each product but the last."""
 
     counts_ref: Any
-    places_smem: Any
     configs: tuple[FewRowsConfig, ...]
 
-    def run(self, number: int, body) -> None:
+    def read(self) -> list:
+        """Returns the counts before the CTA comes."""
+        return [read_count(self.counts_ref, number) for number in range(len(self.configs) - 1)]
+
+    def if_here(self, number: int, body) -> None:
         """Runs `body` if the CTA has a part of product `number`."""
         if _has_all(self.configs[number], self.configs):
             body()
         else:
             pl.when(_is_here(self.configs[number]))(body)
 
-    def await_result(self, number: int) -> None:
+    def come_without(self, number: int) -> None:
+        """Comes to the meeting after a product of which the CTA has no part."""
+        if number < len(self.configs) - 1 and not _has_all(self.configs[number], self.configs):
+            pl.when(~_is_here(self.configs[number]))(lambda: self.come(number))
+
+    def come(self, number: int) -> None:
+        """Comes to the meeting after a product, whose part the CTA has written."""
+        come(self.counts_ref, number, num_ctas(self.configs))
+
+    def meet(self, number: int, before) -> None:
         """Waits for the whole result of a product."""
-        await_all(self.counts_ref, number, self.configs[number].num_ctas)
-
-    def leave(self, number: int) -> None:
-        """Counts the CTA in, which has written its part of a product's result."""
-        (before,) = arrive(self.counts_ref, (number,), (True,), self.places_smem)
-
-        @pl.when(before == self.configs[number].num_ctas - 1)
-        def _():
-            if number > 0:
-                reset(self.counts_ref, number - 1)
-            if number == len(self.configs) - 1:
-                reset(self.counts_ref, number)
+        meet(self.counts_ref, number, before)
 
 
-def _move(products: list[CtaProduct], meeting: _Meeting) -> None:
-    first, *others = products
-    meeting.run(0, lambda: lax.fori_loop(0, first.num_ahead, first.fill_ahead, None))
+def _move_weights(products: list[CtaProduct], meetings: _Meetings) -> None:
     begin_next_kernel()
+    for number, product in enumerate(products):
+        move = functools.partial(lax.fori_loop, 0, product.num_steps, product.move_weights, None)
+        meetings.if_here(number, move)
+
+
+def _move_x(products: list[CtaProduct], meetings: _Meetings) -> None:
     await_previous_kernel()
-    meeting.run(0, lambda: _move_rest(first))
-    for number, product in enumerate(others, 1):
+    before = meetings.read()
+    for number, product in enumerate(products):
 
         def move(number=number, product=product):
-            lax.fori_loop(0, product.num_ahead, product.fill_ahead, None)
-            meeting.await_result(number - 1)
-            _move_rest(product)
+            if number > 0:
+                meetings.meet(number - 1, before[number - 1])
+            lax.fori_loop(0, product.num_steps, product.move_x, None)
 
-        meeting.run(number, move)
-
-
-def _move_rest(product: CtaProduct) -> None:
-    lax.fori_loop(0, product.num_ahead, product.fill_x, None)
-    lax.fori_loop(product.num_ahead, product.num_steps, product.refill, None)
+        meetings.if_here(number, move)
+        meetings.come_without(number)  # after the counts have been read
 
 
-def _compute(products: list[CtaProduct], meeting: _Meeting) -> None:
+def _compute(products: list[CtaProduct], meetings: _Meetings) -> None:
     await_previous_kernel()
     for number, product in enumerate(products):
 
         def compute(number=number, product=product):
-            if number > 0:  # for what it adds: x has come by then
-                meeting.await_result(number - 1)
-            product.compute()
-            meeting.leave(number)
+            product.compute()  # what it adds has come before x
+            if number < len(products) - 1:
+                meetings.come(number)
 
-        meeting.run(number, compute)
+        meetings.if_here(number, compute)

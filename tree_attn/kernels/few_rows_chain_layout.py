@@ -26,6 +26,9 @@ BLOCK_IN, STAGE_ROWS = 128, 128
 STACKS = (8, 4, 2, 1)
 MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
 MIN_STAGES = 2
+# Stages of weights on their way to a CTA when x is there. Before, it is one. What CTAs tell each other waits behind
+# weights, 1.3 us for each stage on an H100 (docs/log/llama.md).
+IN_FLIGHT = 3
 
 
 def chain_configs(
@@ -47,7 +50,7 @@ def chain_configs(
         stack = next(stack for stack in STACKS if stack == 1 or _stacks(shape, tile, slabs, stack))
         config = FewRowsConfig(
             tile=tile, tiles=tiles, num_ctas=-(-shape.out_features // (tile * tiles)), block_in=BLOCK_IN, num_stages=1,
-            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS, together=True,
+            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS, in_flight=IN_FLIGHT,
         )  # fmt: skip
         configs.append(config)
     of_stages = lambda stages: tuple(dataclasses.replace(config, num_stages=stages) for config in configs)

@@ -1,10 +1,11 @@
-"""Copies of a stage that arrive at its barrier together.
+"""Copies of a stage that arrive at its barriers together.
 
 A stage is up to 16 copies of weights, and 8 of x. For each of them `plgpu.copy_gmem_to_smem` has all threads of
 the warpgroup meet, and arrive. Here they arrive once for all bytes, and one thread begins all copies.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -82,6 +83,27 @@ def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, 
     _emit(emit, [ref], [smem.at[stage]], barriers, stage, num_bytes, [column], shape)
 
 
+def await_copies(barriers, step, num_stages: int) -> None:
+    """Waits until the copies of a step of the ring have arrived, unless those of its stage's next step have begun.
+
+    Unlike `plgpu.barrier_wait` it may wait for any of the steps, and for one more than once.
+    """
+    phase = lax.div(step, num_stages)
+    address = address_of_barriers(barriers) + lax.rem(step, num_stages) * BARRIER_BYTES
+
+    @plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR))
+    def emit(_, address, phase):
+        parity = arith.trunci(ir.IntegerType.get_signless(1), phase.registers.item())
+        _barrier_at(address.registers.item()).wait_parity(parity)
+
+    emit(address, phase)
+
+
+def _barrier_at(address) -> utils.BarrierRef:
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
+    return utils.BarrierRef(pointer, arith.constant(ops.i32(), 0), None, 1)
+
+
 def _block_bytes(shape: FewRowsShape, config: FewRowsConfig, rows: int) -> int:
     """Returns the bytes of so many rows of all blocks of a stage."""
     return rows * config.in_features_of_stage * jnp.dtype(shape.dtype).itemsize
@@ -110,8 +132,7 @@ class _Copy:
     """Copies by one thread, which do not arrive by themselves; `pairs` are sources and targets."""
 
     def __init__(self, address, pairs):
-        pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
-        self.barrier = utils.BarrierRef(pointer, arith.constant(ops.i32(), 0), None, 1)
+        self.barrier = _barrier_at(address)
         self.elected = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
         self.pairs = pairs
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_copies import blocks_of, copy_weights_together, copy_x_together, row_of
+from tree_attn.kernels.few_rows_copies import await_copies, blocks_of, copy_weights_together, copy_x_together, row_of
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, row_of_group, turned, write_heads
 from tree_attn.kernels.few_rows_layout import (
     GRAIN,
@@ -52,18 +52,18 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
     return scratch
 
 
-def full_barrier(shape: FewRowsShape, config: FewRowsConfig) -> plgpu.Barrier:
-    """Returns the barriers at which the copies of each stage arrive."""
-    if arrives_together(config):
-        return plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=2)  # weights, and x
+def full_barriers(shape: FewRowsShape, config: FewRowsConfig) -> list[plgpu.Barrier]:
+    """Returns the barriers at which the copies of each stage arrive: of weights and of x, or one for both."""
+    if copies_together():
+        return [plgpu.Barrier(num_barriers=config.num_stages)] * 2
     copies = shape.parts * (1 if shape.heads is None else config.tile // GRAIN)
     arrivals = config.slabs * config.stack * (copies + 1 + (shape.eps is not None))
-    return plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=arrivals)
+    return [plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=arrivals)]
 
 
-def arrives_together(config: FewRowsConfig) -> bool:
+def copies_together() -> bool:
     """Returns whether a stage's copies arrive together; the interpreter has no inline MLIR for it."""
-    return config.together and not is_interpreted()
+    return not is_interpreted()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ class CtaProduct:
       refs: of its arguments in global memory, by name; out_ref: of its result.
       end: the sum over devices in which it ends, or the gather of heads; or None.
       x_offset: returns how many columns of x come before this device's; None: x has only those.
-      full, free: barriers of the stages, which the copies arrive at, and which computing does when it has read one.
+      full: of `full_barriers`.
+      free: barriers of the stages, which computing arrives at when it has read one.
       weights_smem, x_smem, scale_smem, fold_smem, turn_smem: of `ring_scratch`.
       first_step: steps of the CTA's ring before this product's first; num_ring_steps: of all its products.
     """
@@ -110,31 +111,42 @@ class CtaProduct:
         """Returns the steps whose weights are on their way before anything waits for x."""
         return min(self.config.num_stages, self.num_steps)
 
-    def fill_ahead(self, step, _=None) -> None:
-        """Copies weights of one of the first steps, when the product before has read its stage."""
-        if not (isinstance(self.first_step, int) and self.first_step == 0):
-            pl.when(self.first_step + step >= self.config.num_stages)(lambda: self._await_free(step))
-        self._copy_weights(step)
+    def move_weights(self, step, _=None) -> None:
+        """Copies a step's weights, when its stage has been read and few enough are on their way."""
+        self._await_free_of_ring(step)
+        if self.config.in_flight is not None and copies_together():
+            # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
+            limit = jnp.where(step < self.config.num_stages, 1, self.config.in_flight)
+            before = self.first_step + step - limit
+            pl.when(before >= 0)(lambda: await_copies(self.full[0], before, self.config.num_stages))
+        self.copy_weights(step)
 
-    def fill_x(self, step, _=None) -> None:
-        """Copies x of one of the first steps."""
-        self._copy_x(step)
+    def move_x(self, step, _=None) -> None:
+        """Copies a step's x, when its stage has been read."""
+        self._await_free_of_ring(step)
+        self.copy_x(step)
 
     def refill(self, step, _=None) -> None:
         """Copies weights and x of a later step, when its stage has been read."""
         self._await_free(step)
-        self._copy_weights(step)
-        self._copy_x(step)
+        self.copy_weights(step)
+        self.copy_x(step)
 
     def compute(self) -> None:
         """Multiplies all tiles of the CTA, and writes or sums what they give."""
-        step = None if self.end is None else self.end.begin(self.refs.get("rank"))
+        step = None
+        if self.end is not None:  # the CTAs of a chain have counted the step before when x is there
+            await_copies(self.full[-1], jnp.asarray(self.first_step, jnp.int32), self.config.num_stages)
+            step = self.end.begin(self.refs.get("rank"))
         lax.fori_loop(0, self.config.tiles, functools.partial(self._tile_step, step), None)
         if self.end is not None:
             self.end.end(self.refs.get("rank"), step)
 
     def _stage(self, step):
         return lax.rem(self.first_step + step, self.config.num_stages)
+
+    def _await_free_of_ring(self, step) -> None:
+        pl.when(self.first_step + step >= self.config.num_stages)(lambda: self._await_free(step))
 
     def _await_free(self, step) -> None:
         plgpu.barrier_wait(self.free.at[self._stage(step)])
@@ -164,20 +176,21 @@ class CtaProduct:
         first = lax.rem(step, self.blocks) * self.config.in_features_of_stage + block * self.config.block_in
         return pl.multiple_of(first, IN_MULTIPLE)
 
-    def _copy_weights(self, step) -> None:
+    def copy_weights(self, step, _=None) -> None:
+        """Copies a step's weights, and its norm's scale."""
         stage, tile = self._stage(step), lax.div(step, self.blocks)
-        full = self.full.at[stage]
+        full = self.full[0].at[stage]
         if self.shape.heads is None:
             groups = [(self._first_feature(tile), self.config.tile)]
         else:
             row_of = functools.partial(row_of_group, self._first_pair(tile), heads=self.shape.heads)
             groups = [(row_of(group), GRAIN) for group in range(self.config.tile // GRAIN)]
-        if arrives_together(self.config):
+        if copies_together():
             has_scale = self.scale_smem is not None
             copy_weights_together(
                 [self.refs["weights"], *([self.refs["scale"]] if has_scale else [])],
                 [self.weights_smem, *([self.scale_smem] if has_scale else [])],
-                self.full, stage, self._column(step), [first for first, _ in groups], shape=self.shape,
+                self.full[0], stage, self._column(step), [first for first, _ in groups], shape=self.shape,
                 config=self.config,
             )  # fmt: skip
             return
@@ -191,18 +204,19 @@ class CtaProduct:
             if self.scale_smem is not None:
                 plgpu.copy_gmem_to_smem(self.refs["scale"].at[columns], self.scale_smem.at[stage, block], full)
 
-    def _copy_x(self, step) -> None:
+    def copy_x(self, step, _=None) -> None:
+        """Copies a step's x."""
         stage = self._stage(step)
-        if arrives_together(self.config):
+        if copies_together():
             options = dict(shape=self.shape, config=self.config)
             column = self._column(step) + (0 if self.x_offset is None else self.x_offset())
-            copy_x_together(self.refs["x"], self.x_smem, self.full, stage, column, **options)
+            copy_x_together(self.refs["x"], self.x_smem, self.full[-1], stage, column, **options)
             return
         assert self.x_offset is None
         rows = pl.ds(step * 0, self.shape.columns)  # those past the last are out of bounds: read as zeros
         for slab, place, block in blocks_of(self.config):
             source = self.refs["x"].at[rows, pl.ds(self._column(step, block), self.config.block_in)]
-            plgpu.copy_gmem_to_smem(source, self._x_of(stage, slab, place), self.full.at[stage])
+            plgpu.copy_gmem_to_smem(source, self._x_of(stage, slab, place), self.full[-1].at[stage])
 
     def _release(self, step) -> None:
         @pl.when(self.first_step + step + self.config.num_stages < self.num_ring_steps)  # else nothing waits for it
@@ -241,7 +255,8 @@ class CtaProduct:
         def block_step(block, squares):
             step = tile * self.blocks + block
             stage = self._stage(step)
-            plgpu.barrier_wait(self.full.at[stage])
+            for barriers in self.full:
+                plgpu.barrier_wait(barriers.at[stage])
             if squares is not None:
                 for slab, place, block_of_stage in blocks_of(config):
                     scale = self.scale_smem.at[stage, block_of_stage]

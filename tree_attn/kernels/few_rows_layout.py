@@ -97,7 +97,7 @@ class FewRowsConfig:
     slabs:        stacks of a stage and a part, which are multiplied one after another
     is_early:     whether weights are read before the previous kernel has ended
     rows:         of weights that a stage has room for, or None: as many as it needs
-    together:     whether the copies of a stage arrive at its barrier together
+    in_flight:    stages whose weights are on their way at once, or None: all that are free
     """
 
     tile: int
@@ -109,7 +109,7 @@ class FewRowsConfig:
     stack: int = 1
     slabs: int = 1
     rows: int | None = None
-    together: bool = False
+    in_flight: int | None = None
 
     @property
     def stacked(self) -> int:

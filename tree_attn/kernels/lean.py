@@ -222,6 +222,7 @@ def _attend_runs_scoped(
     arrival_smem=None,
 ):  # fmt: skip
     block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
+    begin_next_kernel(shape.target)
     await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
 
@@ -242,7 +243,6 @@ def _attend_runs_scoped(
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
         move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers)
-        begin_next_kernel(shape.target)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():

@@ -2,9 +2,10 @@
 
 A kernel that begins so waits before it reads or writes any memory of the GPU: the memory that a kernel may write was
 free to XLA only when the kernels before it had ended. What it has done by then, and the launch itself, cost nothing.
-It lets the next kernel begin after that, so that no more than two are there at a time. One that reads weights early
-lets it begin before. CTAs that begin early take the first SMs with room. A kernel of fewer CTAs than fit must take the
-memory of the SM (`lean_layout.padding_bytes`). Otherwise two CTAs meet on one SM while another is idle.
+Attention, and kernels that read weights early, let the next kernel begin as soon as all their CTAs have begun. It finds
+room where their first CTAs have ended, and waits for them, as they wait for the kernel before. CTAs that begin early
+take the first SMs with room. A kernel of fewer CTAs than fit must take the memory of the SM
+(`lean_layout.padding_bytes`). Otherwise two CTAs meet on one SM while another is idle.
 Kernels that do not take part, such as XLA's and SparQ's, begin when the kernel before them has ended. What follows them
 begins when they have.
 
