@@ -18,7 +18,6 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
     import jax.numpy as jnp
 
     from tree_attn import make_mesh
-    from tree_attn.kernels.overlap import overlaps
     from tree_attn.models.llama import LlamaConfig, spread_over
 
     config = LlamaConfig(
@@ -26,8 +25,7 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
         vocab_size=4096, max_position=256,
     )  # fmt: skip
     sharding = spread_over(config, make_mesh({"seq": num_devices}))
-    early = ["mosaic_gpu_early"] if num_devices == 1 and overlaps() else []
-    ways = ["mosaic_gpu", *early, "mosaic_gpu_chain"]
+    ways = ["mosaic_gpu", "mosaic_gpu_chain"]
     for batch, tokens in BATCH_AND_TOKENS:
         run = functools.partial(_logits, config, sharding, batch, tokens)
         by_xla, followed, _ = run("xla", jnp.bfloat16, None)

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", default="1", help="sequences, e.g. 1,16")
     parser.add_argument("--new-tokens", type=int, default=65)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--products", default="xla", help="xla, mosaic_gpu, mosaic_gpu_early or mosaic_gpu_chain")
+    parser.add_argument("--products", default="xla", help="xla, mosaic_gpu or mosaic_gpu_chain")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--timeline", type=pathlib.Path, metavar="DIR", help="draws one layer of each case there")
     parser.add_argument("--peer", type=pathlib.Path, metavar="FILE", help="rows of the peer, to be drawn beside")

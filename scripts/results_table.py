@@ -4,7 +4,7 @@
     python3 scripts/results_table.py docs/results/reduce_8xh200/steps.jsonl
     python3 scripts/results_table.py docs/results/llama_h200/{eight_gpus_8processes,one_gpu}.jsonl
     python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
-    python3 scripts/results_table.py docs/results/llama_h100/{tokens,peer_beside_tokens}.jsonl
+    python3 scripts/results_table.py docs/results/chain_h100/{tokens,peer}.jsonl
 
 Every line names the commit that its row was measured at.
 """
@@ -116,6 +116,7 @@ def token_table(rows: list[dict]) -> str:
     for row in sorted(rows, key=lambda row: (models.index(row["config"]), row["context"])):
         median, limit = row["per_token_ms_median"], row.get("floor_ms") or row["roofline_ms"]
         ours = f"products {row.get('products')}, JAX {row['versions']['jax']}"
+        ours += f", {row['hardware'].replace('NVIDIA ', '')}" if row["n_devices"] > 1 else ""
         cells = (
             row["config"],
             f"{row['context']:,}",

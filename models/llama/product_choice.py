@@ -9,8 +9,7 @@ from tree_attn.models.llama.chained_products import ChainedProducts, ChainedProd
 from tree_attn.models.llama.products import FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
-PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_early", "mosaic_gpu_chain")
-READ_AHEAD = ("mosaic_gpu_early", "mosaic_gpu_chain")  # of which no kernel of the program may write weights
+PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_chain")
 MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on a GPU (docs/results/checks_h100/README.md)
 CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 _log = logging.getLogger("tree_attn")
@@ -20,13 +19,13 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     """Returns the products called `name`, one of `PRODUCTS`.
 
     Args:
-      name: `xla`; `mosaic_gpu`, the kernel; `mosaic_gpu_early`, which reads weights before the previous kernel has
-        ended (JAX 0.12); or `mosaic_gpu_chain`, which also runs the products between two layers' attention at once.
-        None is the fastest for up to 3 tokens at a time where the kernel runs, and else `xla`. The fastest is
-        `mosaic_gpu_chain` (docs/log/llama.md). With a loop over layers, or JAX 0.10, it is `mosaic_gpu`. The program
-        must take its weights as arguments: none of its kernels may write them. The kernel has no gradient.
+      name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_chain`, by which the products between two layers' attention
+        are one launch. With JAX 0.12 that reads weights before the previous kernel has ended. So the program must take
+        them as arguments, and none of its kernels may write them. None is the fastest for up to 3 tokens at a time
+        where the kernel runs, and else `xla`. The fastest is `mosaic_gpu_chain` (docs/log/llama.md). With a loop over
+        layers, or JAX 0.10, it is `mosaic_gpu`. The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
-        over all of the mesh, and `mosaic_gpu_early` is not for them.
+        over all of the mesh.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
 
     Raises:
@@ -49,14 +48,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         name = "mosaic_gpu_chain" if unrolls_layers and jax.__version_info__ >= WRITES_IN_PLACE else "mosaic_gpu"
         _log.info("products: %s, for up to %d tokens at a time", name, MAX_ROWS_BY_DEFAULT)
         return _by_kernel(name, sharding, max_rows=MAX_ROWS_BY_DEFAULT)
-    from tree_attn.kernels.overlap import overlaps
-
-    is_ahead, is_alone = name in READ_AHEAD, sharding.mesh.size == 1
-    if reason is None and name == "mosaic_gpu_early" and not is_alone:
-        reason = f"its products read early on one device, not on {sharding.mesh.size}"
-    if reason is None and name == "mosaic_gpu_early" and not overlaps():
-        reason = f"kernels begin early from JAX 0.12 on, not with {jax.__version__}"
-    if reason is None and is_ahead and not unrolls_layers:
+    if reason is None and name == "mosaic_gpu_chain" and not unrolls_layers:
         reason = "a loop over layers copies weights, which cannot be read ahead: unroll_layers must be True"
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
@@ -70,8 +62,7 @@ def _by_kernel(name: str, sharding: LlamaSharding, **options) -> XlaProducts:
     is_chained = name == "mosaic_gpu_chain"
     if sharding.mesh.size > 1:
         return (ChainedProductsOfShards if is_chained else ProductsOfShards)(sharding, **options)
-    is_early = overlaps() if is_chained else name in READ_AHEAD
-    return (ChainedProducts if is_chained else FewRowsProducts)(is_early=is_early, **options)
+    return ChainedProducts(is_early=overlaps(), **options) if is_chained else FewRowsProducts(**options)
 
 
 def _unavailable(sharding: LlamaSharding) -> str | None:

@@ -143,7 +143,7 @@ class FewRowsProducts(XlaProducts):
         """Does `XlaProducts.name_of`."""
         if rows > self.max_rows:
             return "xla"
-        return "mosaic_gpu_early" if self.is_early else "mosaic_gpu"
+        return "mosaic_gpu"
 
     def project(self, branch: Branch, kernel: jax.Array) -> jax.Array:
         """Does `XlaProducts.project`, in one launch."""

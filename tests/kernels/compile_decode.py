@@ -46,7 +46,7 @@ def main():
     layers = LayerTuple((layer,) * CONFIG.num_layers)
     cache = KVCache(arrays=layers, lengths=of(jnp.int32, P(), 1), overflowed=of(bool, P(), 1))
     attention = by_name("single", sharding, implementation="mosaic_gpu")
-    for products in ("xla", "mosaic_gpu", "mosaic_gpu_early", "mosaic_gpu_chain"):
+    for products in ("xla", "mosaic_gpu", "mosaic_gpu_chain"):
         model = Llama(CONFIG, sharding, create, unroll_layers=True, products=products)
         structure, state = nnx.split(model)
 

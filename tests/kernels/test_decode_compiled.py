@@ -21,7 +21,6 @@ def test_a_layer_by_the_kernel_is_five_launches_and_copies_no_cache():
     launches = {row["products"]: row["launches"] for row in rows}
     # No weight is copied (below): what is read early must have been there before the program began.
     parts = [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu"]]
-    assert [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu_early"]] == parts
     # The product of query, key and value; attention, which merges in its launch; the other three products.
     assert parts == ["attention/append", "attention/attend", "attention/output", "mlp", "mlp"]
     chained = [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu_chain"]]

@@ -119,12 +119,13 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | N
 
 
 def _move(product: CtaProduct) -> None:
-    lax.fori_loop(0, product.num_ahead, product.copy_weights, None)
+    num_ahead = min(product.config.num_stages, product.num_steps)  # whose weights wait for nothing
+    lax.fori_loop(0, num_ahead, product.copy_weights, None)
     if product.config.is_early:
         begin_next_kernel()
         await_previous_kernel()
-    lax.fori_loop(0, product.num_ahead, product.copy_x, None)
-    lax.fori_loop(product.num_ahead, product.num_steps, product.refill, None)
+    lax.fori_loop(0, num_ahead, product.copy_x, None)
+    lax.fori_loop(num_ahead, product.num_steps, product.refill, None)
 
 
 def _compute(product: CtaProduct) -> None:

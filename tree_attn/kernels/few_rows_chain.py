@@ -46,7 +46,7 @@ HEADS = ("angles", "slots", "key", "value")  # arguments of a product that ends 
 
 
 class Warpgroup(enum.IntEnum):
-    """What each warpgroup of a CTA does."""
+    """The warpgroups of a CTA, by what they do."""
 
     COMPUTES = 0
     MOVES_WEIGHTS = 1

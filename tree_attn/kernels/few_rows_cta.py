@@ -74,8 +74,7 @@ class CtaProduct:
       refs: of its arguments in global memory, by name; out_ref: of its result.
       end: the sum over devices in which it ends, or the gather of heads; or None.
       x_offset: returns how many columns of x come before this device's; None: x has only those.
-      full: of `full_barriers`.
-      free: barriers of the stages, which computing arrives at when it has read one.
+      full: of `full_barriers`; free: barriers of the stages, which computing arrives at when it has read one.
       weights_smem, x_smem, scale_smem, fold_smem, turn_smem: of `ring_scratch`.
       first_step: steps of the CTA's ring before this product's first; num_ring_steps: of all its products.
     """
@@ -106,24 +105,18 @@ class CtaProduct:
         """Returns the steps of the CTA's tiles, each of which fills a stage."""
         return self.config.tiles * self.blocks
 
-    @property
-    def num_ahead(self) -> int:
-        """Returns the steps whose weights are on their way before anything waits for x."""
-        return min(self.config.num_stages, self.num_steps)
-
     def move_weights(self, step, _=None) -> None:
         """Copies a step's weights, when its stage has been read and few enough are on their way."""
-        self._await_free_of_ring(step)
+        self._await_free(step)
         if self.config.in_flight is not None and copies_together():
             # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-            limit = jnp.where(step < self.config.num_stages, 1, self.config.in_flight)
-            before = self.first_step + step - limit
+            before = self.first_step + step - jnp.where(step < self.config.num_stages, 1, self.config.in_flight)
             pl.when(before >= 0)(lambda: await_copies(self.full[0], before, self.config.num_stages))
         self.copy_weights(step)
 
     def move_x(self, step, _=None) -> None:
         """Copies a step's x, when its stage has been read."""
-        self._await_free_of_ring(step)
+        self._await_free(step)
         self.copy_x(step)
 
     def refill(self, step, _=None) -> None:
@@ -134,22 +127,20 @@ class CtaProduct:
 
     def compute(self) -> None:
         """Multiplies all tiles of the CTA, and writes or sums what they give."""
-        step = None
+        step, rank = None, self.refs.get("rank")
         if self.end is not None:  # the CTAs of a chain have counted the step before when x is there
             await_copies(self.full[-1], jnp.asarray(self.first_step, jnp.int32), self.config.num_stages)
-            step = self.end.begin(self.refs.get("rank"))
+            step = self.end.begin(rank)
         lax.fori_loop(0, self.config.tiles, functools.partial(self._tile_step, step), None)
         if self.end is not None:
-            self.end.end(self.refs.get("rank"), step)
+            self.end.end(rank, step)
 
     def _stage(self, step):
         return lax.rem(self.first_step + step, self.config.num_stages)
 
-    def _await_free_of_ring(self, step) -> None:
-        pl.when(self.first_step + step >= self.config.num_stages)(lambda: self._await_free(step))
-
     def _await_free(self, step) -> None:
-        plgpu.barrier_wait(self.free.at[self._stage(step)])
+        is_refilled = self.first_step + step >= self.config.num_stages
+        pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free.at[self._stage(step)]))
 
     def _first_tile(self):
         return lax.axis_index("cta") * self.config.tiles
@@ -208,9 +199,9 @@ class CtaProduct:
         """Copies a step's x."""
         stage = self._stage(step)
         if copies_together():
-            options = dict(shape=self.shape, config=self.config)
             column = self._column(step) + (0 if self.x_offset is None else self.x_offset())
-            copy_x_together(self.refs["x"], self.x_smem, self.full[-1], stage, column, **options)
+            x = self.refs["x"]
+            copy_x_together(x, self.x_smem, self.full[-1], stage, column, shape=self.shape, config=self.config)
             return
         assert self.x_offset is None
         rows = pl.ds(step * 0, self.shape.columns)  # those past the last are out of bounds: read as zeros

@@ -1,8 +1,8 @@
 """Meetings of the CTAs of a launch: each waits until all have come, by a count in global memory.
 
-Each CTA adds one to the count, and the first adds what flips its highest bit and sets the others to zero, once all have
-come. The highest bit is the count's side. A CTA reads the side before it comes, and then waits until the other side
-shows. So nobody resets a count, and the next kernel that meets by it takes either side.
+The highest bit of the count is its side. Each CTA adds one. The first CTA adds what changes the side when all have
+come, and leaves the other bits zero. A CTA reads the side before it comes, and then waits until the other side shows.
+So a count is never reset, and the next kernel that meets by it takes either side.
 
 All CTAs must be running, or have run: the kernel has no more than fit the GPU at once. `tests/kernels/chain_model.py`
 explores every order of their operations.

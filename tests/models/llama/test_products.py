@@ -456,8 +456,6 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     with pytest.raises(NotImplementedError, match="'mosaic_gpu': mosaic_gpu needs an NVIDIA GPU"):
         product_choice.by_name("mosaic_gpu", one, unrolls_layers=True)
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
-    with pytest.raises(NotImplementedError, match="early on one device, not on 2"):
-        product_choice.by_name("mosaic_gpu_early", two, unrolls_layers=True)
     other_axes = LlamaSharding(mesh=make_mesh({"data": 2, "seq": 2}, jax.devices()[:4]))
     with pytest.raises(NotImplementedError, match=r"all axes of the mesh, \('seq', 'data'\), got 'seq'"):
         product_choice.by_name("mosaic_gpu", other_axes, unrolls_layers=True)
@@ -465,9 +463,7 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
         product_choice.by_name("mosaic_gpu", LlamaSharding(mesh=two.mesh), unrolls_layers=True)
     with targets.assumed("8.9"), pytest.raises(NotImplementedError, match="which Hopper GPUs have"):
         product_choice.by_name("mosaic_gpu", one, unrolls_layers=True)
-    early = lambda **options: product_choice.by_name("mosaic_gpu_early", one, **options)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: True)
-    assert early(unrolls_layers=True) == FewRowsProducts(is_early=True)
     chained = lambda **options: product_choice.by_name("mosaic_gpu_chain", one, **options)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=True)
     assert chained(unrolls_layers=True).name_of(16) == "mosaic_gpu_chain"
@@ -475,9 +471,5 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
         chained(unrolls_layers=False)
     over_two = product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
     assert over_two == ChainedProductsOfShards(two) and over_two.name_of(1) == "mosaic_gpu_chain"
-    with pytest.raises(NotImplementedError, match="unroll_layers must be True"):
-        early(unrolls_layers=False)
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
-    with pytest.raises(NotImplementedError, match=r"JAX 0\.12"):
-        early(unrolls_layers=True)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=False)

@@ -106,9 +106,8 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--products",
         metavar="NAME",
-        help="how new tokens are multiplied with weights: xla; mosaic_gpu, a kernel for 1 to 16 of them on Hopper GPUs "
-        "(default on one, for up to 3); mosaic_gpu_early, which reads weights ahead on one GPU (JAX 0.12); or "
-        "mosaic_gpu_chain, which also runs the products between two layers' attention in one launch",
+        help="how new tokens are multiplied with weights: xla; mosaic_gpu, a kernel for 1 to 16 of them on Hopper "
+        "GPUs; or mosaic_gpu_chain (default there, for up to 3), in one launch from a layer's attention to the next",
     )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
