@@ -22,7 +22,8 @@ _log = logging.getLogger("tree_attn")
 class ChainedProducts(FewRowsProducts):
     """Products by the kernel for few rows. Those between two layers' attention are one launch, where they can be.
 
-    The first layer's product of query, key and value, and the head's, are launches of their own.
+    The first layer's product of query, key and value, and the head's, are launches of their own. These read weights
+    early where `is_early`; the products of layers that are not chained do not.
     """
 
     def name_of(self, rows: int) -> str:
@@ -33,7 +34,8 @@ class ChainedProducts(FewRowsProducts):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
-        return _run_chained(layers, x, cache, context)
+        others = dataclasses.replace(context, products=FewRowsProducts(max_rows=self.max_rows))
+        return _run_chained(layers, x, cache, context, others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +50,25 @@ class ChainedProductsOfShards(ProductsOfShards):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
-        return _run_chained(layers, x, cache, context)
+        return _run_chained(layers, x, cache, context, context)
 
 
 def _chained(name: str) -> str:
     return name if name == "xla" else "mosaic_gpu_chain"
 
 
-def _run_chained(layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any):
+def _run_chained(layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any, others: Any):
+    """Runs the layers; `others` is the context of what is not chained, but for the first layer's heads."""
     heads = None  # queries, and keys and values that are in no cache yet, if the launch before has made them
     for i, layer in enumerate(layers):
         with jax.named_scope(f"layer_{i}"):
             branch = Branch(x=x, norm=layer.attention_norm, post_norm=layer.attention_post_norm)
             with jax.named_scope("attention"):
                 if heads is None:
-                    *heads, cache = layer.attention.rotated(branch, cache, i, context)
+                    *heads, cache = layer.attention.rotated(branch, cache, i, context if i == 0 else others)
                 with jax.named_scope("attend"):
                     attended, cache = context.attend(*heads, cache, i)
-            x, heads, cache = _finish(layers[i : i + 2], branch, attended, cache, i, context)
+            x, heads, cache = _finish(layers[i : i + 2], branch, attended, cache, i, others)
     return x, cache
 
 

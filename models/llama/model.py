@@ -38,7 +38,8 @@ class Llama(nnx.Module):
       create: makes each declared parameter; see `parameters.py`.
       unroll_layers: whether the layers are unrolled; default: but on CPUs.
       products: how new tokens are multiplied with weights, one of `product_choice.PRODUCTS`, or None:
-        `product_choice.by_name` chooses, as the commands do. Prompts are XLA's. The kernel has no gradient.
+        `product_choice.by_name` chooses, as the commands do. Prompts are XLA's. The kernel has no gradient. With None
+        or `mosaic_gpu_chain` a program must take the weights as arguments, and no kernel of it may write them.
 
     Raises:
       ValueError, NotImplementedError: as `product_choice.by_name`.

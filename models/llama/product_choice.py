@@ -10,7 +10,7 @@ from tree_attn.models.llama.products import FewRowsProducts, ProductsOfShards, X
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_chain")
-MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on a GPU (docs/results/checks_h100/README.md)
+MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on GPUs (docs/results/chain_2xh200/README.md)
 CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 _log = logging.getLogger("tree_attn")
 
@@ -23,7 +23,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         are one launch. With JAX 0.12 that reads weights before the previous kernel has ended. So the program must take
         them as arguments, and none of its kernels may write them. None is the fastest for up to 3 tokens at a time
         where the kernel runs, and else `xla`. The fastest is `mosaic_gpu_chain` (docs/log/llama.md). With a loop over
-        layers, or JAX 0.10, it is `mosaic_gpu`. The kernel has no gradient.
+        layers, or JAX 0.10, it is `mosaic_gpu` on one GPU. The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
         over all of the mesh.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
@@ -40,12 +40,13 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if name is None:
         if reason is None and not sharding.is_on_gpus:
             reason = "the model's devices are no GPUs"
+        can_chain = unrolls_layers and jax.__version_info__ >= (0, 11)  # whose kernels write in place
+        if reason is None and sharding.mesh.size > 1 and not can_chain:
+            reason = f"on {sharding.mesh.size} GPUs the kernel needs layers that are unrolled, and JAX 0.11"
         if reason is not None:
             _log.info("products: xla, for %s", reason)
             return XlaProducts()
-        from tree_attn.kernels.registers import WRITES_IN_PLACE
-
-        name = "mosaic_gpu_chain" if unrolls_layers and jax.__version_info__ >= WRITES_IN_PLACE else "mosaic_gpu"
+        name = "mosaic_gpu_chain" if can_chain else "mosaic_gpu"
         _log.info("products: %s, for up to %d tokens at a time", name, MAX_ROWS_BY_DEFAULT)
         return _by_kernel(name, sharding, max_rows=MAX_ROWS_BY_DEFAULT)
     if reason is None and name == "mosaic_gpu_chain" and not unrolls_layers:

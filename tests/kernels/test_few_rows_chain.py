@@ -120,6 +120,14 @@ def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
         assert shape.parts * config.slabs * config.stacked <= 128
 
 
+def test_no_more_stages_are_on_their_way_than_there_are():
+    """A barrier tells a stage's last copies from those before, and not from earlier ones."""
+    shapes = Chain().shapes
+    of_bytes = [chain_configs(shapes, 3, kib * 1024)[0] for kib in (110, 150, 227)]
+    found = [(config.num_stages, config.in_flight) for config in of_bytes]
+    assert found[0] == (2, 2) and all(stages > 2 and in_flight == 3 for stages, in_flight in found[1:])
+
+
 def test_what_has_no_layout_has_a_reason():
     assert "multiple of 128, not 320" in chain_configs(Chain(num_features=320).shapes, 3)
     assert "a chain needs 2 stages" in chain_configs(Chain().shapes, 3, 50 * 1024)

@@ -91,7 +91,7 @@ def multiply_chain(
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
     for weight, scale, shape, config in zip(weights, scales, shapes, configs, strict=True):
         stages = min(config.num_stages, config.tiles * config.blocks(shape))
-        config = dataclasses.replace(config, num_stages=stages, is_early=False, rows=None, in_flight=None)
+        config = dataclasses.replace(config, num_stages=stages, is_early=False, rows=None)
         if shape.heads is not None:
             return x, *multiply_into_cache(x, weight, scale, *heads, shape=shape, config=config)
         x = multiply_few_rows(x, weight, scale, residual if shape.has_residual else None, shape=shape, config=config)
@@ -104,6 +104,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, **other
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
+    # Not int32: counts do not stay zero, and the compiler may give attention's counts the same memory.
     arrays |= {"counts": jnp.zeros(len(shapes) - 1, jnp.uint32)}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
@@ -141,15 +142,20 @@ def _multiply(names, shapes, configs, buffers, *refs):
     is_cut = [buffers is not None and (shape.has_residual or shape.heads is not None) for shape in shapes]
     ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
     assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
+    # A CTA adds what it has written itself, so that it need not have met the others.
+    tiles = {(config.tile, config.tiles) for shape, config in zip(shapes, configs) if shape.has_residual}
+    assert len(tiles) <= 1, "products of the residual stream have the same tiles"
 
     def multiply(fulls, **ring):
         fulls = fulls * (len(shapes) // len(fulls))
         of_products = zip(refs_of(named, outputs, shapes), outputs, fulls, ends, strict=True)
         products = list(_products_of_cta(of_products, shapes, configs, ring))
         meetings = _Meetings(counts_ref=named["counts"], configs=configs)
-        for warpgroup, run in ((Warpgroup.COMPUTES, _compute), (Warpgroup.MOVES_WEIGHTS, _move_weights)):
-            pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(run, products, meetings))
-        pl.when(lax.axis_index("warpgroup") == Warpgroup.MOVES_X)(lambda: _move_x(products, meetings))
+        works = {
+            Warpgroup.COMPUTES: _compute, Warpgroup.MOVES_WEIGHTS: _move_weights, Warpgroup.MOVES_X: _move_x
+        }  # fmt: skip
+        for warpgroup, work in works.items():
+            pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(work, products, meetings))
 
     fulls = [full_barriers(shape, config) for shape, config in zip(shapes, configs)]
     pl.run_scoped(
@@ -251,7 +257,7 @@ def _compute(products: list[CtaProduct], meetings: _Meetings) -> None:
     for number, product in enumerate(products):
 
         def compute(number=number, product=product):
-            product.compute()  # what it adds has come before x
+            product.compute()
             if number < len(products) - 1:
                 meetings.come(number)
 

@@ -50,10 +50,12 @@ def chain_configs(
         stack = next(stack for stack in STACKS if stack == 1 or _stacks(shape, tile, slabs, stack))
         config = FewRowsConfig(
             tile=tile, tiles=tiles, num_ctas=-(-shape.out_features // (tile * tiles)), block_in=BLOCK_IN, num_stages=1,
-            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS, in_flight=IN_FLIGHT,
+            is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS,
         )  # fmt: skip
         configs.append(config)
-    of_stages = lambda stages: tuple(dataclasses.replace(config, num_stages=stages) for config in configs)
+    of_stages = lambda stages: tuple(
+        dataclasses.replace(config, num_stages=stages, in_flight=min(IN_FLIGHT, stages)) for config in configs
+    )
     of_stage = chain_bytes(shapes, of_stages(2)) - chain_bytes(shapes, of_stages(1))
     stages = 1 + (smem_bytes - chain_bytes(shapes, of_stages(1))) // of_stage
     if stages < MIN_STAGES:

@@ -84,9 +84,9 @@ def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, 
 
 
 def await_copies(barriers, step, num_stages: int) -> None:
-    """Waits until the copies of a step of the ring have arrived, unless those of its stage's next step have begun.
+    """Waits until the copies of a step of the ring have arrived, which must be the last that its stage has.
 
-    Unlike `plgpu.barrier_wait` it may wait for any of the steps, and for one more than once.
+    Unlike `plgpu.barrier_wait` it may leave out steps, and wait for one more than once.
     """
     phase = lax.div(step, num_stages)
     address = address_of_barriers(barriers) + lax.rem(step, num_stages) * BARRIER_BYTES

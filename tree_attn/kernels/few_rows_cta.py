@@ -1,4 +1,4 @@
-"""A product of few rows as one CTA runs it: what its moving warpgroup copies, and what the other computes.
+"""A product of few rows as one CTA runs it: what its moving warpgroups copy, and what another computes.
 
 A CTA has a ring of stages in shared memory, and may run several products one after another in it. Shapes in comments:
 O out-features of a tile, cols columns.

@@ -97,7 +97,8 @@ class FewRowsConfig:
     slabs:        stacks of a stage and a part, which are multiplied one after another
     is_early:     whether weights are read before the previous kernel has ended
     rows:         of weights that a stage has room for, or None: as many as it needs
-    in_flight:    stages whose weights are on their way at once, or None: all that are free
+    in_flight:    stages whose weights are on their way at once, at most `num_stages`, or None: all that are free; in a
+                  product's first `num_stages` steps one is
     """
 
     tile: int

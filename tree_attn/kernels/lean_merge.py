@@ -219,11 +219,10 @@ def _merge_scoped(
 ):  # fmt: skip
     """Folds every n-th partial from the i-th in warpgroup i of n; the first folds their results and writes them."""
     place, block, group = (lax.axis_index(name) for name in ("place", "head_dims", "warpgroup"))
-    # Tables are older than the kernel before this one, which has read them too.
-    output_tile, merges = of_place(optional, place, shape, config)
-    first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
     await_previous_kernel(shape.target)
     begin_next_kernel(shape.target)
+    output_tile, merges = of_place(optional, place, shape, config)
+    first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
     head_dims = pl.ds(pl.multiple_of(block * MERGE_HEAD_DIMS, MERGE_HEAD_DIMS), MERGE_HEAD_DIMS)
     groups, width = layout
     columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * width, COLUMNS), width)

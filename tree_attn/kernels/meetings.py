@@ -41,7 +41,7 @@ def read_count(counts_ref, index: int):
     return emit(counts_ref)
 
 
-def come(counts_ref, index: int, num_ctas: int, cta_axis: str = "cta") -> None:
+def come(counts_ref, index: int, num_ctas: int) -> None:
     """Counts a CTA in by one of its warpgroups. What this wrote to memory is seen by all that have met.
 
     Args:
@@ -49,7 +49,7 @@ def come(counts_ref, index: int, num_ctas: int, cta_axis: str = "cta") -> None:
       num_ctas: that come.
     """
     of_first = np.uint32(SIDE - (num_ctas - 1)).astype(np.int32)
-    added = jnp.where(lax.axis_index(cta_axis) == 0, of_first, np.int32(1))
+    added = jnp.where(lax.axis_index("cta") == 0, of_first, np.int32(1))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def emit(_, counts, added):

@@ -31,6 +31,7 @@ from tree_attn.models.llama import (
 from tree_attn.models.llama.chained_products import ChainedProducts, ChainedProductsOfShards
 from tree_attn.models.llama.layers import RMSNorm
 from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
+from tree_attn.models.llama.projections import ForwardContext
 from tree_attn.models.llama.rope import apply_rotation
 from tree_attn.models.llama.sharding import LlamaSharding
 from tree_attn.models.llama.storage import empty_cache
@@ -445,6 +446,17 @@ def test_what_the_kernel_cannot_multiply_is_xlas_with_a_reason(dtype, tokens, ac
         found = FewRowsProducts().gate(branch, activation, weights)
     np.testing.assert_array_equal(found, XlaProducts().gate(branch, activation, weights))
     assert reason in caplog.text
+
+
+def test_beside_chains_products_of_layers_do_not_read_early(monkeypatch):
+    found = []
+    monkeypatch.setattr(chained_products, "_run_chained", lambda *arguments: found.append(arguments[-1].products))
+    products = ChainedProducts(is_early=True, max_rows=3)
+    context = ForwardContext(cosine_sine=None, attend=None, sharding=None, token_axis=None, products=products)
+    products.run_layers([], jnp.zeros((3, 1, 64)), None, context)
+    assert found == [FewRowsProducts(is_early=False, max_rows=3)]
+    x, _ = products.run_layers([], jnp.zeros((4, 1, 64)), None, context)
+    assert len(found) == 1 and x.shape == (4, 1, 64), "more rows than it takes"
 
 
 def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeypatch):
