@@ -20,8 +20,9 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
     from tree_attn import make_mesh
     from tree_attn.models.llama import LlamaConfig, spread_over
 
+    # Of a chain's products gate and up have fewer CTAs than others, and steps go round the ring more than once.
     config = LlamaConfig(
-        num_layers=2, hidden_size=1024, intermediate_size=2048, num_heads=16, num_kv_heads=8, head_dim=64,
+        num_layers=2, hidden_size=4096, intermediate_size=1792, num_heads=16, num_kv_heads=8, head_dim=64,
         vocab_size=4096, max_position=256,
     )  # fmt: skip
     sharding = spread_over(config, make_mesh({"seq": num_devices}))
