@@ -40,7 +40,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if name is None:
         if reason is None and not sharding.is_on_gpus:
             reason = "the model's devices are no GPUs"
-        can_chain = unrolls_layers and jax.__version_info__ >= (0, 11)  # whose kernels write in place
+        can_chain = reason is None and unrolls_layers and _writes_in_place()
         if reason is None and sharding.mesh.size > 1 and not can_chain:
             reason = f"on {sharding.mesh.size} GPUs the kernel needs layers that are unrolled, and JAX 0.11"
         if reason is not None:
@@ -54,6 +54,12 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     if reason is not None:
         raise NotImplementedError(f"products={name!r}: {reason}")
     return _by_kernel(name, sharding)
+
+
+def _writes_in_place() -> bool:
+    from tree_attn.kernels.registers import WRITES_IN_PLACE
+
+    return jax.__version_info__ >= WRITES_IN_PLACE
 
 
 def _by_kernel(name: str, sharding: LlamaSharding, **options) -> XlaProducts:

@@ -4,7 +4,7 @@ import pytest
 from few_rows_cases import compiled_appends, compiled_chains, compiled_products
 from test_lean_compiled import assert_fits, pytestmark, report_of  # noqa: F401
 
-MAX_REGISTERS = 128
+MAX_REGISTERS = 128  # with which two CTAs of 256 threads fit an SM
 
 
 @pytest.fixture(scope="module")
@@ -24,4 +24,4 @@ def test_a_chain_spills_no_register(chain, compiled):
     ctas_per_sm, kernels, _ = compiled[str(chain)]
     registers, spilled = kernels["few_rows_chain"]
     assert (ctas_per_sm, spilled) == (1, 0)
-    assert registers <= (112 if chain.rows <= 8 else 144)
+    assert registers <= (112 if chain.rows <= 8 else 136)
