@@ -45,6 +45,8 @@ class Attention:
         which the layer of the cache holds already and does not count yet. The options of both are
         `config.attention_options`.
       sparq: the choice of keys for `sparq`; None: decoding attends to all keys.
+      is_replaceable: whether a launch that also multiplies may decode in its place: to all keys of the cache, by the
+        kernel `mosaic_gpu`, and over several devices with the reduction `fused`.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Attention:
     prefill: Callable[..., jax.Array]
     decode: Callable[..., jax.Array]
     sparq: SparqOptions | None = None
+    is_replaceable: bool = False
 
     @property
     def prefills_in_chunks(self) -> bool:
@@ -128,6 +131,7 @@ def by_name(
         prefill=read,
         decode=decode,
         sparq=sparq,
+        is_replaceable=name in SHARING and implementation in (None, "mosaic_gpu") and reduction in (None, "fused"),
     )
 
 

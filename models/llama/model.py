@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +180,11 @@ class Llama(nnx.Module):
             read = lambda kind, **options: attention.decode(query, *of_kind(cache, layer, kind), levels, **options)
             return in_layer(self.config, layer, read), cache
 
-        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None, appends=True)
+        is_replaceable = attention.is_replaceable and num_tokens == 1 and not prefixes
+        x, cache = self._run_layers(
+            tokens, positions, cache, attend, token_axis=None, appends=True,
+            attention_options=self.config.attention_options if is_replaceable else None,
+        )  # fmt: skip
         return _logits(self, x, self.products), cache.advance(num_tokens)
 
     def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, AnyCache]:
@@ -198,14 +203,14 @@ class Llama(nnx.Module):
 
     def _run_layers(
         self, tokens: jax.Array, positions: jax.Array, cache: AnyCache, attend: Attend, token_axis: str | None,
-        appends: bool = False,
+        **options: Any,
     ) -> tuple[jax.Array, AnyCache]:  # fmt: skip
         with jax.named_scope("embed"):
             x = _look_up(self.embedding[...], tokens, self.sharding, token_axis)
             x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
         context = ForwardContext(
             cosine_sine=rotations(self.config, positions), attend=attend, sharding=self.sharding,
-            token_axis=token_axis, products=self.products if token_axis is None else XlaProducts(), appends=appends,
+            token_axis=token_axis, products=self.products if token_axis is None else XlaProducts(), **options,
         )  # fmt: skip
         if self.unroll_layers:
             return context.products.run_layers(self.layers, x, cache, context)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class ForwardContext:
       token_axis: the logical axis of the token dimension: `sequence` in prefill, None (replicated) in decoding.
       products: run the products; `products.of_shard` those of weights that are cut over the sequence's devices.
       appends: whether keys and values may be in the cache before attention.
+      attention_options: `layer -> options`, as `tree_attn.attend` takes them, where a launch of products may attend
+        too, each query to its sequence's cache; None: only `attend` does.
     """
 
     cosine_sine: Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]
@@ -44,6 +46,7 @@ class ForwardContext:
     token_axis: str | None
     products: XlaProducts
     appends: bool = False
+    attention_options: Callable[[int], dict[str, Any]] | None = None
 
     def clashes(self, axis: str) -> bool:
         """True if a logical axis is cut over devices of the sequence: an array can have only one of the two."""

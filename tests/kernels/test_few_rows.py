@@ -11,7 +11,7 @@ from few_rows_cases import ADDED, GATED, H200_SMS, LLAMA_1B, LLAMA_8B, NORMED, P
 from lean_interpreter import has_race, interpreter, needs_interpreter
 from test_lean_races import mutant
 
-from tree_attn.kernels import few_rows, few_rows_cta
+from tree_attn.kernels import few_rows, few_rows_ring
 from tree_attn.kernels.few_rows_layout import check_fits, few_rows_config, unsupported
 
 pytestmark = pytest.mark.usefixtures("time_limit")
@@ -81,10 +81,9 @@ def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_be
 
 @needs_interpreter
 @pytest.mark.usefixtures("watched_products")
-@pytest.mark.parametrize("barrier", ["barriers.at[stage]", "self.free.at[self._stage(step)]"])
+@pytest.mark.parametrize("barrier", ["barriers.at[self.stage(step)]", "self.free.at[self.stage(step)]"])
 def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
-    changed = mutant(few_rows_cta, f"plgpu.barrier_wait({barrier})")
-    monkeypatch.setattr(few_rows, "CtaProduct", changed.CtaProduct)
+    monkeypatch.setattr(few_rows, "Ring", mutant(few_rows_ring, f"plgpu.barrier_wait({barrier})").Ring)
     assert has_race(WHOLE)
 
 

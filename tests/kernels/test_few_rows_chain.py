@@ -11,6 +11,7 @@ from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn.kernels import few_rows_chain
 from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
 from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
@@ -66,7 +67,7 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
     monkeypatch.setattr(few_rows_chain, "come", lambda *_: None)
     monkeypatch.setattr(few_rows_chain, "meet", lambda *_: None)
 
-    def refs_of(named, outputs, shapes):
+    def refs_of(named, outputs, shapes, attended):
         return [
             {"x": named["x" if number == 0 else f"x {number}"], "weights": named[f"weights {number}"]}
             | {"scale": named.get(f"scale {number}"), "residual": named["residual"]}
@@ -79,12 +80,12 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
 
     def launch(x, *arrays):
         if heads is None:
-            return few_rows_chain._launch(x, *arrays, shapes, configs, **more)
+            return few_rows_chain._launch(x, *arrays, shapes, configs, **more)[0]
         *places, key, value = heads
         caches = jax.new_ref(key), jax.new_ref(value)
         named = dict(zip(few_rows_chain.HEADS, (*places, *caches), strict=True))
-        results = few_rows_chain._launch(x, *arrays, shapes, configs, **more, **named)
-        return *results, *map(jax.freeze, caches)
+        (*results, query), _ = few_rows_chain._launch(x, *arrays, shapes, configs, **more, **named)
+        return *results, in_rows(query, shapes[-1]), *map(jax.freeze, caches)
 
     with interpreter() as found:
         results = jax.block_until_ready(jax.jit(launch)(inputs[0], residual, weights, scales))
@@ -183,10 +184,10 @@ def test_chains_of_a_batch_follow_one_another():
 
 @needs_interpreter
 def test_over_devices_sums_and_heads_end_in_exchanges_and_the_first_x_has_an_offset(monkeypatch):
-    found = []
+    found = {}
 
     def recorded(**fields):
-        found.append((fields["end"] is not None, fields["x_offset"] is not None))
+        found[fields["shape"]] = (fields["end"] is not None, fields["x_offset"] is not None)
         return CtaProduct(**fields)
 
     monkeypatch.setattr(few_rows_chain, "CtaProduct", recorded)
@@ -198,6 +199,6 @@ def test_over_devices_sums_and_heads_end_in_exchanges_and_the_first_x_has_an_off
     options = dict(shapes=chain.shapes, configs=chain.configs, buffers=buffers)
     run = lambda *arrays: few_rows_chain.multiply_chain(*arrays, **options)
     y, query, key, value = jax.eval_shape(run, x, residual, weights, scales, [*heads[:2], *caches], None)
-    assert found == [(True, True), (False, False), (True, False), (True, False)]
+    assert list(found.values()) == [(True, True), (False, False), (True, False), (True, False)]
     assert (y.shape, query.shape, key.shape) == ((1, 256), (1, 8, 64), (1, 8, 4, 64))
     assert value.shape == key.shape

@@ -97,11 +97,13 @@ class Epilogue:
 
         Args:
           spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
-          out_ref, lse_ref: of the results.
+          out_ref, lse_ref: of the results; out may have other axes than `[output tiles, columns, H]`.
         """
 
         def emit(place, step, spans_ref, out_ref, lse_ref):
             step = step.registers.item()
+            head_dim = math.prod(out_shape) // math.prod(lse_shape)
+            out_ref = mgpu.utils.memref_reshape(out_ref, (*lse_shape, head_dim))
             cta = gpu.block_id(gpu.Dimension.x)
             exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, arith.constant(ir.IndexType.get(), NUM_CTAS))
             with mgpu.when(exchanges):
@@ -111,6 +113,7 @@ class Epilogue:
                     way()
             count_step(self.buffers, place, step, self.num_ctas)
 
+        out_shape, lse_shape = out_ref.shape, lse_ref.shape
         refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
         self._inline(emit, rank_ref, (step, SCALAR), *refs)
 

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.few_rows_cta import CtaProduct, full_barriers, ring_scratch
 from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape, check_fits
+from tree_attn.kernels.few_rows_ring import Ring
 from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import launch
@@ -71,15 +72,23 @@ def multiply_into_cache(x, weights, scale, angles, slots, key, value, *, shape: 
     """
     key, value = jax.new_ref(key), jax.new_ref(value)
     arrays = {"x": x, "weights": weights, "scale": scale, "angles": angles, "slots": slots, "key": key, "value": value}
-    query = _launch(arrays, queries_of(shape), shape, config)
-    return query, jax.freeze(key), jax.freeze(value)
+    query = _launch(arrays, queries_of(shape, key.shape[2]), shape, config)
+    return in_rows(query, shape), jax.freeze(key), jax.freeze(value)
 
 
-def queries_of(shape: FewRowsShape, num_ranks: int = 1) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the queries, `[rows, N, H]`, in which a product with heads ends on each device."""
+def queries_of(shape: FewRowsShape, num_kv_heads: int) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of the queries, `[rows K, G, H]`, in which a product with heads ends.
+
+    Args:
+      num_kv_heads: K, of all devices.
+    """
     heads = shape.heads
-    num_heads = num_ranks * shape.out_features // ((heads.group + 2) * heads.head_dim) * heads.group
-    return jax.ShapeDtypeStruct((shape.rows, num_heads, heads.head_dim), shape.out_dtype)
+    return jax.ShapeDtypeStruct((shape.rows * num_kv_heads, heads.group, heads.head_dim), shape.out_dtype)
+
+
+def in_rows(query, shape: FewRowsShape):
+    """Returns queries of `queries_of` as `[rows, N, H]`."""
+    return query.reshape(shape.rows, -1, shape.heads.head_dim)
 
 
 def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | None = None):
@@ -101,10 +110,12 @@ def _launch(arrays: dict, out, shape: FewRowsShape, config: FewRowsConfig, end: 
 
 
 def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | None, *refs):
-    def multiply(**scratch):
+    def multiply(full, free, **scratch):
+        num_steps = config.tiles * config.blocks(shape)
+        ring = Ring(full=full, free=free, num_stages=config.num_stages, num_steps=num_steps)
+        refs_of_names = dict(zip(names, refs))
         product = CtaProduct(
-            shape=shape, config=config, end=end, refs=dict(zip(names, refs)), out_ref=refs[-1],
-            num_ring_steps=config.tiles * config.blocks(shape), **scratch,
+            shape=shape, config=config, end=end, refs=refs_of_names, out_ref=refs[-1], ring=ring, **scratch
         )  # fmt: skip
         pl.when(lax.axis_index("warpgroup") == 1)(lambda: _move(product))
         pl.when(lax.axis_index("warpgroup") == 0)(lambda: _compute(product))

@@ -1,4 +1,7 @@
-"""A call of the chain of products between the attention of two layers, checked and planned: the entry for models."""
+"""Calls of chains, checked and planned: what lies between the attention of two layers, or a whole layer.
+
+This is the entry for models.
+"""
 
 import dataclasses
 import math
@@ -8,11 +11,19 @@ import jax
 
 from tree_attn.kernels.few_rows_call import places_of_rows
 from tree_attn.kernels.few_rows_chain import multiply_chain
-from tree_attn.kernels.few_rows_chain_layout import chain_configs
+from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, keys_of_stage, unsupported_attention
+from tree_attn.kernels.few_rows_chain_layout import chain_configs, num_ctas
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, unsupported, unsupported_cache
+from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.launch_order import runs_kernels_in_order
+from tree_attn.kernels.lean_call import lean_shape, plan_call
+from tree_attn.kernels.lean_layout import LeanConfig, num_partials, partial_spans
 from tree_attn.kernels.registers import WRITES_IN_PLACE
 from tree_attn.kernels.tuning import num_sms
+
+
+class Unchained(ValueError):
+    """One launch cannot do it; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +36,8 @@ class Norm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NextHeads:
-    """Queries, keys and values that a chain makes for the next layer's attention; keys and values go to its cache.
+class NewHeads:
+    """Queries, keys and values of new tokens that a chain makes for a layer's attention; the latter go to its cache.
 
     Attributes:
       norm: before the product.
@@ -40,55 +51,60 @@ class NextHeads:
     slots: Any
     cosine_sine: tuple[Any, Any]
 
+    def unsupported(self, dtype) -> str | None:
+        """Returns why a chain cannot make them, or None."""
+        return unsupported_cache(self.weights.shape[2], dtype, self.key.dtype)
+
+    def product(self, tokens: int) -> tuple[Any, dict[str, Any]]:
+        """Returns the shape of the weights, and what is special about their product, for so many of a sequence."""
+        num_kv_heads, members, head_dim, in_features = self.weights.shape
+        weights = jax.ShapeDtypeStruct((num_kv_heads * members * head_dim, in_features), self.weights.dtype)
+        heads = Heads(head_dim=head_dim, group=members - 2, tokens=tokens)
+        return weights, _options(self.norm) | {"heads": heads}
+
+    def operands(self, shape: FewRowsShape) -> tuple[Any, ...]:
+        """Returns angles, slots, keys and values as `multiply_chain` takes them."""
+        return *places_of_rows(self.cosine_sine, self.slots, shape), self.key, self.value
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AfterAttention:
-    """The products of a layer after attention, and of the next one before it.
+class _Chain:
+    """The products of a layer after attention: `y = r + (activation(norm(r) W_g^T) * (norm(r) W_u^T)) W_d^T`.
 
-    That is `y = r + (activation(norm(r) W_g^T) * (norm(r) W_u^T)) W_d^T`, of `r = x + attended W_o^T`. Then come the
-    next layer's queries, keys and values.
+    There `r = x + attended W_o^T`.
 
     Attributes:
-      attended: `[B, T, N, H]`, of 1 to 16 tokens; x: `[B, T, D]`.
+      x: `[B, T, D]`, of 1 to 16 tokens.
       output: `W_o`, `[D, N, H]`; gate_up: `W_g` and `W_u`, `[2, F, D]`; down: `W_d`, `[D, F]`.
       norm: the MLP's; activation: "silu".
-      following: of the next layer; None: there is none, or it does this itself.
       meeting: `tree_attn.reduce.fused.meeting`, where each device has a part of the in-features of `output` and `down`,
-        of F, and of the next layer's KV heads; attended, x and the results are the same on all. None: of one device.
+        of F, and of KV heads that are made; attended, x and the results are the same on all. None: of one device.
     """
 
-    attended: Any
     x: Any
     output: Any
     gate_up: Any
     down: Any
     norm: Norm
     activation: str
-    following: NextHeads | None = None
     meeting: tuple[Any, Any] | None = None
 
-    def plan(self) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...]] | str:
-        """Returns the products and their layouts, or why the kernel cannot multiply them in one launch."""
-        (batch, tokens, *_), dtype = self.attended.shape, self.output.dtype
+    @property
+    def _after(self) -> list[tuple[Any, dict[str, Any]]]:
         hidden, *heads = self.output.shape
-        output = jax.ShapeDtypeStruct((hidden, math.prod(heads)), dtype)
+        output = jax.ShapeDtypeStruct((hidden, math.prod(heads)), self.output.dtype)
         mlp = _options(self.norm) | {"activation": self.activation, "parts": 2}
-        products = [(output, {"has_residual": True}), (self.gate_up, mlp), (self.down, {"has_residual": True})]
-        if (following := self.following) is not None:
-            num_kv_heads, members, head_dim, in_features = following.weights.shape
-            if (reason := unsupported_cache(head_dim, dtype, following.key.dtype)) is not None:
-                return reason
-            weights = jax.ShapeDtypeStruct((num_kv_heads * members * head_dim, in_features), following.weights.dtype)
-            heads = Heads(head_dim=head_dim, group=members - 2, tokens=tokens)
-            products.append((weights, _options(following.norm) | {"heads": heads}))
-        scales = [norm.scale for norm in (self.norm, following and following.norm) if norm is not None]
-        arrays = (self.attended, self.x, *(weights for weights, _ in products), *scales)
-        dtypes = {str(array.dtype) for array in arrays}
+        return [(output, {"has_residual": True}), (self.gate_up, mlp), (self.down, {"has_residual": True})]
+
+    def _shapes(self, products: list, arrays: list) -> tuple[FewRowsShape, ...] | str:
+        """Returns the shapes of products, of `arrays` and others, or why there can be no chain of them."""
+        dtype, rows = self.output.dtype, math.prod(self.x.shape[:-1])
+        dtypes = {str(array.dtype) for array in (self.x, *arrays, *(weights for weights, _ in products))}
         if len(dtypes) > 1:
             return f"few rows have one dtype, not {sorted(dtypes)}"
         shapes = []
         for weights, options in products:
-            sizes = {"rows": batch * tokens, "out_features": weights.shape[-2], "in_features": weights.shape[-1]}
+            sizes = {"rows": rows, "out_features": weights.shape[-2], "in_features": weights.shape[-1]}
             has = {"activation": options.get("activation"), "has_norm": "eps" in options}
             if (reason := unsupported(**sizes, dtype=dtype, **has)) is not None:
                 return reason
@@ -97,8 +113,46 @@ class AfterAttention:
             return f"a chain reads what it has written from JAX 0.11 on, not with {jax.__version__}"
         if not runs_kernels_in_order():
             return "a chain's CTAs meet by counts that kernels share, which XLA_FLAGS lets run at once"
-        configs = chain_configs(tuple(shapes), num_sms())
-        return configs if isinstance(configs, str) else (tuple(shapes), configs)
+        return tuple(shapes)
+
+    def _flat(self, x):
+        return x.reshape(math.prod(self.x.shape[:-1]), -1)
+
+    @property
+    def _weights(self) -> tuple[Any, ...]:
+        return self.output.reshape(1, self.output.shape[0], -1), self.gate_up, self.down[None]
+
+    @property
+    def _scales(self) -> tuple[Any, ...]:
+        return None, self.norm.scale, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AfterAttention(_Chain):
+    """The products of a layer after attention, and then the next one's queries, keys and values.
+
+    Attributes:
+      attended: `[B, T, N, H]`.
+      following: of the next layer; None: there is none, or it does this itself.
+      others: of `_Chain`.
+    """
+
+    attended: Any
+    following: NewHeads | None = None
+
+    def plan(self) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...]] | str:
+        """Returns the products and their layouts, or why the kernel cannot multiply them in one launch."""
+        products, arrays = self._after, [self.attended, self.norm.scale]
+        if (following := self.following) is not None:
+            if (reason := following.unsupported(self.output.dtype)) is not None:
+                return reason
+            products.append(following.product(self.x.shape[1]))
+            arrays.append(following.norm.scale)
+        shapes = self._shapes(products, arrays)
+        if isinstance(shapes, str):
+            return shapes
+        configs = chain_configs(shapes, num_sms())
+        return configs if isinstance(configs, str) else (shapes, configs)
 
     def run(self):
         """Computes all of it in one launch.
@@ -118,18 +172,105 @@ class AfterAttention:
         shapes, configs = planned
         rank, buffers = self.meeting or (None, None)
         options = dict(shapes=shapes, configs=configs, rank=rank, buffers=buffers)
-        x, following, rows = self.x, self.following, shapes[0].rows
-        arrays = self.attended.reshape(rows, -1), x.reshape(rows, -1)
-        output = self.output.reshape(1, self.output.shape[0], -1)
-        weights, scales = (output, self.gate_up, self.down[None]), (None, self.norm.scale, None)
+        x, following = self.x, self.following
+        arrays = self._flat(self.attended), self._flat(x)
         if following is None:
-            y = multiply_chain(*arrays, weights, scales, **options)
-            return y.reshape(x.shape)
-        weights += (following.weights.reshape(1, -1, x.shape[-1]),)
-        places = places_of_rows(following.cosine_sine, following.slots, shapes[-1])
-        scales, heads = (*scales, following.norm.scale), (*places, following.key, following.value)
+            return multiply_chain(*arrays, self._weights, self._scales, **options).reshape(x.shape)
+        weights = *self._weights, following.weights.reshape(1, -1, x.shape[-1])
+        scales = *self._scales, following.norm.scale
+        heads = following.operands(shapes[-1])
         y, query, key, value = multiply_chain(*arrays, weights, scales, heads, **options)
         return y.reshape(x.shape), query.reshape(*x.shape[:2], *query.shape[1:]), key, value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WholeLayer(_Chain):
+    """A layer, of one token for each sequence: queries, keys and values, attention to the cache, and what follows.
+
+    Attributes:
+      heads: of the layer.
+      spans: first and end of the slots that each query sees when the new tokens are in the cache, as
+        `lean_call.plan_call` takes them.
+      scale, logits_soft_cap: of attention.
+      exchange: merges with the states of other devices (`tree_attn.reduce.fused.Exchange`), or None.
+      others: of `_Chain`.
+    """
+
+    heads: NewHeads
+    spans: tuple[Any, Any] | None
+    scale: float
+    logits_soft_cap: float | None = None
+    exchange: Any = None
+
+    def plan(self) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...], AttentionLayout, dict] | str:
+        """Returns products and layouts, attention's layout and its tables; or why one launch cannot do the layer."""
+        batch, tokens, _ = self.x.shape
+        heads = self.heads
+        if tokens > 1:
+            return f"a chain attends with one query of each sequence, not {tokens}"
+        if is_interpreted():
+            return "a chain's CTAs meet, which the interpreter has no atomics for"
+        if (reason := heads.unsupported(self.output.dtype)) is not None:
+            return reason
+        shapes = self._shapes([heads.product(tokens), *self._after], [self.norm.scale, heads.norm.scale])
+        if isinstance(shapes, str):
+            return shapes
+        group, num_kv_heads, head_dim = heads.weights.shape[1] - 2, *heads.key.shape[2:]
+        query = jax.ShapeDtypeStruct((batch, tokens, num_kv_heads * group, head_dim), self.x.dtype)
+        num_slots = heads.key.shape[1]
+        options = dict(num_slots=num_slots, scale=self.scale, logits_soft_cap=self.logits_soft_cap)
+        lean = lean_shape(query, heads.key, **options)
+        if (reason := unsupported_attention(lean, group)) is not None:
+            return reason
+        configs = chain_configs(shapes, num_sms(), attention=lean)
+        if isinstance(configs, str):
+            return configs
+        config = LeanConfig(
+            block_kv=keys_of_stage(head_dim), num_stages=configs[0].num_stages, num_ctas=num_ctas(configs)
+        )  # fmt: skip
+        call = plan_call(query, heads.key, self.spans, config=config, leaves_whole=self.exchange is None, **options)
+        tables = {name: table for name, table in call.tables.items() if table is not None}
+        layout = AttentionLayout(shape=call.shape, config=config, group=group)
+        if self.exchange is not None:
+            return self._with_exchange(shapes, configs, layout, tables)
+        if not layout.merges:
+            return "a chain's attention merges few partial states"
+        return shapes, configs, layout, tables
+
+    def _with_exchange(self, shapes, configs, layout: AttentionLayout, tables: dict):
+        shape, config = layout.shape, layout.config
+        result = jax.ShapeDtypeStruct((shape.num_output_tiles, layout.group, shape.head_dim), shape.dtype)
+        count = num_partials(shape, config)
+        epilogue = self.exchange.epilogue(result, config.num_ctas, count, shape.padded_head_dim)
+        if epilogue is None or not layout.is_cut:
+            return "a chain's attention exchanges partial states of output tiles that CTAs share, as many as have room"
+        tables |= {"spans": partial_spans(shape, config, tables)}
+        return shapes, configs, dataclasses.replace(layout, epilogue=epilogue), tables
+
+    def run(self):
+        """Computes the layer in one launch.
+
+        With JAX 0.12 or newer weights are read before the previous kernel has ended. No kernel of the program may write
+        them.
+
+        Returns:
+          `y`, `[B, 1, D]`, and the cache's keys and values.
+
+        Raises:
+          Unchained: one launch cannot do the layer.
+        """
+        planned = self.plan()
+        if isinstance(planned, str):
+            raise Unchained(planned)
+        shapes, configs, layout, tables = planned
+        rank, buffers = self.meeting or (None, None)
+        x, heads = self._flat(self.x), self.heads
+        weights = heads.weights.reshape(1, -1, x.shape[-1]), *self._weights
+        y, key, value = multiply_chain(
+            x, x, weights, (heads.norm.scale, *self._scales), heads.operands(shapes[0]), rank, tables,
+            shapes=shapes, configs=configs, attention=layout, buffers=buffers,
+        )  # fmt: skip
+        return y.reshape(self.x.shape), key, value
 
 
 def _options(norm: Norm) -> dict[str, Any]:

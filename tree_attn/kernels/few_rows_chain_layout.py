@@ -1,16 +1,18 @@
 """Layouts of a chain of products of few rows over the CTAs of a GPU: all products share the stages of one ring.
 
 A stage is 128 rows of weights by 128 in-features, whatever the product. These are gate and up of 64 out-features. Or
-they are two slabs of as many blocks of a tile as fill the tensor core's 64 rows, if there are as many. So a stage that
-one product has read is one of the next.
+they are two slabs of as many blocks of a tile as fill the tensor core's 64 rows, if there are as many. Attention's are
+the keys and the values of a KV tile. So a stage that one operation has read is one of the next.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.few_rows_chain_attention import attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_cta import ring_scratch
 from tree_attn.kernels.few_rows_layout import (
     OTHER_BYTES,
@@ -19,10 +21,12 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsShape,
     tiles_of_cta,
 )
+from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
-BLOCK_IN, STAGE_ROWS = 128, 128
 STACKS = (8, 4, 2, 1)
 MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
 MIN_STAGES = 2
@@ -32,13 +36,17 @@ IN_FLIGHT = 3
 
 
 def chain_configs(
-    shapes: tuple[FewRowsShape, ...], sms: int, smem_bytes: int = SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES
+    shapes: tuple[FewRowsShape, ...],
+    sms: int,
+    smem_bytes: int = SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES,
+    attention: LeanShape | None = None,
 ) -> tuple[FewRowsConfig, ...] | str:
     """Returns a layout for each product of a chain, or why there is none.
 
     Args:
       sms: streaming multiprocessors, each of which gets one CTA.
       smem_bytes: shared memory of a CTA.
+      attention: what is in the chain of it, or None.
     """
     configs = []
     for shape in shapes:
@@ -56,8 +64,9 @@ def chain_configs(
     of_stages = lambda stages: tuple(
         dataclasses.replace(config, num_stages=stages, in_flight=min(IN_FLIGHT, stages)) for config in configs
     )
-    of_stage = chain_bytes(shapes, of_stages(2)) - chain_bytes(shapes, of_stages(1))
-    stages = 1 + (smem_bytes - chain_bytes(shapes, of_stages(1))) // of_stage
+    bytes_of = lambda stages: chain_bytes(shapes, of_stages(stages), attention)
+    of_stage = bytes_of(2) - bytes_of(1)
+    stages = 1 + (smem_bytes - bytes_of(1)) // of_stage
     if stages < MIN_STAGES:
         return f"a chain needs {MIN_STAGES} stages of {of_stage} bytes, and {smem_bytes} bytes hold {stages}"
     return of_stages(stages)
@@ -73,18 +82,24 @@ def num_ctas(configs: tuple[FewRowsConfig, ...]) -> int:
     return max(config.num_ctas for config in configs)
 
 
-def shared_scratch(shapes, configs) -> dict[str, plgpu.SMEM]:
-    """Returns the shared memory that all products of a chain use, by the names of `CtaProduct`'s fields.
+def shared_scratch(shapes, configs, attention: LeanShape | None = None) -> dict[str, Any]:
+    """Returns the shared memory that all operations of a chain use, by the names of their fields.
 
-    Those of `fold_smem` are of several shapes: one array for each is called by `fold_name`.
+    Those of `fold_smem` are of several shapes: one array for each is called by `fold_name`. `ring_smem` is the ring's
+    memory as weights lie in it, and as keys and values do if there is attention.
     """
-    scratch: dict[str, plgpu.SMEM] = {}
+    scratch: dict[str, Any] = {}
     for shape, config in zip(shapes, configs, strict=True):
         for name, smem in ring_scratch(shape, config).items():
             name = fold_name(smem.shape) if name == "fold_smem" else name
             if name not in scratch or scratch[name].shape < smem.shape:
                 scratch[name] = smem
-    return scratch
+    ring = [scratch.pop("weights_smem")]
+    if attention is not None:
+        scratch |= attention_scratch(attention)
+        ring.append(kv_scratch(attention, configs[0].num_stages))
+    is_shared = len(ring) > 1 and not is_interpreted()  # the interpreter has no unions
+    return scratch | {"ring_smem": plgpu.RefUnion(*ring) if is_shared else ring}
 
 
 def fold_name(shape: tuple[int, int]) -> str:
@@ -92,7 +107,9 @@ def fold_name(shape: tuple[int, int]) -> str:
     return "fold_smem_{}_{}".format(*shape)
 
 
-def chain_bytes(shapes, configs) -> int:
+def chain_bytes(shapes, configs, attention: LeanShape | None = None) -> int:
     """Returns the shared memory of a chain's CTA."""
     size = lambda smem: math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
-    return sum(map(size, shared_scratch(shapes, configs).values())) + OTHER_BYTES
+    scratch = shared_scratch(shapes, configs)
+    of_attention = {} if attention is None else attention_scratch(attention)
+    return sum(map(size, (*scratch.pop("ring_smem"), *scratch.values(), *of_attention.values()))) + OTHER_BYTES

@@ -60,7 +60,7 @@ def copy_weights_together(
             for scale, scale_target in scales:
                 copy(ctx, scale, (columns,), utils.memref_slice(scale_target, (block,)), is_tiled=False)
 
-    _emit(emit, refs, targets, barriers, stage, num_bytes, [first_tile, column, *features], shape)
+    _emit(emit, refs, targets, barriers, stage, num_bytes, [first_tile, column, *features], shape.dtype)
 
 
 def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
@@ -80,7 +80,30 @@ def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, 
             copy(ctx, x, (utils.ds(_index(0), shape.columns), columns), part)
 
     num_bytes = _block_bytes(shape, config, shape.columns)
-    _emit(emit, [ref], [smem.at[stage]], barriers, stage, num_bytes, [column], shape)
+    _emit(emit, [ref], [smem.at[stage]], barriers, stage, num_bytes, [column], shape.dtype)
+
+
+def copy_kv_together(refs, smem, barriers, stage, place, *, block_kv: int) -> None:
+    """Begins the copies of a KV tile.
+
+    Args:
+      refs: keys and values, `[B, S, K, H]`; smem: of a ring's stages, first the keys of each, then its values.
+      barriers, stage: as in `copy_weights_together`.
+      place: sequence, first slot, and head. What is beyond the last slot is filled with zeros.
+    """
+    dtype, head_dim = refs[0].dtype, refs[0].shape[-1]
+    sequence, first_slot, head = place
+    first_tile = stage * (2 * block_kv // GRAIN)
+
+    def emit(ctx, copy, first_tile, sequence, first_slot, head):
+        for number, (array, target) in enumerate(copy.pairs):
+            tiles = utils.ds(_plus(first_tile, number * block_kv // GRAIN), block_kv // GRAIN)
+            slots, head_dims = utils.ds(first_slot, block_kv), utils.ds(_index(0), head_dim)
+            copy(ctx, array, (sequence, slots, head, head_dims), utils.memref_slice(target, (tiles,)))
+
+    num_bytes = 2 * block_kv * head_dim * jnp.dtype(dtype).itemsize
+    scalars = [first_tile, sequence, first_slot, head]
+    _emit(emit, refs, [smem, smem], barriers, stage, num_bytes, scalars, dtype, num_tiled=2)
 
 
 def await_copies(barriers, step, num_stages: int) -> None:
@@ -109,12 +132,12 @@ def _block_bytes(shape: FewRowsShape, config: FewRowsConfig, rows: int) -> int:
     return rows * config.in_features_of_stage * jnp.dtype(shape.dtype).itemsize
 
 
-def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, shape: FewRowsShape) -> None:
-    """Emits one arrival for all bytes, and the copies of `body`."""
-    transforms = tiling(shape.dtype, IN_MULTIPLE)
+def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, dtype, *, num_tiled: int = 1) -> None:
+    """Emits one arrival for all bytes, and the copies of `body`; the first `num_tiled` targets lie in tiles."""
+    transforms = tiling(dtype, IN_MULTIPLE)
     address = address_of_barriers(barriers) + stage * BARRIER_BYTES
     scalars = [jnp.asarray(x, jnp.int32) for x in (address, *scalars)]
-    of_targets = [plgpu.RefType(transforms), *[plgpu.RefType()] * (len(targets) - 1)]
+    of_targets = [plgpu.RefType(transforms)] * num_tiled + [plgpu.RefType()] * (len(targets) - num_tiled)
 
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *of_targets, *[_SCALAR] * len(scalars)))
     def emit(ctx, *operands):

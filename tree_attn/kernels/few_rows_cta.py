@@ -14,7 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_copies import await_copies, blocks_of, copy_weights_together, copy_x_together, row_of
+from tree_attn.kernels.few_rows_copies import (
+    blocks_of,
+    copy_weights_together,
+    copy_x_together,
+    row_of,
+)
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, row_of_group, turned, write_heads
 from tree_attn.kernels.few_rows_layout import (
     GRAIN,
@@ -26,8 +31,8 @@ from tree_attn.kernels.few_rows_layout import (
     turn_shape,
 )
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
+from tree_attn.kernels.few_rows_ring import Ring, copies_together
 from tree_attn.kernels.few_rows_sum import SumEnd
-from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.registers import LOG2_E, full, load, store_transposed, tiling, transposable_layout
 
 
@@ -61,11 +66,6 @@ def full_barriers(shape: FewRowsShape, config: FewRowsConfig) -> list[plgpu.Barr
     return [plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=arrivals)]
 
 
-def copies_together() -> bool:
-    """Returns whether a stage's copies arrive together; the interpreter has no inline MLIR for it."""
-    return not is_interpreted()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CtaProduct:
     """One product of a CTA.
@@ -74,26 +74,22 @@ class CtaProduct:
       refs: of its arguments in global memory, by name; out_ref: of its result.
       end: the sum over devices in which it ends, or the gather of heads; or None.
       x_offset: returns how many columns of x come before this device's; None: x has only those.
-      full: of `full_barriers`; free: barriers of the stages, which computing arrives at when it has read one.
+      ring: the steps that it has.
       weights_smem, x_smem, scale_smem, fold_smem, turn_smem: of `ring_scratch`.
-      first_step: steps of the CTA's ring before this product's first; num_ring_steps: of all its products.
     """
 
     shape: FewRowsShape
     config: FewRowsConfig
     refs: dict
     out_ref: Any
-    full: Any
-    free: Any
+    ring: Ring
     weights_smem: Any
     x_smem: Any
     scale_smem: Any = None
     fold_smem: Any = None
     turn_smem: Any = None
     end: SumEnd | None = None
-    first_step: Any = 0
     x_offset: Callable | None = None
-    num_ring_steps: Any
 
     @property
     def blocks(self) -> int:
@@ -105,23 +101,27 @@ class CtaProduct:
         """Returns the steps of the CTA's tiles, each of which fills a stage."""
         return self.config.tiles * self.blocks
 
-    def move_weights(self, step, _=None) -> None:
-        """Copies a step's weights, when its stage has been read and few enough are on their way."""
-        self._await_free(step)
-        if self.config.in_flight is not None and copies_together():
-            # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-            before = self.first_step + step - jnp.where(step < self.config.num_stages, 1, self.config.in_flight)
-            pl.when(before >= 0)(lambda: await_copies(self.full[0], before, self.config.num_stages))
-        self.copy_weights(step)
+    def move_weights(self) -> None:
+        """Copies the weights of all steps, each when its stage has been read and few enough are on their way."""
 
-    def move_x(self, step, _=None) -> None:
-        """Copies a step's x, when its stage has been read."""
-        self._await_free(step)
-        self.copy_x(step)
+        def move(step, _):
+            self.ring.await_room(step)
+            self.copy_weights(step)
+
+        lax.fori_loop(0, self.num_steps, move, None)
+
+    def move_x(self) -> None:
+        """Copies x of all steps, each when its stage has been read."""
+
+        def move(step, _):
+            self.ring.await_free(step)
+            self.copy_x(step)
+
+        lax.fori_loop(0, self.num_steps, move, None)
 
     def refill(self, step, _=None) -> None:
         """Copies weights and x of a later step, when its stage has been read."""
-        self._await_free(step)
+        self.ring.await_free(step)
         self.copy_weights(step)
         self.copy_x(step)
 
@@ -129,18 +129,11 @@ class CtaProduct:
         """Multiplies all tiles of the CTA, and writes or sums what they give."""
         step, rank = None, self.refs.get("rank")
         if self.end is not None:  # the CTAs of a chain have counted the step before when x is there
-            await_copies(self.full[-1], jnp.asarray(self.first_step, jnp.int32), self.config.num_stages)
+            self.ring.await_first_x()
             step = self.end.begin(rank)
         lax.fori_loop(0, self.config.tiles, functools.partial(self._tile_step, step), None)
         if self.end is not None:
             self.end.end(rank, step)
-
-    def _stage(self, step):
-        return lax.rem(self.first_step + step, self.config.num_stages)
-
-    def _await_free(self, step) -> None:
-        is_refilled = self.first_step + step >= self.config.num_stages
-        pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free.at[self._stage(step)]))
 
     def _first_tile(self):
         return lax.axis_index("cta") * self.config.tiles
@@ -169,19 +162,14 @@ class CtaProduct:
 
     def copy_weights(self, step, _=None) -> None:
         """Copies a step's weights, and its norm's scale."""
-        stage, tile = self._stage(step), lax.div(step, self.blocks)
-        full = self.full[0].at[stage]
-        if self.shape.heads is None:
-            groups = [(self._first_feature(tile), self.config.tile)]
-        else:
-            row_of = functools.partial(row_of_group, self._first_pair(tile), heads=self.shape.heads)
-            groups = [(row_of(group), GRAIN) for group in range(self.config.tile // GRAIN)]
+        stage, groups = self.ring.stage(step), self._groups(step)
+        full = self.ring.full[0].at[stage]
         if copies_together():
             has_scale = self.scale_smem is not None
             copy_weights_together(
                 [self.refs["weights"], *([self.refs["scale"]] if has_scale else [])],
                 [self.weights_smem, *([self.scale_smem] if has_scale else [])],
-                self.full[0], stage, self._column(step), [first for first, _ in groups], shape=self.shape,
+                self.ring.full[0], stage, self._column(step), [first for first, _ in groups], shape=self.shape,
                 config=self.config,
             )  # fmt: skip
             return
@@ -195,24 +183,27 @@ class CtaProduct:
             if self.scale_smem is not None:
                 plgpu.copy_gmem_to_smem(self.refs["scale"].at[columns], self.scale_smem.at[stage, block], full)
 
+    def _groups(self, step) -> list[tuple[Any, int]]:
+        """Returns the first out-feature, and how many, of each group of a step's tile that lies together."""
+        tile = lax.div(step, self.blocks)
+        if self.shape.heads is None:
+            return [(self._first_feature(tile), self.config.tile)]
+        row_of = functools.partial(row_of_group, self._first_pair(tile), heads=self.shape.heads)
+        return [(row_of(group), GRAIN) for group in range(self.config.tile // GRAIN)]
+
     def copy_x(self, step, _=None) -> None:
         """Copies a step's x."""
-        stage = self._stage(step)
+        stage = self.ring.stage(step)
         if copies_together():
             column = self._column(step) + (0 if self.x_offset is None else self.x_offset())
-            x = self.refs["x"]
-            copy_x_together(x, self.x_smem, self.full[-1], stage, column, shape=self.shape, config=self.config)
+            options = dict(shape=self.shape, config=self.config)
+            copy_x_together(self.refs["x"], self.x_smem, self.ring.full[-1], stage, column, **options)
             return
         assert self.x_offset is None
         rows = pl.ds(step * 0, self.shape.columns)  # those past the last are out of bounds: read as zeros
         for slab, place, block in blocks_of(self.config):
             source = self.refs["x"].at[rows, pl.ds(self._column(step, block), self.config.block_in)]
-            plgpu.copy_gmem_to_smem(source, self._x_of(stage, slab, place), self.full[-1].at[stage])
-
-    def _release(self, step) -> None:
-        @pl.when(self.first_step + step + self.config.num_stages < self.num_ring_steps)  # else nothing waits for it
-        def _():
-            plgpu.barrier_arrive(self.free.at[self._stage(step)])
+            plgpu.copy_gmem_to_smem(source, self._x_of(stage, slab, place), self.ring.full[-1].at[stage])
 
     def _tile_step(self, exchange_step, tile, _) -> None:
         shape, config, refs = self.shape, self.config, self.refs
@@ -223,7 +214,7 @@ class CtaProduct:
         places = read_places() if shape.heads is not None and shape.columns == GRAIN else None
         acc = plgpu.ACC((TENSOR_ROWS, config.stack * shape.columns), jnp.float32)
         sums, squares = pl.run_scoped(functools.partial(self._products, tile), *[acc] * shape.parts)
-        self._release((tile + 1) * self.blocks - 1)
+        self.ring.release((tile + 1) * self.blocks - 1)
         if config.stack > 1:
             sums = [_folded(x, self.fold_smem, shape, config) for x in sums]
         result = _finish(sums, squares, residual if self.end is None else None, shape)
@@ -245,9 +236,8 @@ class CtaProduct:
 
         def block_step(block, squares):
             step = tile * self.blocks + block
-            stage = self._stage(step)
-            for barriers in self.full:
-                plgpu.barrier_wait(barriers.at[stage])
+            stage = self.ring.stage(step)
+            self.ring.await_full(step)
             if squares is not None:
                 for slab, place, block_of_stage in blocks_of(config):
                     scale = self.scale_smem.at[stage, block_of_stage]
@@ -258,7 +248,7 @@ class CtaProduct:
                     x = self._x_of(stage, slab)
                     plgpu.wgmma(acc, self._weights_of(stage, slab, part, TENSOR_ROWS), x.transpose((1, 0)))
             plgpu.wgmma_wait(config.slabs * shape.parts)  # the block before has been multiplied
-            pl.when(block > 0)(lambda: self._release(step - 1))
+            pl.when(block > 0)(lambda: self.ring.release(step - 1))
             return squares
 
         squares = lax.fori_loop(0, self.blocks, block_step, _no_squares(shape, config))

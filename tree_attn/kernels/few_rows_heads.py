@@ -106,12 +106,12 @@ class Gathering:
 def write_heads(
     refs, result, slots, first_pair, shape: FewRowsShape, config: FewRowsConfig, gathering: Gathering | None = None
 ) -> None:
-    """Writes a tile's queries to `[rows, N, H]`, and its keys and values to their slots of `[B, S, K, H]`.
+    """Writes a tile's queries to `[rows K, G, H]`, and its keys and values to their slots of `[B, S, K, H]`.
 
     Args:
       refs: of queries, keys and values.
       result: float32 `[64, cols]`; slots: of `read_places_of`.
-      gathering: sends the tile to all devices, and writes theirs too: N and K are then of all devices.
+      gathering: sends the tile to all devices, and writes theirs too: K is then of all devices.
     """
     if is_interpreted():
         _interpreted_write(refs, result, slots, first_pair, shape, config)
@@ -179,16 +179,16 @@ class _Writer:
         """Writes what each device has at a place, if the place is inside."""
         i, row = where
         kv_head, member, feature = _place_of(i, self.pair, self.heads)
-        is_inside, group = self.is_inside(where), _index(self.heads.group)
+        is_inside = self.is_inside(where)
         is_query = arith.andi(is_inside, _below(member, self.heads.group))
         sequence = arith.divui(row, _index(self.heads.tokens))
-        num_slots = ir.MemRefType(self.caches[0].type).shape[1]
+        _, num_slots, num_kv_heads, _ = ir.MemRefType(self.caches[0].type).shape
         has_slot = arith.andi(is_inside, _below(slot, num_slots))  # unsigned: none is below 0
         for rank, x in enumerate(of_ranks):
             of_all = arith.addi(kv_head, _index(rank * self.num_kv_heads))
             with utils.when(is_query):
-                query_head = arith.addi(arith.muli(of_all, group), member)
-                memref.store(narrowed(x, self.query), self.query, [row, query_head, feature])
+                of_row = arith.addi(arith.muli(row, _index(num_kv_heads)), of_all)
+                memref.store(narrowed(x, self.query), self.query, [of_row, member, feature])
             for number, cache in enumerate(self.caches):
                 with utils.when(arith.andi(has_slot, _is(member, self.heads.group + number))):
                     memref.store(narrowed(x, cache), cache, [sequence, slot, of_all, feature])
@@ -209,14 +209,15 @@ def _interpreted_write_group(refs, parts, slots, place, heads: Heads) -> None:
     """Writes 8 features of a head, `[rows, 8]`."""
     (query_ref, *caches), (head, features) = refs, place
     kv_head, member = lax.div(head, heads.group + 2), lax.rem(head, heads.group + 2)
-
-    @pl.when(member < heads.group)
-    def _():
-        query_ref[:, kv_head * heads.group + member, features] = parts.astype(query_ref.dtype)
+    num_kv_heads = caches[0].shape[2]
 
     def write_row(row, _):
         slot = slots[0, row]
         part = lax.dynamic_index_in_dim(parts, row, keepdims=False)
+
+        @pl.when(member < heads.group)
+        def _():
+            query_ref[row * num_kv_heads + kv_head, member, features] = part.astype(query_ref.dtype)
 
         def write(ref):
             ref[lax.div(row, heads.tokens), slot, kv_head, features] = part.astype(ref.dtype)

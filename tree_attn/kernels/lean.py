@@ -25,37 +25,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.kv_parts import kv_tilings
+from tree_attn.kernels.lean_compute import LeanStages, RunCompute
 from tree_attn.kernels.lean_layout import (
     MAX_SPARE_COLUMNS,
     LeanConfig,
     LeanShape,
     has_whole_output_tiles,
-    lanes,
     num_partials,
     padding_bytes,
-    partial_of,
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import merge_cut, merge_last, merge_partials, merges_in_launch
-from tree_attn.kernels.lean_products import PER_COLUMN, products_of, query_tiling
+from tree_attn.kernels.lean_merge import merge_cut, merge_partials, merged_at_once, merges_in_launch
+from tree_attn.kernels.lean_products import products_of, query_tiling
 from tree_attn.kernels.lean_results import results_of
-from tree_attn.kernels.lean_walk import (
-    Barriers,
-    move_tiles,
-    num_arrivals,
-    run_of_cta,
-    span_of_keys,
-    stage_of,
-    tile_slots,
-    trims_tiles,
-    visible_slots,
-    walk,
-)
+from tree_attn.kernels.lean_walk import Barriers, move_tiles, num_arrivals, run_of_cta
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index
-from tree_attn.kernels.registers import WRITES_IN_PLACE, launch, scaled_logits, spread
+from tree_attn.kernels.registers import WRITES_IN_PLACE, launch
 from tree_attn.kernels.tuning import num_sms
 
 
@@ -89,7 +77,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
         partials = _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
         return merge_partials(partials, results, tables, merge_with, shape, config)
     outputs = (*results, *_partials(shape, config))
-    if merges_in_launch(shape, config):
+    if merges_in_launch(shape, config, merged_at_once(shape, config)):
         names = [name for name, table in tables.items() if table is not None]
 
         @jax.custom_batching.sequential_vmap  # CTAs of two sequences must not count together
@@ -221,10 +209,10 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     arrival_smem=None,
 ):  # fmt: skip
-    block_kv, stages, cols = config.block_kv, config.num_stages, shape.cols
     begin_next_kernel(shape.target)
     await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
+    barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
@@ -240,96 +228,18 @@ def _attend_runs_scoped(
             columns = query_ref.at[column_index(shape, output_tile.index)]
             plgpu.copy_gmem_to_smem(columns, query_smem.at[place], query_full.at[place])
 
-        barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
         move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
-        step = None if epilogue is None else epilogue.begin(tables.get("rank"))
-        head_scale = lambda of, output_tile: tables["scales"][of, output_tile.head] if "scales" in tables else None
-
-        def attend_segment(output_tile, segment):
-            query_place = segment.query_place(query_smem.shape[0])
-            visible = functools.partial(visible_slots, tables, shape, output_tile, (block_kv, cols), PER_COLUMN)
-            # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
-            seen = visible() if epilogue is None else None
-            span = span_of_keys(tables, output_tile)
-            plgpu.barrier_wait(query_full.at[query_place])
-            query, factors = products.begin(query_smem.at[query_place])
-            key_scale = head_scale(0, output_tile)
-            if factors is not None:
-                key_scale = factors if key_scale is None else factors * key_scale
-
-            def kv_tile_step(i, carry):
-                acc, top, total = carry
-                kv_tile = segment.kv_tiles_done + i
-                stage = stage_of(kv_tile, config)
-                is_refilled = kv_tile + stages < run.num_kv_tiles  # else no warpgroup waits for it
-
-                plgpu.barrier_wait(key_full.at[stage])
-                logits = products.logits(key_smem.at[stage], query)  # [kv, cols]
-
-                @pl.when(is_refilled)
-                def _():
-                    plgpu.barrier_arrive(key_free.at[stage])
-
-                logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
-                first_slot, own_slot = tile_slots(shape, config, output_tile, segment.kv_tile + i)
-                if shape.mask != "none":
-                    slots = plgpu.broadcasted_iota(jnp.int32, (block_kv, cols), 0, layout=plgpu.Layout.WGMMA)
-                    slots = slots + first_slot
-                    first, end = visible() if seen is None else seen
-                    first = first if own_slot is first_slot else jnp.maximum(first, own_slot)
-                    logits = jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
-                new_top = jnp.maximum(top, products.top_of(logits))  # [cols]
-                decay = jnp.exp2(top - new_top)
-                weights = jnp.exp2(logits - spread(new_top, logits.shape))
-                total = products.added(total, decay, weights)
-                weights = products.ready(weights)
-
-                plgpu.barrier_wait(value_full.at[stage])
-                is_trimmed = trims_tiles(tables, shape, config) and (own_slot is first_slot or own_slot == first_slot)
-                products.zero_garbage(value_smem.at[stage], span, first_slot, is_trimmed)
-                acc = products.updated(acc, decay, weights, value_smem.at[stage])
-
-                @pl.when(is_refilled)
-                def _():
-                    plgpu.barrier_arrive(value_free.at[stage])
-
-                return acc, new_top, total
-
-            state = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, products.empty())
-
-            @segment.if_query_is_awaited(run, query_smem.shape[0])
-            def _():
-                plgpu.barrier_arrive(query_free.at[query_place])
-
-            for first_dim, (acc, *stats) in products.parts(*state):
-                value_scale = head_scale(1, output_tile)  # read here, for it takes a register
-                part = first_dim, (acc if value_scale is None else acc * value_scale, *stats)
-                partial = partial_of(shape, config, lax.axis_index("cta"), output_tile.index)
-                if epilogue is not None:
-                    epilogue.leave(tables.get("rank"), step, partial, *part, outputs[0].shape[1], shape.padded_head_dim)
-                    continue
-                if first_dim == 0:
-                    results.await_memory()
-                if has_whole_output_tiles(shape, config):
-                    results.write(output_tile.index, *part)
-                elif not writes_results(shape, config, outputs):
-                    results.leave(partial, *part)
-                else:
-                    is_whole = segment.num_kv_tiles == output_tile.num_kv_tiles
-                    pl.when(is_whole)(functools.partial(results.write, output_tile.index, *part))
-                    pl.when(~is_whole)(functools.partial(results.leave, partial, *part))
-
-        num_output_tiles = walk(run, tables, shape, config, attend_segment)
-        if "arrivals" in tables:
-            words_smem = products.warp_stats_smem if arrival_smem is None else arrival_smem
-            first = run.first_output_tile(shape)
-            last = first + (num_output_tiles - 1) * lanes(shape, config)
-            pl.when(num_output_tiles > 0)(lambda: merge_last(results, words_smem, (first, last), tables, shape, config))
-        if epilogue is None:
-            results.end()
-        else:
-            epilogue.end(tables.get("rank"), step, tables["spans"], *outputs, shape.padded_head_dim)
+        RunCompute(
+            tables=tables, shape=shape, config=config, run=run, epilogue=epilogue, products=products, results=results,
+            outputs=outputs, stages=LeanStages(
+                run=run, config=config, key_smem=key_smem, value_smem=value_smem, barriers=barriers
+            ),
+            query_smem=query_smem, query_full=query_full, query_free=query_free,
+            words_smem=getattr(products, "warp_stats_smem", None) if arrival_smem is None else arrival_smem,
+            merged_at_once=merged_at_once(shape, config),
+            columns=outputs[0].shape[1], writes_results=writes_results(shape, config, outputs),
+        ).compute()  # fmt: skip

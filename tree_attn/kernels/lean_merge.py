@@ -66,11 +66,20 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
     return merge(*partials, *optional.values(), *written)
 
 
-def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
+def merged_at_once(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns how many partial states the lean kernel reads together where it merges them."""
+    elements = MERGED_ELEMENTS if config.num_ctas <= num_sms() else MERGED_ELEMENTS_OF_TWO
+    return max(1, elements // (shape.padded_head_dim * shape.cols))
+
+
+def merges_in_launch(shape: LeanShape, config: LeanConfig, at_once: int) -> bool:
     """Returns whether the last CTA that leaves a partial state of an output tile merges all of them (`arrivals.py`).
 
     The kernel is one that writes results too (`lean.writes_uncut`), which has the registers for it. Otherwise a second
     kernel does, where many CTAs share that work. The interpreter has no atomics.
+
+    Args:
+      at_once: partial states that it reads together.
     """
     if is_interpreted() or not runs_kernels_in_order():
         return False
@@ -80,16 +89,10 @@ def merges_in_launch(shape: LeanShape, config: LeanConfig) -> bool:
         runs = -(-runs // (shape.num_output_tiles // of_lane))
     most_kv_tiles = pl.cdiv(shape.num_slots, config.block_kv)
     runs = min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
-    return runs <= MAX_ROUNDS * _merged_at_once(shape, config)
+    return runs <= MAX_ROUNDS * at_once
 
 
-def _merged_at_once(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns how many partial states the kernel that made them reads together."""
-    elements = MERGED_ELEMENTS if config.num_ctas <= num_sms() else MERGED_ELEMENTS_OF_TWO
-    return max(1, elements // (shape.padded_head_dim * shape.cols))
-
-
-def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig) -> None:
+def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig, at_once: int) -> None:
     """Counts a run's partial states in; of output tiles for which it is the last, merges all and writes the result.
 
     Args:
@@ -97,6 +100,7 @@ def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, conf
       words_smem: 8 bytes of shared memory, as `arrivals.arrive` takes them.
       output_tiles: the run's first and its last, of which a partial state is there if runs cut them.
       tables: with "arrivals", a count of each output tile.
+      at_once: of `merges_in_launch`.
     """
     first, last = output_tiles
     spans = [partials_of(shape, config, tables.get("sequences"), output_tile) for output_tile in output_tiles]
@@ -108,10 +112,10 @@ def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, conf
         @pl.when(is_cut & (found == count - 1))
         def _(output_tile=output_tile, first_partial=first_partial, count=count):
             reset(tables["arrivals"], output_tile)
-            _merge_own(results, output_tile, first_partial, count, shape, config)
+            _merge_own(results, output_tile, first_partial, count, shape, at_once)
 
 
-def _merge_own(results, output_tile, first, count, shape: LeanShape, config: LeanConfig) -> None:
+def _merge_own(results, output_tile, first, count, shape: LeanShape, at_once: int) -> None:
     """Merges an output tile's partial states, from number `first` on, and writes the result."""
     accs_ref, stats_ref = results.outputs[-2:]
 
@@ -122,7 +126,7 @@ def _merge_own(results, output_tile, first, count, shape: LeanShape, config: Lea
 
     partial_of = lambda i: (accs_ref.at[first + i], stats_ref.at[first + i])
     rows = shape.padded_head_dim, shape.cols
-    fold_partials(count, partial_of, end, rows, at_once=_merged_at_once(shape, config), axis=1)
+    fold_partials(count, partial_of, end, rows, at_once=at_once, axis=1)
 
 
 def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, config: LeanConfig):

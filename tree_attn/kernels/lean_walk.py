@@ -32,7 +32,7 @@ from tree_attn.kernels.schedule import quotient, remainder, run_start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
+class Run:
     """A CTA's run: where it begins and how many KV tiles it has (scalars in the kernel).
 
     sequence, output_tile, kv_tile:  of its first KV tile; numbers within the sequence, and within the output tile
@@ -84,7 +84,7 @@ class _Segment:
         """Returns which of `num_places` places holds the output tile's query."""
         return 0 if num_places == 1 else lax.rem(self.output_tiles_done, num_places)
 
-    def if_query_is_awaited(self, run: _Run, num_places: int):
+    def if_query_is_awaited(self, run: Run, num_places: int):
         """Decorates the arrival at "the query's place is free", which runs only if the moving warpgroup waits for it.
 
         With one place the moving warpgroup waits before the next output tile. With more places the number of output
@@ -93,14 +93,14 @@ class _Segment:
         return pl.when(num_places > 1 or self.kv_tiles_done + self.num_kv_tiles < run.num_kv_tiles)
 
 
-def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
+def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> Run:
     """Returns this CTA's run, from the table of runs or, if the schedule is static, from the CTA's number."""
     cta, count = lax.axis_index("cta"), lanes(shape, config)
     lane, number = remainder(cta, count), quotient(cta, count)
     if shape.static_kv_tiles is None:
         sequence, place, kv_tile, num_kv_tiles = (tables["runs"][number, i] for i in range(4))
         within = place * count + lane
-        return _Run(
+        return Run(
             sequence=sequence, output_tile=within, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles, table=tables["runs"],
             row=number,
         )  # fmt: skip
@@ -108,7 +108,7 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     total, runs = static_runs(shape, config)
     start, end = run_start(number, total, runs), run_start(number + 1, total, runs)
     index = lax.div(start, shape.static_kv_tiles) * count + lane
-    return _Run(
+    return Run(
         sequence=lax.div(index, shape.output_tiles_per_sequence),
         output_tile=lax.rem(index, shape.output_tiles_per_sequence),
         kv_tile=lax.rem(start, shape.static_kv_tiles),
@@ -116,7 +116,7 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> _Run:
     )
 
 
-def walk(run: _Run, tables, shape: LeanShape, config: LeanConfig, attend_segment, *, is_first_to_read=False) -> Any:
+def walk(run: Run, tables, shape: LeanShape, config: LeanConfig, attend_segment, *, is_first_to_read=False) -> Any:
     """Calls `attend_segment(output_tile, segment)` for every output tile that the run touches, in order.
 
     Args:
@@ -224,7 +224,7 @@ class Barriers(NamedTuple):
 
 
 def move_tiles(
-    tables, shape: LeanShape, config: LeanConfig, run: _Run, move_query, num_queries: int, refs, smems, barriers
+    tables, shape: LeanShape, config: LeanConfig, run: Run, move_query, num_queries: int, refs, smems, barriers
 ) -> None:
     """Moves the query of every output tile that the run touches, and all KV tiles of the run.
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.cache import KVCache
 from tree_attn.kernels import few_rows_call, few_rows_chain_call, targets
 from tree_attn.kernels.exchange import Buffers
-from tree_attn.kernels.few_rows_chain_call import AfterAttention, NextHeads, Norm
+from tree_attn.kernels.few_rows_chain_call import AfterAttention, NewHeads, Norm
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
@@ -365,16 +365,16 @@ def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     assert "one dtype" in reason(gate_up=of(2, 512, 256, dtype=jnp.float16))
     assert "one dtype" in reason(norm=Norm(scale=of(256, dtype=jnp.float32), eps=1e-5))
     assert "one dtype" in reason(x=of(1, 1, 256, dtype=jnp.float32))
-    assert "1 to 16, not 17" in reason(attended=of(17, 1, 4, 64))
+    assert "1 to 16, not 17" in reason(attended=of(17, 1, 4, 64), x=of(17, 1, 256))
     assert "silu, not gelu_tanh" in reason(activation="gelu_tanh")
-    heads = NextHeads(
+    heads = NewHeads(
         norm=norm, weights=of(1, 4, 16, 256), key=of(1, 8, 1, 16, dtype=jnp.int8), value=None, slots=None,
         cosine_sine=(None, None),
     )  # fmt: skip
     assert "bfloat16, not int8" in reason(following=heads)
     assert not isinstance(reason(following=dataclasses.replace(heads, key=of(1, 8, 1, 16))), str)
     with pytest.raises(ValueError, match="1 to 16, not 17"):
-        dataclasses.replace(one, attended=of(17, 1, 4, 64)).run()
+        dataclasses.replace(one, attended=of(17, 1, 4, 64), x=of(17, 1, 256)).run()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
     assert "lets run at once" in reason()
     monkeypatch.setattr("tree_attn.kernels.few_rows_chain_call.WRITES_IN_PLACE", (99,))
