@@ -107,7 +107,7 @@ def _finish(layers: Sequence[Any], branch: Branch, attended: jax.Array, cache: A
 
 @dataclasses.dataclass(frozen=True)
 class _OneLaunch:
-    """What launches of a layer share: devices, and which layers there can be launches of.
+    """A launch of parts of a layer: the devices, and which layers there can be launches of.
 
     Attributes:
       layer: the layer; x: `[B, T, D]`, to which it adds; number: of the layer in the cache.
@@ -191,7 +191,7 @@ class _Whole(_OneLaunch):
 
     def unavailable(self, cache: AnyCache) -> str | None:
         """Returns why one launch cannot do it, or None; `run` may find another reason."""
-        if self.context.attention_options is None:
+        if self.context.attention_options is None or self.x.shape[1] > 1:
             return "a launch attends with one query of each sequence, to all keys of its cache alone"
         if self._num_devices > 1 and (reason := fused.why_not(self._num_attended, self._axes, self._mesh)) is not None:
             return reason

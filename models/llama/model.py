@@ -180,11 +180,9 @@ class Llama(nnx.Module):
             read = lambda kind, **options: attention.decode(query, *of_kind(cache, layer, kind), levels, **options)
             return in_layer(self.config, layer, read), cache
 
-        is_replaceable = attention.is_replaceable and num_tokens == 1 and not prefixes
-        x, cache = self._run_layers(
-            tokens, positions, cache, attend, token_axis=None, appends=True,
-            attention_options=self.config.attention_options if is_replaceable else None,
-        )  # fmt: skip
+        options = self.config.attention_options if attention.is_replaceable and not prefixes else None
+        more = dict(appends=True, attention_options=options)
+        x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None, **more)
         return _logits(self, x, self.products), cache.advance(num_tokens)
 
     def apply(self, tokens: jax.Array, positions: jax.Array, cache, attend: Attend) -> tuple[jax.Array, AnyCache]:

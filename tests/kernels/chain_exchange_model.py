@@ -1,8 +1,9 @@
 """Exchanges of several devices within one chain, explored over every order of their CTAs' operations.
 
-In each exchange a CTA sends its element to all devices, and waits for the same element of all. It counts itself in, and
-waits until the CTAs of its device have met. A later exchange may give an element to another CTA. A word has a place for
-each element and rank, in one of two slots by the step's parity. A store is under way until it arrives.
+In each exchange a CTA sends its element to all devices, and waits for the same element of all. Then it counts itself
+in, and waits until the CTAs of its device have met. Or it broadcasts the result to them, and waits for all of theirs.
+A later exchange may give an element to another CTA. A word has a place for each element and rank. One that is broadcast
+has a place for each element. Both are in one of two slots by the step's parity. A store is under way until it arrives.
 """
 
 import dataclasses
@@ -11,13 +12,19 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchanges:
-    """The parameters. `slots`: places of a word, one after another; `meets`: whether CTAs meet after an exchange."""
+    """The parameters.
+
+    slots:       places of a word, one after another
+    meets:       whether CTAs meet after an exchange, or get what is broadcast
+    broadcasts:  whether results are broadcast
+    """
 
     devices: int = 2
     ctas: int = 2
     steps: int = 3
     slots: int = 2
     meets: bool = True
+    broadcasts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +38,7 @@ class State:
 
 
 SEND, RECEIVE, COUNT, MEET, NUM_OPERATIONS = range(5)
+OWN = -1  # the rank of words that are broadcast
 
 
 def failures(exchanges: Exchanges) -> Iterator[str]:
@@ -71,16 +79,23 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
         places = [(other, slot, device, element) for other in range(exchanges.devices)]
         yield dataclasses.replace(after, flying=state.flying | {(place, step + 1) for place in places})
     elif operation == RECEIVE:
-        words = dict(state.words)
-        found = [words.get((device, slot, rank, element), 0) for rank in range(exchanges.devices)]
-        if any(number > step + 1 for number in found):
-            yield f"a word of step {step} was overwritten before it was read"
-        elif all(number == step + 1 for number in found):
-            yield after
+        yield from _received(state, after, step, [(device, slot, rank, element) for rank in range(exchanges.devices)])
+    elif exchanges.broadcasts and operation == COUNT:
+        yield dataclasses.replace(after, flying=state.flying | {((device, slot, OWN, element), step + 1)})
+    elif exchanges.broadcasts and exchanges.meets:
+        yield from _received(state, after, step, [(device, slot, OWN, element) for element in range(exchanges.ctas)])
     elif operation == COUNT:
         counts = state.met[device]
         yield dataclasses.replace(after, met=_with(state.met, device, _with(counts, step, counts[step] + 1)))
     elif not exchanges.meets or state.met[device][step] == exchanges.ctas:
+        yield after
+
+
+def _received(state: State, after: State, step: int, places: list[tuple]) -> Iterator[State | str]:
+    found = [dict(state.words).get(place, 0) for place in places]
+    if any(number > step + 1 for number in found):
+        yield f"a word of step {step} was overwritten before it was read"
+    elif all(number == step + 1 for number in found):
         yield after
 
 

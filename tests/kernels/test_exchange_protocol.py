@@ -107,11 +107,18 @@ def test_the_model_of_chains_finds_what_would_be_wrong(broken, found):
     assert any(found in failure for failure in chain_model.failures(broken))
 
 
-def test_devices_overwrite_no_word_of_a_chain_before_it_is_read():
-    assert not list(chain_exchange_model.failures(chain_exchange_model.Exchanges()))
+@pytest.mark.parametrize("broadcasts", [False, True])
+def test_devices_overwrite_no_word_of_a_chain_before_it_is_read(broadcasts):
+    assert not list(chain_exchange_model.failures(chain_exchange_model.Exchanges(broadcasts=broadcasts)))
 
 
+def test_ctas_of_one_device_overwrite_no_word_that_is_broadcast():
+    exchanges = chain_exchange_model.Exchanges(devices=1, ctas=3, broadcasts=True)
+    assert not list(chain_exchange_model.failures(exchanges))
+
+
+@pytest.mark.parametrize("broadcasts", [False, True])
 @pytest.mark.parametrize("broken", [{"meets": False}, {"slots": 1}], ids=str)
-def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken):
-    found = chain_exchange_model.failures(chain_exchange_model.Exchanges(**broken))
+def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken, broadcasts):
+    found = chain_exchange_model.failures(chain_exchange_model.Exchanges(**broken, broadcasts=broadcasts))
     assert "a word of step 0 was overwritten before it was read" in found

@@ -1,6 +1,8 @@
 """A chain of products of few rows in one launch: in Mosaic GPU's interpreter, and its layouts."""
 
 import dataclasses
+import operator
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from few_rows_cases import H200_SMS, Chain, compiled_chains
 from lean_interpreter import interpreter, needs_interpreter
 
-from tree_attn.kernels import few_rows_chain
+from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves
 from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
@@ -63,28 +65,28 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
     products, shapes, configs = chain.products, chain.shapes, chain.configs
     _, residual, weights, scales, heads = chain.inputs()
     inputs = [product.inputs()[0] for product in (*products, chain.append) if product is not None]
-    monkeypatch.setattr(few_rows_chain, "read_count", lambda *_: jnp.int32(0))
-    monkeypatch.setattr(few_rows_chain, "come", lambda *_: None)
-    monkeypatch.setattr(few_rows_chain, "meet", lambda *_: None)
+    monkeypatch.setattr(few_rows_chain_cta, "read_count", lambda *_: jnp.int32(0))
+    monkeypatch.setattr(few_rows_chain_cta, "come", lambda *_: None)
+    monkeypatch.setattr(few_rows_chain_cta, "meet", lambda *_: None)
 
-    def refs_of(named, outputs, shapes, attended):
+    def refs_of(named, outputs, shapes):
         return [
             {"x": named["x" if number == 0 else f"x {number}"], "weights": named[f"weights {number}"]}
             | {"scale": named.get(f"scale {number}"), "residual": named["residual"]}
-            | {name: named.get(name) for name in few_rows_chain.HEADS}
+            | {name: named.get(name) for name in few_rows_chain_cta.HEADS}
             for number in range(len(shapes))
         ]
 
-    monkeypatch.setattr(few_rows_chain, "refs_of", refs_of)
+    monkeypatch.setattr(few_rows_chain_cta, "refs_of", refs_of)
     more = {f"x {number}": x for number, x in enumerate(inputs) if number > 0}
 
     def launch(x, *arrays):
         if heads is None:
-            return few_rows_chain._launch(x, *arrays, shapes, configs, **more)[0]
+            return few_rows_chain._launch(x, *arrays, shapes, configs, **more)
         *places, key, value = heads
         caches = jax.new_ref(key), jax.new_ref(value)
-        named = dict(zip(few_rows_chain.HEADS, (*places, *caches), strict=True))
-        (*results, query), _ = few_rows_chain._launch(x, *arrays, shapes, configs, **more, **named)
+        named = dict(zip(few_rows_chain_cta.HEADS, (*places, *caches), strict=True))
+        *results, query = few_rows_chain._launch(x, *arrays, shapes, configs, **more, **named)
         return *results, in_rows(query, shapes[-1]), *map(jax.freeze, caches)
 
     with interpreter() as found:
@@ -138,7 +140,7 @@ def test_each_product_takes_the_one_before_and_the_residual_stream():
     shapes = Chain(heads=(1, 2, 16)).shapes
     named = {"x": "attended", "residual": "stream", "key": "cache"}
     named |= {f"weights {number}": f"W{number}" for number in range(4)} | {"scale 1": "s1", "scale 3": "s3"}
-    refs = few_rows_chain.refs_of(named, ["r", "gated", "y", "query"], shapes)
+    refs = few_rows_chain_cta.refs_of(named, ["r", "gated", "y", "query"], shapes)
     of = lambda name: [product[name] for product in refs]
     assert of("x") == ["attended", "r", "gated", "y"]
     assert of("weights") == ["W0", "W1", "W2", "W3"]
@@ -148,22 +150,71 @@ def test_each_product_takes_the_one_before_and_the_residual_stream():
     assert refs[3]["key"] == "cache"
 
 
-@needs_interpreter
-def test_all_ctas_come_to_each_meeting_and_read_its_count_before(monkeypatch):
-    """In the order of `chain_model.py`; those without a part of a product come by the warpgroup that reads counts."""
-    calls = []
-    monkeypatch.setattr(few_rows_chain, "come", lambda _, *of: calls.append(("come", *of)))
-    monkeypatch.setattr(few_rows_chain, "meet", lambda _, number, before: calls.append(("meet", number)))
+def traced_calls(chain: Chain, monkeypatch) -> list[tuple]:
+    """Traces a launch, and returns what its CTAs tell one another."""
+    calls: list[tuple] = []
+    monkeypatch.setattr(few_rows_chain_cta, "come", lambda _, *of: calls.append(("come", *of)))
+    monkeypatch.setattr(few_rows_chain_cta, "meet", lambda _, number, before: calls.append(("meet", number)))
 
     def read_count(_, number):
         calls.append(("read", number))
         return jnp.int32(0)
 
-    monkeypatch.setattr(few_rows_chain, "read_count", read_count)
-    chain = RINGS[1]
+    def settle_x(broadcast, words, smem, column, *, shape, config):
+        calls.append(("receive", shape.in_features))
+        return _settle_x(broadcast, words, smem, column, shape=shape, config=config)
+
+    _settle_x = few_rows_moves.settle_x
+    monkeypatch.setattr(few_rows_moves, "settle_x", settle_x)
+    monkeypatch.setattr(few_rows_chain_cta, "read_count", read_count)
     shapes, configs = chain.shapes, chain.configs
     *inputs, _ = chain.inputs()
     jax.jit(lambda *arrays: few_rows_chain._launch(*arrays, shapes, configs)).trace(*inputs)
+    return calls
+
+
+@needs_interpreter
+def test_what_the_ring_holds_of_x_is_received_and_ctas_meet_for_the_rest(monkeypatch):
+    chain = Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS)
+    calls = traced_calls(chain, monkeypatch)
+    steps = [config.tiles * config.blocks(shape) for shape, config in zip(chain.shapes, chain.configs)]
+    assert steps == [2, 16, 8]
+    assert chain.configs[0].num_stages == 4, "the last two products have more steps than the ring has stages"
+    ctas = num_ctas(chain.configs)
+    computing = [("come", 0, ctas), ("come", 1, ctas)]
+    moving = [("read", 0), ("read", 1), *[("receive", 2048)] * 4, ("meet", 0), *[("receive", 8192)] * 4, ("meet", 1)]
+    assert calls == computing + moving
+
+
+@needs_interpreter
+def test_results_of_many_rows_are_not_broadcast(monkeypatch):
+    calls = traced_calls(Chain(rows=5), monkeypatch)
+    assert not [call for call in calls if call[0] == "receive"]
+
+
+def test_words_lie_in_shared_memory_as_copies_of_x_would(monkeypatch):
+    """In tiles of 8 rows and 64 columns, of whose rows of 128 bytes the hardware exchanges chunks of 16."""
+    whole = lambda f: lambda a, b: f(int(a), int(b))
+    integers = types.SimpleNamespace(
+        addi=whole(operator.add), muli=whole(operator.mul), xori=whole(operator.xor), divui=whole(operator.floordiv),
+        remui=whole(operator.mod),
+    )  # fmt: skip
+    monkeypatch.setattr(few_rows_broadcast, "arith", integers)
+    monkeypatch.setattr(few_rows_broadcast, "_i32", int)
+    places = np.array(
+        [[few_rows_broadcast._place_in_tiles(row, column) for column in range(128)] for row in range(24)]
+    )  # fmt: skip
+    assert sorted(places.flat) == list(range(0, 24 * 128 * 2, 2))
+    for row, column in np.ndindex(24, 128):
+        tile, chunk = row // 8 * 2 + column // 64, column % 64 // 8
+        assert places[row, column] == tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + column % 8 * 2
+
+
+@needs_interpreter
+def test_all_ctas_come_to_each_meeting_and_read_its_count_before(monkeypatch):
+    """In the order of `chain_model.py`; those without a part of a product come by the warpgroup that reads counts."""
+    monkeypatch.setattr(few_rows_chain_cta, "broadcasts", lambda rows: False)
+    calls, configs = traced_calls(RINGS[1], monkeypatch), RINGS[1].configs
     ctas = num_ctas(configs)
     assert [config.num_ctas == ctas for config in configs] == [True, False, True]
     computing = [("come", 0, ctas), ("come", 1, ctas)]
@@ -190,7 +241,7 @@ def test_over_devices_sums_and_heads_end_in_exchanges_and_the_first_x_has_an_off
         found[fields["shape"]] = (fields["end"] is not None, fields["x_offset"] is not None)
         return CtaProduct(**fields)
 
-    monkeypatch.setattr(few_rows_chain, "CtaProduct", recorded)
+    monkeypatch.setattr(few_rows_chain_cta, "CtaProduct", recorded)
     chain = Chain(heads=(2, 2, 64), ctas=20)
     caches = [jax.ShapeDtypeStruct((1, 8, 4, 64), jnp.bfloat16)] * 2  # KV heads of both devices
     x, residual, weights, scales, heads = chain.array_shapes()

@@ -11,7 +11,7 @@ import pytest
 from lean_cases import Call
 from lean_interpreter import check, has_race, needs_interpreter, set_layout
 
-from tree_attn.kernels import kv_parts, lean_merge, lean_walk
+from tree_attn.kernels import kv_parts, lean_compute, lean_merge, lean_walk
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import tall as tall_kernel
 
@@ -54,11 +54,16 @@ SHORT_OUTPUT_TILES = Call(lengths=(40, 3, 64), slots=64)
 
 
 @pytest.mark.parametrize("call", [Call(), SHORT_OUTPUT_TILES], ids=str)
-@pytest.mark.parametrize("barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[query_place]"])
+@pytest.mark.parametrize(
+    "barrier",
+    ["self.barriers.key_full.at[stage]", "self.barriers.value_full.at[stage]", "self.query_full.at[query_place]"],
+)
 def test_a_wait_that_is_left_out_is_found(barrier, call, monkeypatch):
     set_layout(monkeypatch, num_ctas=1)
-    changed = mutant(lean_kernel, f"plgpu.barrier_wait({barrier})")
-    monkeypatch.setattr(lean_kernel, "lean_attention", changed.lean_attention)
+    changed = mutant(lean_compute, f"plgpu.barrier_wait({barrier})")
+    monkeypatch.setattr(lean_compute, "RunCompute", changed.RunCompute)
+    monkeypatch.setattr(lean_compute, "LeanStages", changed.LeanStages)
+    monkeypatch.setattr(lean_kernel, "lean_attention", mutant(lean_kernel, None).lean_attention)
     assert has_race(call)
 
 

@@ -25,6 +25,7 @@ from tree_attn.kernels.exchange import (
     locate,
     merged_results,
     step_number,
+    writing,
 )
 
 # Partial states that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With
@@ -97,25 +98,32 @@ class Epilogue:
 
         Args:
           spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
-          out_ref, lse_ref: of the results; out may have other axes than `[output tiles, columns, H]`.
+          out_ref, lse_ref: of the results.
         """
 
         def emit(place, step, spans_ref, out_ref, lse_ref):
-            step = step.registers.item()
-            head_dim = math.prod(out_shape) // math.prod(lse_shape)
-            out_ref = mgpu.utils.memref_reshape(out_ref, (*lse_shape, head_dim))
-            cta = gpu.block_id(gpu.Dimension.x)
-            exchanges = arith.cmpi(arith.CmpIPredicate.ult, cta, arith.constant(ir.IndexType.get(), NUM_CTAS))
-            with mgpu.when(exchanges):
-                words = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
-                purpose = _merging_partials(words, padded_head_dim, self.num_ctas, step, spans_ref, out_ref, lse_ref)
-                for way in both_ways(*purpose, self.buffers, place, step):
-                    way()
+            step, results = step.registers.item(), writing(out_ref, lse_ref)
+            self.exchange(place, step, spans_ref, results, padded_head_dim)
             count_step(self.buffers, place, step, self.num_ctas)
 
-        out_shape, lse_shape = out_ref.shape, lse_ref.shape
         refs = [(ref, plgpu.RefType()) for ref in (spans_ref, out_ref, lse_ref)]
         self._inline(emit, rank_ref, (step, SCALAR), *refs)
+
+    def exchange(self, place: Place, step, spans_ref, results, padded_head_dim: int) -> None:
+        """Emits the exchange of the merged states; results are arguments of `exchange.merged_results`."""
+        shape, *_ = results
+        merged = self.merged(place, step, spans_ref, shape, padded_head_dim)
+        count, place_of, receive = merged_results(*results)
+        exchanges = arith.cmpi(arith.CmpIPredicate.ult, gpu.block_id(gpu.Dimension.x), _index(NUM_CTAS))
+        with mgpu.when(exchanges):
+            sent = lambda element: merged(*place_of(element))
+            for way in both_ways(count, sent, receive, self.buffers, place, step):
+                way()
+
+    def merged(self, place: Place, step, spans_ref, shape, padded_head_dim: int):
+        """Returns a function of `(output tile, column, head dim, is_lse)` that merges partial states."""
+        words = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
+        return _merging_partials(words, padded_head_dim, self.num_ctas, step, spans_ref, shape)
 
     def _inline(self, emit, rank_ref, *operands, returned=None):
         return inline(self.buffers, emit, rank_ref, *operands, returned=returned)
@@ -143,20 +151,18 @@ def begin_step(buffers: Buffers, rank_ref):
     return inline(buffers, emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
 
 
-def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merged_ref, merged_lse_ref):
-    """Returns the purpose that merges an output tile's partial states, each thread for its element, and exchanges.
+def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, shape):
+    """Returns a function that merges an output tile's partial states, each thread for its element.
 
     `words(partial, columns=...)` is the address of a partial state's words; each is read until it bears `step`.
     """
     i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     real = functools.partial(arith.constant, f32)
-    count, place, receive = merged_results(merged_ref, merged_lse_ref)
-    output_tiles, columns, _ = ir.MemRefType(merged_ref.type).shape
+    output_tiles, columns, _ = shape
     at_once = min(-(-num_ctas // output_tiles) + 1, PARTIALS_AT_ONCE)
 
-    def sent(element):
-        output_tile, column, dim, is_lse = place(element)
+    def merged(output_tile, column, dim, is_lse):
         first, end = (arith.index_cast(index, memref.load(spans_ref, [output_tile, at(i)])) for i in range(2))
         loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
         with ir.InsertionPoint(loop.body):
@@ -188,7 +194,7 @@ def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, merg
             scf.YieldOp(_folded(parts, top, total, acc))
         return _finished(*loop.results, is_lse)
 
-    return count, sent, receive
+    return merged
 
 
 def _folded(parts, top, total, acc):
@@ -210,6 +216,10 @@ def _finished(top, total, acc, is_lse):
     lse = arith.mulf(arith.addf(top, ops.log2(total)), real(math.log(2)))
     lse = arith.select(is_empty, real(-math.inf), lse)
     return arith.select(is_lse, lse, arith.select(is_empty, real(0.0), arith.divf(acc, total)))
+
+
+def _index(value: int):
+    return arith.constant(ir.IndexType.get(), value)
 
 
 def _partial_words(buffers: Buffers, place: Place, partial, head_dim: int, columns: int):

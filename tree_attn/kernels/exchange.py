@@ -47,17 +47,19 @@ LOWEST = float(np.finfo(np.float32).min)
 class Buffers:
     """The devices' buffers: their addresses (`tree_attn.reduce.peer_memory`) and their layout.
 
-    table:     address, in host memory, of the addresses of all ranks' buffers and of this process's rank,
-               uint64 `[num_ranks + 1]`
-    capacity:  elements of one slot
+    table:          address, in host memory, of the addresses of all ranks' buffers and of this process's rank,
+                    uint64 `[num_ranks + 1]`; None: there is one rank, and a kernel gets its buffer as an argument
+    capacity:       elements of one slot
+    partial_words:  for the device's partial states
 
     A buffer is `2 * num_ranks` slots of `capacity` words of 8 bytes. Then comes the number of exchanges so far, once
-    for each of `MAX_CTAS` CTAs. Last come `PARTIAL_WORDS` for the device's partial states.
+    for each of `MAX_CTAS` CTAs. Last come `partial_words`.
     """
 
-    table: int
+    table: int | None
     num_ranks: int
     capacity: int
+    partial_words: int = PARTIAL_WORDS
 
     replace = dataclasses.replace
 
@@ -74,7 +76,7 @@ class Buffers:
     @property
     def num_bytes(self) -> int:
         """Size of a buffer."""
-        return self.partials_offset + PARTIAL_WORDS * ops.WORD_BYTES
+        return self.partials_offset + self.partial_words * ops.WORD_BYTES
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
@@ -156,7 +158,14 @@ class Place(NamedTuple):
 
 
 def locate(buffers: Buffers, rank_ref) -> Place:
-    """Returns where the buffers are; `rank_ref` is of `exchange`'s rank, or None."""
+    """Returns where the buffers are.
+
+    Args:
+      rank_ref: of `exchange`'s rank, or None; of the buffer itself, if `buffers.table` is None.
+    """
+    if buffers.table is None:
+        base = llvm.ptrtoint(ops.i64(), mgpu.utils.memref_ptr(rank_ref))
+        return Place([base], base, ops.constant(0))
     with ir.InsertionPoint(ops.kernel_launch()):  # the host's, at every launch: parameters of the kernel
         pointer = ir.Type.parse("!llvm.ptr")
         entries = (ops.constant(buffers.table + ops.WORD_BYTES * i) for i in range(buffers.num_ranks + 1))
@@ -196,12 +205,14 @@ class Transport(NamedTuple):
     """Functions of an element, an index.
 
     send:              `send(element, x)` writes to all devices
+    address:           `address(element)` returns where the first rank's word is received
     received:          `received(element)` waits, and returns the float32 of all ranks, in their order
     received_of_many:  `received_of_many(elements, are_wanted)` yields the same for each, and waits for several at once;
                        of those that are not wanted it yields anything
     """
 
     send: Callable
+    address: Callable
     received: Callable
     received_of_many: Callable
 
@@ -238,7 +249,7 @@ def transport(buffers: Buffers, place: Place, step) -> Transport:
             for _ in some:
                 yield list(itertools.islice(found, buffers.num_ranks))
 
-    return Transport(send, received, received_of_many)
+    return Transport(send, lambda element: addresses(element)[0], received, received_of_many)
 
 
 def _await_words(addresses, are_wanted, step) -> list:
@@ -261,7 +272,7 @@ def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
     """Returns two functions: one emits the sending of an exchange, the other the receiving."""
     at = functools.partial(arith.constant, ir.IndexType.get())
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    send, received, _ = transport(buffers, place, step)
+    send, _, received, _ = transport(buffers, place, step)
 
     def each_element(body):
         first = arith.addi(thread, arith.muli(cta, at(THREADS)))
@@ -277,7 +288,7 @@ def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
 
 def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
     """Returns the purpose that merges states."""
-    count, place, receive = merged_results(merged_ref, merged_lse_ref)
+    count, place, receive = merged_results(*writing(merged_ref, merged_lse_ref))
 
     def sent(element):
         output_tile, column, dim, is_lse = place(element)
@@ -287,14 +298,27 @@ def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
     return count, sent, receive
 
 
-def merged_results(merged_ref, merged_lse_ref):
-    """Returns `(count, place, receive)` of an exchange that writes `out [output tiles, columns, H]` and lse.
+def writing(merged_ref, merged_lse_ref):
+    """Returns the arguments of `merged_results` for results that are written to references."""
+
+    def write(x, *place):
+        memref.store(ops.narrowed(x, merged_ref), merged_ref, list(place))
+
+    return ir.MemRefType(merged_ref.type).shape, write, lambda x, *place: memref.store(x, merged_lse_ref, list(place))
+
+
+def merged_results(shape, write, write_lse):
+    """Returns `(count, place, receive)` of an exchange of `out [output tiles, columns, H]` and lse.
 
     Columns vary fastest, as in LeanAttention's partial states, and lse comes after the H head dims.
+
+    Args:
+      shape: of out.
+      write, write_lse: take a result, float32, and its indices.
     """
     f32 = ir.F32Type.get()
     at = functools.partial(arith.constant, ir.IndexType.get())
-    output_tiles, columns, head_dim = ir.MemRefType(merged_ref.type).shape
+    output_tiles, columns, head_dim = shape
 
     def place(element):
         """Returns an element's output tile, column and head dim, and whether it is an lse (with the last head dim)."""
@@ -324,10 +348,10 @@ def merged_results(merged_ref, merged_lse_ref):
         with ir.InsertionPoint(branch.then_block):
             log = arith.mulf(ops.log2(total), arith.constant(f32, math.log(2)))
             merged = arith.select(is_empty, arith.constant(f32, -math.inf), arith.addf(top, log))
-            memref.store(merged, merged_lse_ref, [output_tile, column])
+            write_lse(merged, output_tile, column)
             scf.YieldOp([])
         with ir.InsertionPoint(branch.else_block):
-            memref.store(ops.narrowed(result, merged_ref), merged_ref, [output_tile, column, dim])
+            write(result, output_tile, column, dim)
             scf.YieldOp([])
 
     return output_tiles * columns * (head_dim + 1), place, receive

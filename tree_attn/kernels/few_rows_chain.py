@@ -4,8 +4,10 @@ Each CTA runs its part of one operation after another, through one ring of stage
 on nothing. So one warpgroup copies those of all products as stages become free, while other CTAs still multiply and
 while all meet. It keeps few copies on their way at once: what CTAs tell each other waits behind these.
 
-Another warpgroup copies x. CTAs meet between operations (`meetings.py`): each comes when it has written its part of a
-result, and copies x of the next product when all have come. The kernel has no more CTAs than SMs, so all run at once.
+Another warpgroup moves x. Results of few rows are broadcast to all CTAs, which wait for each number
+(`few_rows_broadcast.py`). For others CTAs meet (`meetings.py`): each comes when it has written its part of a result,
+and copies x of the next product when all have come. So they do before attention, which reads the cache that the product
+before it writes. The kernel has no more CTAs than SMs, so all run at once.
 
 Attention can be one of the operations: it follows the product that makes heads (`few_rows_chain_attention.py`), and a
 whole layer is one launch then.
@@ -27,8 +29,6 @@ Source: Spector et al., "Look Ma, No Bubbles! Designing a Low-Latency Megakernel
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +37,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.few_rows import REDUCTION_BYTES, in_rows, multiply_few_rows, multiply_into_cache, queries_of
-from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, CtaAttention, attention_barriers
-from tree_attn.kernels.few_rows_chain_layout import fold_name, num_ctas, shared_scratch
-from tree_attn.kernels.few_rows_cta import CtaProduct, full_barriers, ring_scratch
+from tree_attn.kernels.few_rows_broadcast import clear, words_of
+from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_barriers
+from tree_attn.kernels.few_rows_chain_cta import HEADS, CtaChain, Steps
+from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, num_ctas, shared_scratch
 from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape
-from tree_attn.kernels.few_rows_ring import Ring, copies_together
+from tree_attn.kernels.few_rows_moves import full_barriers
+from tree_attn.kernels.few_rows_ring import copies_together
 from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_walk import run_of_cta
-from tree_attn.kernels.meetings import come, meet, read_count
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import launch
-
-HEADS = ("angles", "slots", "key", "value")  # arguments of a product that ends in heads
 
 
 class Warpgroup(enum.IntEnum):
@@ -89,11 +87,11 @@ def multiply_chain(
     def run(x, residual, weights, scales, heads, rank, tables):
         options = dict(rank=rank, attention=attention)
         if heads is None:
-            return _launch(x, residual, weights, scales, shapes, configs, buffers, **options)[0][-1]
+            return _launch(x, residual, weights, scales, shapes, configs, buffers, **options)[-1]
         *places, key, value = heads
         key, value = jax.new_ref(key), jax.new_ref(value)
         options |= dict(zip(HEADS, (*places, key, value), strict=True)) | (tables or {})
-        results, _ = _launch(x, residual, weights, scales, shapes, configs, buffers, **options)
+        results = _launch(x, residual, weights, scales, shapes, configs, buffers, **options)
         caches = jax.freeze(key), jax.freeze(value)
         if attention is not None:
             return results[-1], *caches
@@ -115,17 +113,14 @@ def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
 
 
 def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attention=None, **others):
-    """Returns the results of all products, and what attention writes.
-
-    Results that are x of a product have rows that pad them, for its copies.
-    """
+    """Returns the results of all products; those that are x of a product have rows that pad them, for its copies."""
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
     # Not int32: counts do not stay zero, and the compiler may give attention's counts the same memory.
     arrays |= {"counts": jnp.zeros(len(shapes) - (attention is None), jnp.uint32)}
-    if attention is not None and attention.is_cut and attention.epilogue is None:
-        arrays |= {"arrivals": jnp.zeros(attention.shape.num_output_tiles, jnp.int32)}
+    if broadcasts(rows):
+        arrays |= {"words": words_of(chain_buffers(shapes, attention))}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
     arrays = {name: array for name, array in (arrays | others).items() if array is not None}
@@ -134,10 +129,9 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     for number, shape in enumerate(shapes):
         if shape.heads is not None:
             results[number] = queries_of(shape, arrays["key"].shape[2])
-    outputs = [] if attention is None else attention.outputs(padded)
-    written = launch(
+    return launch(
         functools.partial(_multiply, tuple(arrays), shapes, configs, attention, buffers),
-        out_type=(*results, *outputs),
+        out_type=tuple(results),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
         num_threads=len(Warpgroup),
@@ -145,22 +139,10 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
         scratch_bytes=REDUCTION_BYTES,
         name="few_rows_chain" if buffers is None else "few_rows_chain_sum",
     )(*arrays.values())
-    return written[: len(shapes)], written[len(shapes) :]
-
-
-def refs_of(named: dict, outputs, shapes, attended=None) -> list[dict]:
-    """Returns the arguments of each product by name; `attended` is x of the one after heads."""
-    x, residual, products = named["x"], named.get("residual"), []
-    for number, (shape, out) in enumerate(zip(shapes, outputs, strict=True)):
-        refs = {"x": x, "weights": named[f"weights {number}"], "scale": named.get(f"scale {number}")}
-        products.append(refs | {"residual": residual} | {name: named.get(name) for name in (*HEADS, "rank")})
-        x, residual = out if shape.heads is None else attended, out if shape.has_residual else residual
-    return products
 
 
 def _multiply(names, shapes, configs, attention, buffers, *refs):
-    named, written = dict(zip(names, refs)), refs[len(names) :]
-    outputs, attended = written[: len(shapes)], written[len(shapes) :]
+    named, outputs = dict(zip(names, refs)), refs[len(names) :]
     is_cut = [buffers is not None and (shape.has_residual or shape.heads is not None) for shape in shapes]
     ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
     assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
@@ -169,8 +151,8 @@ def _multiply(names, shapes, configs, attention, buffers, *refs):
     assert len(tiles) <= 1, "products of the residual stream have the same tiles"
 
     def multiply(fulls, free, **smem):
-        chain = _CtaChain(
-            shapes=shapes, configs=configs, attention=attention, named=named, outputs=outputs, attended=attended,
+        chain = CtaChain(
+            shapes=shapes, configs=configs, attention=attention, buffers=buffers, named=named, outputs=outputs,
             ends=ends, fulls=fulls, free=free, smem=smem,
         )  # fmt: skip
         works = {
@@ -192,150 +174,34 @@ def _multiply(names, shapes, configs, attention, buffers, *refs):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _CtaChain:
-    """The operations of a CTA, one after another in its ring, and their meetings.
-
-    Attributes:
-      named, outputs, attended: references of arguments, of products' results, and of what attention writes.
-      ends, fulls: of each product its end and the barriers of copies; fulls may be one for all.
-      free: barriers of the ring.
-      smem: of `shared_scratch` and `attention_barriers`.
-    """
-
-    shapes: tuple[FewRowsShape, ...]
-    configs: tuple[FewRowsConfig, ...]
-    attention: AttentionLayout | None
-    named: dict
-    outputs: tuple
-    attended: tuple
-    ends: list
-    fulls: list
-    free: Any
-    smem: dict
-
-    @property
-    def operations(self) -> list[tuple[int | None, Any]]:
-        """Returns the products' numbers in their order, and where attention is, None; and the config of each."""
-        found: list[tuple[int | None, Any]] = []
-        for number, (shape, config) in enumerate(zip(self.shapes, self.configs)):
-            found.append((number, config))
-            if shape.heads is not None and self.attention is not None:
-                found.append((None, self.attention.config))
-        return found
-
-    def run(self) -> "Iterator[CtaProduct | CtaAttention]":
-        """Yields the operations as the CTA runs them; what comes of attention is read from memory, in its turn."""
-        first_step: Any = 0
-        attended = self.attended[0] if self.attended else None
-        refs = refs_of(self.named, self.outputs, self.shapes, attended)
-        for number, config in self.operations:
-            ring = Ring(
-                full=self.fulls[0 if len(self.fulls) == 1 else -1 if number is None else number], free=self.free,
-                num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
-            )  # fmt: skip
-            operation = self._attention(ring) if number is None else self._product(number, refs[number], ring)
-            yield operation
-            num = operation.num_steps
-            first_step = first_step + (num if self.has_all(config) else jnp.where(_is_here(config), num, 0))
-
-    def run_to_end(self) -> "list[CtaProduct | CtaAttention]":
-        """Returns the operations, which know the number of all steps."""
-        operations = list(self.run())
-        (*_, config), last = (config for _, config in self.operations), operations[-1]
-        num = last.num_steps if self.has_all(config) else jnp.where(_is_here(config), last.num_steps, 0)
-        num_steps = last.ring.first_step + num
-        with_all = lambda ring: dataclasses.replace(ring, num_steps=num_steps)
-        return [dataclasses.replace(operation, ring=with_all(operation.ring)) for operation in operations]
-
-    def _product(self, number: int, refs: dict, ring: Ring) -> CtaProduct:
-        shape, config, end = self.shapes[number], self.configs[number], self.ends[number]
-        scratch = ring_scratch(shape, config)
-        smem = {name: self.smem[name] for name in scratch if name not in ("fold_smem", "weights_smem")}
-        if "fold_smem" in scratch:
-            smem["fold_smem"] = self.smem[fold_name(scratch["fold_smem"].shape)]
-        is_whole = number == 0 or self.shapes[number - 1].heads is not None  # of all devices, where others are a part
-        has_offset = end is not None and shape.heads is None and is_whole
-        return CtaProduct(
-            shape=shape, config=config, refs=refs, out_ref=self.outputs[number], end=end, ring=ring,
-            x_offset=functools.partial(end.first_of_rank, refs["rank"], shape.in_features) if has_offset else None,
-            weights_smem=self.smem["ring_smem"][0], **smem,
-        )  # fmt: skip
-
-    def _attention(self, ring: Ring) -> CtaAttention:
-        await_previous_kernel()  # it may have made the tables
-        query = next(out for shape, out in zip(self.shapes, self.outputs) if shape.heads is not None)
-        names = ("query_smem", "softmax_smem", *attention_barriers())
-        return CtaAttention(
-            layout=self.attention, refs=self.named | {"query": query}, outputs=self.attended, ring=ring,
-            run=run_of_cta(self.named, self.attention.shape, self.attention.config),
-            kv_smem=self.smem["ring_smem"][1], words_smem=self.smem["turn_smem"],
-            **{name: self.smem[name] for name in names},
-        )  # fmt: skip
-
-    def has_all(self, config) -> bool:
-        """Returns whether all CTAs have a part of an operation of that config."""
-        return config.num_ctas == num_ctas(self.configs)
-
-    def read_counts(self) -> list:
-        """Returns the counts before the CTA comes."""
-        return [read_count(self.named["counts"], number) for number in range(len(self.operations) - 1)]
-
-    def if_here(self, number: int, body) -> None:
-        """Runs `body` if the CTA has a part of operation `number`."""
-        _, config = self.operations[number]
-        if self.has_all(config):
-            body()
-        else:
-            pl.when(_is_here(config))(body)
-
-    def come_without(self, number: int) -> None:
-        """Comes to the meeting after an operation of which the CTA has no part."""
-        _, config = self.operations[number]
-        if number < len(self.operations) - 1 and not self.has_all(config):
-            pl.when(~_is_here(config))(lambda: self.come(number))
-
-    def come(self, number: int) -> None:
-        """Comes to the meeting after an operation, whose part the CTA has written."""
-        come(self.named["counts"], number, num_ctas(self.configs))
-
-    def meet(self, number: int, before) -> None:
-        """Waits for the whole result of an operation."""
-        meet(self.named["counts"], number, before)
-
-
-def _is_here(config):
-    return lax.axis_index("cta") < config.num_ctas
-
-
-def _move_weights(chain: _CtaChain) -> None:
+def _move_weights(chain: CtaChain) -> None:
     begin_next_kernel()
-    for number, operation in enumerate(chain.run()):
+    for number, operation in enumerate(chain.run(Steps())):
         chain.if_here(number, operation.move_weights)
 
 
-def _move_x(chain: _CtaChain) -> None:
+def _move_x(chain: CtaChain) -> None:
+    if chain.broadcasts:
+        clear(chain.smem["x_smem"])
     await_previous_kernel()
     before = chain.read_counts()
-    for number, operation in enumerate(chain.run()):
+    for number, operation in enumerate(chain.run(chain.begin_steps())):
 
         def move(number=number, operation=operation):
-            if number > 0:
-                chain.meet(number - 1, before[number - 1])
-            operation.move_x()
+            operation.move_x(functools.partial(chain.meet, number - 1, before))
 
         chain.if_here(number, move)
         chain.come_without(number)  # after the counts have been read
 
 
-def _compute(chain: _CtaChain) -> None:
+def _compute(chain: CtaChain) -> None:
     await_previous_kernel()
-    operations = chain.run_to_end()
-    for number, operation in enumerate(operations):
+    steps = chain.begin_steps()
+    for number, operation in enumerate(chain.run_to_end(steps)):
 
         def compute(number=number, operation=operation):
             operation.compute()
-            if number < len(operations) - 1:
-                chain.come(number)
+            chain.come(number)
 
         chain.if_here(number, compute)
+    chain.count_steps(steps)

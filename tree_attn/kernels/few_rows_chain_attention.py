@@ -4,80 +4,65 @@ Keys and values pass through the chain's ring: a stage holds a KV tile where it 
 tokens depend on nothing in the launch. So they are on their way, and weights behind them, while CTAs meet after the
 heads. The last KV tile of an output tile may have the new token. Its copy waits for that meeting.
 
-The schedule and what is computed are the lean kernel's (`lean_walk.py`, `lean_compute.py`). The last CTA that leaves a
-partial state of an output tile merges them. Over several devices all merge, and exchange (`epilogue.py`).
+The schedule and what is computed are the lean kernel's (`lean_walk.py`, `lean_compute.py`). All partial states are left
+in words. CTAs merge a part of the result each, with other devices' if there are any, and broadcast it
+(`few_rows_broadcast.py`).
 """
 
 import dataclasses
-import math
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.few_rows_broadcast import Broadcast, BroadcastEnd
 from tree_attn.kernels.few_rows_copies import await_copies, copy_kv_together
 from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS, Ring, copies_together
-from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.kv_parts import has_broken_group
 from tree_attn.kernels.lean_compute import RunCompute
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, num_partials
-from tree_attn.kernels.lean_merge import finished, merges_in_launch
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, num_partials
 from tree_attn.kernels.lean_products import products_of, query_tiling
-from tree_attn.kernels.lean_results import store_partial
 from tree_attn.kernels.lean_walk import Run, tile_slots, walk
-from tree_attn.kernels.plain_copies import store_columns
 from tree_attn.kernels.query_layout import QUERY_MULTIPLE
 from tree_attn.kernels.registers import tiling
 
 HEAD_DIMS = (64, 128)  # of which a stage holds a KV tile as tensor cores take it
 QUERY_PLACES = 1
-MERGED_ELEMENTS = 8192  # weighted values of partial states that are read together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionLayout:
-    """What is static of attention within a chain.
+    """Describes attention within a chain: what of it is static.
 
-    shape, config: as of `lean.lean_attention`; `config.num_stages` does not count, for the ring's stages do.
-    group:         query columns of an output tile, without padding
-    epilogue:      the exchange with other devices in which it ends, or None
+    shape, config:  as of `lean.lean_attention`, of which all output tiles leave partial states; `config.num_stages`
+                    does not count, for the ring's stages do
+    group:          query columns of an output tile, without padding
+    buffers:        in which its result is merged with other devices' (`exchange.Buffers`); None: there are none
     """
 
     shape: LeanShape
     config: LeanConfig
     group: int
-    epilogue: Any = None
+    buffers: Buffers | None = None
 
     @property
-    def is_cut(self) -> bool:
-        """Returns whether runs may cut output tiles."""
-        return not has_whole_output_tiles(self.shape, self.config)
+    def num_features(self) -> int:
+        """Returns the features of a row of the result."""
+        return self.shape.num_kv_heads * self.group * self.shape.head_dim
 
     @property
-    def merges(self) -> bool:
-        """Returns whether CTAs can merge the partial states that there are."""
-        return not self.is_cut or merges_in_launch(self.shape, self.config, self.merged_at_once)
+    def partials(self) -> tuple[int, int]:
+        """Returns how many partial states there may be, and the words of each."""
+        return num_partials(self.shape, self.config), (self.shape.padded_head_dim + 2) * self.group
 
-    @property
-    def merged_at_once(self) -> int:
-        """Returns how many partial states a CTA reads together; of more, a thread has no registers for all maxima."""
-        return min(8, MERGED_ELEMENTS // (self.shape.padded_head_dim * self.shape.cols))
-
-    def outputs(self, rows: int) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes and dtypes of what it writes: the result, `[rows, N H]`, and what only CTAs read."""
-        shape = self.shape
-        num_features = shape.num_kv_heads * self.group * shape.head_dim
-        outputs = [jax.ShapeDtypeStruct((rows, num_features), shape.dtype)]
-        if self.epilogue is not None:
-            return [*outputs, jax.ShapeDtypeStruct((shape.num_output_tiles, self.group), jnp.float32)]
-        if not self.is_cut:
-            return outputs
-        count = num_partials(shape, self.config)
-        accs = jax.ShapeDtypeStruct((count, shape.padded_head_dim, shape.cols), jnp.float32)
-        return [*outputs, accs, jax.ShapeDtypeStruct((count, 2, shape.cols), jnp.float32)]
+    def end(self, local: Buffers) -> BroadcastEnd:
+        """Returns its end; `local` are the buffers of broadcasts."""
+        result = self.shape.num_output_tiles, self.group, self.shape.head_dim
+        return BroadcastEnd(self.buffers or local, self.config.num_ctas, result)
 
 
 def unsupported_attention(shape: LeanShape, group: int) -> str | None:
@@ -123,23 +108,24 @@ class CtaAttention:
     """Attention of a CTA, with the methods of `CtaProduct`.
 
     Attributes:
-      refs: "query" `[B K, G, H]`, "key" and "value" `[B, S, K, H]`, and tables as `lean.lean_attention` takes them.
-      outputs: references of `AttentionLayout.outputs`.
+      refs: "query" `[B K, G, H]`, "key" and "value" `[B, S, K, H]`, "rank", and tables as `lean.lean_attention` takes
+        them.
       run, ring: of the CTA.
-      kv_smem: of `kv_scratch`; words_smem: 8 bytes of the computing warpgroup.
+      broadcast: of the result, `[B, N H]`; exchange_step: the number of its step with other devices, if there are any.
+      kv_smem: of `kv_scratch`.
       heads_there: a barrier at which the warpgroup that moves x arrives when CTAs have met after the heads.
       others: of `attention_scratch` and `attention_barriers`.
     """
 
     layout: AttentionLayout
     refs: dict
-    outputs: tuple
     run: Run
     ring: Ring
+    broadcast: Broadcast | None
+    exchange_step: Any
     kv_smem: Any
     query_smem: Any
     softmax_smem: Any
-    words_smem: Any
     query_full: Any
     query_free: Any
     heads_there: Any
@@ -167,8 +153,9 @@ class CtaAttention:
 
         walk(self.run, self.refs, shape, config, move_segment, is_first_to_read=True)
 
-    def move_x(self) -> None:
-        """Copies queries, when CTAs have met; at each step it keeps pace with the ring."""
+    def move_x(self, await_all: Callable) -> None:
+        """Copies queries, when all are in memory; at each step it keeps pace with the ring."""
+        await_all()
         if copies_together():
             plgpu.barrier_arrive(self.heads_there)
 
@@ -191,20 +178,17 @@ class CtaAttention:
         walk(self.run, self.refs, self.layout.shape, self.layout.config, move_segment)
 
     def compute(self) -> None:
-        """Attends, and writes the results of the output tiles that the CTA is to finish."""
-        layout = self.layout
-        if layout.epilogue is not None:
-            self._await_heads()  # the CTAs have counted the exchange before
-        products = products_of(layout.shape)(
-            shape=layout.shape, config=layout.config, weights_smem=self.softmax_smem
-        )  # fmt: skip
+        """Attends, leaves partial states, and merges and broadcasts a part of the result."""
+        shape, config, broadcast = self.layout.shape, self.layout.config, self.broadcast
+        is_alone = self.layout.buffers is None
+        tables = self.refs | ({"rank": broadcast.words_ref} if is_alone else {})
+        products = products_of(shape)(shape=shape, config=config, weights_smem=self.softmax_smem)
         RunCompute(
-            tables=self.refs, shape=layout.shape, config=layout.config, run=self.run, epilogue=layout.epilogue,
-            products=products, results=_Results(layout=layout, outputs=self.outputs), outputs=self.outputs,
-            stages=_RingStages(self.ring, self.kv_smem, layout.config.block_kv), query_smem=self.query_smem,
-            query_full=self.query_full, query_free=self.query_free, words_smem=self.words_smem,
-            merged_at_once=layout.merged_at_once, columns=layout.group,
-            writes_results=True,
+            tables=tables, shape=shape, config=config, run=self.run,
+            epilogue=self.layout.end(broadcast.buffers), products=products, results=None, outputs=(broadcast,),
+            stages=_RingStages(self.ring, self.kv_smem, config.block_kv), query_smem=self.query_smem,
+            query_full=self.query_full, query_free=self.query_free, words_smem=None, merged_at_once=0,
+            columns=self.layout.group, writes_results=False, step=broadcast.step if is_alone else self.exchange_step,
         ).compute()  # fmt: skip
 
     def _await_heads(self) -> None:
@@ -253,38 +237,3 @@ class _RingStages:
     def release_values(self, kv_tile) -> None:
         """Does `Stages.release_values`."""
         self.ring.release(kv_tile)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Results:
-    """Results as rows of x of the next product, `[rows, N H]`, and partial states, which threads write.
-
-    The methods are those of `lean_results.CopiedResults`.
-    """
-
-    layout: AttentionLayout
-    outputs: tuple
-
-    def await_memory(self) -> None:
-        """Does nothing."""
-
-    def write(self, output_tile, first_dim: int, state) -> None:
-        """Writes part of the result of an output tile."""
-        acc, top, total = state
-        out, _ = finished(acc, top, total())
-        group, head_dim = self.layout.group, self.layout.shape.head_dim
-        ref, size = self.outputs[0], group * head_dim
-        if is_interpreted():
-            num_tiles = math.prod(ref.shape) // size // ref.shape[0]
-            row, first = lax.div(output_tile, num_tiles), lax.rem(output_tile, num_tiles) * size
-            ref[row, pl.ds(first, size)] = out[:, :group].T.reshape(-1).astype(ref.dtype)
-            return
-        offset = output_tile * size + first_dim
-        store_columns(ref, out, offset, strides=(1, head_dim), num_rows=out.shape[0], num_columns=group)
-
-    def leave(self, partial, first_dim: int, state) -> None:
-        """Writes part of partial state number `partial`."""
-        store_partial(self.layout.shape, self.outputs[-2:], partial, first_dim, state)
-
-    def end(self) -> None:
-        """Does nothing: when a CTA comes to the next meeting, all that it wrote is there."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tree_attn.kernels.few_rows_broadcast import MAX_ROWS
 from tree_attn.kernels.few_rows_call import places_of_rows
 from tree_attn.kernels.few_rows_chain import multiply_chain
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, keys_of_stage, unsupported_attention
@@ -17,7 +18,7 @@ from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.lean_call import lean_shape, plan_call
-from tree_attn.kernels.lean_layout import LeanConfig, num_partials, partial_spans
+from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
 from tree_attn.kernels.registers import WRITES_IN_PLACE
 from tree_attn.kernels.tuning import num_sms
 
@@ -37,7 +38,9 @@ class Norm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewHeads:
-    """Queries, keys and values of new tokens that a chain makes for a layer's attention; the latter go to its cache.
+    """Queries, keys and values of new tokens, which a chain makes for a layer's attention.
+
+    Keys and values go to the layer's cache.
 
     Attributes:
       norm: before the product.
@@ -206,8 +209,8 @@ class WholeLayer(_Chain):
         """Returns products and layouts, attention's layout and its tables; or why one launch cannot do the layer."""
         batch, tokens, _ = self.x.shape
         heads = self.heads
-        if tokens > 1:
-            return f"a chain attends with one query of each sequence, not {tokens}"
+        if tokens > 1 or batch > MAX_ROWS:
+            return f"a chain attends with one query of each of up to {MAX_ROWS} sequences, not {tokens} of {batch}"
         if is_interpreted():
             return "a chain's CTAs meet, which the interpreter has no atomics for"
         if (reason := heads.unsupported(self.output.dtype)) is not None:
@@ -228,24 +231,17 @@ class WholeLayer(_Chain):
         config = LeanConfig(
             block_kv=keys_of_stage(head_dim), num_stages=configs[0].num_stages, num_ctas=num_ctas(configs)
         )  # fmt: skip
-        call = plan_call(query, heads.key, self.spans, config=config, leaves_whole=self.exchange is None, **options)
+        call = plan_call(query, heads.key, self.spans, config=config, leaves_partials=True, **options)
         tables = {name: table for name, table in call.tables.items() if table is not None}
+        tables |= {"spans": partial_spans(call.shape, config, tables)}
         layout = AttentionLayout(shape=call.shape, config=config, group=group)
         if self.exchange is not None:
-            return self._with_exchange(shapes, configs, layout, tables)
-        if not layout.merges:
-            return "a chain's attention merges few partial states"
+            result = jax.ShapeDtypeStruct((lean.num_output_tiles, group, head_dim), lean.dtype)
+            count, _ = layout.partials
+            if self.exchange.epilogue(result, config.num_ctas, count, lean.padded_head_dim) is None:
+                return "a chain's attention exchanges as many partial states as have room"
+            layout = dataclasses.replace(layout, buffers=self.exchange.buffers)
         return shapes, configs, layout, tables
-
-    def _with_exchange(self, shapes, configs, layout: AttentionLayout, tables: dict):
-        shape, config = layout.shape, layout.config
-        result = jax.ShapeDtypeStruct((shape.num_output_tiles, layout.group, shape.head_dim), shape.dtype)
-        count = num_partials(shape, config)
-        epilogue = self.exchange.epilogue(result, config.num_ctas, count, shape.padded_head_dim)
-        if epilogue is None or not layout.is_cut:
-            return "a chain's attention exchanges partial states of output tiles that CTAs share, as many as have room"
-        tables |= {"spans": partial_spans(shape, config, tables)}
-        return shapes, configs, dataclasses.replace(layout, epilogue=epilogue), tables
 
     def run(self):
         """Computes the layer in one launch.

@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_chain_attention import attention_scratch, kv_scratch
-from tree_attn.kernels.few_rows_cta import ring_scratch
+from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.few_rows_broadcast import MAX_ROWS, local_buffers
+from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_layout import (
     OTHER_BYTES,
     TENSOR_ROWS,
@@ -21,6 +22,7 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsShape,
     tiles_of_cta,
 )
+from tree_attn.kernels.few_rows_moves import ring_scratch
 from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
@@ -75,6 +77,19 @@ def chain_configs(
 def _stacks(shape: FewRowsShape, tile: int, slabs: int, stack: int) -> bool:
     is_small = stack * tile <= TENSOR_ROWS and slabs * stack * shape.columns <= MAX_X_ROWS
     return is_small and shape.in_features % (slabs * stack * BLOCK_IN) == 0
+
+
+def broadcasts(rows: int) -> bool:
+    """Returns whether a chain broadcasts results of so many rows; the interpreter has no inline MLIR for it."""
+    return rows <= MAX_ROWS and not is_interpreted()
+
+
+def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:
+    """Returns the layout of the words in which a chain broadcasts."""
+    sizes = [shape.rows * shape.out_features for shape in shapes]
+    if attention is None:
+        return local_buffers(max(sizes))
+    return local_buffers(max(*sizes, shapes[0].rows * attention.num_features), *attention.partials)
 
 
 def num_ctas(configs: tuple[FewRowsConfig, ...]) -> int:

@@ -38,8 +38,12 @@ def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
     return emit(full(0.0, size, LAYOUT), ref, feature)
 
 
-def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig) -> None:
-    """Writes a tile's result, from float32 `[64, cols]` to `[rows, O]`."""
+def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig, broadcast=None) -> None:
+    """Writes a tile's result, from float32 `[64, cols]` to `[rows, O]`.
+
+    Args:
+      broadcast: sends it to all CTAs too (`few_rows_broadcast.Broadcast`); or None.
+    """
     if is_interpreted():
         for first in range(0, config.tile, GRAIN):
 
@@ -50,17 +54,39 @@ def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig)
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def emit(_, result, ref, feature):
+    sending = [] if broadcast is None else broadcast.operands
+    layouts = (layout for _, layout in sending)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT, *layouts))
+    def emit(_, result, ref, feature, *sending):
         at, is_inside = places(feature, shape, config)
+        store = storing(ref, shape, broadcast, sending)
 
         def write(x, place):
             with utils.when(is_inside(*place)):
-                memref.store(narrowed(x, ref), ref, at(*place))
+                store(x, at(*place))
 
         result.foreach(write)
 
-    emit(result, ref, feature)
+    emit(result, ref, feature, *(value for value, _ in sending))
+
+
+def storing(ref, shape: FewRowsShape, broadcast, sending):
+    """Returns a function `(x, [row, feature])` that writes a number of a result, and broadcasts it.
+
+    Args:
+      broadcast, sending: of `write_rows`, and the values of its operands in the kernel; or None, and none.
+    """
+    send = None if broadcast is None else broadcast.transport(*sending).send
+
+    def store(x, place):
+        if send is not None:
+            row, feature = place
+            width = arith.constant(ir.IndexType.get(), shape.out_features)
+            send(arith.addi(arith.muli(row, width), feature), x)
+        memref.store(narrowed(x, ref), ref, place)
+
+    return store
 
 
 def places(feature, shape: FewRowsShape, config: FewRowsConfig):

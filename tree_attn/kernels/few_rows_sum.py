@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import arith
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.epilogue import SCALAR, begin_step, inline
 from tree_attn.kernels.exchange import MAX_CTAS, THREADS, Buffers, count_step, transport
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape
-from tree_attn.kernels.few_rows_results import LAYOUT, places
+from tree_attn.kernels.few_rows_results import LAYOUT, places, storing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,20 @@ class SumEnd:
         returned = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
         return inline(self.buffers, emit, rank_ref, returned=returned)
 
-    def add(self, rank_ref, step, out_ref, result, residual, feature, shape: FewRowsShape) -> None:
+    def add(
+        self, rank_ref, step, out_ref, result, residual, feature, shape: FewRowsShape, broadcast=None
+    ) -> None:  # fmt: skip
         """Writes the sum of all devices' results of a tile, float32 `[64, cols]`, and of the residual if there is one.
 
         Args:
           feature: the tile's first.
+          broadcast: as of `few_rows_results.write_rows`.
         """
+        sending = [] if broadcast is None else broadcast.operands
 
-        def emit(place, out, result, step, feature, *residual):
+        def emit(place, out, result, step, feature, *values):
+            residual, sending = (values[:-2], values[-2:]) if broadcast is not None else (values, ())
+            store = storing(out, shape, broadcast, sending)
             at, is_inside = places(feature, shape, self.config)
             exchange = transport(self.buffers, place, step.registers.item())
             wheres: list = []
@@ -85,16 +91,21 @@ class SumEnd:
                 added = [residuals.pop(0)] if residual else []
                 with utils.when(inside):
                     total = functools.reduce(arith.addf, [*parts, *added])
-                    memref.store(ops.narrowed(total, out), out, at(*where))
+                    store(total, at(*where))
 
         operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
-        operands += [] if residual is None else [(residual, LAYOUT)]
+        operands += ([] if residual is None else [(residual, LAYOUT)]) + sending
         inline(self.buffers, emit, rank_ref, *operands)
 
     def end(self, rank_ref, step) -> None:
         """Counts the step."""
+        count_exchanges(self.buffers, rank_ref, step, self.config.num_ctas)
 
-        def emit(place, step):
-            count_step(self.buffers, place, step.registers.item(), self.config.num_ctas)
 
-        inline(self.buffers, emit, rank_ref, (step, SCALAR))
+def count_exchanges(buffers: Buffers, rank_ref, step, num_ctas: int) -> None:
+    """Counts the exchanges of a kernel of so many CTAs, of which `step` is the last."""
+
+    def emit(place, step):
+        count_step(buffers, place, step.registers.item(), num_ctas)
+
+    inline(buffers, emit, rank_ref, (step, SCALAR))

@@ -143,7 +143,8 @@ class LeanCall:
 
 def plan_call(
     query, key, spans, *, num_slots: int, scale: float, logits_soft_cap: float | None, scales=None, pages=None,
-    is_packed: bool = False, leaves_whole: bool = False, config: LeanConfig | None = None,
+    is_packed: bool = False, leaves_whole: bool = False, leaves_partials: bool = False,
+    config: LeanConfig | None = None,
 ) -> LeanCall:  # fmt: skip
     """Plans a call: the static shape, the tuned layout and the schedule. Arguments are checked already.
 
@@ -156,6 +157,7 @@ def plan_call(
       pages: int32 `[B, pages]` where K and V are pages, else None.
       leaves_whole: the schedule may cut no output tile where lengths are such that a merge would take longer. Not for a
         call that is merged with a state over other keys, or with other devices.
+      leaves_partials: all output tiles leave partial states, which the caller merges, also those that no run cuts.
       config: default: as tuned.
     """
     batch, num_queries, num_heads, _ = query.shape
@@ -176,11 +178,11 @@ def plan_call(
         shape = shape.replace(mask="columns")
         group = num_heads // shape.num_kv_heads
         tables["columns"] = _column_table(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
-    shape = shape.replace(whole_output_tiles=_keeps_output_tiles_whole(shape, config))
+    shape = shape.replace(whole_output_tiles=not leaves_partials and _keeps_output_tiles_whole(shape, config))
     per_sequence = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans)
     leaves_whole = leaves_whole and lean.writes_uncut(shape)
     tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config, leaves_whole=leaves_whole)
-    if num_slots <= config.block_kv and not is_packed:
+    if num_slots <= config.block_kv and not is_packed and not leaves_partials:
         # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths.
         shape, tables["runs"] = shape.replace(static_kv_tiles=1), None
     return LeanCall(query_shape=query.shape, shape=shape, config=config, tables=tables)

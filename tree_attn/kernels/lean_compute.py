@@ -1,4 +1,4 @@
-"""What a CTA of attention computes along its run: the states of the output tiles that it touches, and where they go.
+"""A CTA's computing along its run: the states of the output tiles that it touches, and where they go.
 
 It finds keys and values in stages that another warpgroup fills: those of the lean kernel, or of a chain's ring
 (`few_rows_chain_attention.py`).
@@ -30,7 +30,7 @@ from tree_attn.kernels.registers import scaled_logits, spread
 
 
 class Stages(Protocol):
-    """Where the keys and values of a run's KV tiles are, which are numbered within the run."""
+    """Stages that hold the keys and values of a run's KV tiles, which are numbered within the run."""
 
     def keys(self, kv_tile) -> Any:
         """Waits for the keys of a KV tile, and returns their reference."""
@@ -95,6 +95,7 @@ class RunCompute:
       query_smem, query_full, query_free: places of output tiles' queries, and their barriers.
       words_smem: 8 bytes, where the kernel has arrivals; merged_at_once: of `lean_merge.merges_in_launch`.
       columns: query columns of an output tile, without padding.
+      step: the number of the epilogue's step, if the caller counts; None: the epilogue does.
       writes_results: whether this kernel writes the results of output tiles that no run cuts.
     """
 
@@ -114,11 +115,14 @@ class RunCompute:
     merged_at_once: int
     columns: int
     writes_results: bool
+    step: Any = None
 
     def compute(self) -> None:
         """Attends to all of the run, and writes or leaves what that gives."""
         tables, shape, epilogue = self.tables, self.shape, self.epilogue
-        step = None if epilogue is None else epilogue.begin(tables.get("rank"))
+        step = self.step
+        if epilogue is not None and step is None:
+            step = epilogue.begin(tables.get("rank"))
         num_output_tiles = walk(self.run, tables, shape, self.config, functools.partial(self._attend_segment, step))
         if "arrivals" in tables:
             first = self.run.first_output_tile(shape)

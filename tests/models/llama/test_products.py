@@ -352,6 +352,43 @@ def test_a_layer_is_attention_and_one_launch(
     assert reason is None or reason in caplog.text
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "batch", "expected", "reason"),
+    [
+        ({}, 1, 1, [1, 0, 3], None),  # the head, and each layer
+        ({"window": 6}, 1, 4, [1, 0, 3], None),
+        ({}, 2, 1, [1, 1, 3], "layer 0 is not one launch: a launch attends with one query of each sequence"),
+        ({}, 1, 5, [1, 1, 3], "layer 0 is not one launch: a chain attends with one query of each of up to 4 sequences"),
+        (
+            {"head_dim": 80},
+            1,
+            1,
+            [1, 1, 3],
+            "layer 0 is not one launch: a chain's attention has a head dim of (64, 128)",
+        ),
+        ({"query_key_value_bias": True}, 1, 1, [1 + 3, 0, 3], "layer 0 is not one launch: a chain makes queries"),
+    ],
+    ids=["whole", "window", "two tokens", "many sequences", "head dim", "biases"],
+)
+def test_a_layer_of_one_token_is_one_launch(
+    options, num_tokens, batch, expected, reason, sharding_over, on_one_sm, monkeypatch, caplog
+):  # fmt: skip
+    monkeypatch.setattr("tree_attn.local.mosaic_gpu.unavailable", lambda: None)
+    config = LlamaConfig(**CHAINED | {"num_layers": 3, "head_dim": 64} | options, vocab_size=64, max_position=32)
+    sharding = sharding_over(config, 1)
+    model = Llama(
+        config, sharding, parameters.random(sharding, jnp.bfloat16), unroll_layers=True, products="mosaic_gpu_chain"
+    )
+    attention = by_name("single", sharding, implementation="mosaic_gpu")
+    cache = empty_cache(config, sharding, batch=batch, capacity=32, dtype=jnp.bfloat16, stacks_layers=False)
+    decode = jax.jit(lambda tokens: model.decode(tokens, cache, attention)[0])
+    with caplog.at_level(logging.INFO, "tree_attn"):
+        text = decode.trace(jnp.ones((batch, num_tokens), jnp.int32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert [text.count(f"call @multiply_{name}") for name in ("few_rows", "into_cache", "chain")] == expected
+    assert reason is None or reason in caplog.text
+
+
 def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
     for module in ("few_rows_layout", "few_rows_chain_call"):
         monkeypatch.setattr(f"tree_attn.kernels.{module}.WRITES_IN_PLACE", (0, 10))

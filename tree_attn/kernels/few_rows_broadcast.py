@@ -1,0 +1,260 @@
+"""Results that all CTAs of a chain get by words in memory, for which they need not meet.
+
+A number travels with the step's in a word of 8 bytes, as between devices (`exchange.py`). Who reads the word knows by
+its step whether the number is there. So a result takes one trip to the next product's x. A meeting takes several: until
+all is written, to the count, from the count, and for the copy. But words are four times the bytes, and CTAs that read
+all of x so read weights more slowly. So they do for the stages whose weights wait already. They copy the rest of x,
+for which they have met by then.
+
+The words are a buffer of one rank. A CTA reads the number of steps once, when a launch begins, and counts on. It writes
+the number when it has all that it reads. In step n a CTA has got all results of step n - 1, for which all CTAs had
+those of n - 2. So two slots suffice, as between devices.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
+
+from tree_attn.kernels import mlir as ops
+from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, SCALAR, Epilogue, inline
+from tree_attn.kernels.exchange import THREADS, WORDS_AT_ONCE, Buffers, Transport, count_step, locate, transport
+from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.registers import tiling
+
+MAX_ROWS = 4  # of a result that is broadcast: of more, words are too many for each CTA to read
+
+
+def local_buffers(num_elements: int, num_partials: int = 0, partial_size: int = 0) -> Buffers:
+    """Returns the layout of words.
+
+    Args:
+      num_elements: of a result, at the most.
+      num_partials, partial_size: partial states of attention, and the words of each.
+    """
+    # The last read of an output tile's partials may reach beyond them.
+    partial_words = (num_partials + PARTIALS_AT_ONCE) * partial_size
+    return Buffers(table=None, num_ranks=1, capacity=num_elements, partial_words=partial_words)
+
+
+def words_of(buffers: Buffers):
+    """Returns an array for them, which is zero before a program's first launch, and which kernels write."""
+    return jnp.zeros(buffers.num_bytes // 4, jnp.uint32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broadcast:
+    """A result that is broadcast, `[rows, features]`, float32 in words.
+
+    words_ref, buffers: of `words_of`; step: its number, int32.
+    """
+
+    words_ref: Any
+    buffers: Buffers
+    step: Any
+    features: int
+
+    @property
+    def operands(self) -> list[tuple[Any, Any]]:
+        """Returns what an operation in a kernel needs to send: values and their layouts."""
+        return [(self.words_ref, plgpu.RefType()), (self.step, SCALAR)]
+
+    def transport(self, words, step) -> Transport:
+        """Returns the functions that send and receive, of the values of `operands`."""
+        return transport(self.buffers, locate(self.buffers, words), step.registers.item())
+
+
+@dataclasses.dataclass(frozen=True)
+class BroadcastEnd(Epilogue):
+    """Attention's end within a chain: all CTAs get the result, merged with other devices' if there are any.
+
+    result: output tiles, columns without padding, and head dim
+    """
+
+    result: tuple[int, int, int]
+
+    def end(self, rank_ref, step, spans_ref, broadcast: Broadcast, padded_head_dim: int) -> None:
+        """Merges, and broadcasts; a step with other devices is counted by the caller.
+
+        Args:
+          rank_ref: as of `exchange.locate`.
+          spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
+        """
+        count, (_, columns, head_dim) = math.prod(self.result), self.result
+
+        def emit(place, step, spans_ref, words, own_step):
+            step, send = step.registers.item(), broadcast.transport(words, own_step).send
+            at = functools.partial(arith.constant, ir.IndexType.get())
+
+            def write(x, output_tile, column, dim):
+                column = arith.addi(arith.muli(output_tile, at(columns)), column)
+                send(arith.addi(arith.muli(column, at(head_dim)), dim), x)
+
+            if self.buffers.table is not None:
+                self.exchange(place, step, spans_ref, (self.result, write, lambda *_: None), padded_head_dim)
+                return
+            merged = self.merged(place, step, spans_ref, self.result, padded_head_dim)
+            is_lse = arith.constant(ir.IntegerType.get_signless(1), 0)
+            first = arith.addi(_thread(), arith.muli(gpu.block_id(gpu.Dimension.x), at(THREADS)))
+            loop = scf.ForOp(first, at(count), at(self.num_ctas * THREADS))
+            with ir.InsertionPoint(loop.body):
+                column, dim = (f(loop.induction_variable, at(head_dim)) for f in (arith.divui, arith.remui))
+                output_tile, column = (f(column, at(columns)) for f in (arith.divui, arith.remui))
+                send(loop.induction_variable, merged(output_tile, column, dim, is_lse))
+                scf.YieldOp([])
+
+        operands = [(step, SCALAR), (spans_ref, plgpu.RefType()), *broadcast.operands]
+        inline(self.buffers, emit, rank_ref, *operands)
+
+
+def clear(smem) -> None:
+    """Writes zeros to shared memory, by a warpgroup."""
+    num_bytes = math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
+    chunk = 16
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(smem)),))
+    def emit(_, smem):
+        at = functools.partial(arith.constant, ir.IndexType.get())
+        base = _shared_address(smem)
+        loop = scf.ForOp(_thread(), at(num_bytes // chunk), at(THREADS))
+        with ir.InsertionPoint(loop.body):
+            offset = arith.muli(arith.index_cast(ops.i32(), loop.induction_variable), _i32(chunk))
+            text = "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [$0], {zero, zero, zero, zero}; }"
+            ops.asm(text, None, arith.addi(base, offset))
+            scf.YieldOp([])
+        ops.asm("fence.proxy.async.shared::cta;", None)  # copies by the other proxy follow
+        utils.warpgroup_barrier()
+
+    emit(smem)
+
+
+def peek_x(broadcast: Broadcast, column, *, shape: FewRowsShape, config: FewRowsConfig):
+    """Reads the words of a stage's x once, and returns what they were; nothing waits for that yet.
+
+    Args:
+      column: the first of its in-features.
+      shape: of the product whose x it is.
+    """
+    layout = plgpu.Layout.WG_STRIDED(_num_words(shape, config), vec_size=1)
+    peeked = plgpu.ShapeDtypeStruct(_num_words(shape, config), jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(peeked, peeked))
+    def emit(_, words, step, column):
+        found = map(ops.load_relaxed, _addresses(broadcast, words, step, column, shape, config))
+        of = mgpu.WGStridedFragLayout(_num_words(shape, config), 1)
+        in_registers = lambda xs: mgpu.FragmentedArray(
+            _registers=np.array([vector.broadcast(of.registers_element_type(ops.i32()), x) for x in xs], dtype=object),
+            _layout=of, _is_signed=True,
+        )  # fmt: skip
+        return tuple(map(in_registers, zip(*map(_halves, found))))
+
+    return emit(broadcast.words_ref, broadcast.step, jnp.asarray(column, jnp.int32))
+
+
+def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
+    """Reads words until they bear the step, and writes a stage's x to shared memory in tiles, as copies would.
+
+    Args:
+      peeked: of `peek_x`; others as there.
+      smem: a stage of `x_smem`, whose rows that pad those of x are zero already.
+    """
+    layout = plgpu.Layout.WG_STRIDED(_num_words(shape, config), vec_size=1)
+    of_words = (plgpu.RefType(), SCALAR, SCALAR, layout, layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(smem)), *of_words))
+    def emit(_, smem, words, step, column, *peeked):
+        addresses, step = _addresses(broadcast, words, step, column, shape, config), step.registers.item()
+        first = [vector.extract(x, [], [0]) for array in peeked for x in array.registers]
+        count = len(addresses)
+        until = scf.WhileOp([ops.i32()] * 2 * count, first)
+        with ir.InsertionPoint(until.before.blocks.append(*[ops.i32()] * 2 * count)) as point:
+            found = list(point.block.arguments)
+            is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
+            for number in found[count:]:
+                is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, number, step))
+            scf.ConditionOp(is_missing, found)
+        with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
+            again = [_halves(ops.load_relaxed(address)) for address in addresses]
+            scf.YieldOp([x for half in zip(*again) for x in half])
+        base, thread = _shared_address(smem), arith.index_cast(ops.i32(), _thread())
+        for x, (block, row) in zip(until.results[:count], _words_of_stage(shape, config), strict=True):
+            target = arith.addi(base, _place_in_tiles(block * shape.columns + row, thread))
+            payload = arith.bitcast(ir.F32Type.get(), x)
+            ops.asm("{ .reg .b16 x; cvt.rn.bf16.f32 x, $1; st.shared.b16 [$0], x; }", None, target, payload)
+        ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
+
+    emit(smem, broadcast.words_ref, broadcast.step, jnp.asarray(column, jnp.int32), *peeked)
+
+
+def steps_at_once(shape: FewRowsShape, config: FewRowsConfig) -> int:
+    """Returns of how many stages words are read together, by registers."""
+    return max(1, WORDS_AT_ONCE // len(_words_of_stage(shape, config)))
+
+
+def _words_of_stage(shape: FewRowsShape, config: FewRowsConfig) -> list[tuple[int, int]]:
+    """Returns block and row of each word that a thread has of a stage: it has an in-feature of each block."""
+    assert config.block_in == THREADS
+    return [(block, row) for block in range(config.slabs * config.stack) for row in range(shape.rows)]
+
+
+def _num_words(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int]:
+    return (THREADS * len(_words_of_stage(shape, config)),)
+
+
+def _addresses(broadcast: Broadcast, words, step, column, shape: FewRowsShape, config: FewRowsConfig) -> list:
+    """Returns the addresses of a thread's words of a stage; `words`, `step` and `column` are values in the kernel."""
+    index = ir.IndexType.get()
+    feature = arith.addi(arith.index_cast(index, column.registers.item()), _thread())
+    address_of = broadcast.transport(words, step).address
+    first_of = lambda block, row: arith.constant(index, row * broadcast.features + block * config.block_in)
+    return [address_of(arith.addi(feature, first_of(*place))) for place in _words_of_stage(shape, config)]
+
+
+def _halves(word) -> tuple:
+    """Returns payload and number of a word, i32."""
+    return arith.trunci(ops.i32(), word), arith.trunci(ops.i32(), arith.shrui(word, ops.constant(32)))
+
+
+def count_steps(broadcast: Broadcast, num_ctas: int) -> None:
+    """Counts the steps of a launch, of which this is the last, when the CTA has got all that it reads."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def emit(_, words, step):
+        count_step(broadcast.buffers, locate(broadcast.buffers, words), step.registers.item(), num_ctas)
+
+    emit(*(value for value, _ in broadcast.operands))
+
+
+def _place_in_tiles(row: int, column):
+    """Returns the bytes before an element of bfloat16 `[rows, 128]` in tiles of 8 rows and 128 bytes, swizzled."""
+    tile_bytes, row_bytes = GRAIN * 128, 128
+    tile, within = arith.divui(column, _i32(64)), arith.remui(column, _i32(64))
+    tile = arith.addi(_i32(row // GRAIN * 2), tile)
+    within = arith.xori(arith.muli(within, _i32(2)), _i32(row % GRAIN * 16))
+    of_row = arith.addi(_i32(row % GRAIN * row_bytes), within)
+    return arith.addi(arith.muli(tile, _i32(tile_bytes)), of_row)
+
+
+def _transforms(smem):
+    return tiling(smem.dtype, IN_MULTIPLE)
+
+
+def _thread():
+    """Returns the thread's number in its warpgroup, an index."""
+    return arith.remui(gpu.thread_id(gpu.Dimension.x), arith.constant(ir.IndexType.get(), THREADS))
+
+
+def _i32(value: int):
+    return arith.constant(ops.i32(), value)
+
+
+def _shared_address(ref):
+    return llvm.ptrtoint(ops.i32(), utils.memref_ptr(ref))
