@@ -44,7 +44,13 @@ class ChainedProducts(FewRowsProducts):
 
 @dataclasses.dataclass(frozen=True)
 class ChainedProductsOfShards(ProductsOfShards):
-    """The same of weights that are cut over GPUs; what these exchange is in the launch."""
+    """The same of weights that are cut over GPUs; what these exchange is in the launch.
+
+    Attributes:
+      joins_attention: whether attention is in a layer's launch too, which has not run on several GPUs.
+    """
+
+    joins_attention: bool = False
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -54,6 +60,8 @@ class ChainedProductsOfShards(ProductsOfShards):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
+        if not self.joins_attention:
+            context = dataclasses.replace(context, attention_options=None)
         return _run_chained(layers, x, cache, context, context)
 
 
@@ -193,6 +201,8 @@ class _Whole(_OneLaunch):
         """Returns why one launch cannot do it, or None; `run` may find another reason."""
         if self.context.attention_options is None or self.x.shape[1] > 1:
             return "a launch attends with one query of each sequence, to all keys of its cache alone"
+        if "local_window_size" in self.context.attention_options(self.number):
+            return "attention in a launch has not run with a window"
         if self._num_devices > 1 and (reason := fused.why_not(self._num_attended, self._axes, self._mesh)) is not None:
             return reason
         return self._unavailable(self.layer, self.number, cache)

@@ -8,6 +8,7 @@ import numpy as np
 
 from tree_attn.kernels.few_rows import multiply_few_rows, multiply_into_cache
 from tree_attn.kernels.few_rows_chain import multiply_chain
+from tree_attn.kernels.few_rows_chain_call import NewHeads, Norm, WholeLayer
 from tree_attn.kernels.few_rows_chain_layout import chain_configs
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, few_rows_config
 
@@ -307,3 +308,47 @@ def compiled_chains() -> list[Chain]:
         Chain(**of_8b, heads=(8, 4, 128), slots=8192, rows=16),
         Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS, heads=(8, 4, 64), slots=8192, rows=3),
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A whole layer of one token for each sequence, with attention to a cache of so many slots."""
+
+    batch: int = 1
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: tuple[int, int, int] = (8, 4, 128)  # KV heads, queries of each, and their dim
+    slots: int = 32768
+
+    def __str__(self):
+        """A test's name: what differs from the default."""
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return "layer " + " ".join(f"{name}={value}" for name, value in values if value != getattr(Layer, name))
+
+    def array_shapes(self, sharding=None):
+        """Returns the shapes of what `run` takes."""
+        of = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, jnp.dtype(dtype), sharding=sharding)
+        hidden, inner, (kv_heads, group, head_dim) = self.hidden, self.intermediate, self.heads
+        cache = of(self.batch, self.slots, kv_heads, head_dim)
+        return (
+            of(self.batch, 1, hidden), of(hidden), of(hidden), of(kv_heads, group + 2, head_dim, hidden),
+            of(hidden, kv_heads * group, head_dim), of(2, inner, hidden), of(hidden, inner), cache, cache,
+            of(self.batch, dtype="int32"), of(self.batch, 1, 1, head_dim // 2, dtype="float32"),
+        )  # fmt: skip
+
+    def run(self, x, norm, mlp_norm, heads, output, gate_up, down, key, value, lengths, angle):
+        """Runs the layer."""
+        new = NewHeads(
+            norm=Norm(scale=norm, eps=EPS), weights=heads, key=key, value=value, slots=lengths[:, None],
+            cosine_sine=(angle, angle),
+        )  # fmt: skip
+        return WholeLayer(
+            x=x, heads=new, spans=(jnp.zeros((1, 1), jnp.int32), lengths[:, None] + 1), scale=0.1, output=output,
+            gate_up=gate_up, down=down, norm=Norm(scale=mlp_norm, eps=EPS), activation="silu",
+        ).run()  # fmt: skip
+
+
+def compiled_layers() -> list[Layer]:
+    """Returns those of models that are compiled."""
+    of_1b = dict(hidden=2048, intermediate=8192, heads=(8, 4, 64), slots=1088)
+    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**of_1b), Layer(**of_1b, batch=3)]

@@ -1,7 +1,7 @@
 """Products of few rows, compiled ahead of time for Hopper: no register is spilled, and CTAs fit an SM."""
 
 import pytest
-from few_rows_cases import compiled_appends, compiled_chains, compiled_products
+from few_rows_cases import compiled_appends, compiled_chains, compiled_layers, compiled_products
 from test_lean_compiled import assert_fits, pytestmark, report_of  # noqa: F401
 
 MAX_REGISTERS = 128  # with which two CTAs of 256 threads fit an SM
@@ -25,3 +25,10 @@ def test_a_chain_spills_no_register(chain, compiled):
     registers, spilled = kernels["few_rows_chain"]
     assert (ctas_per_sm, spilled) == (1, 0)
     assert registers <= (112 if chain.rows <= 8 else 136)
+
+
+@pytest.mark.parametrize("layer", compiled_layers(), ids=str)
+def test_a_layer_spills_no_register(layer, compiled):
+    """Three warpgroups of a CTA have up to 168 registers a thread."""
+    ctas_per_sm, kernels, _ = compiled[str(layer)]
+    assert (ctas_per_sm, kernels["few_rows_chain"][1]) == (1, 0)

@@ -4,18 +4,17 @@ Each CTA runs its part of one operation after another, through one ring of stage
 on nothing. So one warpgroup copies those of all products as stages become free, while other CTAs still multiply and
 while all meet. It keeps few copies on their way at once: what CTAs tell each other waits behind these.
 
-Another warpgroup moves x. Results of few rows are broadcast to all CTAs, which wait for each number
-(`few_rows_broadcast.py`). For others CTAs meet (`meetings.py`): each comes when it has written its part of a result,
-and copies x of the next product when all have come. So they do before attention, which reads the cache that the product
-before it writes. The kernel has no more CTAs than SMs, so all run at once.
+Another warpgroup copies x. CTAs meet between operations (`meetings.py`): each comes when it has written its part of a
+result, and copies x of the next product when all have come. The kernel has no more CTAs than SMs, so all run at once.
 
 Attention can be one of the operations: it follows the product that makes heads (`few_rows_chain_attention.py`), and a
-whole layer is one launch then.
+whole layer is one launch then. Results are then broadcast (`few_rows_broadcast.py`). CTAs receive x of the stages whose
+weights wait already, and meet for the rest; and before attention, which reads what the product before it writes.
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
 in-features. Heads are gathered, since each device makes some of them. Attention ends in the merge of their states. A
-device is in such an exchange only when its CTAs have met after the one before. So no device overwrites what another has
-not read (`tests/kernels/chain_exchange_model.py`).
+device is in such an exchange only when its CTAs have met after the one before, or have got all of its result. So no
+device overwrites what another has not read (`tests/kernels/chain_exchange_model.py`).
 
 A product with a residual adds the result of the last product before it that has one: these are the residual stream.
 
@@ -119,7 +118,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
     # Not int32: counts do not stay zero, and the compiler may give attention's counts the same memory.
     arrays |= {"counts": jnp.zeros(len(shapes) - (attention is None), jnp.uint32)}
-    if broadcasts(rows):
+    if broadcasts(attention):
         arrays |= {"words": words_of(chain_buffers(shapes, attention))}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}

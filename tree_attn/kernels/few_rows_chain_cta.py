@@ -78,16 +78,16 @@ class CtaChain:
     @property
     def broadcasts(self) -> list[int]:
         """Returns the operations whose results are broadcast."""
-        if not broadcasts(self.shapes[0].rows):
+        if not broadcasts(self.attention):
             return []
         products = [number for number, _ in self.operations[:-1]]
         return [i for i, number in enumerate(products) if number is None or self.shapes[number].heads is None]
 
     @property
     def exchanges(self) -> list[int]:
-        """Returns the operations that end in an exchange with other devices."""
+        """Returns the operations that end in an exchange whose steps this counts; where CTAs meet, products do."""
         products = [number for number, _ in self.operations]
-        is_cut = self.buffers is not None
+        is_cut = self.buffers is not None and self.broadcasts
         return [i for i, number in enumerate(products) if is_cut and (number is None or self.ends[number] is not None)]
 
     def begin_steps(self) -> Steps:

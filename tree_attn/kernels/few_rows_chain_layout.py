@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.exchange import Buffers
-from tree_attn.kernels.few_rows_broadcast import MAX_ROWS, local_buffers
+from tree_attn.kernels.few_rows_broadcast import local_buffers
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_layout import (
     OTHER_BYTES,
@@ -79,9 +79,9 @@ def _stacks(shape: FewRowsShape, tile: int, slabs: int, stack: int) -> bool:
     return is_small and shape.in_features % (slabs * stack * BLOCK_IN) == 0
 
 
-def broadcasts(rows: int) -> bool:
-    """Returns whether a chain broadcasts results of so many rows; the interpreter has no inline MLIR for it."""
-    return rows <= MAX_ROWS and not is_interpreted()
+def broadcasts(attention: AttentionLayout | None) -> bool:
+    """Returns whether a chain broadcasts results: one with attention does, whose rows are few."""
+    return attention is not None
 
 
 def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:

@@ -27,7 +27,8 @@ class CtaProduct(ProductMoves):
         """Multiplies all tiles of the CTA, and writes or sums what they give."""
         step, rank = self.exchange_step, self.refs.get("rank")
         is_counted = self.end is not None and step is None
-        if is_counted:
+        if is_counted:  # the CTAs of a chain have counted the step before when x is there
+            self.ring.await_first_x()
             step = self.end.begin(rank)
         lax.fori_loop(0, self.config.tiles, functools.partial(self._tile_step, step), None)
         if is_counted:

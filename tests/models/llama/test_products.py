@@ -103,6 +103,7 @@ def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatc
     name = "mosaic_gpu_chain" if chains else "mosaic_gpu"
     assert isinstance(default(one), ChainedProducts) == chains
     assert isinstance(default(two), ChainedProductsOfShards) == chains
+    assert not chains or not default(two).joins_attention  # it has not run over several GPUs
     names = lambda sharding: [default(sharding).name_of(rows) for rows in (1, 3, 4)]
     assert names(one) == [name, name, "xla"]
     assert names(two) == ([name, name, "xla"] if chains else ["xla"] * 3)
@@ -357,7 +358,8 @@ def test_a_layer_is_attention_and_one_launch(
     ("options", "num_tokens", "batch", "expected", "reason"),
     [
         ({}, 1, 1, [1, 0, 3], None),  # the head, and each layer
-        ({"window": 6}, 1, 4, [1, 0, 3], None),
+        ({}, 1, 4, [1, 0, 3], None),
+        ({"window": 6}, 1, 1, [1, 1, 3], "layer 0 is not one launch: attention in a launch has not run with a window"),
         ({}, 2, 1, [1, 1, 3], "layer 0 is not one launch: a launch attends with one query of each sequence"),
         ({}, 1, 5, [1, 1, 3], "layer 0 is not one launch: a chain attends with one query of each of up to 4 sequences"),
         (
@@ -369,7 +371,7 @@ def test_a_layer_is_attention_and_one_launch(
         ),
         ({"query_key_value_bias": True}, 1, 1, [1 + 3, 0, 3], "layer 0 is not one launch: a chain makes queries"),
     ],
-    ids=["whole", "window", "two tokens", "many sequences", "head dim", "biases"],
+    ids=["whole", "four sequences", "window", "two tokens", "many sequences", "head dim", "biases"],
 )
 def test_a_layer_of_one_token_is_one_launch(
     options, num_tokens, batch, expected, reason, sharding_over, on_one_sm, monkeypatch, caplog
@@ -521,6 +523,6 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     with pytest.raises(NotImplementedError, match="read ahead: unroll_layers must be True"):
         chained(unrolls_layers=False)
     over_two = product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
-    assert over_two == ChainedProductsOfShards(two) and over_two.name_of(1) == "mosaic_gpu_chain"
+    assert over_two == ChainedProductsOfShards(two, joins_attention=True) and over_two.name_of(1) == "mosaic_gpu_chain"
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=False)
