@@ -199,8 +199,10 @@ class _Whole(_OneLaunch):
 
     def unavailable(self, cache: AnyCache) -> str | None:
         """Returns why one launch cannot do it, or None; `run` may find another reason."""
-        if self.context.attention_options is None or self.x.shape[1] > 1:
-            return "a launch attends with one query of each sequence, to all keys of its cache alone"
+        if self.x.shape[1] > 1:
+            return f"a launch attends with one query of each sequence, not {self.x.shape[1]}"
+        if self.context.attention_options is None:
+            return "attention is one that a launch does not replace"
         if "local_window_size" in self.context.attention_options(self.number):
             return "attention in a launch has not run with a window"
         if self._num_devices > 1 and (reason := fused.why_not(self._num_attended, self._axes, self._mesh)) is not None:

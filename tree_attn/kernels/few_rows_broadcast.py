@@ -7,8 +7,8 @@ all of x so read weights more slowly. So they do for the stages whose weights wa
 for which they have met by then.
 
 The words are a buffer of one rank. A CTA reads the number of steps once, when a launch begins, and counts on. It writes
-the number when it has all that it reads. In step n a CTA has got all results of step n - 1, for which all CTAs had
-those of n - 2. So two slots suffice, as between devices.
+the number when it has all that it reads. Who has a part of step n has got all results of step n - 1. Those who made
+these had got all of step n - 2. So two slots suffice, as between devices.
 """
 
 import dataclasses
@@ -46,8 +46,13 @@ def local_buffers(num_elements: int, num_partials: int = 0, partial_size: int = 
 
 
 def words_of(buffers: Buffers):
-    """Returns an array for them, which is zero before a program's first launch, and which kernels write."""
-    return jnp.zeros(buffers.num_bytes // 4, jnp.uint32)
+    """Returns an array for them, which is zero before a program's first launch, and which kernels write.
+
+    To XLA it is constant, and arrays of one shape may be one. So no other array has such a shape, and those of one
+    shape have one capacity.
+    """
+    words = -(-buffers.num_bytes // ops.WORD_BYTES)
+    return jnp.zeros((1, -(-words // buffers.capacity), buffers.capacity, 1, 2), jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,8 +116,8 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
-    # Not int32: counts do not stay zero, and the compiler may give attention's counts the same memory.
-    arrays |= {"counts": jnp.zeros(len(shapes) - (attention is None), jnp.uint32)}
+    # Counts do not stay zero, and the compiler may give equal arrays the same memory: no other has such a shape.
+    arrays |= {"counts": jnp.zeros((1, len(shapes) - (attention is None), 1, 1), jnp.uint32)}
     if broadcasts(attention):
         arrays |= {"words": words_of(chain_buffers(shapes, attention))}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
@@ -161,8 +161,6 @@ def _multiply(names, shapes, configs, attention, buffers, *refs):
             pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(work, chain))
 
     fulls = [full_barriers(shape, config) for shape, config in zip(shapes, configs)]
-    if attention is not None and not copies_together():  # keys and values arrive apart
-        fulls.append([plgpu.Barrier(num_barriers=configs[0].num_stages, num_arrivals=2)])
     pl.run_scoped(
         multiply,
         fulls=fulls[:1] if copies_together() else fulls,  # then all are alike

@@ -21,10 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows_broadcast import Broadcast, BroadcastEnd
 from tree_attn.kernels.few_rows_copies import await_copies, copy_kv_together
-from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS, Ring, copies_together
+from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS, Ring
 from tree_attn.kernels.kv_parts import has_broken_group
 from tree_attn.kernels.lean_compute import RunCompute
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, num_partials
+from tree_attn.kernels.lean_layout import MAX_GROUP, LeanConfig, LeanShape, num_partials
 from tree_attn.kernels.lean_products import products_of, query_tiling
 from tree_attn.kernels.lean_walk import Run, tile_slots, walk
 from tree_attn.kernels.query_layout import QUERY_MULTIPLE
@@ -73,8 +73,10 @@ def unsupported_attention(shape: LeanShape, group: int) -> str | None:
         return f"a chain's attention reads bfloat16 with TMA, not {jnp.dtype(shape.key_dtype).name}"
     if has_broken_group(shape):
         return f"a chain's attention reads groups of 8 slots, which {shape.num_slots} slots are not"
-    if shape.col_blocks > 1 or (group > QUERY_MULTIPLE and group % QUERY_MULTIPLE):
-        return f"a chain's attention has up to 8 or 16 query heads for each KV head, not {group}"
+    if not (group <= QUERY_MULTIPLE or group == MAX_GROUP):
+        return (
+            f"a chain's attention has up to {QUERY_MULTIPLE} or {MAX_GROUP} query heads for each KV head, not {group}"
+        )
     return None
 
 
@@ -156,8 +158,7 @@ class CtaAttention:
     def move_x(self, await_all: Callable) -> None:
         """Copies queries, when all are in memory; at each step it keeps pace with the ring."""
         await_all()
-        if copies_together():
-            plgpu.barrier_arrive(self.heads_there)
+        plgpu.barrier_arrive(self.heads_there)
 
         def move_segment(output_tile, segment):
             place = segment.query_place(QUERY_PLACES)
@@ -170,8 +171,7 @@ class CtaAttention:
             def keep_pace(i, _):
                 step = segment.kv_tiles_done + i
                 self.ring.await_free(step)
-                if copies_together():
-                    plgpu.barrier_arrive(self.ring.full[-1].at[self.ring.stage(step)])
+                plgpu.barrier_arrive(self.ring.full[-1].at[self.ring.stage(step)])
 
             lax.fori_loop(0, segment.num_kv_tiles, keep_pace, None)
 
@@ -192,21 +192,14 @@ class CtaAttention:
         ).compute()  # fmt: skip
 
     def _await_heads(self) -> None:
-        if copies_together():
-            await_copies(self.heads_there, jnp.int32(0), 1)
+        await_copies(self.heads_there, jnp.int32(0), 1)
 
     def _copy_kv(self, step, output_tile, first) -> None:
         block_kv = self.layout.config.block_kv
         barriers, stage = self.ring.full[0], self.ring.stage(step)
         arrays = [self.refs[name] for name in ("key", "value")]
-        if copies_together():
-            place = output_tile.sequence, first, output_tile.head
-            copy_kv_together(arrays, self.kv_smem, barriers, stage, place, block_kv=block_kv)
-            return
-        for number, array in enumerate(arrays):
-            source = array.at[output_tile.sequence, pl.ds(pl.multiple_of(first, 8), block_kv), output_tile.head]
-            target = _kv_rows(self.kv_smem, stage, number, block_kv)
-            plgpu.copy_gmem_to_smem(source, target, barriers.at[stage])
+        place = output_tile.sequence, first, output_tile.head
+        copy_kv_together(arrays, self.kv_smem, barriers, stage, place, block_kv=block_kv)
 
 
 def _kv_rows(kv_smem, stage, number: int, block_kv: int):

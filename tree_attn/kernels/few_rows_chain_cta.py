@@ -133,8 +133,9 @@ class CtaChain:
         refs = refs_of(self.named, self.outputs, self.shapes)
         for i, (number, config) in enumerate(self.operations):
             ring = Ring(
-                full=self.fulls[0 if len(self.fulls) == 1 else -1 if number is None else number], free=self.free,
+                full=self.fulls[0 if len(self.fulls) == 1 else number], free=self.free,
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
+                is_first=i == 0 and self.attention is not None,
             )  # fmt: skip
             options = dict(ring=ring, broadcast=self._broadcast(i, steps), exchange_step=self._exchange(i, steps))
             if number is None:

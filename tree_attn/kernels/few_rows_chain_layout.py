@@ -24,7 +24,6 @@ from tree_attn.kernels.few_rows_layout import (
 )
 from tree_attn.kernels.few_rows_moves import ring_scratch
 from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS
-from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
@@ -32,8 +31,8 @@ from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 STACKS = (8, 4, 2, 1)
 MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
 MIN_STAGES = 2
-# Stages of weights on their way to a CTA when x is there. Before, it is one. What CTAs tell each other waits behind
-# weights, 1.3 us for each stage on an H100 (docs/log/llama.md).
+# Stages of weights on their way to a CTA when x is there. Before, it is one, but in a whole layer's first product. What
+# CTAs tell each other waits behind weights, 1.3 us for each stage on an H100 (docs/log/llama.md).
 IN_FLIGHT = 3
 
 
@@ -113,8 +112,7 @@ def shared_scratch(shapes, configs, attention: LeanShape | None = None) -> dict[
     if attention is not None:
         scratch |= attention_scratch(attention)
         ring.append(kv_scratch(attention, configs[0].num_stages))
-    is_shared = len(ring) > 1 and not is_interpreted()  # the interpreter has no unions
-    return scratch | {"ring_smem": plgpu.RefUnion(*ring) if is_shared else ring}
+    return scratch | {"ring_smem": ring if attention is None else plgpu.RefUnion(*ring)}
 
 
 def fold_name(shape: tuple[int, int]) -> str:

@@ -98,7 +98,7 @@ class FewRowsConfig:
     is_early:     whether weights are read before the previous kernel has ended
     rows:         of weights that a stage has room for, or None: as many as it needs
     in_flight:    stages whose weights are on their way at once, at most `num_stages`, or None: all that are free; in a
-                  product's first `num_stages` steps one is
+                  product's first `num_stages` steps one is, or all if it is a whole layer's first
     """
 
     tile: int

@@ -32,6 +32,7 @@ class Ring:
       full: barriers of the stages, at which copies arrive: of weights and of x, or one for both.
       free: barriers of the stages, at which computing arrives when it has read one.
       num_stages, in_flight: as in `FewRowsConfig`.
+      is_first: whether no message is on its way when the operation begins, so that all stages may be.
       num_steps: of all operations of the CTA; only computing needs it.
     """
 
@@ -40,6 +41,7 @@ class Ring:
     num_stages: int
     in_flight: int | None = None
     first_step: Any = 0
+    is_first: bool = False
     num_steps: Any = None
 
     def stage(self, step):
@@ -56,12 +58,10 @@ class Ring:
         self.await_free(step)
         if self.in_flight is None or not copies_together():
             return
-        is_first = isinstance(self.first_step, int) and self.first_step == 0
-        # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way; not in a launch's
-        # first product.
+        # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
         before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
-        is_few = step >= self.num_stages if is_first else before >= 0
-        pl.when(is_few)(lambda: await_copies(self.full[0], before, self.num_stages))
+        is_limited = step >= self.num_stages if self.is_first else before >= 0
+        pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
     def await_first_x(self) -> None:
         """Waits until x of the first step is there."""

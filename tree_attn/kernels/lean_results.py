@@ -78,7 +78,7 @@ class CopiedResults:
     def leave(self, partial, first_dim: int, state) -> None:
         """Writes part of partial state number `partial`."""
         if self.acc_smem is None:
-            store_partial(self.shape, self.outputs[-2:], partial, first_dim, state)
+            _store_partial(self.shape, self.outputs[-2:], partial, first_dim, state)
             return
         acc, top, total = state
         is_all = acc.shape[0] == self.shape.padded_head_dim
@@ -120,13 +120,13 @@ class StoredResults:
 
     def leave(self, partial, first_dim: int, state) -> None:
         """Writes part of partial state number `partial`."""
-        store_partial(self.shape, self.outputs[-2:], partial, first_dim, state)
+        _store_partial(self.shape, self.outputs[-2:], partial, first_dim, state)
 
     def end(self) -> None:
         """Does nothing: the kernel's end shows what was written to the next."""
 
 
-def store_partial(shape: LeanShape, partials, partial, first_dim: int, state) -> None:
+def _store_partial(shape: LeanShape, partials, partial, first_dim: int, state) -> None:
     """Writes part of a partial state from registers; `partials` are references of accs and stats."""
     acc, top, total = state
     stats = top, total()

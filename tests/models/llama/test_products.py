@@ -360,30 +360,34 @@ def test_a_layer_is_attention_and_one_launch(
         ({}, 1, 1, [1, 0, 3], None),  # the head, and each layer
         ({}, 1, 4, [1, 0, 3], None),
         ({"window": 6}, 1, 1, [1, 1, 3], "layer 0 is not one launch: attention in a launch has not run with a window"),
-        ({}, 2, 1, [1, 1, 3], "layer 0 is not one launch: a launch attends with one query of each sequence"),
+        ({}, 2, 1, [1, 1, 3], "layer 0 is not one launch: a launch attends with one query of each sequence, not 2"),
         ({}, 1, 5, [1, 1, 3], "layer 0 is not one launch: a chain attends with one query of each of up to 4 sequences"),
-        (
-            {"head_dim": 80},
-            1,
-            1,
-            [1, 1, 3],
-            "layer 0 is not one launch: a chain's attention has a head dim of (64, 128)",
-        ),
+        ({"head_dim": 80}, 1, 1, [1, 1, 3], "a chain's attention has a head dim of (64, 128)"),
+        ({"num_heads": 32}, 1, 1, [1, 1, 3], "a chain's attention has up to 8 or 16 query heads"),
+        ({"implementation": "xla"}, 1, 1, [1, 1, 3], "attention is one that a launch does not replace"),
+        ({"reduction": "gather"}, 1, 1, [1, 1, 3], "attention is one that a launch does not replace"),
+        ({"dtype": jnp.float8_e4m3fn}, 1, 1, [1 + 3, 0, 3], "in their own dtype, bfloat16, not float8_e4m3fn"),
         ({"query_key_value_bias": True}, 1, 1, [1 + 3, 0, 3], "layer 0 is not one launch: a chain makes queries"),
     ],
-    ids=["whole", "four sequences", "window", "two tokens", "many sequences", "head dim", "biases"],
-)
+    ids=[
+        "whole", "four sequences", "window", "two tokens", "many sequences", "head dim", "group", "implementation",
+        "reduction", "cache", "biases",
+    ],
+)  # fmt: skip
 def test_a_layer_of_one_token_is_one_launch(
     options, num_tokens, batch, expected, reason, sharding_over, on_one_sm, monkeypatch, caplog
 ):  # fmt: skip
     monkeypatch.setattr("tree_attn.local.mosaic_gpu.unavailable", lambda: None)
+    of_attention = {name: x for name, x in options.items() if name in ("implementation", "reduction")}
+    dtype = options.get("dtype", jnp.bfloat16)
+    options = {name: x for name, x in options.items() if name not in (*of_attention, "dtype")}
     config = LlamaConfig(**CHAINED | {"num_layers": 3, "head_dim": 64} | options, vocab_size=64, max_position=32)
     sharding = sharding_over(config, 1)
     model = Llama(
         config, sharding, parameters.random(sharding, jnp.bfloat16), unroll_layers=True, products="mosaic_gpu_chain"
     )
-    attention = by_name("single", sharding, implementation="mosaic_gpu")
-    cache = empty_cache(config, sharding, batch=batch, capacity=32, dtype=jnp.bfloat16, stacks_layers=False)
+    attention = by_name("tree", sharding, **of_attention)
+    cache = empty_cache(config, sharding, batch=batch, capacity=32, dtype=dtype, stacks_layers=False)
     decode = jax.jit(lambda tokens: model.decode(tokens, cache, attention)[0])
     with caplog.at_level(logging.INFO, "tree_attn"):
         text = decode.trace(jnp.ones((batch, num_tokens), jnp.int32)).lower(lowering_platforms=("cuda",)).as_text()
