@@ -94,7 +94,8 @@ def _run_whole(layer: Any, x: jax.Array, cache: AnyCache, i: int, context: Any):
     whole = _Whole(layer, x, i, context)
     if (reason := whole.unavailable(cache)) is None:
         try:
-            return whole.run(cache)
+            with jax.named_scope("whole"):
+                return whole.run(cache)
         except Unchained as error:
             reason = str(error)
     _log.info("products: layer %d is not one launch: %s", i, reason)

@@ -12,7 +12,7 @@ WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 
 
 @pytest.mark.skipif(WHEELS is None, reason="runs with TREE_ATTN_TEST_CUDA_WHEELS, as test_lean_compiled.py")
-def test_a_layer_by_the_kernel_is_five_launches_and_copies_no_cache():
+def test_a_layer_by_the_kernel_is_five_launches_or_one_and_copies_no_cache():
     script = pathlib.Path(__file__).with_name("compile_decode.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([WHEELS, *sys.path])}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
@@ -23,8 +23,7 @@ def test_a_layer_by_the_kernel_is_five_launches_and_copies_no_cache():
     parts = [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu"]]
     # The product of query, key and value; attention, which merges in its launch; the other three products.
     assert parts == ["attention/append", "attention/attend", "attention/output", "mlp", "mlp"]
-    chained = [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu_chain"]]
-    assert chained == ["attention/attend", "finish"]
+    assert [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu_chain"]] == ["whole"]
     assert len(launches["xla"]) > 10
     for row in rows:
         assert [shape for shape in row["copies"] if "bf16" in shape] == []
