@@ -28,7 +28,12 @@ class ChainedProducts(FewRowsProducts):
     Otherwise the products between two layers' attention are. The first layer's product of query, key and value is then
     a launch of its own, as the head's always is. These read weights early where `is_early`; the products of layers that
     are not chained do not.
+
+    Attributes:
+      joins_attention: whether attention is in a layer's launch.
     """
+
+    joins_attention: bool = True
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -38,6 +43,7 @@ class ChainedProducts(FewRowsProducts):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
+        context = _joined(context, self.joins_attention)
         others = dataclasses.replace(context, products=FewRowsProducts(max_rows=self.max_rows))
         return _run_chained(layers, x, cache, context, others)
 
@@ -47,10 +53,10 @@ class ChainedProductsOfShards(ProductsOfShards):
     """The same of weights that are cut over GPUs; what these exchange is in the launch.
 
     Attributes:
-      joins_attention: whether attention is in a layer's launch too, which has not run on several GPUs.
+      joins_attention: whether attention is in a layer's launch, which has not run on several GPUs.
     """
 
-    joins_attention: bool = False
+    joins_attention: bool = True
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -60,9 +66,13 @@ class ChainedProductsOfShards(ProductsOfShards):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
-        if not self.joins_attention:
-            context = dataclasses.replace(context, attention_options=None)
+        context = _joined(context, self.joins_attention)
         return _run_chained(layers, x, cache, context, context)
+
+
+def _joined(context: Any, joins_attention: bool) -> Any:
+    """Returns the context, by which launches may attend if they are to."""
+    return context if joins_attention else dataclasses.replace(context, attention_options=None)
 
 
 def _chained(name: str) -> str:

@@ -92,11 +92,12 @@ class CtaChain:
 
     def begin_steps(self) -> Steps:
         """Returns the numbers of the first steps, as this CTA finds them."""
-        local = chain_buffers(self.shapes, self.attention)
-        return Steps(
-            broadcast=begin_step(local, self.named["words"]) if self.broadcasts else None,
-            exchange=begin_step(self.buffers, self.named.get("rank")) if self.exchanges else None,
-        )
+        broadcast = exchange = None
+        if self.broadcasts:
+            broadcast = begin_step(chain_buffers(self.shapes, self.attention), self.named["words"])
+        if self.exchanges:
+            exchange = begin_step(self.buffers, self.named.get("rank"))
+        return Steps(broadcast, exchange)
 
     def count_steps(self, steps: Steps) -> None:
         """Counts the steps, when the CTA has got all that it reads."""
