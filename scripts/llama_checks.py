@@ -13,7 +13,8 @@ TOLERANCE = 0.03
 PROMPT, STEPS, CAPACITY = 766, 4, 1024
 # Sequences, new tokens of each, and the model's window.
 CASES = (
-    (1, 1, None), (3, 1, None), (1, 3, None), (2, 1, 100), (8, 1, None), (16, 1, None), (1, 4, None), (3, 3, None)
+    (1, 1, None), (2, 1, None), (3, 1, None), (4, 1, None), (1, 3, None), (2, 1, 100), (8, 1, None), (16, 1, None),
+    (1, 4, None), (3, 3, None),
 )  # fmt: skip
 
 
