@@ -4,6 +4,10 @@ In each exchange a CTA sends its element to all devices, and waits for the same 
 in, and waits until the CTAs of its device have met. Or it broadcasts the result to them, and waits for all of theirs.
 A later exchange may give an element to another CTA. A word has a place for each element and rank. One that is broadcast
 has a place for each element. Both are in one of two slots by the step's parity. A store is under way until it arrives.
+
+With attention the first exchange is that of heads. CTAs that attend wait for all of them, and the others for none. The
+second is that of the merge. Its CTAs wait for those that attend; and until all CTAs have met after the heads, which
+none may attend with.
 """
 
 import dataclasses
@@ -17,6 +21,8 @@ class Exchanges:
     slots:       places of a word, one after another
     meets:       whether CTAs meet after an exchange, or get what is broadcast
     broadcasts:  whether results are broadcast
+    attending:   how many CTAs attend after the first exchange; None: there is no attention
+    meets_late:  whether the second exchange waits for a meeting after heads
     """
 
     devices: int = 2
@@ -25,6 +31,8 @@ class Exchanges:
     slots: int = 2
     meets: bool = True
     broadcasts: bool = False
+    attending: int | None = None
+    meets_late: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +83,12 @@ def _following(exchanges: Exchanges, state: State) -> Iterator[State | str]:
 
 def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: int, step: int, operation: int):
     element, slot = (cta + step // 2) % exchanges.ctas, step % exchanges.slots
-    if operation == SEND:
+    attends = exchanges.attending is not None and step < 2
+    if attends and step == 0 and operation == MEET and cta >= exchanges.attending:
+        yield after
+    elif attends and step == 1 and operation == SEND and not _may_merge(exchanges, state, device):
+        return
+    elif operation == SEND:
         places = [(other, slot, device, element) for other in range(exchanges.devices)]
         yield dataclasses.replace(after, flying=state.flying | {(place, step + 1) for place in places})
     elif operation == RECEIVE:
@@ -89,6 +102,15 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
         yield dataclasses.replace(after, met=_with(state.met, device, _with(counts, step, counts[step] + 1)))
     elif not exchanges.meets or state.met[device][step] == exchanges.ctas:
         yield after
+
+
+def _may_merge(exchanges: Exchanges, state: State, device: int) -> bool:
+    ctas = state.done[device]
+    have_attended = all(done >= NUM_OPERATIONS for done in ctas[: exchanges.attending])
+    if not exchanges.meets_late:
+        return have_attended
+    has_landed = all((place, rank, step) != (device, OWN, 1) for (place, _, rank, _), step in state.flying)
+    return have_attended and has_landed and min(ctas) > COUNT
 
 
 def _received(state: State, after: State, step: int, places: list[tuple]) -> Iterator[State | str]:

@@ -117,6 +117,17 @@ def test_ctas_of_one_device_overwrite_no_word_that_is_broadcast():
     assert not list(chain_exchange_model.failures(exchanges))
 
 
+@pytest.mark.parametrize("options", [dict(devices=1, ctas=3, attending=1), dict(attending=0, meets_late=True)], ids=str)
+def test_ctas_that_attend_get_their_heads_before_others_overwrite_them(options):
+    exchanges = chain_exchange_model.Exchanges(broadcasts=True, **options)
+    assert not list(chain_exchange_model.failures(exchanges))
+
+
+def test_the_model_finds_that_no_cta_attends():
+    exchanges = chain_exchange_model.Exchanges(devices=1, ctas=3, broadcasts=True, attending=0)
+    assert "all wait" in chain_exchange_model.failures(exchanges)
+
+
 @pytest.mark.parametrize("broadcasts", [False, True])
 @pytest.mark.parametrize("broken", [{"meets": False}, {"slots": 1}], ids=str)
 def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken, broadcasts):

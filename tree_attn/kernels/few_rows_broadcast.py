@@ -8,7 +8,10 @@ for which they have met by then.
 
 The words are a buffer of one rank. A CTA reads the number of steps once, when a launch begins, and counts on. It writes
 the number when it has all that it reads. Who has a part of step n has got all results of step n - 1. Those who made
-these had got all of step n - 2. So two slots suffice, as between devices.
+these had got all of step n - 2. So two slots suffice, as between devices. Attention is another matter: a CTA gets the
+heads that it attends with, if any. Then who has got all of attention's result knows that all heads have been read. But
+none may attend with some, where this device of several has none of a sequence's keys. There CTAs meet after the heads,
+before they merge.
 """
 
 import dataclasses
@@ -86,13 +89,15 @@ class BroadcastEnd(Epilogue):
 
     result: tuple[int, int, int]
 
-    def end(self, rank_ref, step, spans_ref, broadcast: Broadcast, padded_head_dim: int) -> None:
+    def end(self, rank_ref, step, spans_ref, broadcast: Broadcast, await_heads, padded_head_dim: int) -> None:
         """Merges, and broadcasts; a step with other devices is counted by the caller.
 
         Args:
           rank_ref: as of `exchange.locate`.
           spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
+          await_heads: waits until CTAs have met after heads, if they do.
         """
+        await_heads()
         count, (_, columns, head_dim) = math.prod(self.result), self.result
 
         def emit(place, step, spans_ref, words, own_step):
@@ -108,7 +113,7 @@ class BroadcastEnd(Epilogue):
                 return
             merged = self.merged(place, step, spans_ref, self.result, padded_head_dim)
             is_lse = arith.constant(ir.IntegerType.get_signless(1), 0)
-            first = arith.addi(_thread(), arith.muli(gpu.block_id(gpu.Dimension.x), at(THREADS)))
+            first = arith.addi(thread(), arith.muli(gpu.block_id(gpu.Dimension.x), at(THREADS)))
             loop = scf.ForOp(first, at(count), at(self.num_ctas * THREADS))
             with ir.InsertionPoint(loop.body):
                 column, dim = (f(loop.induction_variable, at(head_dim)) for f in (arith.divui, arith.remui))
@@ -128,8 +133,8 @@ def clear(smem) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(smem)),))
     def emit(_, smem):
         at = functools.partial(arith.constant, ir.IndexType.get())
-        base = _shared_address(smem)
-        loop = scf.ForOp(_thread(), at(num_bytes // chunk), at(THREADS))
+        base = shared_address(smem)
+        loop = scf.ForOp(thread(), at(num_bytes // chunk), at(THREADS))
         with ir.InsertionPoint(loop.body):
             offset = arith.muli(arith.index_cast(ops.i32(), loop.induction_variable), _i32(chunk))
             text = "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [$0], {zero, zero, zero, zero}; }"
@@ -139,6 +144,11 @@ def clear(smem) -> None:
         utils.warpgroup_barrier()
 
     emit(smem)
+
+
+def write_shared(address, x) -> None:
+    """Writes a float32 to shared memory as bfloat16."""
+    ops.asm("{ .reg .b16 x; cvt.rn.bf16.f32 x, $1; st.shared.b16 [$0], x; }", None, address, x)
 
 
 def peek_x(broadcast: Broadcast, column, *, shape: FewRowsShape, config: FewRowsConfig):
@@ -189,11 +199,10 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
         with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
             again = [_halves(ops.load_relaxed(address)) for address in addresses]
             scf.YieldOp([x for half in zip(*again) for x in half])
-        base, thread = _shared_address(smem), arith.index_cast(ops.i32(), _thread())
+        base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
         for x, (block, row) in zip(until.results[:count], _words_of_stage(shape, config), strict=True):
-            target = arith.addi(base, _place_in_tiles(block * shape.columns + row, thread))
-            payload = arith.bitcast(ir.F32Type.get(), x)
-            ops.asm("{ .reg .b16 x; cvt.rn.bf16.f32 x, $1; st.shared.b16 [$0], x; }", None, target, payload)
+            target = arith.addi(base, place_in_tiles(_i32(block * shape.columns + row), column, config.block_in))
+            write_shared(target, arith.bitcast(ir.F32Type.get(), x))
         ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
     emit(smem, broadcast.words_ref, broadcast.step, jnp.asarray(column, jnp.int32), *peeked)
@@ -217,7 +226,7 @@ def _num_words(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int]:
 def _addresses(broadcast: Broadcast, words, step, column, shape: FewRowsShape, config: FewRowsConfig) -> list:
     """Returns the addresses of a thread's words of a stage; `words`, `step` and `column` are values in the kernel."""
     index = ir.IndexType.get()
-    feature = arith.addi(arith.index_cast(index, column.registers.item()), _thread())
+    feature = arith.addi(arith.index_cast(index, column.registers.item()), thread())
     address_of = broadcast.transport(words, step).address
     first_of = lambda block, row: arith.constant(index, row * broadcast.features + block * config.block_in)
     return [address_of(arith.addi(feature, first_of(*place))) for place in _words_of_stage(shape, config)]
@@ -238,21 +247,20 @@ def count_steps(broadcast: Broadcast, num_ctas: int) -> None:
     emit(*(value for value, _ in broadcast.operands))
 
 
-def _place_in_tiles(row: int, column):
-    """Returns the bytes before an element of bfloat16 `[rows, 128]` in tiles of 8 rows and 128 bytes, swizzled."""
-    tile_bytes, row_bytes = GRAIN * 128, 128
-    tile, within = arith.divui(column, _i32(64)), arith.remui(column, _i32(64))
-    tile = arith.addi(_i32(row // GRAIN * 2), tile)
-    within = arith.xori(arith.muli(within, _i32(2)), _i32(row % GRAIN * 16))
-    of_row = arith.addi(_i32(row % GRAIN * row_bytes), within)
-    return arith.addi(arith.muli(tile, _i32(tile_bytes)), of_row)
+def place_in_tiles(row, column, columns: int):
+    """Returns the bytes before an element of bfloat16 `[rows, columns]` in tiles of 8 rows and 128 bytes, swizzled."""
+    row_bytes, of_tile = 128, 64
+    times, plus = lambda x, factor: arith.muli(x, _i32(factor)), arith.addi
+    tile = plus(times(arith.divui(row, _i32(GRAIN)), columns // of_tile), arith.divui(column, _i32(of_tile)))
+    row, within = arith.remui(row, _i32(GRAIN)), times(arith.remui(column, _i32(of_tile)), 2)
+    return plus(times(tile, GRAIN * row_bytes), plus(times(row, row_bytes), arith.xori(within, times(row, 16))))
 
 
 def _transforms(smem):
     return tiling(smem.dtype, IN_MULTIPLE)
 
 
-def _thread():
+def thread():
     """Returns the thread's number in its warpgroup, an index."""
     return arith.remui(gpu.thread_id(gpu.Dimension.x), arith.constant(ir.IndexType.get(), THREADS))
 
@@ -261,5 +269,5 @@ def _i32(value: int):
     return arith.constant(ops.i32(), value)
 
 
-def _shared_address(ref):
+def shared_address(ref):
     return llvm.ptrtoint(ops.i32(), utils.memref_ptr(ref))

@@ -9,7 +9,7 @@ result, and copies x of the next product when all have come. The kernel has no m
 
 Attention can be one of the operations: it follows the product that makes heads (`few_rows_chain_attention.py`), and a
 whole layer is one launch then. Results are then broadcast (`few_rows_broadcast.py`). CTAs receive x of the stages whose
-weights wait already, and meet for the rest; and before attention, which reads what the product before it writes.
+weights wait already, and meet for the rest.
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
 in-features. Heads are gathered, since each device makes some of them. Attention ends in the merge of their states. A
@@ -126,11 +126,11 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     results = [jax.ShapeDtypeStruct((padded, shape.out_features), shape.out_dtype) for shape in shapes]
     results[-1] = jax.ShapeDtypeStruct((rows, shapes[-1].out_features), shapes[-1].out_dtype)
     for number, shape in enumerate(shapes):
-        if shape.heads is not None:
-            results[number] = queries_of(shape, arrays["key"].shape[2])
+        if shape.heads is not None:  # attention gets queries by words
+            results[number] = None if broadcasts(attention) else queries_of(shape, arrays["key"].shape[2])
     return launch(
         functools.partial(_multiply, tuple(arrays), shapes, configs, attention, buffers),
-        out_type=tuple(results),
+        out_type=tuple(result for result in results if result is not None),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
         num_threads=len(Warpgroup),
@@ -141,7 +141,8 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
 
 
 def _multiply(names, shapes, configs, attention, buffers, *refs):
-    named, outputs = dict(zip(names, refs)), refs[len(names) :]
+    named, written = dict(zip(names, refs)), iter(refs[len(names) :])
+    outputs = [None if shape.heads is not None and broadcasts(attention) else next(written) for shape in shapes]
     is_cut = [buffers is not None and (shape.has_residual or shape.heads is not None) for shape in shapes]
     ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
     assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
@@ -179,7 +180,8 @@ def _move_weights(chain: CtaChain) -> None:
 
 def _move_x(chain: CtaChain) -> None:
     if chain.broadcasts:
-        clear(chain.smem["x_smem"])
+        for name in ("x_smem", "query_smem"):
+            clear(chain.smem[name])
     await_previous_kernel()
     before = chain.read_counts()
     for number, operation in enumerate(chain.run(chain.begin_steps())):
@@ -193,8 +195,8 @@ def _move_x(chain: CtaChain) -> None:
 
 def _compute(chain: CtaChain) -> None:
     await_previous_kernel()
-    steps = chain.begin_steps()
-    for number, operation in enumerate(chain.run_to_end(steps)):
+    steps, before = chain.begin_steps(), chain.read_counts()
+    for number, operation in enumerate(chain.run_to_end(steps, before)):
 
         def compute(number=number, operation=operation):
             operation.compute()

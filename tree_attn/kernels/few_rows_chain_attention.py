@@ -1,8 +1,8 @@
 """Attention of one query for each sequence within a chain, from the product that makes heads to that of its output.
 
 Keys and values pass through the chain's ring: a stage holds a KV tile where it would hold weights. Those of older
-tokens depend on nothing in the launch. So they are on their way, and weights behind them, while CTAs meet after the
-heads. The last KV tile of an output tile may have the new token. Its copy waits for that meeting.
+tokens depend on nothing in the launch. So they are on their way, and weights behind them, while the product of query,
+key and value is multiplied. What it gives comes by words (`few_rows_chain_heads.py`): no CTA waits for all others.
 
 The schedule and what is computed are the lean kernel's (`lean_walk.py`, `lean_compute.py`). All partial states are left
 in words. CTAs merge a part of the result each, with other devices' if there are any, and broadcast it
@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows_broadcast import Broadcast, BroadcastEnd
+from tree_attn.kernels.few_rows_chain_heads import new_scratch, receive_heads, write_over
 from tree_attn.kernels.few_rows_copies import await_copies, copy_kv_together
 from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS, Ring
 from tree_attn.kernels.kv_parts import has_broken_group
@@ -53,6 +54,11 @@ class AttentionLayout:
     def num_features(self) -> int:
         """Returns the features of a row of the result."""
         return self.shape.num_kv_heads * self.group * self.shape.head_dim
+
+    @property
+    def head_features(self) -> int:
+        """Returns the features of a row of queries, keys and values."""
+        return self.shape.num_kv_heads * (self.group + 2) * self.shape.head_dim
 
     @property
     def partials(self) -> tuple[int, int]:
@@ -96,13 +102,14 @@ def attention_scratch(shape: LeanShape) -> dict[str, plgpu.SMEM]:
     config = LeanConfig(block_kv=keys_of_stage(shape.head_dim))
     size, transforms = (QUERY_PLACES, shape.cols, shape.head_dim), query_tiling(shape, config)
     query = plgpu.SMEM(size, shape.dtype, transforms=transforms)
-    return {"query_smem": query, "softmax_smem": products_of(shape).scratch(shape, config)["weights_smem"]}
+    softmax = products_of(shape).scratch(shape, config)["weights_smem"]
+    return {"query_smem": query, "softmax_smem": softmax, "new_smem": new_scratch(shape.head_dim, shape.dtype)}
 
 
 def attention_barriers() -> dict[str, plgpu.Barrier]:
     """Returns the barriers that attention needs beside the ring's, by the names of `CtaAttention`'s fields."""
     query = plgpu.Barrier(num_barriers=QUERY_PLACES)
-    return {"query_full": query, "query_free": query, "heads_there": plgpu.Barrier(num_barriers=1)}
+    return {"query_full": query, "query_free": query}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +117,13 @@ class CtaAttention:
     """Attention of a CTA, with the methods of `CtaProduct`.
 
     Attributes:
-      refs: "query" `[B K, G, H]`, "key" and "value" `[B, S, K, H]`, "rank", and tables as `lean.lean_attention` takes
-        them.
+      refs: "key" and "value" `[B, S, K, H]`, "slots" of the new tokens, "rank", and tables as `lean.lean_attention`
+        takes them.
       run, ring: of the CTA.
-      broadcast: of the result, `[B, N H]`; exchange_step: the number of its step with other devices, if there are any.
+      x_broadcast: of queries, keys and values, `[B, K (G + 2) H]`; broadcast: of the result, `[B, N H]`.
+      exchange_step: the number of its step with other devices, if there are any.
+      await_heads: waits until CTAs have met after heads, if they do; only computing needs it.
       kv_smem: of `kv_scratch`.
-      heads_there: a barrier at which the warpgroup that moves x arrives when CTAs have met after the heads.
       others: of `attention_scratch` and `attention_barriers`.
     """
 
@@ -123,14 +131,16 @@ class CtaAttention:
     refs: dict
     run: Run
     ring: Ring
+    x_broadcast: Broadcast | None
     broadcast: Broadcast | None
     exchange_step: Any
     kv_smem: Any
     query_smem: Any
     softmax_smem: Any
+    new_smem: Any
     query_full: Any
     query_free: Any
-    heads_there: Any
+    await_heads: Callable | None = None
 
     @property
     def num_steps(self):
@@ -143,12 +153,9 @@ class CtaAttention:
 
         def move_segment(output_tile, segment):
             def move(i, _):
-                kv_tile = segment.kv_tile + i
-                is_last = kv_tile == output_tile.num_kv_tiles - 1
-                pl.when(is_last)(self._await_heads)
                 step = segment.kv_tiles_done + i
                 self.ring.await_room(step)
-                first, _ = tile_slots(shape, config, output_tile, kv_tile)
+                first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
                 self._copy_kv(step, output_tile, first)
 
             lax.fori_loop(0, segment.num_kv_tiles, move, None)
@@ -156,26 +163,42 @@ class CtaAttention:
         walk(self.run, self.refs, shape, config, move_segment, is_first_to_read=True)
 
     def move_x(self, await_all: Callable) -> None:
-        """Copies queries, when all are in memory; at each step it keeps pace with the ring."""
-        await_all()
-        plgpu.barrier_arrive(self.heads_there)
+        """Receives queries and new keys and values; at each step it keeps pace with the ring.
+
+        Args:
+          await_all: is not needed.
+        """
+        shape, config = self.layout.shape, self.layout.config
 
         def move_segment(output_tile, segment):
+            slot = self.refs["slots"][output_tile.sequence]
             place = segment.query_place(QUERY_PLACES)
             is_taken = segment.output_tiles_done >= QUERY_PLACES
             pl.when(is_taken)(lambda: plgpu.barrier_wait(self.query_free.at[place]))
-            # The columns may be more than there are: what is out of bounds is filled with zeros.
-            columns = self.refs["query"].at[output_tile.index, pl.ds(output_tile.index * 0, self.layout.shape.cols)]
-            plgpu.copy_gmem_to_smem(columns, self.query_smem.at[place], self.query_full.at[place])
+            first = output_tile.index * (self.layout.head_features // shape.num_kv_heads)
+            received = self.query_smem.at[place], self.new_smem
+            receive_heads(self.x_broadcast, first, *received, group=self.layout.group)
+            plgpu.barrier_arrive(self.query_full.at[place])
 
             def keep_pace(i, _):
                 step = segment.kv_tiles_done + i
                 self.ring.await_free(step)
+                first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
+                within = slot - first
+                is_here = (within >= 0) & (within < config.block_kv)
+                pl.when(is_here)(lambda: self._write_new(step, within))
                 plgpu.barrier_arrive(self.ring.full[-1].at[self.ring.stage(step)])
 
             lax.fori_loop(0, segment.num_kv_tiles, keep_pace, None)
 
-        walk(self.run, self.refs, self.layout.shape, self.layout.config, move_segment)
+        walk(self.run, self.refs, shape, config, move_segment)
+
+    def _write_new(self, step, within) -> None:
+        """Writes the new key and value to their slot of a step's KV tile, when that is there."""
+        await_copies(self.ring.full[0], self.ring.first_step + step, self.ring.num_stages)
+        stage, block_kv = self.ring.stage(step), self.layout.config.block_kv
+        rows = [(2 * stage + number) * block_kv + within for number in range(2)]
+        write_over(self.new_smem, self.kv_smem, rows)
 
     def compute(self) -> None:
         """Attends, leaves partial states, and merges and broadcasts a part of the result."""
@@ -185,14 +208,12 @@ class CtaAttention:
         products = products_of(shape)(shape=shape, config=config, weights_smem=self.softmax_smem)
         RunCompute(
             tables=tables, shape=shape, config=config, run=self.run,
-            epilogue=self.layout.end(broadcast.buffers), products=products, results=None, outputs=(broadcast,),
+            epilogue=self.layout.end(broadcast.buffers), products=products, results=None,
+            outputs=(broadcast, self.await_heads),
             stages=_RingStages(self.ring, self.kv_smem, config.block_kv), query_smem=self.query_smem,
             query_full=self.query_full, query_free=self.query_free, words_smem=None, merged_at_once=0,
             columns=self.layout.group, writes_results=False, step=broadcast.step if is_alone else self.exchange_step,
         ).compute()  # fmt: skip
-
-    def _await_heads(self) -> None:
-        await_copies(self.heads_there, jnp.int32(0), 1)
 
     def _copy_kv(self, step, output_tile, first) -> None:
         block_kv = self.layout.config.block_kv

@@ -80,8 +80,7 @@ class CtaChain:
         """Returns the operations whose results are broadcast."""
         if not broadcasts(self.attention):
             return []
-        products = [number for number, _ in self.operations[:-1]]
-        return [i for i, number in enumerate(products) if number is None or self.shapes[number].heads is None]
+        return list(range(len(self.operations) - 1))
 
     @property
     def exchanges(self) -> list[int]:
@@ -112,10 +111,14 @@ class CtaChain:
         if operation not in self.broadcasts or steps.broadcast is None:
             return None
         number, _ = self.operations[operation]
+        if number is None:
+            features = self.attention.num_features
+        else:  # heads are of all devices
+            shape = self.shapes[number]
+            features = shape.out_features if shape.heads is None else self.attention.head_features
         return Broadcast(
             words_ref=self.named["words"], buffers=chain_buffers(self.shapes, self.attention),
-            step=steps.broadcast + self.broadcasts.index(operation),
-            features=self.attention.num_features if number is None else self.shapes[number].out_features,
+            step=steps.broadcast + self.broadcasts.index(operation), features=features,
         )  # fmt: skip
 
     def _exchange(self, operation: int, steps: Steps):
@@ -138,19 +141,26 @@ class CtaChain:
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
                 is_first=i == 0 and self.attention is not None,
             )  # fmt: skip
-            options = dict(ring=ring, broadcast=self._broadcast(i, steps), exchange_step=self._exchange(i, steps))
-            if number is None:
-                operation = self._attention(options)
-            else:
-                x_broadcast = self._broadcast(i - 1, steps)
-                operation = self._product(number, refs[number], options | {"x_broadcast": x_broadcast})
+            options = dict(
+                ring=ring, x_broadcast=self._broadcast(i - 1, steps), broadcast=self._broadcast(i, steps),
+                exchange_step=self._exchange(i, steps),
+            )  # fmt: skip
+            operation = self._attention(options) if number is None else self._product(number, refs[number], options)
             yield operation
             num = operation.num_steps
             first_step = first_step + (num if self._has_all(config) else jnp.where(_is_here(config), num, 0))
 
-    def run_to_end(self, steps: Steps) -> "list[CtaProduct | CtaAttention]":
-        """Returns the operations, which know the number of all of the ring's steps."""
+    def run_to_end(self, steps: Steps, before: dict) -> "list[CtaProduct | CtaAttention]":
+        """Returns the operations, which know the number of all of the ring's steps, for computing.
+
+        Args:
+          before: of `read_counts`.
+        """
         operations = list(self.run(steps))
+        for i, (number, _) in enumerate(self.operations):
+            if number is None:
+                await_heads = functools.partial(self.meet, i - 1, before)
+                operations[i] = dataclasses.replace(operations[i], await_heads=await_heads)
         (*_, config), last = (config for _, config in self.operations), operations[-1]
         num = last.num_steps if self._has_all(config) else jnp.where(_is_here(config), last.num_steps, 0)
         num_steps = last.ring.first_step + num
@@ -173,10 +183,9 @@ class CtaChain:
 
     def _attention(self, options: dict) -> CtaAttention:
         await_previous_kernel()  # it may have made the tables
-        query = next(out for shape, out in zip(self.shapes, self.outputs) if shape.heads is not None)
-        names = ("query_smem", "softmax_smem", *attention_barriers())
+        names = ("query_smem", "softmax_smem", "new_smem", *attention_barriers())
         return CtaAttention(
-            layout=self.attention, refs=self.named | {"query": query},
+            layout=self.attention, refs=self.named,
             run=run_of_cta(self.named, self.attention.shape, self.attention.config),
             kv_smem=self.smem["ring_smem"][1], **{name: self.smem[name] for name in names}, **options,
         )  # fmt: skip
@@ -194,14 +203,20 @@ class CtaChain:
             pl.when(_is_here(config))(body)
 
     def _meets(self, number: int) -> bool:
-        """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received."""
+        """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received.
+
+        After heads they do on several devices: nobody may attend with some (`few_rows_broadcast.py`).
+        """
         if not 0 <= number < len(self.operations) - 1:
             return False
         (product, _), (following, config) = self.operations[number : number + 2]
-        if following is None or number not in self.broadcasts:
+        if number not in self.broadcasts:
             return True
-        steps = config.tiles * config.blocks(self.shapes[following])
-        return product is not None and steps > config.num_stages
+        if following is None:
+            return self.buffers is not None
+        if product is None:
+            return False
+        return config.tiles * config.blocks(self.shapes[following]) > config.num_stages
 
     def read_counts(self) -> dict:
         """Returns the counts of all meetings, before the CTA comes."""

@@ -88,7 +88,7 @@ def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:
     sizes = [shape.rows * shape.out_features for shape in shapes]
     if attention is None:
         return local_buffers(max(sizes))
-    return local_buffers(max(*sizes, shapes[0].rows * attention.num_features), *attention.partials)
+    return local_buffers(max(*sizes, shapes[0].rows * attention.head_features), *attention.partials)
 
 
 def num_ctas(configs: tuple[FewRowsConfig, ...]) -> int:

@@ -58,7 +58,7 @@ class CtaProduct(ProductMoves):
         result = turned(result, angles, self.turn_smem)
         gathering = self.end and Gathering(refs.get("rank"), self.end.buffers, exchange_step)
         heads = self.out_ref, refs["key"], refs["value"]
-        write_heads(heads, result, slots, first_pair, shape, config, gathering)
+        write_heads(heads, result, slots, first_pair, shape, config, gathering, self.broadcast)
 
     def _products(self, tile, *accs):
         """Returns the tile's products, float32 `[64, stack * cols]` for each part, and the squares of x."""

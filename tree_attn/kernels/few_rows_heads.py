@@ -104,24 +104,29 @@ class Gathering:
 
 
 def write_heads(
-    refs, result, slots, first_pair, shape: FewRowsShape, config: FewRowsConfig, gathering: Gathering | None = None
-) -> None:
+    refs, result, slots, first_pair, shape: FewRowsShape, config: FewRowsConfig, gathering: Gathering | None = None,
+    broadcast=None,
+) -> None:  # fmt: skip
     """Writes a tile's queries to `[rows K, G, H]`, and its keys and values to their slots of `[B, S, K, H]`.
 
     Args:
-      refs: of queries, keys and values.
+      refs: of queries, keys and values; queries are None where all are broadcast.
       result: float32 `[64, cols]`; slots: of `read_places_of`.
       gathering: sends the tile to all devices, and writes theirs too: K is then of all devices.
+      broadcast: sends all of it to the CTAs of this device (`few_rows_broadcast.Broadcast`), as `[rows, K (G + 2) H]`;
+        or None.
     """
     if is_interpreted():
         _interpreted_write(refs, result, slots, first_pair, shape, config)
         return
-    operands = [(result, LAYOUT), (slots, LAYOUT), *((ref, plgpu.RefType()) for ref in refs), (first_pair, SCALAR)]
+    operands = [(result, LAYOUT), (slots, LAYOUT), (first_pair, SCALAR)]
+    operands += [(ref, plgpu.RefType()) for ref in refs if ref is not None]
+    operands += [] if broadcast is None else broadcast.operands
     if gathering is None:
 
         @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands))
         def emit(_, *values):
-            write = _Writer(*values, shape, config)
+            write = _Writer(*values, shape=shape, config=config, broadcast=broadcast)
             result = values[0]
             result.foreach(lambda x, where: write(write.take_slot(), where, [x]))
 
@@ -130,7 +135,7 @@ def write_heads(
 
     def emit_gathering(place, *values):
         *values, step = values
-        write, result = _Writer(*values, shape, config), values[0]
+        write, result = _Writer(*values, shape=shape, config=config, broadcast=broadcast), values[0]
         exchange, wheres = transport(gathering.buffers, place, step.registers.item()), []
 
         def send_own(x, where):
@@ -147,10 +152,15 @@ def write_heads(
 
 
 class _Writer:
-    """Writes elements of a tile to queries or a cache."""
+    """Writes elements of a tile to queries or a cache, and broadcasts them."""
 
-    def __init__(self, _, slots, query, key, value, pair, shape: FewRowsShape, config: FewRowsConfig):
-        self.query, self.caches, self.pair = query, (key, value), pair
+    def __init__(self, _, slots, pair, *refs, shape: FewRowsShape, config: FewRowsConfig, broadcast=None):
+        self.send = None
+        if broadcast is not None:
+            *refs, words, step = refs
+            self.send = broadcast.transport(words, step).send
+        *query, key, value = refs
+        self.query, self.caches, self.pair = query[0] if query else None, (key, value), pair
         self.shape, self.heads, self.tile = shape, shape.heads, config.tile
         self.num_kv_heads = shape.out_features // ((shape.heads.group + 2) * shape.heads.head_dim)
         self._slots: list = []  # in the order in which places of the result come
@@ -186,9 +196,14 @@ class _Writer:
         has_slot = arith.andi(is_inside, _below(slot, num_slots))  # unsigned: none is below 0
         for rank, x in enumerate(of_ranks):
             of_all = arith.addi(kv_head, _index(rank * self.num_kv_heads))
-            with utils.when(is_query):
-                of_row = arith.addi(arith.muli(row, _index(num_kv_heads)), of_all)
-                memref.store(narrowed(x, self.query), self.query, [of_row, member, feature])
+            of_row = arith.addi(arith.muli(row, _index(num_kv_heads)), of_all)
+            if self.send is not None:
+                head = arith.addi(arith.muli(of_row, _index(self.heads.group + 2)), member)
+                with utils.when(is_inside):
+                    self.send(arith.addi(arith.muli(head, _index(self.heads.head_dim)), feature), x)
+            if self.query is not None:
+                with utils.when(is_query):
+                    memref.store(narrowed(x, self.query), self.query, [of_row, member, feature])
             for number, cache in enumerate(self.caches):
                 with utils.when(arith.andi(has_slot, _is(member, self.heads.group + number))):
                     memref.store(narrowed(x, cache), cache, [sequence, slot, of_all, feature])
