@@ -28,12 +28,7 @@ class ChainedProducts(FewRowsProducts):
     Otherwise the products between two layers' attention are. The first layer's product of query, key and value is then
     a launch of its own, as the head's always is. These read weights early where `is_early`; the products of layers that
     are not chained do not.
-
-    Attributes:
-      joins_attention: whether attention is in a layer's launch.
     """
-
-    joins_attention: bool = True
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -43,20 +38,13 @@ class ChainedProducts(FewRowsProducts):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
-        context = _joined(context, self.joins_attention)
         others = dataclasses.replace(context, products=FewRowsProducts(max_rows=self.max_rows))
         return _run_chained(layers, x, cache, context, others)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainedProductsOfShards(ProductsOfShards):
-    """The same of weights that are cut over GPUs; what these exchange is in the launch.
-
-    Attributes:
-      joins_attention: whether attention is in a layer's launch, which has not run on several GPUs.
-    """
-
-    joins_attention: bool = True
+    """The same of weights that are cut over GPUs; what these exchange is in the launch."""
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -66,13 +54,7 @@ class ChainedProductsOfShards(ProductsOfShards):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
-        context = _joined(context, self.joins_attention)
         return _run_chained(layers, x, cache, context, context)
-
-
-def _joined(context: Any, joins_attention: bool) -> Any:
-    """Returns the context, by which launches may attend if they are to."""
-    return context if joins_attention else dataclasses.replace(context, attention_options=None)
 
 
 def _chained(name: str) -> str:

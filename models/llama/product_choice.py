@@ -11,7 +11,6 @@ from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_chain")
 MAX_ROWS_BY_DEFAULT = 3  # of which whole steps were checked on GPUs (docs/results/chain_2xh200/README.md)
-ATTENTION_IN_LAUNCH = (0, 12)  # JAX, with which attention in a layer's launch was run on a GPU
 CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 _log = logging.getLogger("tree_attn")
 
@@ -25,8 +24,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         weights before the previous kernel has ended. So the program must take them as arguments, and none of its
         kernels may write them. None is the fastest for up to 3 tokens at a time where the kernel runs, and else `xla`.
         The fastest is `mosaic_gpu_chain` (docs/log/llama.md). With a loop over layers, or JAX 0.10, it is `mosaic_gpu`
-        on one GPU. Over several GPUs, or with JAX 0.11, attention in the launch has not run: None leaves it apart
-        there. The kernel has no gradient.
+        on one GPU. The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
         over all of the mesh.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
@@ -51,9 +49,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
             return XlaProducts()
         name = "mosaic_gpu_chain" if can_chain else "mosaic_gpu"
         _log.info("products: %s, for up to %d tokens at a time", name, MAX_ROWS_BY_DEFAULT)
-        has_run = sharding.mesh.size == 1 and jax.__version_info__ >= ATTENTION_IN_LAUNCH
-        chained = {"joins_attention": has_run} if can_chain else {}
-        return _by_kernel(name, sharding, max_rows=MAX_ROWS_BY_DEFAULT, **chained)
+        return _by_kernel(name, sharding, max_rows=MAX_ROWS_BY_DEFAULT)
     if reason is None and name == "mosaic_gpu_chain" and not unrolls_layers:
         reason = "a loop over layers copies weights, which cannot be read ahead: unroll_layers must be True"
     if reason is not None:
