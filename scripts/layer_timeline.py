@@ -1,8 +1,8 @@
 """The kernels of one layer of a decoding step on a time line: from rows of `profile_llama.py` and `peer_llama.py`.
 
-A layer runs from the start of one layer's attention to the start of the next one's: every kernel of a layer is in it
-once. Of all such layers of a profile the one of median length is drawn. The floor is the time to read a layer's weights
-and its keys and values once, at the datasheet's rate.
+A layer runs from the start of its attention, or of the launch that has it, to the start of the next layer's: every
+kernel of a layer is in it once. Of all such layers of a profile the one of median length is drawn. The floor is the
+time to read a layer's weights and its keys and values once, at the datasheet's rate.
 """
 
 import collections
@@ -15,6 +15,7 @@ from typing import Any
 Event = tuple[float, float, str]  # start and end in us, name
 # The first kind whose pattern is found in a kernel's name is the kernel's.
 KINDS = (
+    ("chain of products and attention", re.compile(r"few_rows_chain"), "#6a3d9a"),
     ("sum over GPUs", re.compile(r"nccl|all_?reduce|one_shot|(?<!lean_)exchange", re.I), "#d95f02"),
     ("other", re.compile(r"norm|rope|rotary|silu|act_and_mul|append", re.I), "#8c8c8c"),
     ("attention", re.compile(r"attention|lean_|mha|sdpa|Batch(Prefill|Decode)|merge_?states", re.I), "#1b9e77"),
@@ -163,14 +164,14 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
         begin += us
     axes.axvline(floor, color="black", linewidth=1, linestyle="--")
     for band, way in enumerate(ways, 1):
-        _draw_band(axes, band, way["kernels"], longest)
+        _draw_band(axes, band, way["kernels"], way["layer_us"], longest)
         axes.axvline(way["layer_us"], *_span(band, len(ways)), color="black", linewidth=1)
         gaps = way["layer_us"] - way["busy_us"]
         labels.append(f"{way['way']}\n{way['layer_us']:.1f} us, {gaps:.1f} of them in gaps")
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(ways) + 0.5, -0.5)
     axes.set_xlim(0, longest * 1.01)
-    axes.set_xlabel("us from the start of the layer's attention; numbers in bars are us")
+    axes.set_xlabel("us from the start of attention, or of the launch that has it; numbers in bars are us")
     batch = f" x {found['batch']}" if found["batch"] > 1 else ""
     batch += f", {found['samples']} samples" if found["samples"] > 1 else ""
     axes.set_title(f"{found['config']}, {found['context']:,} tokens{batch}: one layer of a decoding step")
@@ -180,11 +181,12 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def _draw_band(axes, band: int, kernels: Sequence[Sequence], longest: float) -> None:
+def _draw_band(axes, band: int, kernels: Sequence[Sequence], layer_us: float, longest: float) -> None:
     """Draws kernels that overlap in lanes of the band, and the length of those that are wide enough for it."""
     of_kernels = lanes(kernels)
     height = 0.7 / (max(of_kernels, default=0) + 1)
     for (start, end, kind, _), lane in zip(kernels, of_kernels, strict=True):
+        end = min(end, layer_us)  # what begins early waits in the next layer
         low = band - 0.35 + lane * height
         bar = [(start, end - start)]
         axes.broken_barh(bar, (low, height), facecolors=COLOURS[kind], edgecolor="white", linewidth=0.5)

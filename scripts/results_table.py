@@ -107,20 +107,24 @@ def llama_table(rows: list[dict]) -> str:
 
 
 def token_table(rows: list[dict]) -> str:
-    """Returns a Markdown table: a token's time by each way, the peer's beside ours, and reading its bytes."""
+    """Returns a Markdown table: a token's time by each of our ways, by the peer's fastest, and reading its bytes."""
     lines = [
-        "| model | context | way | tokens a call | ms per token (p10 to p90) | reading, ms | share | commit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | GPUs | context | way | tokens a call | ms per token (p10 to p90) | reading, ms | share | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     models = list(dict.fromkeys(row["config"] for row in rows))
-    for row in sorted(rows, key=lambda row: (models.index(row["config"]), row["context"])):
+    case = lambda row: (models.index(row["config"]), row["n_devices"], row["context"], row["batch"])
+    peers: dict[tuple, dict] = {}
+    for row in rows:
+        if "way" in row:
+            peers[case(row)] = min(row, peers.get(case(row), row), key=lambda row: row["per_token_ms_median"])
+    for row in sorted((*(row for row in rows if "way" not in row), *peers.values()), key=case):
         median, limit = row["per_token_ms_median"], row.get("floor_ms") or row["roofline_ms"]
-        ours = f"products {row.get('products')}, JAX {row['versions']['jax']}"
-        ours += f", {row['hardware'].replace('NVIDIA ', '')}" if row["n_devices"] > 1 else ""
         cells = (
             row["config"],
-            f"{row['context']:,}",
-            row.get("way", ours),
+            row["hardware"].replace("NVIDIA ", "").replace(" 80GB HBM3", ""),
+            _context(row),
+            row.get("way") or f"products {row['products']}, JAX {row['versions']['jax']}",
             row.get("tokens_per_dispatch", 1),
             f"{median:.2f} ({row['per_token_ms_p10']:.2f} to {row['per_token_ms_p90']:.2f})",
             f"{limit:.2f}",

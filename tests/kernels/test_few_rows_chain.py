@@ -188,7 +188,22 @@ def test_what_the_ring_holds_of_x_is_received_and_ctas_meet_for_the_rest(monkeyp
     assert calls == computing + moving
 
 
-def test_words_lie_in_shared_memory_as_copies_of_x_would(monkeypatch):
+@pytest.mark.parametrize("buffers, meets", [(None, False), (Buffers(table=0, num_ranks=2, capacity=4096), True)])
+def test_ctas_meet_after_heads_where_devices_may_have_no_keys(buffers, meets):
+    heads, *products = reversed(Chain(heads=(1, 2, 64)).shapes)
+    shapes = heads, *reversed(products)
+    configs = chain_configs(shapes, 4)
+    chain = few_rows_chain_cta.CtaChain(
+        shapes=shapes, configs=configs, attention=types.SimpleNamespace(config=configs[0]), buffers=buffers, named={},
+        outputs=(), ends=[None] * 4, fulls=[], free=None, smem={},
+    )  # fmt: skip
+    assert [number for number, _ in chain.operations] == [0, None, 1, 2, 3]
+    assert chain.broadcasts == [0, 1, 2, 3], "the last result is in memory only"
+    assert chain._meets(0) == meets and not chain._meets(1)
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_words_lie_in_shared_memory_as_copies_would(columns, monkeypatch):
     """In tiles of 8 rows and 64 columns, of whose rows of 128 bytes the hardware exchanges chunks of 16."""
     whole = lambda f: lambda a, b: f(int(a), int(b))
     integers = types.SimpleNamespace(
@@ -197,12 +212,11 @@ def test_words_lie_in_shared_memory_as_copies_of_x_would(monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(few_rows_broadcast, "arith", integers)
     monkeypatch.setattr(few_rows_broadcast, "_i32", int)
-    places = np.array(
-        [[few_rows_broadcast._place_in_tiles(row, column) for column in range(128)] for row in range(24)]
-    )  # fmt: skip
-    assert sorted(places.flat) == list(range(0, 24 * 128 * 2, 2))
-    for row, column in np.ndindex(24, 128):
-        tile, chunk = row // 8 * 2 + column // 64, column % 64 // 8
+    place_of = few_rows_broadcast.place_in_tiles
+    places = np.array([[place_of(row, column, columns) for column in range(columns)] for row in range(24)])
+    assert sorted(places.flat) == list(range(0, 24 * columns * 2, 2))
+    for row, column in np.ndindex(24, columns):
+        tile, chunk = row // 8 * (columns // 64) + column // 64, column % 64 // 8
         assert places[row, column] == tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + column % 8 * 2
 
 

@@ -270,4 +270,5 @@ def _i32(value: int):
 
 
 def shared_address(ref):
+    """Returns the address of shared memory, i32, in a kernel."""
     return llvm.ptrtoint(ops.i32(), utils.memref_ptr(ref))

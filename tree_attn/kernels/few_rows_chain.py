@@ -180,10 +180,11 @@ def _move_weights(chain: CtaChain) -> None:
 
 def _move_x(chain: CtaChain) -> None:
     if chain.broadcasts:
-        for name in ("x_smem", "query_smem"):
-            clear(chain.smem[name])
+        clear(chain.smem["x_smem"])
+    if chain.attention is not None:
+        clear(chain.smem["query_smem"])
     await_previous_kernel()
-    before = chain.read_counts()
+    before = chain.read_counts(range(len(chain.operations)))
     for number, operation in enumerate(chain.run(chain.begin_steps())):
 
         def move(number=number, operation=operation):
@@ -195,8 +196,8 @@ def _move_x(chain: CtaChain) -> None:
 
 def _compute(chain: CtaChain) -> None:
     await_previous_kernel()
-    steps, before = chain.begin_steps(), chain.read_counts()
-    for number, operation in enumerate(chain.run_to_end(steps, before)):
+    steps = chain.begin_steps()
+    for number, operation in enumerate(chain.run_to_end(steps)):
 
         def compute(number=number, operation=operation):
             operation.compute()

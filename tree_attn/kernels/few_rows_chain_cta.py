@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -150,16 +150,15 @@ class CtaChain:
             num = operation.num_steps
             first_step = first_step + (num if self._has_all(config) else jnp.where(_is_here(config), num, 0))
 
-    def run_to_end(self, steps: Steps, before: dict) -> "list[CtaProduct | CtaAttention]":
+    def run_to_end(self, steps: Steps) -> "list[CtaProduct | CtaAttention]":
         """Returns the operations, which know the number of all of the ring's steps, for computing.
 
-        Args:
-          before: of `read_counts`.
+        Counts that computing needs are read here.
         """
         operations = list(self.run(steps))
         for i, (number, _) in enumerate(self.operations):
             if number is None:
-                await_heads = functools.partial(self.meet, i - 1, before)
+                await_heads = functools.partial(self.meet, i - 1, self.read_counts([i - 1]))
                 operations[i] = dataclasses.replace(operations[i], await_heads=await_heads)
         (*_, config), last = (config for _, config in self.operations), operations[-1]
         num = last.num_steps if self._has_all(config) else jnp.where(_is_here(config), last.num_steps, 0)
@@ -205,7 +204,7 @@ class CtaChain:
     def _meets(self, number: int) -> bool:
         """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received.
 
-        After heads they do on several devices: nobody may attend with some (`few_rows_broadcast.py`).
+        After heads they do on several devices, where some may be left unread (`few_rows_broadcast.py`).
         """
         if not 0 <= number < len(self.operations) - 1:
             return False
@@ -218,9 +217,8 @@ class CtaChain:
             return False
         return config.tiles * config.blocks(self.shapes[following]) > config.num_stages
 
-    def read_counts(self) -> dict:
-        """Returns the counts of all meetings, before the CTA comes."""
-        numbers = range(len(self.operations))
+    def read_counts(self, numbers: Iterable[int]) -> dict:
+        """Returns the counts of the meetings after some operations, before the CTA comes."""
         return {number: read_count(self.named["counts"], number) for number in numbers if self._meets(number)}
 
     def come(self, number: int) -> None:

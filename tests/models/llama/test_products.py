@@ -97,15 +97,15 @@ def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatc
     assert default(one) == XlaProducts(), "a model on CPUs, where there is a GPU too"
     monkeypatch.setattr(LlamaSharding, "is_on_gpus", True)
     with caplog.at_level(logging.INFO, "tree_attn"):
-        assert default(one, unrolls_layers=False) == FewRowsProducts(max_rows=3)
-    assert "mosaic_gpu, for up to 3 tokens" in caplog.text
+        assert default(one, unrolls_layers=False) == FewRowsProducts(max_rows=16)
+    assert "mosaic_gpu, for up to 16 tokens" in caplog.text
     chains = jax.__version_info__ >= (0, 11)  # whose kernels read what they have written
     name = "mosaic_gpu_chain" if chains else "mosaic_gpu"
     assert isinstance(default(one), ChainedProducts) == chains
     assert isinstance(default(two), ChainedProductsOfShards) == chains
-    names = lambda sharding: [default(sharding).name_of(rows) for rows in (1, 3, 4)]
-    assert names(one) == [name, name, "xla"]
-    assert names(two) == ([name, name, "xla"] if chains else ["xla"] * 3)
+    names = lambda sharding, *rows: [default(sharding).name_of(of) for of in rows]
+    assert names(one, 1, 16, 17) == [name, name, "xla"]
+    assert names(two, 1, 3, 4) == ([name, name, "xla"] if chains else ["xla"] * 3)
     assert default(two, unrolls_layers=False) == XlaProducts()
     named = product_choice.by_name("mosaic_gpu", two, unrolls_layers=True)
     assert named == ProductsOfShards(two) and named.name_of(16) == "mosaic_gpu"
