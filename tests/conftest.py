@@ -95,12 +95,18 @@ def time_limit():
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(scope="module")
-def optimized():
-    """For SmolLM2, which runs for longer than it takes to compile: three times as long without LLVM's optimizations."""
+def _optimized():
+    """For SmolLM2, which runs for longer than it takes to compile: three times as long without LLVM's optimizations.
+
+    Those of a tiny model take twenty times as long as its run.
+    """
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", ON_CPU)
+
+
+optimized = pytest.fixture(_optimized)
+optimized_module = pytest.fixture(_optimized, scope="module")  # for fixtures of a module
 
 
 @pytest.fixture(autouse=True)

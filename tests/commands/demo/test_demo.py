@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def shown(optimized, folder) -> tuple[int, str]:
+def shown(optimized_module, folder) -> tuple[int, str]:
     """Returns exit status and output of the demo, without options."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.chdir(folder):

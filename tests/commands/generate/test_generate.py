@@ -20,7 +20,7 @@ from tree_attn.commands.generate import writing
 from tree_attn.commands.request import check_room, note_reduction
 from tree_attn.models.llama import preset
 
-pytestmark = pytest.mark.usefixtures("optimized")
+of_smollm2 = pytest.mark.usefixtures("optimized")
 PROMPT = "What is the capital of France? Answer in one sentence."
 ANSWER = "The capital of France is Paris."
 
@@ -40,6 +40,7 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
     return status, captured.out.splitlines(), captured.err
 
 
+@of_smollm2
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "described"),
@@ -74,6 +75,7 @@ def test_smollm2_answers_and_stdout_is_json(capsys, arguments, described):
     assert {name: document[name] for name in described} == described
 
 
+@of_smollm2
 def test_raw_prompts_are_continued_and_streamed(capsys):
     arguments = ["--raw", "--prompt", "One, two, three,", "--max-new-tokens", "6", "--attention", "single"]
     status, lines, error = run(capsys, *arguments)
@@ -82,6 +84,7 @@ def test_raw_prompts_are_continued_and_streamed(capsys):
     assert "tokens a second on 1 device by single" in error.splitlines()[1]
 
 
+@of_smollm2
 @pytest.mark.slow
 def test_several_prompts_through_fewer_rows(capsys):
     """The prompt is read in chunks and cached in int8, which gives the tokens of float32 here."""
@@ -103,6 +106,7 @@ def test_several_prompts_through_fewer_rows(capsys):
     assert (document["attention"], document["reduction"], document["n_devices"]) == ("single", None, 1)
 
 
+@of_smollm2
 @pytest.mark.slow
 def test_saved_tokens_are_gone_on_from_and_another_generation_is_refused(capsys, tmp_path, monkeypatch):
     arguments = ["--prompt", PROMPT, "--attention", "single", "--out", str(tmp_path), "--save-every", "3"]

@@ -116,7 +116,7 @@ def smollm2_reference(smollm2_path):
 
 
 @pytest.fixture(scope="module")
-def smollm2_model(optimized, smollm2, sharding_over):
+def smollm2_model(optimized_module, smollm2, sharding_over):
     """SmolLM2 on 8 devices, read once; the tests move it."""
     return smollm2.load(sharding_over(smollm2.config, 8), jnp.float32)
 
