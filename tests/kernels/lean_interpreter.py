@@ -1,6 +1,7 @@
 """Mosaic GPU's interpreter, for tests: it runs kernels on the CPU and finds races between their threads."""
 
 import contextlib
+import types
 
 import jax
 import numpy as np
@@ -26,6 +27,25 @@ def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
 
 
 @contextlib.contextmanager
+def arguments_by_numpy():
+    """Has callbacks take arrays of NumPy, of which a kernel's run has thousands.
+
+    JAX places each argument on a device before, which takes half of the interpreter's time.
+    """
+    from jax._src import callback
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.__version_info__ >= (0, 12):
+            from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+
+            to_int = shared_memory._to_int
+            patch.setattr(shared_memory, "_to_int", lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x))
+            copied = types.SimpleNamespace(device_put=lambda arrays, _: tuple(map(np.array, arrays)))
+            patch.setattr(callback, "api", copied)
+        yield
+
+
+@contextlib.contextmanager
 def interpreter():
     """Yields the list of each interpreted kernel's races; JAX itself keeps the last kernel's only."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
@@ -34,7 +54,11 @@ def interpreter():
     found = []
     gpu_callbacks.GPURaceDetectionState = lambda *args, **kwargs: found.append(detection(*args, **kwargs)) or found[-1]
     try:
-        with interpreted_kernels(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with (
+            arguments_by_numpy(),
+            interpreted_kernels(),
+            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+        ):
             yield found
     finally:
         gpu_callbacks.GPURaceDetectionState = detection

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from lean_interpreter import arguments_by_numpy
 
 from tree_attn.cache import KVCache
 from tree_attn.kernels import few_rows_call, few_rows_chain_call, targets
@@ -60,6 +61,7 @@ def logits_by(name, config, sharding, is_apart=False):
     attention = by_name("single" if sharding.mesh.size == 1 else "tree", sharding)
     with contextlib.ExitStack() as stack:
         if sharding.mesh.size == 1:
+            stack.enter_context(arguments_by_numpy())
             stack.enter_context(interpreted_kernels())
             stack.enter_context(plgpu.force_gpu_interpret_mode())
         return np.asarray(jax.jit(lambda: model.decode(tokens, cache, attention)[0])(), np.float32)
@@ -258,7 +260,7 @@ def test_tokens_after_prompts_by_the_kernel_are_those_by_xla(attention_name, sha
         return jnp.stack(found)
 
     expected = jax.jit(functools.partial(steps, "xla", None))()
-    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+    with arguments_by_numpy(), interpreted_kernels(), plgpu.force_gpu_interpret_mode():
         logits = jax.jit(functools.partial(steps, "mosaic_gpu"))(expected)
     assert (logits != expected).any(), "the kernel multiplied"
     for got, by_xla in zip(np.asarray(logits), np.asarray(expected), strict=True):
@@ -285,7 +287,7 @@ def test_xla_multiplies_rows_beyond_the_limit(caplog):
 @needs_interpreter
 def test_the_kernel_multiplies_as_xla_does(on_one_sm):
     branch, weights = branch_of(5, jnp.bfloat16), jnp.cos(jnp.arange(24 * 64.0)).reshape(3, 8, 64).astype(jnp.bfloat16)
-    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+    with arguments_by_numpy(), interpreted_kernels(), plgpu.force_gpu_interpret_mode():
         found = jax.jit(lambda: FewRowsProducts().project(branch, weights))()
     expected = XlaProducts().project(branch, weights)
     assert found.shape == expected.shape == (1, 5, 3, 8)
@@ -444,7 +446,7 @@ def test_the_product_of_new_tokens_rotates_and_writes_as_xla_does(on_one_sm):
     """A sequence without room stays as it is, and so does the other layer."""
     branch, weights, rotation = append_arguments()
     cache = cache_of()
-    with interpreted_kernels(), plgpu.force_gpu_interpret_mode():
+    with arguments_by_numpy(), interpreted_kernels(), plgpu.force_gpu_interpret_mode():
         query, appended = jax.jit(lambda cache: FewRowsProducts().append(branch, weights, rotation, cache, 1))(cache)
     heads = XlaProducts().project(branch, weights)
     expected = cache.write(apply_rotation(heads[:, :, :, 2], rotation), heads[:, :, :, 3], layer=1)
