@@ -108,8 +108,7 @@ def compiled_products() -> list[Product]:
     ]
     return [
         *model(LLAMA_8B),
-        *model(LLAMA_1B[1:3]),
-        *model(LLAMA_8B[:3], rows=16),
+        *model(LLAMA_8B[2:3], rows=16),
         *model(LLAMA_8B[:3], rows=16, is_early=True),
         *model(LLAMA_1B[3:4]),
         *model(LLAMA_1B[1:2], rows=12, dtype="float16"),
@@ -296,8 +295,8 @@ class Chain:
         return result, *self.append.expected((x, weights[-1], scales[-1], *heads))
 
 
-def compiled_chains() -> list[Chain]:
-    """Returns those of models that are compiled."""
+def chains_of_models() -> list[Chain]:
+    """Returns those of models."""
     of_8b = dict(hidden=4096, intermediate=14336, num_features=4096, ctas=H200_SMS)
     return [
         Chain(**of_8b),
@@ -308,6 +307,11 @@ def compiled_chains() -> list[Chain]:
         Chain(**of_8b, heads=(8, 4, 128), slots=8192, rows=16),
         Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS, heads=(8, 4, 64), slots=8192, rows=3),
     ]
+
+
+def compiled_chains() -> list[Chain]:
+    """Returns those that are compiled: with heads, and where products have CTAs of different numbers."""
+    return chains_of_models()[3:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -351,4 +355,4 @@ class Layer:
 def compiled_layers() -> list[Layer]:
     """Returns those of models that are compiled."""
     of_1b = dict(hidden=2048, intermediate=8192, heads=(8, 4, 64), slots=1088)
-    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**of_1b), Layer(**of_1b, batch=3)]
+    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**of_1b, batch=3)]

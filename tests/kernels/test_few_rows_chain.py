@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from few_rows_cases import H200_SMS, Chain, compiled_chains
+from few_rows_cases import H200_SMS, Chain, chains_of_models
 from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves
@@ -107,7 +107,7 @@ def more_stages(configs):
     return [dataclasses.replace(config, num_stages=config.num_stages + 1) for config in configs]
 
 
-@pytest.mark.parametrize("chain", compiled_chains(), ids=str)
+@pytest.mark.parametrize("chain", chains_of_models(), ids=str)
 def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
     configs = chain.configs
     assert {(config.num_stages, config.block_in, config.rows) for config in configs} == {
