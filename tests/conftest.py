@@ -63,9 +63,10 @@ if ON_CPU:
 # passes stay as they are, and so does what the tests read in the compiled program.
 jax.config.update("jax_disable_most_optimizations", ON_CPU)
 # Its older generator of code takes 40 % less time, with one LLVM module per program. JAX 0.12 has only the newer one,
-# and aborts at an option that it does not know. Commands that the tests start inherit this.
+# and aborts at an option that it does not know. Commands that the tests start inherit both.
 if ON_CPU and jax.__version_info__ < (0, 11):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -73,6 +74,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # A worker takes a file at a time; with the longest first, none waits at the end for another that has just begun one.
 LONGEST = ("test_llama_parity.py", "test_lean_compiled.py", "test_lean_kernel.py", "test_tpu_compiled.py")
+LONGEST += ("test_few_rows_compiled.py", "test_fused.py", "test_sparq_kernel.py", "test_products.py")
 LONGEST += ("test_generate.py", "test_demo.py", "test_compare.py", "test_modes.py", "test_watchdog.py")
 LONGEST += ("test_examples.py", "test_xla.py", "test_shared_prefix.py", "test_ring_attention.py", "test_trials.py")
 LONGEST += ("test_llama_sharding.py",)
