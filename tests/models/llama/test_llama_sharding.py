@@ -1,6 +1,7 @@
 """Logical axes on mesh axes: what is refused, and what ends up where."""
 
 import dataclasses
+import functools
 from collections import Counter
 
 import jax
@@ -98,6 +99,7 @@ def wide_config():
     )  # fmt: skip
 
 
+@functools.cache
 def wide_steps(config, num_devices, attention="tree"):
     """The model, its programs and the logits of every step; everything that divides is spread over the devices."""
     sharding = spread_over(config, make_mesh({"seq": num_devices}, jax.devices()[:num_devices]))
