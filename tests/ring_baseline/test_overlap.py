@@ -11,7 +11,6 @@ import pytest
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     WHEELS is None, reason="runs with TREE_ATTN_TEST_CUDA_WHEELS=DIR, see tests/kernels/test_lean_compiled.py"
 )
