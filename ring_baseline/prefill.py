@@ -60,8 +60,8 @@ def ring_prefill(
             "ring_attention and KVCache.write_prefix"
         )
     check_arrays(query, key, value)
-    check_self_attention(query, key)
     check_new(key, value, cache.arrays, layer)
+    check_self_attention(query, key)
     batch, num_tokens = key.shape[:2]
     if num_tokens > cache.capacity:
         raise CacheFullError(

@@ -405,7 +405,7 @@ ALGEBRA = {
     "too_few_devices": (
         lambda _: make_mesh({"seq": 9}),
         ValueError,
-        r"axis_shapes \{'seq': 9\} needs 9 devices, got 8",
+        r"axis_shapes \{'seq': 9\} needs 9 devices, got 8; .* tree_attn.devices.ensure_devices\(9\) before",
     ),
     "axis_of_no_devices": (
         lambda _: make_mesh({"a": 2, "b": 0}),
@@ -560,6 +560,26 @@ CACHE = {
         lambda g: g.scaled.attend(NEW, attention=partial(sparq_decode, num_components=2, num_keys=2)),
         ValueError,
         r"attention must take key_scale, which comes from the cache",
+    ),
+    "query_of_another_head_dim": (
+        lambda g: g.cache.attend(NEW[..., :4]),
+        ValueError,
+        r"query must have shape \[B=2, T, N, H=8\] for this cache, N a multiple of 2, got \(2, 1, 2, 4\)",
+    ),
+    "query_of_other_sequences": (
+        lambda g: g.cache.attend(NEW[:1]),
+        ValueError,
+        r"query must have shape \[B=2, .*\(1, ",
+    ),
+    "prompt_with_heads_before_tokens": (
+        lambda g: ring_prefill(g.cache, np.zeros((2, 4, 5, 8), np.float32), *2 * (np.zeros((2, 2, 5, 8), np.float32),)),
+        ValueError,
+        r"key must have shape \[B=2, T, K=2, H=8\], got \(2, 2, 5, 8\)",
+    ),
+    "lengths_in_a_list_within_a_program": (
+        lambda g: jax.jit(ring_prefill)(g.cache, *3 * (np.zeros((2, 5, 2, 8), np.float32),), lengths=[5, 3]),
+        TypeError,
+        r"lengths must be an array of integers, got \[.*Trace",
     ),
     "attend_to_no_layer": (lambda g: g.layered.attend(NEW), ValueError, r"layer must be given .*layer=None"),
     "attend_to_fewer_than_no_new_tokens": (

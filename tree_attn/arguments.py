@@ -342,7 +342,7 @@ def shape_and_dtype(x) -> tuple[tuple[int, ...], np.dtype]:
     """Returns those of an array, or of what numpy makes of anything else: object, where that is no array."""
     try:
         x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
-    except ValueError:  # lists of unequal lengths
+    except (ValueError, TypeError):  # lists of unequal lengths, or of what a program under way will make
         x = np.empty((), object)
     return tuple(x.shape), x.dtype
 

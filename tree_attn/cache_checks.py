@@ -158,6 +158,16 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 
 
+def check_query(query, cache: LayerCache | LayerTuple) -> None:
+    """Raises ValueError unless a query `[B, T, N, H]` is of the cache's sequences and head dim."""
+    batch, _, num_kv_heads, head_dim = cache.shape[-4:]
+    if (query.shape[0], query.shape[3]) != (batch, head_dim):
+        raise ValueError(
+            f"query must have shape [B={batch}, T, N, H={head_dim}] for this cache, N a multiple of {num_kv_heads}, "
+            f"got {tuple(query.shape)}"
+        )
+
+
 def check_one_new(name: str, num_new: int, cache: LayerCache | LayerTuple) -> None:
     """Raises ValueError for more than one token at a time where new tokens take the place of old ones."""
     if cache.rolls and num_new > 1:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from tree_attn.arguments import AnyArray, check_integer
-from tree_attn.cache_checks import CacheFullError, check_layer, check_one_new, check_rolling_read
+from tree_attn.cache_checks import CacheFullError, check_layer, check_one_new, check_query, check_rolling_read
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.decode import tree_decode
 from tree_attn.mesh import AxisName
@@ -95,6 +95,7 @@ class CacheReads:
             raise TypeError(f"query must be an array [B, T, N, H], got {type(query).__name__}")
         if len(query.shape) != 4:
             raise ValueError(f"query must be [B, T, N, H], got shape {tuple(query.shape)}")
+        check_query(query, self.arrays)
         parameters = inspect.signature(attention).parameters
         self._check_attend(attention, parameters, options)
         check_integer("num_new", num_new, minimum=0)

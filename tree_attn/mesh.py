@@ -51,7 +51,10 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
     needed = math.prod(axis_shapes.values())
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < needed:
-        raise ValueError(f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}")
+        raise ValueError(
+            f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}; for emulated ones call "
+            f"tree_attn.devices.ensure_devices({needed}) before JAX uses any device"
+        )
     if len(axis_shapes) == 1:
         devices = _ring_order(devices[:needed])
     # Neighbours in the device order share the fastest link, so the first axis varies fastest: it comes last in the
