@@ -37,7 +37,8 @@ IS_ROW = {
     "SparQ": lambda row: row.get("way") == "sparq" and row["device_us_median"] > 0,
     "prompt": lambda row: row.get("prefill_s", 0) > 0,
     "gradient of a prompt": lambda row: "--gradient" in row["command"] and (row["latency_us_median"] or 0) > 0,
-    "fused": lambda row: row.get("reduction") == "fused" and row["us_median"] > 0,
+    # Of steps alone, or of a model's.
+    "fused": lambda row: row.get("reduction") == "fused" and row.get("us_median", row.get("per_token_ms_median")) > 0,
 }
 
 

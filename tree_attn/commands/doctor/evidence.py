@@ -39,6 +39,8 @@ ROWS = {
         "decode, float8 cache": "sweep_h100",
         "packed ragged batch": "checks_h100",
         "paged cache": "sweep_h100",
+        "shared prefix": "sweep_h100",
+        "fused": "layer_h100",
     },
     ("NVIDIA H200", "cudnn"): {"prompt": "llama_h200"},
     ("NVIDIA H100 80GB HBM3", "cudnn"): {"gradient of a prompt": "prompt_gradient_h100"},
