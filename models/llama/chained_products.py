@@ -44,7 +44,13 @@ class ChainedProducts(FewRowsProducts):
 
 @dataclasses.dataclass(frozen=True)
 class ChainedProductsOfShards(ProductsOfShards):
-    """The same of weights that are cut over GPUs; what these exchange is in the launch."""
+    """The same of weights that are cut over GPUs; what these exchange is in the launch.
+
+    Attributes:
+      joins_attention: whether attention is in a layer's launch.
+    """
+
+    joins_attention: bool = True
 
     def name_of(self, rows: int) -> str:
         """Does `XlaProducts.name_of`."""
@@ -54,6 +60,8 @@ class ChainedProductsOfShards(ProductsOfShards):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:
             return super().run_layers(layers, x, cache, context)
+        if not self.joins_attention:  # no launch may then replace it
+            context = dataclasses.replace(context, attention_options=None)
         return _run_chained(layers, x, cache, context, context)
 
 

@@ -10,7 +10,9 @@ from tree_attn.models.llama.products import FewRowsProducts, ProductsOfShards, X
 from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_chain")
-MAX_ROWS_OVER_GPUS = 3  # of which whole steps were checked on several GPUs (docs/results/layer_h100/README.md)
+# Over several GPUs whole steps of so many rows were checked, with attention in a launch of its own. Its exchange in a
+# layer's launch was changed after it had run there (docs/log/llama.md).
+OVER_GPUS = {"max_rows": 3, "joins_attention": False}
 CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 _log = logging.getLogger("tree_attn")
 
@@ -22,9 +24,10 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_chain`, by which a layer of one token for each sequence is
         one launch with its attention, and else the products between two layers' attention are. With JAX 0.12 that reads
         weights before the previous kernel has ended. So the program must take them as arguments, and none of its
-        kernels may write them. None is the fastest where the kernel runs, for up to 16 tokens at a time, over several
-        GPUs for up to 3; and else `xla`. The fastest is `mosaic_gpu_chain` (docs/log/llama.md). With a loop over
-        layers, or JAX 0.10, it is `mosaic_gpu` on one GPU. The kernel has no gradient.
+        kernels may write them. None is the fastest where the kernel runs, for up to 16 tokens at a time; over several
+        GPUs for up to 3, with attention in a launch of its own; and else `xla`. The fastest is `mosaic_gpu_chain`
+        (docs/log/llama.md). With a loop over layers, or JAX 0.10, it is `mosaic_gpu` on one GPU. The kernel has no
+        gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
         over all of the mesh.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.
@@ -48,7 +51,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
             _log.info("products: xla, for %s", reason)
             return XlaProducts()
         name = "mosaic_gpu_chain" if can_chain else "mosaic_gpu"
-        products = _by_kernel(name, sharding, **({"max_rows": MAX_ROWS_OVER_GPUS} if sharding.mesh.size > 1 else {}))
+        products = _by_kernel(name, sharding, **(OVER_GPUS if sharding.mesh.size > 1 else {}))
         _log.info("products: %s, for up to %d tokens at a time", name, products.max_rows)
         return products
     if reason is None and name == "mosaic_gpu_chain" and not unrolls_layers:

@@ -6,8 +6,7 @@ A later exchange may give an element to another CTA. A word has a place for each
 has a place for each element. Both are in one of two slots by the step's parity. A store is under way until it arrives.
 
 With attention the first exchange is that of heads. CTAs that attend wait for all of them, and the others for none. The
-second is that of the merge. Its CTAs wait for those that attend; and until all CTAs have met after the heads, which
-none may attend with.
+second is that of the merge. Its CTAs wait for those that attend.
 """
 
 import dataclasses
@@ -22,7 +21,6 @@ class Exchanges:
     meets:       whether CTAs meet after an exchange, or get what is broadcast
     broadcasts:  whether results are broadcast
     attending:   how many CTAs attend after the first exchange; None: there is no attention
-    meets_late:  whether the second exchange waits for a meeting after heads
     """
 
     devices: int = 2
@@ -32,7 +30,6 @@ class Exchanges:
     meets: bool = True
     broadcasts: bool = False
     attending: int | None = None
-    meets_late: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +83,7 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
     attends = exchanges.attending is not None and step < 2
     if attends and step == 0 and operation == MEET and cta >= exchanges.attending:
         yield after
-    elif attends and step == 1 and operation == SEND and not _may_merge(exchanges, state, device):
+    elif attends and step == 1 and operation == SEND and not _have_attended(exchanges, state.done[device]):
         return
     elif operation == SEND:
         places = [(other, slot, device, element) for other in range(exchanges.devices)]
@@ -104,13 +101,8 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
         yield after
 
 
-def _may_merge(exchanges: Exchanges, state: State, device: int) -> bool:
-    ctas = state.done[device]
-    have_attended = all(done >= NUM_OPERATIONS for done in ctas[: exchanges.attending])
-    if not exchanges.meets_late:
-        return have_attended
-    has_landed = all((place, rank, step) != (device, OWN, 1) for (place, _, rank, _), step in state.flying)
-    return have_attended and has_landed and min(ctas) > COUNT
+def _have_attended(exchanges: Exchanges, ctas: tuple[int, ...]) -> bool:
+    return all(done >= NUM_OPERATIONS for done in ctas[: exchanges.attending])
 
 
 def _received(state: State, after: State, step: int, places: list[tuple]) -> Iterator[State | str]:

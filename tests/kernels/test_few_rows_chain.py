@@ -16,6 +16,8 @@ from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
 from tree_attn.kernels.few_rows_cta import CtaProduct
+from tree_attn.kernels.lean_call import plan_call
+from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 pytestmark = pytest.mark.usefixtures("time_limit")
@@ -188,18 +190,44 @@ def test_what_the_ring_holds_of_x_is_received_and_ctas_meet_for_the_rest(monkeyp
     assert calls == computing + moving
 
 
-@pytest.mark.parametrize("buffers, meets", [(None, False), (Buffers(table=0, num_ranks=2, capacity=4096), True)])
-def test_ctas_meet_after_heads_where_devices_may_have_no_keys(buffers, meets):
-    heads, *products = reversed(Chain(heads=(1, 2, 64)).shapes)
-    shapes = heads, *reversed(products)
-    configs = chain_configs(shapes, 4)
+@pytest.mark.parametrize("buffers", [None, Buffers(table=0, num_ranks=2, capacity=4096)])
+def test_ctas_do_not_meet_after_heads_and_attention(buffers):
+    *products, heads = Chain(heads=(1, 2, 64)).shapes
+    configs = chain_configs((heads, *products), 4)
     chain = few_rows_chain_cta.CtaChain(
-        shapes=shapes, configs=configs, attention=types.SimpleNamespace(config=configs[0]), buffers=buffers, named={},
-        outputs=(), ends=[None] * 4, fulls=[], free=None, smem={},
+        shapes=(heads, *products), configs=configs, attention=types.SimpleNamespace(config=configs[0]), buffers=buffers,
+        named={}, outputs=(), ends=[None] * 4, fulls=[], free=None, smem={},
     )  # fmt: skip
     assert [number for number, _ in chain.operations] == [0, None, 1, 2, 3]
     assert chain.broadcasts == [0, 1, 2, 3], "the last result is in memory only"
-    assert chain._meets(0) == meets and not chain._meets(1)
+    assert not chain._meets(0) and not chain._meets(1)
+
+
+def test_some_run_attends_with_each_head_where_nothing_is_seen():
+    """Else words of heads were left unread, and a late one could hit a later word."""
+    query, key = (jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16) for length, heads in ((1, 4), (256, 2)))
+    config = LeanConfig(block_kv=128, num_ctas=132)
+    for end in ([0, 0], [256, 0]):
+        spans = jnp.zeros((2, 1), jnp.int32), jnp.asarray(end, jnp.int32)[:, None]
+        options = dict(num_slots=256, scale=1.0, logits_soft_cap=None)
+        call = plan_call(query, key, spans, config=config, leaves_partials=True, **options)
+        first, last = np.asarray(partial_spans(call.shape, config, call.tables)).T
+        assert (first < last).all() and len(first) == 4
+
+
+def test_a_device_sends_what_its_output_product_reads(monkeypatch):
+    whole = lambda f: lambda a, b: f(int(a), int(b))
+    integers = types.SimpleNamespace(
+        constant=lambda _, x: x, remui=whole(operator.mod), divui=whole(operator.floordiv), index_cast=lambda _, x: x,
+        cmpi=lambda _, a, b: a == b, CmpIPredicate=types.SimpleNamespace(eq=None),
+    )  # fmt: skip
+    nothing = types.SimpleNamespace(get=lambda: None)
+    monkeypatch.setattr(few_rows_broadcast, "arith", integers)
+    monkeypatch.setattr(few_rows_broadcast, "ops", types.SimpleNamespace(i64=lambda: None))
+    monkeypatch.setattr(few_rows_broadcast, "ir", types.SimpleNamespace(IndexType=nothing))
+    buffers = Buffers(table=0, num_ranks=2, capacity=4096)
+    end = few_rows_broadcast.BroadcastEnd(buffers, 132, (8, 4, 64), num_kv_heads=4)
+    assert [tile for tile in range(8) if end._is_of_rank(tile, 1)] == [2, 3, 6, 7]
 
 
 @pytest.mark.parametrize("columns", [64, 128])

@@ -9,9 +9,9 @@ for which they have met by then.
 The words are a buffer of one rank. A CTA reads the number of steps once, when a launch begins, and counts on. It writes
 the number when it has all that it reads. Who has a part of step n has got all results of step n - 1. Those who made
 these had got all of step n - 2. So two slots suffice, as between devices. Attention is another matter: a CTA gets the
-heads that it attends with, if any. Then who has got all of attention's result knows that all heads have been read. But
-none may attend with some, where this device of several has none of a sequence's keys. There CTAs meet after the heads,
-before they merge.
+heads that it attends with, if any. But some CTA attends with each head, also where nothing is to be seen. So who has
+got attention's result knows that all heads have been read. On several devices a CTA reads a part of that result only,
+and no more is sent. Whose sum over devices is there knows that all have got their parts.
 """
 
 import dataclasses
@@ -85,19 +85,19 @@ class BroadcastEnd(Epilogue):
     """Attention's end within a chain: all CTAs get the result, merged with other devices' if there are any.
 
     result: output tiles, columns without padding, and head dim
+    num_kv_heads: of each sequence; a device sends those of its part
     """
 
     result: tuple[int, int, int]
+    num_kv_heads: int
 
-    def end(self, rank_ref, step, spans_ref, broadcast: Broadcast, await_heads, padded_head_dim: int) -> None:
+    def end(self, rank_ref, step, spans_ref, broadcast: Broadcast, padded_head_dim: int) -> None:
         """Merges, and broadcasts; a step with other devices is counted by the caller.
 
         Args:
           rank_ref: as of `exchange.locate`.
           spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
-          await_heads: waits until CTAs have met after heads, if they do.
         """
-        await_heads()
         count, (_, columns, head_dim) = math.prod(self.result), self.result
 
         def emit(place, step, spans_ref, words, own_step):
@@ -106,7 +106,8 @@ class BroadcastEnd(Epilogue):
 
             def write(x, output_tile, column, dim):
                 column = arith.addi(arith.muli(output_tile, at(columns)), column)
-                send(arith.addi(arith.muli(column, at(head_dim)), dim), x)
+                with mgpu.when(self._is_of_rank(output_tile, place.rank)):
+                    send(arith.addi(arith.muli(column, at(head_dim)), dim), x)
 
             if self.buffers.table is not None:
                 self.exchange(place, step, spans_ref, (self.result, write, lambda *_: None), padded_head_dim)
@@ -123,6 +124,13 @@ class BroadcastEnd(Epilogue):
 
         operands = [(step, SCALAR), (spans_ref, plgpu.RefType()), *broadcast.operands]
         inline(self.buffers, emit, rank_ref, *operands)
+
+    def _is_of_rank(self, output_tile, rank):
+        """Returns whether an output tile, an index, is of the KV heads that a rank's output product reads."""
+        at = functools.partial(arith.constant, ir.IndexType.get())
+        kv_head = arith.remui(output_tile, at(self.num_kv_heads))
+        of_rank = arith.divui(kv_head, at(self.num_kv_heads // self.buffers.num_ranks))
+        return arith.cmpi(arith.CmpIPredicate.eq, arith.index_cast(ops.i64(), of_rank), rank)
 
 
 def clear(smem) -> None:

@@ -184,7 +184,7 @@ def _move_x(chain: CtaChain) -> None:
     if chain.attention is not None:
         clear(chain.smem["query_smem"])
     await_previous_kernel()
-    before = chain.read_counts(range(len(chain.operations)))
+    before = chain.read_counts()
     for number, operation in enumerate(chain.run(chain.begin_steps())):
 
         def move(number=number, operation=operation):

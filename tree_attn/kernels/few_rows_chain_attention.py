@@ -68,7 +68,7 @@ class AttentionLayout:
     def end(self, local: Buffers) -> BroadcastEnd:
         """Returns its end; `local` are the buffers of broadcasts."""
         result = self.shape.num_output_tiles, self.group, self.shape.head_dim
-        return BroadcastEnd(self.buffers or local, self.config.num_ctas, result)
+        return BroadcastEnd(self.buffers or local, self.config.num_ctas, result, self.shape.num_kv_heads)
 
 
 def unsupported_attention(shape: LeanShape, group: int) -> str | None:
@@ -122,7 +122,6 @@ class CtaAttention:
       run, ring: of the CTA.
       x_broadcast: of queries, keys and values, `[B, K (G + 2) H]`; broadcast: of the result, `[B, N H]`.
       exchange_step: the number of its step with other devices, if there are any.
-      await_heads: waits until CTAs have met after heads, if they do; only computing needs it.
       kv_smem: of `kv_scratch`.
       others: of `attention_scratch` and `attention_barriers`.
     """
@@ -140,7 +139,6 @@ class CtaAttention:
     new_smem: Any
     query_full: Any
     query_free: Any
-    await_heads: Callable | None = None
 
     @property
     def num_steps(self):
@@ -175,16 +173,16 @@ class CtaAttention:
             place = segment.query_place(QUERY_PLACES)
             is_taken = segment.output_tiles_done >= QUERY_PLACES
             pl.when(is_taken)(lambda: plgpu.barrier_wait(self.query_free.at[place]))
-            first = output_tile.index * (self.layout.head_features // shape.num_kv_heads)
+            first_feature = output_tile.index * (self.layout.head_features // shape.num_kv_heads)
             received = self.query_smem.at[place], self.new_smem
-            receive_heads(self.x_broadcast, first, *received, group=self.layout.group)
+            receive_heads(self.x_broadcast, first_feature, *received, group=self.layout.group)
             plgpu.barrier_arrive(self.query_full.at[place])
 
             def keep_pace(i, _):
                 step = segment.kv_tiles_done + i
                 self.ring.await_free(step)
-                first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
-                within = slot - first
+                first_slot, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
+                within = slot - first_slot
                 is_here = (within >= 0) & (within < config.block_kv)
                 pl.when(is_here)(lambda: self._write_new(step, within))
                 plgpu.barrier_arrive(self.ring.full[-1].at[self.ring.stage(step)])
@@ -209,7 +207,7 @@ class CtaAttention:
         RunCompute(
             tables=tables, shape=shape, config=config, run=self.run,
             epilogue=self.layout.end(broadcast.buffers), products=products, results=None,
-            outputs=(broadcast, self.await_heads),
+            outputs=(broadcast,),
             stages=_RingStages(self.ring, self.kv_smem, config.block_kv), query_smem=self.query_smem,
             query_full=self.query_full, query_free=self.query_free, words_smem=None, merged_at_once=0,
             columns=self.layout.group, writes_results=False, step=broadcast.step if is_alone else self.exchange_step,

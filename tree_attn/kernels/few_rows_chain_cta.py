@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class CtaChain:
     """The operations of a CTA, which pass through its ring one after another.
 
     Attributes:
-      named, outputs: references of arguments, and of products' results.
+      named, outputs: references of arguments, and of products' results; None of what only words have.
       ends, fulls: of each product its end and the barriers of copies; fulls may be one for all.
       free: barriers of the ring.
       smem: of `shared_scratch` and `attention_barriers`.
@@ -151,15 +151,8 @@ class CtaChain:
             first_step = first_step + (num if self._has_all(config) else jnp.where(_is_here(config), num, 0))
 
     def run_to_end(self, steps: Steps) -> "list[CtaProduct | CtaAttention]":
-        """Returns the operations, which know the number of all of the ring's steps, for computing.
-
-        Counts that computing needs are read here.
-        """
+        """Returns the operations, which know the number of all of the ring's steps."""
         operations = list(self.run(steps))
-        for i, (number, _) in enumerate(self.operations):
-            if number is None:
-                await_heads = functools.partial(self.meet, i - 1, self.read_counts([i - 1]))
-                operations[i] = dataclasses.replace(operations[i], await_heads=await_heads)
         (*_, config), last = (config for _, config in self.operations), operations[-1]
         num = last.num_steps if self._has_all(config) else jnp.where(_is_here(config), last.num_steps, 0)
         num_steps = last.ring.first_step + num
@@ -202,23 +195,19 @@ class CtaChain:
             pl.when(_is_here(config))(body)
 
     def _meets(self, number: int) -> bool:
-        """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received.
-
-        After heads they do on several devices, where some may be left unread (`few_rows_broadcast.py`).
-        """
+        """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received."""
         if not 0 <= number < len(self.operations) - 1:
             return False
         (product, _), (following, config) = self.operations[number : number + 2]
         if number not in self.broadcasts:
             return True
-        if following is None:
-            return self.buffers is not None
-        if product is None:
+        if product is None or following is None:
             return False
         return config.tiles * config.blocks(self.shapes[following]) > config.num_stages
 
-    def read_counts(self, numbers: Iterable[int]) -> dict:
-        """Returns the counts of the meetings after some operations, before the CTA comes."""
+    def read_counts(self) -> dict:
+        """Returns the counts of all meetings, before the CTA comes."""
+        numbers = range(len(self.operations))
         return {number: read_count(self.named["counts"], number) for number in numbers if self._meets(number)}
 
     def come(self, number: int) -> None:

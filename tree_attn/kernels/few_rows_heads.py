@@ -4,8 +4,9 @@ A CTA has whole pairs of out-features, `d` and `d + H/2` of a head. Its tile is 
 half of a head, and their partners of the second. So the partner of a row of the tensor core is 8 rows before or behind
 it. The result goes through shared memory once, and is read from there shifted by 8 rows both ways.
 
-Queries are results of the kernel. Keys and values are written to their slots of the cache in place. A pair is numbered
-through all heads: pair p is feature `p % (H/2)` of head `p // (H/2)`, where a KV head has its queries, key and value.
+Queries are results of the kernel, or broadcast in it. Keys and values are written to their slots of the cache in place.
+A pair is numbered through all heads: pair p is feature `p % (H/2)` of head `p // (H/2)`, where a KV head has its
+queries, key and value.
 
 Where each device of several makes some KV heads, it sends them to all others, and writes those of all.
 """

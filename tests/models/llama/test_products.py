@@ -104,6 +104,7 @@ def test_none_is_the_kernel_where_it_runs(tiny_config, sharding_over, monkeypatc
     name = "mosaic_gpu_chain" if chains else "mosaic_gpu"
     assert isinstance(default(one), ChainedProducts) == chains
     assert isinstance(default(two), ChainedProductsOfShards) == chains
+    assert not chains or not default(two).joins_attention
     names = lambda sharding, *rows: [default(sharding).name_of(of) for of in rows]
     assert names(one, 1, 16, 17) == [name, name, "xla"]
     assert names(two, 1, 3, 4) == ([name, name, "xla"] if chains else ["xla"] * 3)
