@@ -79,8 +79,9 @@ class CacheReads:
         Returns:
           As `attention` does.
         Raises:
-          ValueError: an option that comes from the cache; `layer` does not fit; an operand that `attention` does not
-            take; more than one query, another window or positions, where the cache keeps a window.
+          ValueError: a query of other sequences or of another head dim; an option that comes from the cache; `layer`
+            does not fit; an operand that `attention` does not take; more than one query, another window or positions,
+            where the cache keeps a window.
           NotImplementedError: `sparq_decode`, where the cache keeps a window.
           Others: as `attention` does.
 

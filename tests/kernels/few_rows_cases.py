@@ -355,4 +355,4 @@ class Layer:
 def compiled_layers() -> list[Layer]:
     """Returns those of models that are compiled."""
     of_1b = dict(hidden=2048, intermediate=8192, heads=(8, 4, 64), slots=1088)
-    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**of_1b, batch=3)]
+    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**of_1b), Layer(**of_1b, batch=3)]

@@ -191,14 +191,14 @@ def variants() -> list[Call]:
         Call(**MANY, head_dim=64),
         *(Call(**MANY, head_dim=head_dim, **lengths) for head_dim in (128, 256)),
         # More than two KV tiles, so that there is a merge, which takes the other state along.
-        *(MergedWith(queries=40, group=group, head_dim=128, **long) for group in (3, 16)),
+        *(MergedWith(queries=40, group=group, head_dim=128, **long) for group in (1, 3, 8, 16)),
         *(
             MergedWith(queries=queries, head_dim=head_dim, **long)
             for queries, head_dim in ((40, 64), (16, 80), (30, 256))
         ),
         Call(queries=16, head_dim=128, **lengths),
         Call(queries=4, group=8, slots=640, lengths=(600, 70), options={"is_causal": True}),  # KV tiles of 128 keys
-        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in (causal, float8)),
+        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
         Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         # Many output tiles of large heads: two CTAs of one stage.

@@ -126,11 +126,12 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     results = [jax.ShapeDtypeStruct((padded, shape.out_features), shape.out_dtype) for shape in shapes]
     results[-1] = jax.ShapeDtypeStruct((rows, shapes[-1].out_features), shapes[-1].out_dtype)
     for number, shape in enumerate(shapes):
-        if shape.heads is not None:  # attention gets queries by words
-            results[number] = None if broadcasts(attention) else queries_of(shape, arrays["key"].shape[2])
+        if shape.heads is not None:
+            results[number] = queries_of(shape, arrays["key"].shape[2])
+    results = [result for result, shape in zip(results, shapes, strict=True) if _writes_result(shape, attention)]
     return launch(
         functools.partial(_multiply, tuple(arrays), shapes, configs, attention, buffers),
-        out_type=tuple(result for result in results if result is not None),
+        out_type=tuple(results),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
         num_threads=len(Warpgroup),
@@ -140,9 +141,14 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     )(*arrays.values())
 
 
+def _writes_result(shape: FewRowsShape, attention: AttentionLayout | None) -> bool:
+    """Returns whether a product's result is an array of the launch: attention gets queries by words."""
+    return shape.heads is None or not broadcasts(attention)
+
+
 def _multiply(names, shapes, configs, attention, buffers, *refs):
     named, written = dict(zip(names, refs)), iter(refs[len(names) :])
-    outputs = [None if shape.heads is not None and broadcasts(attention) else next(written) for shape in shapes]
+    outputs = [next(written) if _writes_result(shape, attention) else None for shape in shapes]
     is_cut = [buffers is not None and (shape.has_residual or shape.heads is not None) for shape in shapes]
     ends = [SumEnd(buffers, config) if cut else None for cut, config in zip(is_cut, configs)]
     assert all(end.fits for end in ends if end is not None), "out-features of a chain are 128 or more"
