@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tree_attn.commands.reproduce import needles
+from tree_attn.commands.reproduce import needles, runs
 
 
 class Letters:
@@ -38,3 +38,24 @@ def test_facts_have_different_names_and_follow_from_the_seed():
 def test_too_short_a_document_is_refused():
     with pytest.raises(ValueError, match="--text must have 16 words for 8 facts within 300 tokens, got"):
         needles.document(TEXT, Letters(), needles.facts(8), 300)
+
+
+def test_a_case_without_memory_is_a_row_with_an_error_and_the_text_is_refused(monkeypatch):
+    class Answering:
+        def __init__(self, cases):
+            if cases[0]["text"] == "short":
+                raise ValueError("--text must have more words")
+
+        def row(self, case):
+            if case["questions"] > 64:
+                raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+            return {"decode_s": 1.0}
+
+    monkeypatch.setattr(needles, "_Answering", Answering)
+    cases = [{"text": "long", "questions": count} for count in (64, 256)]
+    rows = [labels | measure() for labels, measure in needles.measurements(cases, runs._attempt)]
+    assert rows[0] == {"questions": 64, "decode_s": 1.0}
+    assert rows[1] == {"questions": 256, "error": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}
+    ((_, measure),) = needles.measurements([{"text": "short", "questions": 8}], runs._attempt)
+    with pytest.raises(ValueError, match="--text"):
+        measure()

@@ -3,7 +3,7 @@
 import functools
 import pathlib
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,11 +57,19 @@ def document(text: str, tokenizer: Tokenizer, hidden: Sequence[tuple[str, str]],
     return tokenizer.encode(" ".join(words))[:num_tokens]
 
 
-def measurements(cases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields the fields that name each row, and what measures it; the model is read with the first that is measured."""
+def measurements(
+    cases: Sequence[Mapping[str, Any]], attempt: Callable[..., dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """Yields the fields that name each row, and what measures it; the model is read with the first that is measured.
+
+    Args:
+      attempt: calls its first argument with the others; makes a field of an error, such as too little memory. Errors
+        of the model or the text are no row's: they are raised.
+    """
     answering = functools.cache(functools.partial(_Answering, cases))
     for case in cases:
-        yield {name: value for name, value in case.items() if name != "text"}, lambda case=case: answering().row(case)
+        labels = {name: value for name, value in case.items() if name != "text"}
+        yield labels, lambda case=case: attempt(answering().row, case)
 
 
 class _Answering:

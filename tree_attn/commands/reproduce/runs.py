@@ -85,7 +85,7 @@ def _measurements(one: Steps, n_iters: int) -> Iterator[tuple[dict[str, Any], Me
     if one.kind == "needles":
         from tree_attn.commands.reproduce import needles  # loads the model's code
 
-        yield from needles.measurements(one.cases)
+        yield from needles.measurements(one.cases, _attempt)
         return
     for fields in one.cases:
         for way, labels, measure in {"lean": _lean, "prefix": _prefix, "sparq": _sparq}[one.kind](one, fields, n_iters):
