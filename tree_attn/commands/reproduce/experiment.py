@@ -157,8 +157,8 @@ def field(name: str, factor: float = 1.0) -> Callable[[Sequence[Row]], Number | 
 
 
 def step_us(rows: Sequence[Row]) -> Number | None:
-    """Returns the time of a step: of its kernels, or where the profiler saw none, in a chain."""
-    us = rows[-1].get("device_us_median") or rows[-1].get("chain_us_median")
+    """Returns the time of a step in a chain, gaps between kernels included; of its kernels in rows without that."""
+    us = rows[-1].get("chain_us_median") or rows[-1].get("device_us_median")
     return None if us is None else Number(value=us)
 
 

@@ -1,6 +1,7 @@
 """Tree Attention's Tables 1 and 2 and Figures 3 and 4."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tree_attn.commands.reproduce.experiment import (
     Command,
@@ -46,9 +47,8 @@ def prefill_and_ten(rows: Sequence[Row]) -> Number | None:
     return field("prefill_plus_10_tokens_s")(rows)
 
 
-def _table(table: dict[int, tuple], config: str, devices: int) -> list[Point]:
+def _table(table: dict[int, tuple], common: dict[str, Any]) -> list[Point]:
     """Returns the points of a table, whose numbers stand beside both placements of the weights."""
-    common = {"config": config, "n_devices": devices}
     return [
         Point(
             setting=f"{thousands(tokens)} tokens, {name}, weights {weights}",
@@ -87,12 +87,12 @@ TABLE_1_EXPERIMENT = Experiment(
     name="tree-table-1",
     paper=PAPER,
     place="Table 1",
-    what="Llama 3.1 8B over 8 GPUs: prefill of 32k to 256k tokens and ten new ones, tree beside ring",
+    what="Llama 3.1 8B over up to 8 GPUs: prefill of 32k to 256k tokens and ten new ones, tree beside ring",
     quantity="seconds, prefill and 10 tokens",
     measure=prefill_and_ten,
     paper_hardware="8 x H100, NVLink",
     differs=_WEIGHTS + "An H200 reads 1.4 times as fast as an H100, and computes as fast.",
-    points=_table(TABLE_1, "llama-3.1-8b", 8),
+    points=_table(TABLE_1, {"config": "llama-3.1-8b"}),
     plan=lambda place: _bench(place, "llama-3.1-8b", list(TABLE_1), 8),
     cpu=_BENCH_ON_CPU,
     min_gpus=2,
@@ -107,7 +107,7 @@ TABLE_2_EXPERIMENT = Experiment(
     measure=prefill_and_ten,
     paper_hardware="2 x RTX 4090, PCIe",
     differs=_WEIGHTS + "NVLink moves a ring's keys more than ten times as fast as PCIe.",
-    points=_table(TABLE_2, "llama-3.2-1b", 2),
+    points=_table(TABLE_2, {"config": "llama-3.2-1b", "n_devices": 2}),
     plan=lambda place: _bench(place, "llama-3.2-1b", list(TABLE_2), 2),
     cpu=_BENCH_ON_CPU,
     min_gpus=2,
