@@ -12,7 +12,7 @@ from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.generation.inputs import LevelInputs
 from tree_attn.models.llama.generation.layout import BatchSlots, Layout
 from tree_attn.models.llama.generation.prefix_tree import Descendants, PrefixTree
-from tree_attn.models.llama.generation.sampling import Sampling, choose, log_probability
+from tree_attn.models.llama.generation.sampling import Sampling, next_tokens
 from tree_attn.models.llama.layer_caches import AnyCache
 from tree_attn.models.llama.model import Llama
 from tree_attn.models.llama.prefix import Prefix
@@ -138,8 +138,8 @@ class Programs:
                 jax.random.fold_in(jax.random.key(self._sampling.seed), sequence), step
             )
             keys = jax.vmap(key_of)(slots.sequences, slots.steps)
-            tokens = choose(logits, self._sampling, keys, self.sharding.num_shards("vocab"))
-            return BatchSlots(tokens, slots.sequences, slots.steps + 1), log_probability(logits, tokens)
+            tokens, log_p = next_tokens(logits, self._sampling, keys, self.sharding.num_shards("vocab"))
+            return BatchSlots(tokens, slots.sequences, slots.steps + 1), log_p
 
     def _compile(self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots) -> StreamPrograms:
         tokens, lengths, caches = zip(*levels, strict=True)

@@ -49,8 +49,10 @@ class Sampling:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed!r}")
 
 
-def choose(logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: int = 1) -> jax.Array:
-    """Chooses the next token of each sequence.
+def next_tokens(
+    logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses the next token of each sequence, and says how likely the model finds it.
 
     Args:
       logits: float32 `[B, V]`.
@@ -60,16 +62,17 @@ def choose(logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: i
         between devices, where a plain argmax would move all logits.
 
     Returns:
-      int32 `[B]`. Among equal logits, greedy takes the lowest token.
+      int32 `[B]`: among equal logits, greedy takes the lowest token. And `log_probability` of these tokens.
     """
     if sampling.temperature == 0:
         return _greedy(logits, num_shards)
-    logits = logits / sampling.temperature
+    scaled = logits / sampling.temperature
     if sampling.top_k is not None:
-        logits = _keep_top_k(logits, min(sampling.top_k, logits.shape[-1]))
+        scaled = _keep_top_k(scaled, min(sampling.top_k, logits.shape[-1]))
     if sampling.top_p is not None:
-        logits = _keep_top_p(logits, sampling.top_p)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+        scaled = _keep_top_p(scaled, sampling.top_p)
+    tokens = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+    return tokens, log_probability(logits, tokens)
 
 
 def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -89,13 +92,28 @@ def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_token, logits, 0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _greedy(logits: jax.Array, num_shards: int) -> jax.Array:
+def _greedy(logits: jax.Array, num_shards: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the most likely tokens and their log-probabilities, from one pass over the logits.
+
+    For a maximum and a sum after it XLA would make seven small kernels on a GPU, and as many gaps between them.
+    """
     batch, vocab_size = logits.shape
     pieces = logits.reshape(batch, num_shards, vocab_size // num_shards)
-    winners = jnp.argmax(pieces, axis=-1).astype(jnp.int32)  # [B, shards], within each piece
-    shard = jnp.argmax(jnp.max(pieces, axis=-1), axis=-1).astype(jnp.int32)  # [B]
-    winner = jnp.take_along_axis(winners, shard[:, None], axis=-1)[:, 0]
-    return shard * (vocab_size // num_shards) + winner
+    places = jax.lax.broadcasted_iota(jnp.int32, pieces.shape, 2)
+    nothing = (jnp.float32(-jnp.inf), jnp.float32(0), jnp.int32(0))
+    largest, sums, places = jax.lax.reduce((pieces, jnp.ones_like(pieces), places), nothing, _more_likely, (2,))
+    shards = jax.lax.broadcasted_iota(jnp.int32, places.shape, 1)
+    _, sums, tokens = jax.lax.reduce((largest, sums, shards * pieces.shape[-1] + places), nothing, _more_likely, (1,))
+    return tokens, -jnp.log(sums)
+
+
+def _more_likely(a: tuple, b: tuple) -> tuple:
+    """Joins two groups of tokens: the largest logit, the sum of exp(logit - largest), and the first token with it."""
+    (a_largest, a_sum, a_token), (b_largest, b_sum, b_token) = a, b
+    is_a = (a_largest > b_largest) | (a_largest != a_largest) | (a_largest == b_largest) & (a_token < b_token)
+    largest = jnp.where(is_a, a_largest, b_largest)
+    weight = lambda of_group: jnp.where(of_group == largest, 1.0, jnp.exp(of_group - largest))  # -inf less -inf is NaN
+    return largest, weight(a_largest) * a_sum + weight(b_largest) * b_sum, jnp.where(is_a, a_token, b_token)
 
 
 def _keep_top_k(logits: jax.Array, top_k: int) -> jax.Array:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tree_attn.models.llama import Sampling
-from tree_attn.models.llama.generation.sampling import choose
+from tree_attn.models.llama.generation.sampling import log_probability, next_tokens
 
 KEY = jax.random.key(0)
 
 
 def draws(sampling: Sampling, logits, count: int = 400) -> np.ndarray:
     """Tokens drawn from one row of logits under `count` keys."""
-    return np.asarray(choose(jnp.tile(jnp.asarray(logits), (count, 1)), sampling, jax.random.split(KEY, count)))
+    return np.asarray(next_tokens(jnp.tile(jnp.asarray(logits), (count, 1)), sampling, jax.random.split(KEY, count))[0])
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 8])
@@ -21,7 +21,29 @@ def test_greedy_in_pieces_is_argmax_and_ties_go_to_the_lowest_token(num_shards):
     logits = jnp.round(4 * jax.random.normal(jax.random.key(1), (64, 16)))
     expected = np.argmax(np.asarray(logits), axis=-1)
     assert (np.sum(np.asarray(logits) == np.max(np.asarray(logits), -1, keepdims=True), -1) > 1).any()
-    np.testing.assert_array_equal(choose(logits, Sampling(), jax.random.split(KEY, 64), num_shards), expected)
+    tokens, _ = next_tokens(logits, Sampling(), jax.random.split(KEY, 64), num_shards)
+    np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 8])
+@pytest.mark.parametrize("factor", [1.0, 1e4])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_come_with_their_log_probability(num_shards, factor, temperature):
+    logits = factor * jax.random.normal(jax.random.key(2), (16, 1024))
+    logits = logits.at[0, :512].set(-jnp.inf).at[1, 3:].set(-jnp.inf)  # pieces with nothing to choose
+    sampling = Sampling(temperature=temperature, top_k=4)
+    tokens, found = jax.jit(next_tokens, static_argnums=(1, 3))(logits, sampling, jax.random.split(KEY, 16), num_shards)
+    exact = np.asarray(logits, np.float64)
+    shifted = exact - exact.max(-1, keepdims=True)
+    expected = (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))[np.arange(16), tokens]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * max(1.0, factor * 1e-2))
+    np.testing.assert_allclose(log_probability(logits, tokens), expected, rtol=1e-6, atol=1e-6 * max(1.0, factor))
+
+
+def test_logits_without_a_number_choose_a_token_that_is_there():
+    logits = jnp.array([[jnp.nan, 1.0, 2.0], [jnp.nan] * 3, [-jnp.inf] * 3, [0.0, jnp.inf, 1.0]])
+    tokens, _ = next_tokens(logits, Sampling(), jax.random.split(KEY, 4))
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < 3 and int(tokens[0]) == 0 and int(tokens[3]) == 1
 
 
 def test_top_k_draws_only_the_k_most_likely():
