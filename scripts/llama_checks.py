@@ -1,7 +1,6 @@
 """Decoding steps of a small Llama: products by the kernel beside XLA's, and beside float32, for gpu_check.py."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,26 +31,24 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
         vocab_size=4096, max_position=1024,
     )  # fmt: skip
     sharding = spread_over(shape, make_mesh({"seq": num_devices}))
-    ways = ["mosaic_gpu", "mosaic_gpu_chain"]
     for batch, tokens, window in CASES:
-        config = dataclasses.replace(shape, window=window)
-        run = functools.partial(_logits, config, sharding, batch, tokens)
-        by_xla, followed, _ = run("xla", jnp.bfloat16, None)
+        steps = _Steps(dataclasses.replace(shape, window=window), sharding, batch, tokens)
+        by_xla, followed, _ = steps.run("xla", jnp.bfloat16, None)
         with jax.default_matmul_precision("highest"):
-            exact, *_ = run("xla", jnp.float32, followed)
-        for name in ways:
+            exact, *_ = steps.run("xla", jnp.float32, followed)
+        for name in ("mosaic_gpu", "mosaic_gpu_chain"):
             labels = dict(what="llama", how=name, implementation=name, batch=batch, num_queries=tokens)
             labels |= {} if window is None else {"window": window}
             try:
-                found, _, calls = run(name, jnp.bfloat16, followed)
-                again, *_ = run(name, jnp.bfloat16, followed)
+                found, _, calls = steps.run(name, jnp.bfloat16, followed)
             except NotImplementedError as error:
                 yield labels | dict(passed=None, reason=str(error))
                 continue
+            again, *_ = steps.run(name, jnp.bfloat16, followed)
             largest = float(jnp.abs(exact).max())
             error, of_xla = (float(jnp.abs(x - exact).max()) / largest for x in (found, by_xla))
             same = bool(jnp.array_equal(found, again)) and is_same_everywhere(found)
-            expected = _expected_calls(name, sharding, (batch, tokens, window), config.hidden_size)
+            expected = _expected_calls(name, sharding, (batch, tokens, window), shape.hidden_size)
             passed = error <= TOLERANCE and same and calls == expected  # not if it is NaN
             row = dict(max_relative_error=error, of_xla=of_xla, tolerance=TOLERANCE, same_bits=same, calls=calls)
             yield labels | row | dict(passed=bool(passed))
@@ -75,42 +72,87 @@ def _expected_calls(name: str, sharding, case: tuple, hidden_size: int) -> list[
     return [7, 0, 0] if is_alone else [5, 4, 0]
 
 
-def _logits(config, sharding, batch: int, tokens: int, products: str, dtype, followed):
-    """Returns the logits of all steps, float32, the tokens that they read, and how often a step calls the kernel.
+class _Steps:
+    """Steps of a model by its products, after a prompt that XLA reads; what is compiled once runs again."""
 
-    The tokens are `followed`, or its own greedy ones. Calls are of products, of those that end in a sum, and of chains.
-    """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
+    def __init__(self, config, sharding, batch: int, tokens: int):
+        from tree_attn.models.llama import by_name
 
-    from tree_attn.models.llama import Llama, by_name, parameters
-    from tree_attn.models.llama.storage import empty_cache
+        self._config, self._sharding, self._batch, self._tokens = config, sharding, batch, tokens
+        self._attention = by_name("single" if sharding.mesh.size == 1 else "tree", sharding)
+        self._programs: dict = {}
+        self._prompts: dict = {}
 
-    model = Llama(config, sharding, parameters.random(sharding, dtype), products=products, unroll_layers=True)
-    structure, state = nnx.split(model)
-    attention = by_name("single" if sharding.mesh.size == 1 else "tree", sharding)
-    cache = empty_cache(config, sharding, batch=batch, capacity=CAPACITY, dtype=dtype, stacks_layers=False)
-    rng = np.random.default_rng(0)
-    prompts = jnp.asarray(rng.integers(0, config.vocab_size, (batch, PROMPT)), jnp.int32)
-    lengths = jnp.asarray(PROMPT - np.arange(batch), jnp.int32)
-    prefill = jax.jit(lambda state, cache: nnx.merge(structure, state).prefill(prompts, lengths, cache, attention))
-    decode = jax.jit(
-        lambda state, tokens, cache: nnx.merge(structure, state).decode(tokens, cache, attention),
-        donate_argnums=2,
-    )
-    text = decode.lower(state, jnp.ones((batch, tokens), jnp.int32), cache).as_text()
-    calls = [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum", "chain")]
-    logits, cache = prefill(state, cache)
-    last, found, read = logits, [], []
-    for step in range(STEPS):
-        chosen = jnp.argmax(last, axis=-1).astype(jnp.int32)[:, None] if followed is None else followed[step]
-        # Further tokens of a step are any: they are verified together.
-        chosen = jnp.concatenate(
-            [chosen[:, :1], *[chosen[:, :1] * 7 % config.vocab_size + i for i in range(1, tokens)]], 1
-        )
-        logits, cache = decode(state, chosen, cache)
-        read.append(chosen)
-        found.append(logits)
-        last = logits[:, -1]
-    return jnp.stack(found), read, calls
+    def run(self, products: str, dtype, followed):
+        """Returns the logits of all steps, float32, the tokens that they read, and how often a step calls the kernel.
+
+        The tokens are `followed`, or its own greedy ones. Calls are of products, of those that end in a sum, and of
+        chains.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        state, logits, cache = self._prompt(dtype)
+        cache = jax.tree.map(jnp.copy, cache)  # a step takes its memory
+        decode, calls = self._program(products, dtype, state, cache)
+        last, found, read = logits, [], []
+        for step in range(STEPS):
+            chosen = jnp.argmax(last, axis=-1).astype(jnp.int32)[:, None] if followed is None else followed[step]
+            # Further tokens of a step are any: they are verified together.
+            others = [chosen[:, :1] * 7 % self._config.vocab_size + i for i in range(1, self._tokens)]
+            chosen = jnp.concatenate([chosen[:, :1], *others], 1)
+            logits, cache = decode(state, chosen, cache)
+            read.append(chosen)
+            found.append(logits)
+            last = logits[:, -1]
+        return jnp.stack(found), read, calls
+
+    def _model(self, products: str, create):
+        from flax import nnx
+
+        from tree_attn.models.llama import Llama
+
+        return nnx.split(Llama(self._config, self._sharding, create, products=products, unroll_layers=True))
+
+    def _prompt(self, dtype):
+        """Returns the weights, and the prompts' last logits and cache."""
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from tree_attn.models.llama import parameters
+        from tree_attn.models.llama.storage import empty_cache
+
+        if dtype not in self._prompts:
+            structure, state = self._model("xla", parameters.random(self._sharding, dtype))
+            cache = empty_cache(
+                self._config, self._sharding, batch=self._batch, capacity=CAPACITY, dtype=dtype, stacks_layers=False
+            )
+            rng = np.random.default_rng(0)
+            prompts = jnp.asarray(rng.integers(0, self._config.vocab_size, (self._batch, PROMPT)), jnp.int32)
+            lengths = jnp.asarray(PROMPT - np.arange(self._batch), jnp.int32)
+            prefill = jax.jit(
+                lambda state, cache: nnx.merge(structure, state).prefill(prompts, lengths, cache, self._attention)
+            )
+            self._prompts[dtype] = state, *prefill(state, cache)
+        return self._prompts[dtype]
+
+    def _program(self, products: str, dtype, state, cache):
+        """Returns a compiled step, and its calls."""
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
+
+        from tree_attn.models.llama import parameters
+
+        if (products, dtype) not in self._programs:
+            structure, _ = self._model(products, parameters.abstract(self._sharding, dtype))
+            decode = jax.jit(
+                lambda state, tokens, cache: nnx.merge(structure, state).decode(tokens, cache, self._attention),
+                donate_argnums=2,
+            )
+            lowered = decode.lower(state, jnp.ones((self._batch, self._tokens), jnp.int32), cache)
+            text = lowered.as_text()
+            calls = [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum", "chain")]
+            self._programs[products, dtype] = decode, calls
+        return self._programs[products, dtype]

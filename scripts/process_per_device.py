@@ -39,13 +39,18 @@ def has_gpu() -> bool:
 
 
 def spawn(command: list[str], count: int) -> int:
-    """Runs `command` in one process per device, each with the option `--worker`; returns the worst exit status."""
+    """Runs `command` in one process per device, each with the option `--worker`; returns the worst exit status.
+
+    GPUs are the first of CUDA_VISIBLE_DEVICES, if that is set.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(rank) for rank in range(count)] if visible is None else visible.split(",")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     workers = []
     for rank in range(count):
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": str(rank)} if has_gpu() else {})
+        env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[rank]} if has_gpu() else {})
         workers.append(subprocess.Popen([*command, "--worker", f"127.0.0.1:{port},{count},{rank}"], env=env))
     return max(worker.wait() for worker in workers)
 
