@@ -1,12 +1,14 @@
 """Prints docs/papers.md: every figure and table that `tree-attn reproduce` makes, from the rows that were committed.
 
 python3 scripts/papers_page.py > docs/papers.md
+python3 scripts/papers_page.py --draw            # the page's pictures, which need the extra 'plot'
 """
 
+import argparse
 import pathlib
 import sys
 
-from tree_attn.commands.reproduce import report
+from tree_attn.commands.reproduce import plots, report
 from tree_attn.commands.reproduce.experiment import Experiment
 from tree_attn.commands.reproduce.experiments import ALL
 from tree_attn.measure.rows import read
@@ -61,6 +63,7 @@ ROWS = {
     ),
     "sparq-figure-7c": (["eval_kept_smollm2/results.jsonl"], "They are of a King James Bible."),
 }
+DRAWN = ("lean-figure-8", "lean-figure-7", "hydragen-figure-4", "sparq-figure-8")  # whose rows have all of it
 NOT_YET = "not measured yet"
 HEAD = """\
 # The papers, reproduced
@@ -119,6 +122,8 @@ def _section(one: Experiment) -> str:
         f"- **Hardware:** ours: {ours}; the paper's: {one.paper_hardware}",
         f"- **What differs:** {one.differs.strip()}\n",
     ]
+    if one.name in DRAWN:
+        facts.append(f"![{one.quantity} over {one.x_axis}](results/reproduced_h100/{one.name}.png)\n")
     lines = report.lines(one, rows)
     if lines:
         facts += [_line([one.quantity, "ours", "paper"]), "|---|---|---|", *map(_line, lines), ""]
@@ -141,5 +146,17 @@ def _line(cells) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def draw() -> None:
+    """Draws the pictures of the page."""
+    for one in ALL:
+        if one.name in DRAWN:
+            print(plots.draw(one, _rows(one), RESULTS / "reproduced_h100" / f"{one.name}.png"))
+
+
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="draw the pictures instead")
+    if parser.parse_args().draw:
+        draw()
+    else:
+        sys.stdout.write(page())

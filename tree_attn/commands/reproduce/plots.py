@@ -1,10 +1,11 @@
 """The drawing of an experiment: our numbers over its axis, and the paper's as crosses."""
 
 import pathlib
+import textwrap
 from collections.abc import Sequence
 
 from tree_attn.commands import drawing
-from tree_attn.commands.reproduce.experiment import Experiment, Number, Row, thousands
+from tree_attn.commands.reproduce.experiment import Experiment, Number, Point, Row, thousands
 
 
 def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pathlib.Path:
@@ -12,29 +13,42 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pat
     figure = drawing.new_figure(8, 5)
     axes = figure.subplots()
     drawn = [point for point in experiment.points if point.x is not None]
-    for series in dict.fromkeys(point.series for point in drawn):
+    ends = []
+    for number, series in enumerate(dict.fromkeys(point.series for point in drawn)):
         points = sorted((point for point in drawn if point.series == series), key=lambda point: point.x)
-        found = [(point.x, experiment.ours(point, rows)) for point in points]
-        ours = [(x, value.value) for x, value in found if value is not None]
-        if ours:
-            (line,) = axes.plot(*zip(*ours), marker="o")
-            axes.annotate(f" {series}", ours[-1], color=line.get_color(), va="center")
-        theirs = [(point.x, point.paper.value) for point in points if isinstance(point.paper, Number)]
-        if theirs:
-            axes.plot(*zip(*theirs), "x", color="black")
-            axes.annotate(" paper", theirs[-1], va="center")
-    ticks = sorted({point.x for point in drawn})
+        ends += _draw_series(axes, experiment, rows, series, points, f"C{number}")
+    at = sorted({point.x for point in drawn})
     axes.set(xscale="log", xlabel=experiment.x_axis, ylabel=experiment.quantity)
-    axes.set_xticks(ticks, [thousands(int(tick)) for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.margins(x=0.25)
     axes.set_ylim(bottom=0)
     if "speed-up" in experiment.quantity:
         axes.axhline(1, color="gray", linewidth=1)
+    drawing.plain(axes)
+    axes.set_xticks(at, [thousands(int(tick)) for tick in at])
+    axes.set_xlim(at[0] / 1.1, at[-1] * 1.1)
+    drawing.label_ends(axes, ends)
     hardware = sorted({row["hardware"] for row in rows if row.get("hardware")})
     commits = sorted({str(row.get("git_commit"))[:7] for row in rows})
-    figure.suptitle(f"{experiment.paper}, {experiment.place}: {experiment.what}", fontsize=10)
-    caption = f"ours: {', '.join(hardware)}, commit {', '.join(commits)}; paper: {experiment.paper_hardware}"
-    figure.supxlabel(caption, fontsize=8)
+    title = f"{experiment.paper}, {experiment.place}: {experiment.what}"
+    figure.suptitle(textwrap.fill(title, 90), fontsize=10, x=0.01, ha="left")
+    caption = f"Lines are ours: {', '.join(hardware)}, commit {', '.join(commits)}."
+    if any(isinstance(point.paper, Number) for point in drawn):
+        caption += f" Crosses are the paper's: {experiment.paper_hardware}."
+    figure.supxlabel(textwrap.fill(caption, 110), fontsize=8, x=0.01, ha="left")
     figure.savefig(path, bbox_inches="tight", dpi=110)
     return path
+
+
+def _draw_series(axes, experiment: Experiment, rows, series: str, points: Sequence[Point], colour: str) -> list[tuple]:
+    """Draws our numbers of a series and the paper's; returns what `drawing.label_ends` takes."""
+    found = [(point.x, experiment.ours(point, rows)) for point in points]
+    ours = [(x, value.value) for x, value in found if value is not None]
+    theirs = [(point.x, point.paper.value, point.bound) for point in points if isinstance(point.paper, Number)]
+    ends = []
+    if ours:
+        axes.plot(*zip(*ours), marker="o", color=colour)
+        ends.append((*ours[-1], series, colour))
+    if theirs:
+        places = [place[:2] for place in theirs]
+        axes.plot(*zip(*places), "x", color=colour)
+        ends.append((*places[-1], f"paper: {theirs[-1][2]}{series}", colour))
+    return ends
