@@ -1,5 +1,6 @@
 """The public documents against reality: examples run, tables come from rows, the tree names every file."""
 
+import json
 import os
 import pathlib
 import re
@@ -26,6 +27,22 @@ query, key, value = (jnp.concatenate(parts, axis=1) for parts in zip(draw(0, 100
 expected, _ = dense_attention(query, key, value, is_causal=True)
 np.testing.assert_allclose(prompt_out, expected[:, :1000], atol=1e-5)
 np.testing.assert_allclose(out, expected[:, -1:], atol=1e-5)
+"""
+
+# One process runs all scripts, each as `python3 SCRIPT ARGUMENTS` would: most of a script's time is the import of JAX.
+RUN_SCRIPTS = """
+import contextlib, io, json, os, runpy, sys
+
+printed, path = [], list(sys.path)
+for command in {}:
+    sys.argv, sys.path = command, [os.path.dirname(os.path.abspath(command[0])), *path]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, ended.code
+    printed.append(out.getvalue())
+print(json.dumps(printed))
 """
 
 
@@ -93,9 +110,8 @@ def test_tables_are_made_from_the_raw_rows(document, count):
     text = (ROOT / document).read_text()
     tables = re.findall(r"<!-- made by: python3 (.*?) -->\n(.*?)<!-- end", text, flags=re.DOTALL)
     assert len(tables) == count
-    for command, table in tables:
-        script = [sys.executable, *command.split()]
-        assert subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT).stdout == table
+    printed = json.loads(run(RUN_SCRIPTS.format([command.split() for command, _ in tables])))
+    assert printed == [table for _, table in tables]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
