@@ -1,5 +1,7 @@
 """Assertions on attention results. How near is near is decided in `tree_attn.tolerances`, nowhere else."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,13 +72,21 @@ def assert_same_bits(a, b):
 
 def _plain(query, key, value, options):
     """The yardstick of narrow dtypes, K and V rounded to them. It knows no cap and no sinks: it errs enough without."""
-    masking = ("key_value_seq_lengths", "query_positions", "is_causal", "local_window_size")
+    arrays = {name: options[name] for name in ("key_value_seq_lengths", "query_positions") if name in options}
+    static = tuple((name, options[name]) for name in ("is_causal", "local_window_size", "scale") if name in options)
+    return _plain_compiled(query, key, value, arrays, static)
+
+
+@functools.partial(jax.jit, static_argnums=4)  # op by op XLA would compile each for its shape
+def _plain_compiled(query, key, value, arrays, static):
+    options = dict(static)
+    scale = options.pop("scale", None)
     view = visibility(
-        AttentionOptions(**{name: options[name] for name in masking if name in options}),
+        AttentionOptions(**arrays, **options),
         batch=query.shape[0],
         num_queries=query.shape[1],
         num_slots=key.shape[1],
         shard=Shard(),
     )
     key, value = (jnp.asarray(x, query.dtype) for x in (key, value))
-    return plain_attention(query, key, value, view.mask()[:, None], options.get("scale"))
+    return plain_attention(query, key, value, view.mask()[:, None], scale)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention
+from attention_cases import rounded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -28,7 +29,7 @@ class Tree:
     ):
         """`levels`: for each level its nodes as (length, sequences); slots beyond the longest node hold garbage."""
         self.rng, self.dtype, self.batch = np.random.default_rng(0), dtype, len(suffix_lengths)
-        self.query = jnp.asarray(logits * self.rng.normal(size=(self.batch, queries, kv_heads * group, H)), dtype)
+        self.query = rounded(logits * self.rng.normal(size=(self.batch, queries, kv_heads * group, H)), dtype)
         paths = [[] for _ in range(self.batch)]
         self.levels = []
         for nodes in levels:
@@ -52,7 +53,7 @@ class Tree:
         slots = max(lengths) + 3 if slots is None else slots
         shape = (len(lengths), slots, kv_heads, H)
         is_valid = np.arange(slots)[None, :, None, None] < np.array(lengths)[:, None, None, None]
-        return [jnp.asarray(np.where(is_valid, self.rng.normal(size=shape), GARBAGE), self.dtype) for _ in range(2)]
+        return [rounded(np.where(is_valid, self.rng.normal(size=shape), GARBAGE), self.dtype) for _ in range(2)]
 
     def _padded(self, arrays):
         longest = max(1, *map(len, arrays))

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attention_cases import rounded
 
 from tree_attn import Shard, attend, lean_decode, paged_decode
 from tree_attn.arguments import AttentionOptions
@@ -61,7 +62,7 @@ class Call:
         query = self.logit_size * rng.normal(size=(shape[0], self.queries, self.kv_heads * self.group, self.head_dim))
         is_valid = np.arange(self.slots)[None, :, None, None] < np.array(self.valid)[:, None, None, None]
         stored = (np.where(is_valid, rng.normal(size=shape), garbage) for _ in range(2))
-        return jnp.asarray(query, self.dtype), *(jnp.asarray(x, self.stored_dtype or self.dtype) for x in stored)
+        return rounded(query, self.dtype), *(rounded(x, self.stored_dtype or self.dtype) for x in stored)
 
     def inputs(self):
         """The arrays that `run` takes: query, key, value, and what the layout needs."""

@@ -43,13 +43,14 @@ class Call:
         """Query, key, value, keys by component, and the lengths; NaN beyond them."""
         rng = np.random.default_rng(0)
         shape = (len(self.lengths), self.slots, self.heads, self.head_dim)
-        key, value = (jnp.asarray(rng.normal(size=shape), self.dtype) for _ in range(2))
-        key = jnp.broadcast_to(key[:, :1], shape) if self.equal_keys else key
+        dtype = jnp.dtype(self.dtype)
+        key, value = (rng.normal(size=shape).astype(dtype) for _ in range(2))
+        key = np.broadcast_to(key[:, :1], shape) if self.equal_keys else key
         is_garbage = (np.arange(self.slots) >= np.array(self.lengths)[:, None])[:, :, None, None]
-        key, value = (jnp.where(is_garbage, jnp.nan, x).astype(x.dtype) for x in (key, value))
+        key, value = (np.where(is_garbage, np.asarray(np.nan, dtype), x) for x in (key, value))
         query = 2 * rng.normal(size=(shape[0], self.queries, self.heads * self.group, self.head_dim))
-        lengths = jnp.asarray(self.lengths, jnp.int32)
-        return jnp.asarray(query, self.dtype), key, value, key.transpose(0, 2, 3, 1), lengths
+        lengths = np.asarray(self.lengths, np.int32)
+        return tuple(map(jnp.asarray, (query.astype(dtype), key, value, key.transpose(0, 2, 3, 1), lengths)))
 
     def shapes(self, sharding=None):
         return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in jax.eval_shape(self.arrays)]
