@@ -33,11 +33,14 @@ ROWS = {
         "Those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; 16k to 256k of a01d9e9. With 512k "
         "the GPU has no memory for a second copy.",
     ),
-    "lean-figure-7": (["reproduced_h100/lean-figure-7.jsonl"], "They have all that is drawn."),
-    "lean-figure-13": (["reproduced_h100/lean-figure-13.jsonl"], "They have two contexts."),
+    "lean-figure-7": (
+        ["reproduced_h100/lean-figure-7.jsonl"],
+        "They have all points of the command. The picture has (a).",
+    ),
     "bifurcated-table-6": (
         ["reproduced_h100/bifurcated-table-6.jsonl"],
-        "They have all that fits with sharing, and none without. With 32k tokens a batch of 1,024 does not fit.",
+        "With sharing they have all batches of the command, up to 1,024; after 32k tokens its memory ended behind 512. "
+        "They have none without sharing.",
     ),
     "bifurcated-table-7": (
         ["reproduced_h100/bifurcated-table-7.jsonl"],
@@ -48,15 +51,15 @@ ROWS = {
         ["reproduced_h100/hydragen-figure-3.jsonl"],
         "They have batches of 32 and 64, shared and without attention, by XLA's products.",
     ),
-    "hydragen-figure-4": (["reproduced_h100/hydragen-figure-4.jsonl"], "They have all that is drawn."),
+    "hydragen-figure-4": (["reproduced_h100/hydragen-figure-4.jsonl"], "They have all points of the command."),
     "hydragen-figure-5": (
         ["reproduced_h100/hydragen-figure-5.jsonl"],
-        "They lack 256 questions without sharing, for which 80 GB are too few. The model, of 135M parameters, answers "
-        "one question in six, with sharing and without.",
+        "They lack 256 questions without sharing: 80 GB were too few. The model, of 135M parameters, answers one in "
+        "six of 64 questions, with sharing and without, and one in seven of 256.",
     ),
     "hydragen-figure-6": (["llama_h200/levels_7b.jsonl"], "They have no larger batch."),
     "sparq-table-2": (["eval_methods_smollm2/results.jsonl"], "They are of a King James Bible."),
-    "sparq-figure-8": (["reproduced_h100/sparq-figure-8.jsonl"], "They have all that is drawn."),
+    "sparq-figure-8": (["reproduced_h100/sparq-figure-8.jsonl"], "They have all points of the command."),
     "sparq-table-3": (
         ["eval_needle_smollm2/longest.jsonl", "eval_needle_smollm2/results.jsonl"],
         "They have two samples a depth at 8,000 tokens, and 8 at 1,024. At 8,000 the model itself finds one in five.",
@@ -78,8 +81,8 @@ tree-attn reproduce lean-figure-8
 
 This page is made from the rows in [docs/results](results/README.md) by `python3 scripts/papers_page.py`, and a test
 compares the two. "Not measured yet" means that the command exists and that no rows of it do. A cell of "ours" is empty
-where the rows lack that setting. Bounds (">") are the paper's words. Hardware differs in every line, so a ratio of our
-time to the paper's is no merit of either.
+where the rows lack that setting. Steps are compared by what one costs in a chain of steps, gaps included. Bounds (">")
+are the paper's words. Hardware differs in every line, so a ratio of our time to the paper's is no merit of either.
 """
 
 

@@ -35,6 +35,11 @@ def test_the_papers_numbers_on_the_page_are_those_of_the_code(one):
     assert on_page == {line.setting: line.paper for line in report.lines(one, []) if line.paper}
 
 
+def test_a_table_is_of_one_number_of_gpus():
+    rows = papers_page._rows(EXPERIMENTS["tree-table-1"])
+    assert len({row["n_devices"] for row in rows}) == 1
+
+
 def tables(section: str) -> list[list[str]]:
     """Returns the cells of the table of a section, without its two first lines."""
     lines = [line for line in section.splitlines() if line.startswith("|")]

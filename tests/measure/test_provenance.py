@@ -55,6 +55,13 @@ def test_clocks_are_read_while_the_program_runs(nvidia_smi):
     assert len(runs) == 3
 
 
+def test_clocks_are_those_of_the_gpu_in_use(nvidia_smi, monkeypatch):
+    """The first GPU of JAX is another of the machine's where CUDA_VISIBLE_DEVICES leaves some out."""
+    monkeypatch.setattr(provenance, "visible_gpus", lambda: ("0000:43:00.0", "0000:1B:00.0"))
+    nvidia_smi('case "$*" in *--id=0000:43:00.0*) echo "1755, 2619";; *) echo "345, 1593";; esac')
+    assert provenance.clocks() == {"clock_sm_mhz": 1755, "clock_memory_mhz": 2619}
+
+
 def test_driver_of_the_first_gpu(nvidia_smi):
     nvidia_smi("echo 580.159.04; echo 580.159.04")
     assert provenance.driver() == "580.159.04"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 import tree_attn
+from tree_attn.devices import visible_gpus
 
 MAX_WAIT_S = 20  # for nvidia-smi
 # Every row of a measurement or check has these.
@@ -75,12 +76,12 @@ def driver() -> str | None:
 
 
 def clocks() -> dict[str, int | None]:
-    """Returns the clocks of the first GPU as they are; right after a program they are still those that it ran at."""
+    """Returns the clocks of JAX's first GPU as they are; right after a program they are still those that it ran at."""
     return clocks_during(lambda: None, repetitions=1)
 
 
 def clocks_during(run: Callable[[], Any], repetitions: int | None = None) -> dict[str, int | None]:
-    """Returns the clocks of the first GPU, read by `nvidia-smi` while `run()` is repeated; None where there is none.
+    """Returns the clocks of JAX's first GPU, read by `nvidia-smi` while `run()` is repeated; None where there is none.
 
     Args:
       run: keeps the GPU busy.
@@ -91,7 +92,7 @@ def clocks_during(run: Callable[[], Any], repetitions: int | None = None) -> dic
       {'clock_sm_mhz': 1980, 'clock_memory_mhz': 3201}
     """
     clocks: dict[str, int | None] = {"clock_sm_mhz": None, "clock_memory_mhz": None}
-    process = _start_nvidia_smi("clocks.sm,clocks.mem")
+    process = _start_nvidia_smi("clocks.sm,clocks.mem", *visible_gpus()[:1])
     deadline = time.monotonic() + MAX_WAIT_S
     for _ in range(repetitions or 0):
         run()
@@ -103,9 +104,10 @@ def clocks_during(run: Callable[[], Any], repetitions: int | None = None) -> dic
     return clocks
 
 
-def _start_nvidia_smi(query: str) -> subprocess.Popen | None:
-    """Starts `nvidia-smi` with a query of each GPU; None where there is none."""
+def _start_nvidia_smi(query: str, *addresses: str) -> subprocess.Popen | None:
+    """Starts `nvidia-smi` with a query of the GPUs at these PCI addresses, by default of each; None where it is not."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    command += [f"--id={address}" for address in addresses]
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:

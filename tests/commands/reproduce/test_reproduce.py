@@ -223,6 +223,13 @@ def test_numbers_follow_from_the_newest_rows():
     assert one.error(one.points[1], rows) == "out of memory" and report.hardware(one, rows) == ["8 x GPU"]
 
 
+def test_a_step_takes_what_it_costs_in_a_chain():
+    one = EXPERIMENTS["lean-figure-8"]
+    point = one.points[0]
+    rows = [point.where | {"device_us_median": 2.0, "chain_us_median": 3.0}, point.over | {"device_us_median": 6.0}]
+    assert one.ours(point, rows) == Number(value=2.0)
+
+
 def test_ratios_and_differences():
     speed_up = EXPERIMENTS["lean-figure-8"]
     point = next(point for point in speed_up.points if isinstance(point.paper, Number) and point.paper.value == 2.53)

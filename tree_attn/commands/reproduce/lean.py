@@ -114,8 +114,8 @@ FIGURE_7_EXPERIMENT = Experiment(
     paper_hardware="1 x A100 80 GB, FlashDecoding 2.5.6",
     differs=_DIFFERS
     + (
-        "An A100 has 108 multiprocessors and an H200 132, so a split fills other numbers of them. The paper does not "
-        "print the heads and the context of (c): 32 heads and 16k keys are ours."
+        "An A100 has 108 multiprocessors, an H100 and an H200 132, so a split fills other numbers of them. The paper "
+        "does not print the heads and the context of (c): 32 heads and 16k keys are ours."
     ),
     points=_figure_7(),
     plan=_plan(

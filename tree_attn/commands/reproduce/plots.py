@@ -48,7 +48,8 @@ def _draw_series(axes, experiment: Experiment, rows, series: str, points: Sequen
         axes.plot(*zip(*ours), marker="o", color=colour)
         ends.append((*ours[-1], series, colour))
     if theirs:
-        places = [place[:2] for place in theirs]
-        axes.plot(*zip(*places), "x", color=colour)
-        ends.append((*places[-1], f"paper: {theirs[-1][2]}{series}", colour))
+        axes.plot(*zip(*[place[:2] for place in theirs]), "x", color=colour)
+        for x, y, bound in theirs:
+            axes.annotate(f" {bound}{y:g}" if bound else "", (x, y), color=colour, va="center")
+        ends.append((*theirs[-1][:2], f"paper: {series}", colour))
     return ends

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tree_attn.devices import visible_gpus
 from tree_attn.local import flash_attn
 from tree_attn.measure.steps import ways
 from tree_attn.measure.steps.chains import chained
@@ -153,7 +154,7 @@ def num_splits(case: LeanStep, num_sms: int | None = None) -> int:
 
 
 def _energy(step: Step, way: ways.Way, seconds: float = 3.0) -> dict:
-    """Measures joules per call and mean watts, by NVML's energy counter, over seconds of back-to-back calls."""
+    """Measures joules per call and mean watts, by the energy counter of JAX's first GPU, over back-to-back calls."""
     (query, copies, shared), calls = ways.inputs(step), ways.chains(step)[0]
     args = query, [way.cache(arrays) for arrays in copies], shared
     program = jax.jit(chained(jax.jit(way.run), calls))
@@ -161,7 +162,9 @@ def _energy(step: Step, way: ways.Way, seconds: float = 3.0) -> dict:
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     device, before, after = ctypes.c_void_p(), ctypes.c_ulonglong(), ctypes.c_ulonglong()
     nvml.nvmlInit_v2()
-    nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+    # By its address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES.
+    if nvml.nvmlDeviceGetHandleByPciBusId_v2(visible_gpus()[0].encode(), ctypes.byref(device)):
+        return {"energy_error": f"NVML does not find the GPU {visible_gpus()[0]}"}
     read = lambda to: nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(to))
     if read(before):
         return {"energy_error": "NVML gives no total energy on this device"}
