@@ -62,7 +62,8 @@ def next_tokens(
         between devices, where a plain argmax would move all logits.
 
     Returns:
-      int32 `[B]`: among equal logits, greedy takes the lowest token. And `log_probability` of these tokens.
+      int32 `[B]`: among equal logits, greedy takes the lowest token. And their log-probabilities, float32 `[B]`, NaN
+      where the largest logit is not finite.
     """
     if sampling.temperature == 0:
         return _greedy(logits, num_shards)
@@ -103,14 +104,18 @@ def _greedy(logits: jax.Array, num_shards: int) -> tuple[jax.Array, jax.Array]:
     nothing = (jnp.float32(-jnp.inf), jnp.float32(0), jnp.int32(0))
     largest, sums, places = jax.lax.reduce((pieces, jnp.ones_like(pieces), places), nothing, _more_likely, (2,))
     shards = jax.lax.broadcasted_iota(jnp.int32, places.shape, 1)
-    _, sums, tokens = jax.lax.reduce((largest, sums, shards * pieces.shape[-1] + places), nothing, _more_likely, (1,))
-    return tokens, -jnp.log(sums)
+    largest, sums, tokens = jax.lax.reduce(
+        (largest, sums, shards * pieces.shape[-1] + places), nothing, _more_likely, (1,)
+    )
+    return tokens, jnp.where(jnp.isfinite(largest), 0 - jnp.log(sums), jnp.nan)
 
 
 def _more_likely(a: tuple, b: tuple) -> tuple:
     """Joins two groups of tokens: the largest logit, the sum of exp(logit - largest), and the first token with it."""
     (a_largest, a_sum, a_token), (b_largest, b_sum, b_token) = a, b
-    is_a = (a_largest > b_largest) | (a_largest != a_largest) | (a_largest == b_largest) & (a_token < b_token)
+    is_first = a_token < b_token
+    is_nan = jnp.isnan(a_largest) & (is_first | ~jnp.isnan(b_largest))  # as in `jnp.argmax`, NaN is the largest
+    is_a = (a_largest > b_largest) | is_nan | (a_largest == b_largest) & is_first
     largest = jnp.where(is_a, a_largest, b_largest)
     weight = lambda of_group: jnp.where(of_group == largest, 1.0, jnp.exp(of_group - largest))  # -inf less -inf is NaN
     return largest, weight(a_largest) * a_sum + weight(b_largest) * b_sum, jnp.where(is_a, a_token, b_token)
