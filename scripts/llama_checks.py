@@ -18,7 +18,7 @@ CASES = (
 
 
 def llama_checks(num_devices: int) -> Iterator[dict]:
-    """Checks logits of some steps after a prompt; every way reads XLA's tokens, from a cache of its own writing."""
+    """Checks logits of some steps after a prompt; every way reads XLA's tokens, after a prompt that XLA read."""
     import jax
     import jax.numpy as jnp
 
@@ -44,6 +44,8 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
             except NotImplementedError as error:
                 yield labels | dict(passed=None, reason=str(error))
                 continue
+            # Memory that kernels are to write first holds NaN in the second run.
+            jax.block_until_ready(jnp.full(1 << 28, jnp.nan))
             again, *_ = steps.run(name, jnp.bfloat16, followed)
             largest = float(jnp.abs(exact).max())
             error, of_xla = (float(jnp.abs(x - exact).max()) / largest for x in (found, by_xla))

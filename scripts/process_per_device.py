@@ -48,6 +48,8 @@ def spawn(command: list[str], count: int) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    if has_gpu() and len(gpus) < count:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES must name {count} GPUs or more, got {visible!r}")
     workers = []
     for rank in range(count):
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[rank]} if has_gpu() else {})

@@ -33,7 +33,8 @@ np.testing.assert_allclose(out, expected[:, -1:], atol=1e-5)
 RUN_SCRIPTS = """
 import contextlib, io, json, os, runpy, sys
 
-printed, path = [], list(sys.path)
+tests, root = os.path.abspath("tests"), os.getcwd()  # not on a script's path
+printed, path = [], [place for place in sys.path if place and os.path.abspath(place) not in (tests, root)]
 for command in {}:
     sys.argv, sys.path = command, [os.path.dirname(os.path.abspath(command[0])), *path]
     with contextlib.redirect_stdout(io.StringIO()) as out:
