@@ -53,7 +53,7 @@ def report_of(script_name: str, *arguments: str):
     path = os.pathsep.join([WHEELS, *sys.path])
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0"},  # no lines of Python, sooner
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
