@@ -34,7 +34,7 @@ class Step(NamedTuple):
     """One new token of each batch slot.
 
     tokens:             int32 `[B]`
-    log_probabilities:  float32 `[B]`, of these tokens, see `sampling.log_probability`
+    log_probabilities:  float32 `[B]`, of these tokens, see `sampling.next_tokens`
     logits:             float32 `[B, V]`, from which they were chosen
     seconds:            time since the step before was known; steps of one dispatch have equal shares of its time
     sequences:          `[B]`, the sequence of each token; None for a slot without one

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from tree_attn.commands.reproduce import needles, runs
+from tree_attn.commands.reproduce.experiment import Steps
 
 
 class Letters:
@@ -53,9 +54,10 @@ def test_a_case_without_memory_is_a_row_with_an_error_and_the_text_is_refused(mo
 
     monkeypatch.setattr(needles, "_Answering", Answering)
     cases = [{"text": "long", "questions": count} for count in (64, 256)]
-    rows = [labels | measure() for labels, measure in needles.measurements(cases, runs._attempt)]
+    measured = runs._measurements(Steps(kind="needles", cases=cases), 32)
+    rows = [labels | measure() for labels, measure in measured]
     assert rows[0] == {"questions": 64, "decode_s": 1.0}
     assert rows[1] == {"questions": 256, "error": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}
-    ((_, measure),) = needles.measurements([{"text": "short", "questions": 8}], runs._attempt)
+    ((_, measure),) = runs._measurements(Steps(kind="needles", cases=[{"text": "short", "questions": 8}]), 32)
     with pytest.raises(ValueError, match="--text"):
         measure()

@@ -244,8 +244,8 @@ FIGURE_6 = Experiment(
     paper_hardware="8 x A100 40 GB, CodeLlama 7B, 120 problems",
     differs=(
         "Ours is one GPU, random weights, problems of 500 tokens, and 64 new tokens where the paper has 512. The "
-        "paper's times are of all 120 problems; here a token's time stands for them. Two problems fit with one level, "
-        "eight with two."
+        "paper's times are of all 120 problems; here a token's time stands for them. On an H200 two problems fit "
+        "with one level, eight with two."
     ),
     points=[
         Point(

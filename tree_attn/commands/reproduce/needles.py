@@ -63,8 +63,8 @@ def measurements(
     """Yields the fields that name each row, and what measures it; the model is read with the first that is measured.
 
     Args:
-      attempt: calls its first argument with the others; makes a field of an error, such as too little memory. Errors
-        of the model or the text are no row's: they are raised.
+      attempt: calls its first argument with the others, and makes a field of an error, such as too little memory. An
+        error before that, when the model or the text is read, is raised.
     """
     answering = functools.cache(functools.partial(_Answering, cases))
     for case in cases:
