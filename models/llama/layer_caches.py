@@ -67,6 +67,10 @@ class LayerCaches:
         """Tokens of each sequence, int32 `[B]`."""
         return self.whole.lengths
 
+    def specs(self) -> Self:
+        """Returns the `PartitionSpec` of each array, as caches of them."""
+        return self._all(lambda cache: cache.specs())
+
     def of_kind(self, layer: jax.Array | int, is_global: bool) -> tuple[KVCache, jax.Array | int]:
         """Returns the cache of layers of a kind, and the index of `layer`, which is of that kind, in it."""
         return self.whole if is_global else self.windowed, self._index(layer)

@@ -1,7 +1,7 @@
 """A generator: prompts are laid out and prefilled, then one compiled step makes each new token."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any, NamedTuple
 
@@ -150,11 +150,23 @@ class Generator:
     def compile(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
     ) -> StreamPrograms:
-        """Compiles and returns the programs that `stream` runs on these prompts."""
+        """Compiles and returns the programs that `stream` runs on these prompts; it allocates no cache."""
+        return self.lower(prompts, max_new_tokens, share_prefixes=share_prefixes)()
+
+    def lower(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, share_prefixes: bool | None = None
+    ) -> Callable[[], StreamPrograms]:
+        """Traces the programs that `compile` returns; what it returns compiles them, in any thread.
+
+        Example:
+          >>> compiles = [generator.lower([prompt] * batch, 100) for batch in (1, 16, 256)]
+          >>> with concurrent.futures.ThreadPoolExecutor() as threads:
+          ...     one, few, many = threads.map(lambda compile_programs: compile_programs(), compiles)
+        """
         check_request(self.config, prompts, max_new_tokens)
         tree = self.prefix_tree(prompts, share_prefixes)
-        levels = self.inputs.levels(tree, max_new_tokens)
-        return self.programs.of_tree(tree, levels, self.inputs.batch_slots(len(prompts)))
+        levels = self.inputs.shapes_of_levels(tree, max_new_tokens)
+        return self.programs.lower(tree, levels, self.inputs.batch_slots(len(prompts)))
 
     def prefix_tree(self, prompts: Sequence[Sequence[int]], share_prefixes: bool | None = None) -> PrefixTree:
         """Returns the common beginnings of these prompts that `stream` shares.

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
@@ -26,6 +27,8 @@ class LevelInputs(NamedTuple):
     tokens:   int32 `[texts, S]`, padded on the right and in storage order
     lengths:  int32 `[texts]`
     cache:    empty
+
+    Each may be a shape with a sharding in place of an array.
     """
 
     tokens: jax.Array
@@ -82,6 +85,18 @@ class Inputs:
             for level in self.layout.levels(tree, max_new_tokens)
         )
 
+    def shapes_of_levels(self, tree: PrefixTree, max_new_tokens: int) -> tuple[LevelInputs, ...]:
+        """Returns shapes with shardings in place of the arrays of `levels`; it allocates none of them."""
+        shape = lambda sizes, *axes: jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=self.sharding.named(*axes))
+        return tuple(
+            LevelInputs(
+                shape((len(level.texts), level.num_tokens), "batch", "sequence"),
+                shape((len(level.texts),), "batch"),
+                self._shape_of_cache(len(level.texts), level.capacity),
+            )
+            for level in self.layout.levels(tree, max_new_tokens)
+        )
+
     def texts(self, texts: Texts, num_tokens: int) -> tuple[jax.Array, jax.Array]:
         """Places texts, padded to `num_tokens` and in storage order, and their lengths."""
         tokens, lengths = self.layout.stored(texts, num_tokens)
@@ -119,6 +134,14 @@ class Inputs:
             **(self._scales if scales is None else scales),
             **self._attention.cache_options,
         )
+
+    def _shape_of_cache(self, batch: int, capacity: int) -> AnyCache:
+        scales = self._scales  # measured before tracing begins
+        cache = jax.eval_shape(lambda: self.empty_cache(batch, capacity, scales))
+        with_sharding = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(self.sharding.mesh, spec)
+        )
+        return jax.tree.map(with_sharding, cache, cache.specs())
 
     @functools.cached_property
     def _scales(self) -> Mapping[str, jax.Array]:

@@ -52,7 +52,8 @@ def predict(
     """
     check_request(generator.config, prompts, max_new_tokens)
     tree = generator.prefix_tree(prompts, share_prefixes)
-    levels, slots = generator.inputs.levels(tree, max_new_tokens), generator.inputs.batch_slots(len(prompts))
+    levels = generator.inputs.shapes_of_levels(tree, max_new_tokens)
+    slots = generator.inputs.batch_slots(len(prompts))
     needs = map(compiled_memory, generator.programs.of_tree(tree, levels, slots))
     prefill, decode = (None if need is None else need.peak_bytes - need.argument_bytes for need in needs)
     return Memory(

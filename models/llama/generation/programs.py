@@ -1,5 +1,6 @@
 """The compiled programs of a generation: prefill of a prefix tree, and steps of decoding."""
 
+import concurrent.futures
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,11 +76,27 @@ class Programs:
 
     def of_tree(self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots) -> StreamPrograms:
         """Returns the programs for a tree whose inputs have the shapes of these levels."""
+        return self.lower(tree, levels, slots)()
+
+    def lower(
+        self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots
+    ) -> Callable[[], StreamPrograms]:
+        """Traces the programs of `of_tree`; what it returns compiles them, in any thread, the first time only."""
         shape = (tree.descendants, *((level.tokens.shape, form_of(level.cache)) for level in levels))
-        return self.once(shape, lambda: self._compile(tree, levels, slots))
+        if shape in self._compiled:
+            return lambda: self._compiled[shape]
+        *_, caches = zip(*levels, strict=True)
+        prefixes = prefixes_of(caches, tree.descendants[-1])
+        calls = self._lower_prefill(tree, levels, slots), self._lower_decode(slots, prefixes, caches[-1])
+        return lambda: self.once(shape, lambda: StreamPrograms(*_at_once(calls)))
 
     def compile_decode(self, slots: BatchSlots, prefixes: tuple[Prefix, ...], cache: AnyCache) -> jax.stages.Compiled:
         """Compiles the program of `tokens_per_dispatch` steps: `(parameters, slots, prefixes, cache=) -> ...`."""
+        return self._lower_decode(slots, prefixes, cache)()
+
+    def _lower_decode(
+        self, slots: BatchSlots, prefixes: tuple[Prefix, ...], cache: AnyCache
+    ) -> Callable[[], jax.stages.Compiled]:
         named = self.sharding.named
         decode = jax.jit(
             self._decode,
@@ -93,7 +110,7 @@ class Programs:
             ),
         )
         lowered = decode.lower(self.parameters, slots, prefixes, cache=cache)
-        return lowered.compile(compiler_options=self.xla_options(len(slots.tokens)))
+        return functools.partial(lowered.compile, compiler_options=self.xla_options(slots.tokens.shape[0]))
 
     def xla_options(self, batch: int) -> dict[str, bool | int | str]:
         """Returns XLA's options for a decoding program of `batch` sequences.
@@ -141,7 +158,9 @@ class Programs:
             tokens, log_p = next_tokens(logits, self._sampling, keys, self.sharding.num_shards("vocab"))
             return BatchSlots(tokens, slots.sequences, slots.steps + 1), log_p
 
-    def _compile(self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots) -> StreamPrograms:
+    def _lower_prefill(
+        self, tree: PrefixTree, levels: tuple[LevelInputs, ...], slots: BatchSlots
+    ) -> Callable[[], jax.stages.Compiled]:
         tokens, lengths, caches = zip(*levels, strict=True)
         named = self.sharding.named
         prefill = jax.jit(
@@ -149,11 +168,7 @@ class Programs:
             donate_argnames="caches",
             out_shardings=(named("batch"), named("batch"), named("batch", "vocab"), shardings_of(caches)),
         )
-        prefixes = prefixes_of(caches, tree.descendants[-1])
-        return StreamPrograms(
-            prefill=prefill.lower(self.parameters, tokens, lengths, slots, caches=caches).compile(),
-            decode=self.compile_decode(slots, prefixes, caches[-1]),
-        )
+        return prefill.lower(self.parameters, tokens, lengths, slots, caches=caches).compile
 
     def _prefill(self, descendants: tuple[Descendants, ...], parameters, tokens, lengths, slots, *, caches):
         """Reads level by level, each over those above it: a node's keys depend on all tokens before it."""
@@ -197,6 +212,17 @@ def form_of(tree) -> tuple:
 def shardings_of(tree):
     """Returns a tree of the same form that holds each array's sharding."""
     return jax.tree.map(lambda array: array.sharding, tree)
+
+
+def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns the results of calls that compile, each in a thread; XLA lets one of them at a time use the GPU.
+
+    In a run of several processes they are made in order: there XLA exchanges what it measures while it compiles.
+    """
+    if jax.process_count() > 1:
+        return [call() for call in calls]
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(lambda call: call(), calls))
 
 
 def _check_order(xla_options: XlaOptions) -> None:

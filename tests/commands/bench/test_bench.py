@@ -14,7 +14,7 @@ from tree_attn.commands import bench as bench_command
 from tree_attn.commands import phases, session
 from tree_attn.commands.bench import report, room, timing
 from tree_attn.measure import provenance
-from tree_attn.models.llama import LlamaConfig, parameters, presets
+from tree_attn.models.llama import Generator, LlamaConfig, parameters, presets
 from tree_attn.models.llama.generation.programs import Programs
 
 SIZES = dict(hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=64)
@@ -142,12 +142,31 @@ def test_two_prefix_levels_of_sharing_beside_one(capsys):
 
 def test_what_warms_up_is_the_program_that_is_timed(monkeypatch, capsys):
     """A few new tokens need smaller caches than 60, and so would be another program. Other ranks see every step end."""
-    ended, compiled, compile_it = [], [], Programs._compile
+    ended, compiled, lower = [], [], Programs._lower_decode
     monkeypatch.setattr(timing, "steps", lambda: contextlib.nullcontext(lambda: ended.append(True)))
-    monkeypatch.setattr(Programs, "_compile", lambda *args: compiled.append(args) or compile_it(*args))
+    monkeypatch.setattr(Programs, "_lower_decode", lambda *args: compiled.append(args) or lower(*args))
     assert cli.main([*bench("--attention", "single", "--json"), "--new-tokens", "60"]) == 0
     assert len(compiled) == 1
     assert len(ended) == 3 + 60
+
+
+@pytest.mark.parametrize("phase", ["tracing", "compiling"])
+def test_cases_before_one_that_fails_are_timed(tmp_path, monkeypatch, phase):
+    lower = Generator.lower
+
+    def fail():
+        raise RuntimeError(f"no memory while {phase}")
+
+    def lower_few(generator, prompts, *args, **options):
+        if len(prompts) < 3:
+            return lower(generator, prompts, *args, **options)
+        return fail() if phase == "tracing" else fail
+
+    monkeypatch.setattr(Generator, "lower", lower_few)
+    with pytest.raises(RuntimeError, match=f"no memory while {phase}"):
+        cli.main(bench("--attention", "single", "--samples", "1,2,3,4", "--out", str(tmp_path)))
+    rows = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [row["batch"] for row in rows] == [1, 2]
 
 
 @pytest.mark.slow

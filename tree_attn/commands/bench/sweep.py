@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import functools
 import itertools
 import re
 from typing import Any, NamedTuple
@@ -157,21 +158,33 @@ def _timed(args: argparse.Namespace, plan: Plan, place: session.Place, rows: lis
     if not pending:
         return
     model = timing.make_model(args, plan.config, place, [case.context for case in plan.cases])
-    for number, case in enumerate(pending, start=1):
+    generators = [
+        timing.make_generator(
+            args, model, case.attention, plan.options_of(case.attention, args.reduction, args.prefill)
+        )
+        for case in pending
+    ]
+    prompts = functools.partial(_prompts, args, model.config.vocab_size)
+    compiled = timing.compile_all(args, zip(generators, map(prompts, pending), strict=True))
+    for number, (case, programs) in enumerate(zip(pending, compiled, strict=False), start=1):
         samples = f" x {case.batch:,}" if case.batch > 1 else ""
         with session.phase(f"case {number} of {len(pending)}: {case.attention}, {case.context:,} tokens{samples}"):
-            prompts = timing.random_prompts(
-                model.config.vocab_size,
-                case.context,
-                case.batch,
-                case.num_levels,
-                num_problems=args.problems,
-                problem_tokens=args.problem_tokens,
-            )
-            options = plan.options_of(case.attention, args.reduction, args.prefill)
-            fields = timing.time_case(args, model, place, prompts, case.attention, options)
+            programs.result()  # or what went wrong
+            fields = timing.time_case(args, model, place, generators[0], prompts(case))
+        del generators[0]  # and with it its programs
         yield {"context": case.context, "levels": case.num_levels} | fields | {
             "hardware": provenance.hardware(list(place.devices)), "versions": provenance.versions(),
             "nccl": provenance.nccl_settings(), **provenance.place(), **provenance.clocks(),
             "git_commit": provenance.git_commit(), "command": args.command_line,
         }  # fmt: skip
+
+
+def _prompts(args: argparse.Namespace, vocab_size: int, case: Case) -> list[list[int]]:
+    return timing.random_prompts(
+        vocab_size,
+        case.context,
+        case.batch,
+        case.num_levels,
+        num_problems=args.problems,
+        problem_tokens=args.problem_tokens,
+    )

@@ -1,13 +1,16 @@
 """One case of `tree-attn bench`: a model, random prompts, and the time and memory of their generation."""
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -20,7 +23,9 @@ from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding,
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.attention_choice import REDUCING
 from tree_attn.models.llama.generation import memory
+from tree_attn.models.llama.generation.programs import StreamPrograms
 
+MAX_COMPILERS = 8  # cases; each may take some GB of the host's memory
 COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
 NO_ATTENTION = "none"
 OPTIONAL = ("prefill", "share_prefix")  # options that rows name where they are given
@@ -76,30 +81,48 @@ def no_attention(sharding: LlamaSharding) -> Attention:
     )
 
 
-def time_case(
-    args: argparse.Namespace,
-    model: Llama,
-    place: session.Place,
-    prompts: list[list[int]],
-    name: str,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Generates from the prompts by an attention; returns the fields of the row.
-
-    Args:
-      name: of the attention.
-      options: of the attention, for `by_name`.
-    """
+def make_generator(args: argparse.Namespace, model: Llama, name: str, options: Mapping[str, Any]) -> Generator:
+    """Returns the generator of the attention `name`; `options` are those of `by_name`."""
     attention = no_attention(model.sharding) if name == NO_ATTENTION else by_name(name, model.sharding, **options)
-    generator = Generator(
+    return Generator(
         model,
         attention,
         tokens_per_dispatch=args.tokens_per_dispatch,
         cache_dtype=args.cache_dtype,
         prefill_chunk=args.prefill_chunk if attention.prefills_in_chunks else None,
     )
-    with session.phase(f"{name}, {len(prompts[0]):,} tokens: compiling"):
-        programs = generator.compile(prompts, args.new_tokens, share_prefixes=args.share_prefix)
+
+
+def compile_all(
+    args: argparse.Namespace, cases: Iterable[tuple[Generator, list[list[int]]]]
+) -> list[concurrent.futures.Future[StreamPrograms]]:
+    """Compiles the programs of some cases, several at once where one process runs, and returns when all are there.
+
+    The first case that fails is the last one: its future raises what went wrong.
+    """
+    found: list[concurrent.futures.Future[StreamPrograms]] = []
+    with session.phase("compiling"), concurrent.futures.ThreadPoolExecutor(_num_compilers()) as threads:
+        try:
+            for generator, prompts in cases:
+                lowered = generator.lower(prompts, args.new_tokens, share_prefixes=args.share_prefix)
+                found.append(threads.submit(lowered))
+        except Exception as error:  # the cases before it are timed first
+            found.append(concurrent.futures.Future())
+            found[-1].set_exception(error)
+    return found
+
+
+def _num_compilers() -> int:
+    """Returns how many programs are compiled at once: processes must compile theirs in the same order."""
+    return 1 if jax.process_count() > 1 else min(MAX_COMPILERS, os.cpu_count() or 1)
+
+
+def time_case(
+    args: argparse.Namespace, model: Llama, place: session.Place, generator: Generator, prompts: list[list[int]]
+) -> dict[str, Any]:
+    """Generates from the prompts by the model's generator; returns the fields of the row."""
+    name = generator.attention.name
+    programs = generator.compile(prompts, args.new_tokens, share_prefixes=args.share_prefix)
     predicted = memory.predict(generator, prompts, args.new_tokens, share_prefixes=args.share_prefix)
     devices, run = list(place.devices), functools.partial(_run_steps, args, generator, prompts)
     earlier_peak = runtime_peak_memory_bytes(devices)

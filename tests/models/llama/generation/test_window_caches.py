@@ -51,6 +51,21 @@ def as_arrays(scales):
 
 
 @pytest.mark.parametrize(
+    ("kind", "num_devices", "unroll_layers", "dtype"), [("of_two_kinds", 2, True, "int8"), ("alike", 1, False, None)]
+)
+def test_programs_are_compiled_from_the_shapes_of_what_they_run_on(windowed, kind, num_devices, unroll_layers, dtype):
+    model = windowed(kind, num_devices, unroll_layers=unroll_layers)
+    scales = {"cache_scales": as_arrays(SCALES)} if dtype else {}
+    generator = make_generator(model, "tree", cache_dtype=dtype, **scales)
+    tree = generator.prefix_tree(PROMPTS)
+    held, shapes = generator.inputs.levels(tree, COUNT), generator.inputs.shapes_of_levels(tree, COUNT)
+    assert jax.tree.structure(held) == jax.tree.structure(shapes)
+    for array, shape in zip(jax.tree.leaves(held), jax.tree.leaves(shapes), strict=True):
+        assert isinstance(shape, jax.ShapeDtypeStruct) and (array.shape, array.dtype) == (shape.shape, shape.dtype)
+        assert array.sharding.is_equivalent_to(shape.sharding, array.ndim)
+
+
+@pytest.mark.parametrize(
     ("kind", "name", "num_devices", "unroll_layers", "dtype"),
     [
         ("of_two_kinds", "single", 1, False, None),
