@@ -58,9 +58,9 @@ def test_programs_are_compiled_from_the_shapes_of_what_they_run_on(windowed, kin
     scales = {"cache_scales": as_arrays(SCALES)} if dtype else {}
     generator = make_generator(model, "tree", cache_dtype=dtype, **scales)
     tree = generator.prefix_tree(PROMPTS)
-    held, shapes = generator.inputs.levels(tree, COUNT), generator.inputs.shapes_of_levels(tree, COUNT)
-    assert jax.tree.structure(held) == jax.tree.structure(shapes)
-    for array, shape in zip(jax.tree.leaves(held), jax.tree.leaves(shapes), strict=True):
+    levels, shapes = generator.inputs.levels(tree, COUNT), generator.inputs.shapes_of_levels(tree, COUNT)
+    assert jax.tree.structure(levels) == jax.tree.structure(shapes)
+    for array, shape in zip(jax.tree.leaves(levels), jax.tree.leaves(shapes), strict=True):
         assert isinstance(shape, jax.ShapeDtypeStruct) and (array.shape, array.dtype) == (shape.shape, shape.dtype)
         assert array.sharding.is_equivalent_to(shape.sharding, array.ndim)
 
