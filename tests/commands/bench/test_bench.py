@@ -240,6 +240,17 @@ def test_a_context_that_no_memory_holds_is_refused_before_anything_is_made(capsy
     assert "--context 10000000000 needs" in error and "for keys and values, and 1 device can hold" in error
 
 
+def test_a_case_that_needs_more_than_a_device_has_is_refused_before_it_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(room, "device_memory_bytes", lambda: 2_000_000)
+    options = ["--attention", "single", "--no-share-prefix", "--samples", "1,300", "--out", str(tmp_path), "--json"]
+    assert cli.main(bench(*options)) == 2
+    printed = capsys.readouterr()
+    error = printed.err.splitlines()[-1]
+    assert re.search(r"single, 40 tokens x 300 needs [.\d]+ MB on each device, which can hold 2 MB: take fewer", error)
+    (row,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert row["batch"] == 1 and json.loads(printed.out)["rows"] == [row]
+
+
 def test_a_context_beyond_a_models_own_positions_is_refused_before_it_is_read(tiny_checkpoint, capsys):
     assert cli.main(bench("--model", "any")) == 0
     capsys.readouterr()

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from tree_attn import cli
+from tree_attn.commands.bench.room import NoRoom
 from tree_attn.commands.reproduce import plots, report, runs, tree
 from tree_attn.commands.reproduce.experiment import Command, Number, Place, Point, Steps, mean_of, thousands
 from tree_attn.commands.reproduce.experiments import EXPERIMENTS
@@ -179,12 +180,13 @@ def test_a_command_runs_in_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == {"error": "WRONG: its table", "rows": [], "files": {}}
 
 
-def test_where_the_memory_ends_the_next_run_begins(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("found", [RuntimeError("RESOURCE_EXHAUSTED: out of memory"), NoRoom("needs 90 GB")])
+def test_where_the_memory_ends_the_next_run_begins(tmp_path, monkeypatch, found):
     folders = []
 
     def run(args):
         folders.append(args.out.name)
-        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory" if folders[1:] == [] else "another")
+        raise found if folders[1:] == [] else RuntimeError("another")
 
     monkeypatch.setattr("tree_attn.commands.bench.run", run)
     with pytest.raises(RuntimeError, match="another"):

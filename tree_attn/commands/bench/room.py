@@ -1,4 +1,4 @@
-"""Contexts of `tree-attn bench` that a model has no positions for, or that no memory here holds."""
+"""Cases of `tree-attn bench` that a model has no positions for, or that no memory here holds."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,6 +10,11 @@ from tree_attn.commands.units import size
 from tree_attn.measure.memory import device_memory_bytes
 from tree_attn.models.llama import LlamaConfig
 from tree_attn.models.llama.checkpoint.open import num_parameters
+from tree_attn.models.llama.generation.memory import Memory
+
+
+class NoRoom(ValueError):
+    """A compiled case needs more memory than a device has."""
 
 
 def check(args: argparse.Namespace, config: LlamaConfig, place: session.Place, contexts: Sequence[int]) -> None:
@@ -32,6 +37,24 @@ def check(args: argparse.Namespace, config: LlamaConfig, place: session.Place, c
             "same, since times do not depend on it, but no such model would write sense there"
         )
     _check_memory(args, config, place, context)
+
+
+def check_compiled(predicted: Memory, title: str) -> None:
+    """Refuses a case before it runs: XLA would try for minutes to allocate what there is not.
+
+    Args:
+      predicted: of the case's programs; a run takes this much, or a little more.
+      title: of the case, as "32,768 tokens x 64".
+
+    Raises:
+      NoRoom: a device has less memory.
+    """
+    available = device_memory_bytes()
+    if predicted.peak is not None and predicted.peak > available:
+        raise NoRoom(
+            f"{title} needs {size(predicted.peak)} on each device, which can hold {size(available)}: take fewer "
+            "--samples, a shorter --context or more --devices"
+        )
 
 
 def _check_memory(args: argparse.Namespace, config: LlamaConfig, place: session.Place, context: int) -> None:

@@ -90,10 +90,12 @@ def bench(args: argparse.Namespace) -> None:
         common = _common(args, len(devices), plan.sparq)
         writer = MeasuredRows(args.out / "results.jsonl", sweep=common, is_writer=is_first_process())
         rows = writer.rows
-    for row in _timed(args, plan, place, rows):
-        rows.append(row) if writer is None else writer.append(row)
-    if is_first_process():
-        print_rows(rows, as_json=args.json)
+    try:
+        for row in _timed(args, plan, place, rows):
+            rows.append(row) if writer is None else writer.append(row)
+    finally:  # the rows before a case that fails too
+        if rows and is_first_process():
+            print_rows(rows, as_json=args.json)
 
 
 def _checked(args: argparse.Namespace) -> Plan:

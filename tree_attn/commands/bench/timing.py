@@ -124,6 +124,7 @@ def time_case(
     name = generator.attention.name
     programs = generator.compile(prompts, args.new_tokens, share_prefixes=args.share_prefix)
     predicted = memory.predict(generator, prompts, args.new_tokens, share_prefixes=args.share_prefix)
+    room.check_compiled(predicted, f"{name}, {len(prompts[0]):,} tokens x {len(prompts):,}")
     devices, run = list(place.devices), functools.partial(_run_steps, args, generator, prompts)
     earlier_peak = runtime_peak_memory_bytes(devices)
     with steps() as end_step:

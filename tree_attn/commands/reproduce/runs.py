@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from tree_attn.commands import common, phases
+from tree_attn.commands.bench.room import NoRoom
 from tree_attn.commands.reproduce.experiment import Command, Steps
 from tree_attn.measure import provenance
 from tree_attn.measure.rows import MeasuredRows
@@ -55,8 +56,8 @@ def _run_command(one: Command, out: pathlib.Path) -> list[dict[str, Any]]:
     try:
         with phases.phase(name), contextlib.redirect_stdout(printed):
             status = module.run(given_args)
-    except RuntimeError as error:
-        if OUT_OF_MEMORY not in str(error):
+    except (RuntimeError, NoRoom) as error:
+        if not isinstance(error, NoRoom) and OUT_OF_MEMORY not in str(error):
             raise
         phases.say(f"{name}: the memory ends before the last of its cases; the rows before that are kept")
     if status:
