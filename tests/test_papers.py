@@ -35,9 +35,15 @@ def test_the_papers_numbers_on_the_page_are_those_of_the_code(one):
     assert on_page == {line.setting: line.paper for line in report.lines(one, []) if line.paper}
 
 
-def test_a_table_is_of_one_number_of_gpus():
-    rows = papers_page._rows(EXPERIMENTS["tree-table-1"])
-    assert len({row["n_devices"] for row in rows}) == 1
+def test_a_number_names_its_hardware_where_a_table_is_of_several():
+    is_of_several = {
+        one.name: not one.cpu_is_true and len(report.hardware(one, papers_page._rows(one))) > 1 for one in ALL
+    }
+    assert is_of_several["tree-table-1"] and not is_of_several["tree-table-2"]
+    for name, section in SECTIONS.items():
+        ours = [cells[1].strip() for cells in tables(section)]
+        named = [" x NVIDIA " in text for text in ours if text and text != "does not run"]
+        assert all(named) if is_of_several[name] else not any(named)
 
 
 def tables(section: str) -> list[list[str]]:

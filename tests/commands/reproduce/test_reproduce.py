@@ -213,6 +213,18 @@ def test_on_gpus_our_numbers_stand_beside_the_papers(capsys):
     assert found["small_form"] is None and found["points"][6]["ours"]["value"] == 2.5
 
 
+def test_a_ratio_is_of_one_machine():
+    one = EXPERIMENTS["hydragen-figure-6"]
+    _, point, *_ = one.points
+    row = lambda fields, hardware, rate: fields | {"hardware": hardware, "tokens_per_s": rate}
+    rows = [row(point.over, "old", 10.0), row(point.where, "old", 40.0), row(point.where, "new", 100.0)]
+    assert one.ours(point, rows).value == 10 / 40 and {row["hardware"] for row in one.rows_of(point, rows)} == {"old"}
+    rows.append(row(point.over, "new", 80.0))
+    assert one.ours(point, rows).value == 80 / 100
+    assert one.ours(point, rows[2:3]) is None
+    assert report.hardware(one, rows) == ["new"] and [line.ours for line in report.lines(one, rows)][1] == "0.8"
+
+
 def test_numbers_follow_from_the_newest_rows():
     one = EXPERIMENTS["tree-table-1"]
     tokens = {"config": "llama-3.1-8b", "context": 32768, "n_devices": 8, "weights": "replicated"}

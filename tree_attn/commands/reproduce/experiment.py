@@ -130,7 +130,11 @@ class Experiment:
     combine: Callable[[float, float], float] = lambda number, other: other / number
 
     def ours(self, point: Point, rows: Sequence[Row]) -> Number | None:
-        """Returns the number of a point from the newest rows that have its fields; None without such rows."""
+        """Returns the number of a point from the newest rows that have its fields; None without such rows.
+
+        A number of two rows is of one machine: the newest that has both.
+        """
+        rows = self._of_one_machine(point, rows)
         found = self._number(point.where, rows)
         if point.over is None or found is None:
             return found
@@ -139,12 +143,22 @@ class Experiment:
 
     def rows_of(self, point: Point, rows: Sequence[Row]) -> list[Row]:
         """Returns the rows that a point is made of."""
-        return [row for fields in (point.where, point.over) if fields is not None for row in _matching(fields, rows)]
+        rows = self._of_one_machine(point, rows)
+        return [row for fields in _all_fields(point) for row in _matching(fields, rows)]
 
     def error(self, point: Point, rows: Sequence[Row]) -> str | None:
         """Returns why a point has no number, where its row says so."""
-        newest = [_matching(fields, rows)[-1:] for fields in (point.where, point.over) if fields is not None]
+        newest = [_matching(fields, rows)[-1:] for fields in _all_fields(point)]
         return next((row["error"] for found in newest for row in found if row.get("error")), None)
+
+    def _of_one_machine(self, point: Point, rows: Sequence[Row]) -> Sequence[Row]:
+        """Returns the rows of the newest machine that has a point's numbers, if the point is of two; else all rows."""
+        if point.over is not None:
+            for hardware in dict.fromkeys(row.get("hardware") for row in reversed(rows)):
+                of_machine = [row for row in rows if row.get("hardware") == hardware]
+                if all(self._number(fields, of_machine) is not None for fields in _all_fields(point)):
+                    return of_machine
+        return rows
 
     def _number(self, fields: Mapping[str, Any], rows: Sequence[Row]) -> Number | None:
         found = [row for row in _matching(fields, rows) if not row.get("error")]
@@ -192,6 +206,10 @@ def thousands(count: int) -> str:
 def paper(value: float | str | None, error: float | None = None) -> Number | str | None:
     """Returns a paper's number, with the standard error that it prints."""
     return Number(value=value, error=error) if isinstance(value, int | float) else value
+
+
+def _all_fields(point: Point) -> list[Mapping[str, Any]]:
+    return [fields for fields in (point.where, point.over) if fields is not None]
 
 
 def _matching(fields: Mapping[str, Any], rows: Sequence[Row]) -> list[Row]:

@@ -18,11 +18,13 @@ class Line(NamedTuple):
 
 
 def lines(experiment: Experiment, rows: Sequence[Row]) -> list[Line]:
-    """Returns the numbers of which there is ours or the paper's."""
-    found = []
+    """Returns the numbers of which there is ours or the paper's; of several machines, ours names the one it is of."""
+    found, has_several = [], not experiment.cpu_is_true and len(hardware(experiment, rows)) > 1
     for point in experiment.points:
         ours = experiment.ours(point, rows)
         text = _text(ours)
+        if text and has_several:
+            text += f", {experiment.rows_of(point, rows)[-1].get('hardware', 'unknown')}"
         if ours is None and experiment.error(point, rows) is not None:
             text = "does not run"
         if text or point.paper is not None:
@@ -32,7 +34,8 @@ def lines(experiment: Experiment, rows: Sequence[Row]) -> list[Line]:
 
 def hardware(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
     """Returns the hardware of the rows that the numbers are made of, each once."""
-    used = [row for point in experiment.points for row in experiment.rows_of(point, rows)]
+    points = [point for point in experiment.points if experiment.ours(point, rows) is not None]
+    used = [row for point in points for row in experiment.rows_of(point, rows)]
     return list(dict.fromkeys(row["hardware"] for row in used if row.get("hardware")))
 
 
