@@ -56,12 +56,16 @@ def bytes_per_device(arrays: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def device_memory_bytes() -> int:
-    """Returns the bytes of this process's first device that JAX may use; emulated devices share the machine's."""
+def device_memory_bytes(num_devices: int | None = None) -> int:
+    """Returns the bytes of this process's first device that JAX may use.
+
+    Args:
+      num_devices: emulated devices that share the machine's memory; default: all that this process has.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (num_devices or jax.local_device_count())
 
 
 def runtime_peak_memory_bytes(devices: list[jax.Device]) -> int | None:

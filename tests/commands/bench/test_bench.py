@@ -241,7 +241,7 @@ def test_a_context_that_no_memory_holds_is_refused_before_anything_is_made(capsy
 
 
 def test_a_case_that_needs_more_than_a_device_has_is_refused_before_it_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(room, "device_memory_bytes", lambda: 2_000_000)
+    monkeypatch.setattr(room, "device_memory_bytes", lambda _: 2_000_000)
     options = ["--attention", "single", "--no-share-prefix", "--samples", "1,300", "--out", str(tmp_path), "--json"]
     assert cli.main(bench(*options)) == 2
     printed = capsys.readouterr()

@@ -213,7 +213,7 @@ def test_on_gpus_our_numbers_stand_beside_the_papers(capsys):
     assert found["small_form"] is None and found["points"][6]["ours"]["value"] == 2.5
 
 
-def test_a_ratio_is_of_one_machine():
+def test_a_ratio_is_of_one_kind_of_hardware():
     one = EXPERIMENTS["hydragen-figure-6"]
     _, point, *_ = one.points
     row = lambda fields, hardware, rate: fields | {"hardware": hardware, "tokens_per_s": rate}
@@ -221,7 +221,10 @@ def test_a_ratio_is_of_one_machine():
     assert one.ours(point, rows).value == 10 / 40 and {row["hardware"] for row in one.rows_of(point, rows)} == {"old"}
     rows.append(row(point.over, "new", 80.0))
     assert one.ours(point, rows).value == 80 / 100
-    assert one.ours(point, rows[2:3]) is None
+    assert one.ours(point, [rows[0], rows[2]]) is None and one.rows_of(point, [rows[0], rows[2]]) == []
+    rows.append(row(point.where, "old", None) | {"error": "RuntimeError: none"})
+    rows.append({"hardware": "old", "batch": 1})  # newer, and of another point
+    assert report.document(one, GPUS, rows)["points"][1]["hardware"] == "new"
     assert report.hardware(one, rows) == ["new"] and [line.ours for line in report.lines(one, rows)][1] == "0.8"
 
 

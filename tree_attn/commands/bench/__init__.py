@@ -24,12 +24,12 @@ examples:
   tree-attn bench llama --config smollm2-135m --devices 3 --context 512 --attention tree --json
 
 Memory is that of one device. It is predicted before the run: weights, keys and values to the byte, and the rest of
-the programs' memory as XLA reports it. It is measured where the backend measures it and this case took more than any
-earlier one in the process.
+the programs' memory as XLA reports it. It is measured where the backend measures it and this case took more than all
+before in the process, compiling included. A case that needs more than a device has is refused before it runs.
 
-Rows go to DIR/results.jsonl as they come; the same command run again continues after them. A case is run once before
-it is timed, so that compilation and first use are not in its times; --no-warm-up skips that where a prefill takes
-minutes.
+All cases are compiled before the first is timed, several at once where one process runs. Rows go to DIR/results.jsonl
+as they come; the same command run again continues after them. A case is run once before it is timed, so that first use
+is not in its times; --no-warm-up skips that where a prefill takes minutes.
 """
 
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 
 from tree_attn.commands import phases, session, units
@@ -39,22 +40,27 @@ def check(args: argparse.Namespace, config: LlamaConfig, place: session.Place, c
     _check_memory(args, config, place, context)
 
 
-def check_compiled(predicted: Memory, title: str) -> None:
+def check_compiled(predicted: Memory, title: str, place: session.Place) -> None:
     """Refuses a case before it runs: XLA would try for minutes to allocate what there is not.
 
     Args:
       predicted: of the case's programs; a run takes this much, or a little more.
       title: of the case, as "32,768 tokens x 64".
+      place: of the model.
 
     Raises:
       NoRoom: a device has less memory.
     """
-    available = device_memory_bytes()
+    available = _bytes_of_a_device(place)
     if predicted.peak is not None and predicted.peak > available:
         raise NoRoom(
             f"{title} needs {size(predicted.peak)} on each device, which can hold {size(available)}: take fewer "
-            "--samples, a shorter --context or more --devices"
+            "--samples, a shorter --context, a --prefill-chunk, a --cache-dtype or more --devices"
         )
+
+
+def _bytes_of_a_device(place: session.Place) -> int:
+    return device_memory_bytes(sum(device.process_index == jax.process_index() for device in place.devices))
 
 
 def _check_memory(args: argparse.Namespace, config: LlamaConfig, place: session.Place, context: int) -> None:
@@ -63,7 +69,7 @@ def _check_memory(args: argparse.Namespace, config: LlamaConfig, place: session.
     itemsize = jnp.dtype(args.cache_dtype or place.dtype).itemsize
     tokens = sum(min(context, config.window_of(layer) or context) for layer in range(config.num_layers))
     cache = 2 * tokens * config.num_kv_heads * config.head_dim * itemsize
-    memory = count * device_memory_bytes()
+    memory = count * _bytes_of_a_device(place)
     if weights + cache > memory:
         raise ValueError(
             f"--context {context} needs {size(weights)} for weights and {size(cache)} for keys and values, and "

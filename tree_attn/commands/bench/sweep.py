@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tree_attn.arguments import NARROW_DTYPES, one_of
 from tree_attn.commands import processes, session
-from tree_attn.commands.bench import timing
+from tree_attn.commands.bench import ahead, timing
 from tree_attn.commands.bench.report import print_rows
 from tree_attn.commands.bench.timing import NO_ATTENTION, OPTIONAL
 from tree_attn.commands.options import check_at_least, check_folder, integers_in
@@ -167,13 +167,18 @@ def _timed(args: argparse.Namespace, plan: Plan, place: session.Place, rows: lis
         for case in pending
     ]
     prompts = functools.partial(_prompts, args, model.config.vocab_size)
-    compiled = timing.compile_all(args, zip(generators, map(prompts, pending), strict=True))
-    for number, (case, programs) in enumerate(zip(pending, compiled, strict=False), start=1):
+    lower = lambda generator, number: generator.lower(
+        prompts(pending[number]), args.new_tokens, share_prefixes=args.share_prefix
+    )
+    errors = ahead.compile_all(generators, lower)
+    for number, case in enumerate(pending, start=1):
+        if errors[0] is not None:
+            raise errors.pop(0)
+        del errors[0]
         samples = f" x {case.batch:,}" if case.batch > 1 else ""
         with session.phase(f"case {number} of {len(pending)}: {case.attention}, {case.context:,} tokens{samples}"):
-            programs.result()  # or what went wrong
             fields = timing.time_case(args, model, place, generators[0], prompts(case))
-        del generators[0]  # and with it its programs
+        del generators[0]  # and its programs
         yield {"context": case.context, "levels": case.num_levels} | fields | {
             "hardware": provenance.hardware(list(place.devices)), "versions": provenance.versions(),
             "nccl": provenance.nccl_settings(), **provenance.place(), **provenance.clocks(),

@@ -1,16 +1,13 @@
 """One case of `tree-attn bench`: a model, random prompts, and the time and memory of their generation."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -23,9 +20,7 @@ from tree_attn.models.llama import Generator, Llama, LlamaConfig, LlamaSharding,
 from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.attention_choice import REDUCING
 from tree_attn.models.llama.generation import memory
-from tree_attn.models.llama.generation.programs import StreamPrograms
 
-MAX_COMPILERS = 8  # cases; each may take some GB of the host's memory
 COUNTED_TOKENS = 10  # in the paper's "prefill plus 10 tokens"
 NO_ATTENTION = "none"
 OPTIONAL = ("prefill", "share_prefix")  # options that rows name where they are given
@@ -93,30 +88,6 @@ def make_generator(args: argparse.Namespace, model: Llama, name: str, options: M
     )
 
 
-def compile_all(
-    args: argparse.Namespace, cases: Iterable[tuple[Generator, list[list[int]]]]
-) -> list[concurrent.futures.Future[StreamPrograms]]:
-    """Compiles the programs of some cases, several at once where one process runs, and returns when all are there.
-
-    The first case that fails is the last one: its future raises what went wrong.
-    """
-    found: list[concurrent.futures.Future[StreamPrograms]] = []
-    with session.phase("compiling"), concurrent.futures.ThreadPoolExecutor(_num_compilers()) as threads:
-        try:
-            for generator, prompts in cases:
-                lowered = generator.lower(prompts, args.new_tokens, share_prefixes=args.share_prefix)
-                found.append(threads.submit(lowered))
-        except Exception as error:  # the cases before it are timed first
-            found.append(concurrent.futures.Future())
-            found[-1].set_exception(error)
-    return found
-
-
-def _num_compilers() -> int:
-    """Returns how many programs are compiled at once: processes must compile theirs in the same order."""
-    return 1 if jax.process_count() > 1 else min(MAX_COMPILERS, os.cpu_count() or 1)
-
-
 def time_case(
     args: argparse.Namespace, model: Llama, place: session.Place, generator: Generator, prompts: list[list[int]]
 ) -> dict[str, Any]:
@@ -124,7 +95,7 @@ def time_case(
     name = generator.attention.name
     programs = generator.compile(prompts, args.new_tokens, share_prefixes=args.share_prefix)
     predicted = memory.predict(generator, prompts, args.new_tokens, share_prefixes=args.share_prefix)
-    room.check_compiled(predicted, f"{name}, {len(prompts[0]):,} tokens x {len(prompts):,}")
+    room.check_compiled(predicted, f"{name}, {len(prompts[0]):,} tokens x {len(prompts):,}", place)
     devices, run = list(place.devices), functools.partial(_run_steps, args, generator, prompts)
     earlier_peak = runtime_peak_memory_bytes(devices)
     with steps() as end_step:

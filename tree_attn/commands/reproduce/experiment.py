@@ -132,9 +132,9 @@ class Experiment:
     def ours(self, point: Point, rows: Sequence[Row]) -> Number | None:
         """Returns the number of a point from the newest rows that have its fields; None without such rows.
 
-        A number of two rows is of one machine: the newest that has both.
+        A number of two rows is of one kind of hardware: the newest that has both.
         """
-        rows = self._of_one_machine(point, rows)
+        rows = self._of_one_kind(point, rows)
         found = self._number(point.where, rows)
         if point.over is None or found is None:
             return found
@@ -143,7 +143,7 @@ class Experiment:
 
     def rows_of(self, point: Point, rows: Sequence[Row]) -> list[Row]:
         """Returns the rows that a point is made of."""
-        rows = self._of_one_machine(point, rows)
+        rows = self._of_one_kind(point, rows)
         return [row for fields in _all_fields(point) for row in _matching(fields, rows)]
 
     def error(self, point: Point, rows: Sequence[Row]) -> str | None:
@@ -151,14 +151,16 @@ class Experiment:
         newest = [_matching(fields, rows)[-1:] for fields in _all_fields(point)]
         return next((row["error"] for found in newest for row in found if row.get("error")), None)
 
-    def _of_one_machine(self, point: Point, rows: Sequence[Row]) -> Sequence[Row]:
-        """Returns the rows of the newest machine that has a point's numbers, if the point is of two; else all rows."""
-        if point.over is not None:
-            for hardware in dict.fromkeys(row.get("hardware") for row in reversed(rows)):
-                of_machine = [row for row in rows if row.get("hardware") == hardware]
-                if all(self._number(fields, of_machine) is not None for fields in _all_fields(point)):
-                    return of_machine
-        return rows
+    def _of_one_kind(self, point: Point, rows: Sequence[Row]) -> Sequence[Row]:
+        """Returns all rows; if a point is of two numbers, those of the newest hardware that has both, or none."""
+        if point.over is None:
+            return rows
+        newest_first = reversed(_matching(point.where, rows))
+        for hardware in dict.fromkeys(row.get("hardware") for row in newest_first if not row.get("error")):
+            of_kind = [row for row in rows if row.get("hardware") == hardware]
+            if all(self._number(fields, of_kind) is not None for fields in _all_fields(point)):
+                return of_kind
+        return []
 
     def _number(self, fields: Mapping[str, Any], rows: Sequence[Row]) -> Number | None:
         found = [row for row in _matching(fields, rows) if not row.get("error")]

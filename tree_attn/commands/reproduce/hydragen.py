@@ -213,7 +213,7 @@ FIGURE_5 = Experiment(
 )
 
 _PROMPT, _PROBLEM, _SAMPLES = 2400, 500, 128
-_FEWER = 64  # samples, of which two problems fit 80 GB with one level; of 128 they need 141 GB
+_FEWER = 64  # samples, of which two problems fit 80 GB with one level; of 128 they take 101 GB of an H200
 
 
 def _levels(problems: int, levels: int, samples: int = _SAMPLES) -> dict[str, Any]:
@@ -240,14 +240,14 @@ FIGURE_6 = Experiment(
     name="hydragen-figure-6",
     paper=PAPER,
     place="Figure 6",
-    what="a prompt, problems after it and 128 samples of each: two prefix levels beside one, and a larger batch",
+    what="a prompt, problems after it and samples of each: two prefix levels beside one, and a larger batch",
     quantity="time of a token, over that of one level",
     measure=field("tokens_per_s"),
     paper_hardware="8 x A100 40 GB, CodeLlama 7B, 120 problems",
     differs=(
         "Ours is one GPU, random weights, problems of 500 tokens, and 64 new tokens where the paper has 512. The "
         "paper's times are of all 120 problems; here a token's time stands for them. With one level two problems fit: "
-        "of 128 samples on an H200, of 64 on an H100. With two levels eight problems of 128 samples do."
+        "of 128 samples on an H200, of 64 on an H100. With two levels the command has eight problems of 128 samples."
     ),
     points=[
         Point(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tree_attn.commands import terminal
-from tree_attn.commands.reproduce.experiment import Experiment, Number, Place, Row
+from tree_attn.commands.reproduce.experiment import Experiment, Number, Place, Point, Row
 from tree_attn.commands.reproduce.experiments import ALL
 from tree_attn.commands.units import count, number
 
@@ -24,7 +24,7 @@ def lines(experiment: Experiment, rows: Sequence[Row]) -> list[Line]:
         ours = experiment.ours(point, rows)
         text = _text(ours)
         if text and has_several:
-            text += f", {experiment.rows_of(point, rows)[-1].get('hardware', 'unknown')}"
+            text += f", {_hardware_of(experiment, point, rows)}"
         if ours is None and experiment.error(point, rows) is not None:
             text = "does not run"
         if text or point.paper is not None:
@@ -85,6 +85,7 @@ def document(experiment: Experiment, place: Place, rows: Sequence[Row]) -> dict[
     """Returns the JSON document."""
     points = [
         {"setting": point.setting, "ours": _fields(experiment.ours(point, rows))}
+        | {"hardware": _hardware_of(experiment, point, rows)}
         | {"paper": _fields(point.paper), "paper_bound": point.bound or None, "error": experiment.error(point, rows)}
         for point in experiment.points
     ]
@@ -93,6 +94,13 @@ def document(experiment: Experiment, place: Place, rows: Sequence[Row]) -> dict[
     facts |= {"differs": experiment.differs.strip(), "gpus": place.gpus}
     facts |= {"small_form": None if place.gpus or experiment.cpu_is_true else experiment.cpu}
     return facts | {"points": points, "rows": list(rows)}
+
+
+def _hardware_of(experiment: Experiment, point: Point, rows: Sequence[Row]) -> str | None:
+    """Returns the hardware of a point's newest number; None without one."""
+    if experiment.ours(point, rows) is None:
+        return None
+    return [row.get("hardware") for row in experiment.rows_of(point, rows) if not row.get("error")][-1]
 
 
 def _needs(experiment: Experiment) -> str:

@@ -1,5 +1,6 @@
 """Layers with a window keep their window: the tokens of whole caches, from fewer bytes, known before."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -53,7 +54,9 @@ def as_arrays(scales):
 @pytest.mark.parametrize(
     ("kind", "num_devices", "unroll_layers", "dtype"), [("of_two_kinds", 2, True, "int8"), ("alike", 1, False, None)]
 )
-def test_programs_are_compiled_from_the_shapes_of_what_they_run_on(windowed, kind, num_devices, unroll_layers, dtype):
+def test_programs_are_compiled_from_the_shapes_of_what_they_run_on(
+    monkeypatch, windowed, kind, num_devices, unroll_layers, dtype
+):
     model = windowed(kind, num_devices, unroll_layers=unroll_layers)
     scales = {"cache_scales": as_arrays(SCALES)} if dtype else {}
     generator = make_generator(model, "tree", cache_dtype=dtype, **scales)
@@ -63,6 +66,11 @@ def test_programs_are_compiled_from_the_shapes_of_what_they_run_on(windowed, kin
     for array, shape in zip(jax.tree.leaves(levels), jax.tree.leaves(shapes), strict=True):
         assert isinstance(shape, jax.ShapeDtypeStruct) and (array.shape, array.dtype) == (shape.shape, shape.dtype)
         assert array.sharding.is_equivalent_to(shape.sharding, array.ndim)
+    monkeypatch.setattr(generator.inputs, "levels", lambda *_: pytest.fail("a cache is allocated"))
+    calls = [generator.lower(PROMPTS, count) for count in (COUNT, 2 * COUNT)]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        programs, _ = threads.map(lambda compile_programs: compile_programs(), calls)
+    assert programs.decode is generator.compile(PROMPTS, COUNT).decode
 
 
 @pytest.mark.parametrize(
