@@ -55,18 +55,18 @@ class Call:
     def valid(self) -> tuple[int, ...]:
         return (self.slots,) * self.batch if self.lengths is None else self.lengths
 
-    def arrays(self, garbage: float = 0.0):
+    def arrays(self, garbage: float = 0.0, draw=None):
         """Query, key and value as the oracle takes them, `[B, slots, K, H]`, with `garbage` beyond the lengths."""
-        rng = np.random.default_rng(0)
+        draw = np.random.default_rng(0).normal if draw is None else draw
         shape = (len(self.valid), self.slots, self.kv_heads, self.head_dim)
-        query = self.logit_size * rng.normal(size=(shape[0], self.queries, self.kv_heads * self.group, self.head_dim))
+        query = self.logit_size * draw(size=(shape[0], self.queries, self.kv_heads * self.group, self.head_dim))
         is_valid = np.arange(self.slots)[None, :, None, None] < np.array(self.valid)[:, None, None, None]
-        stored = (np.where(is_valid, rng.normal(size=shape), garbage) for _ in range(2))
+        stored = (np.where(is_valid, draw(size=shape), garbage) for _ in range(2))
         return rounded(query, self.dtype), *(rounded(x, self.stored_dtype or self.dtype) for x in stored)
 
-    def inputs(self):
+    def inputs(self, draw=None):
         """The arrays that `run` takes: query, key, value, and what the layout needs."""
-        query, key, value = self.arrays(GARBAGE)
+        query, key, value = self.arrays(GARBAGE, draw)
         lengths = np.array(self.valid, np.int32)
         if self.layout == "packed":
             key, value = (_packed(np.asarray(x), lengths, self.spare) for x in (key, value))
@@ -77,7 +77,10 @@ class Call:
         return query, key, value, *([] if self.lengths is None else [jnp.asarray(lengths)])
 
     def shapes(self, sharding=None):
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in self.inputs()]
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x in self.inputs(draw=lambda size: np.zeros(size, np.float32))
+        ]
 
     def run(self, query, key, value, *rest):
         options = self.options | {"implementation": "mosaic_gpu"}
