@@ -159,9 +159,10 @@ class Generator:
         """Traces the programs that `compile` returns; what it returns compiles them, in any thread.
 
         Example:
-          >>> compiles = [generator.lower([prompt] * batch, 100) for batch in (1, 16, 256)]
-          >>> with concurrent.futures.ThreadPoolExecutor() as threads:
-          ...     one, few, many = threads.map(lambda compile_programs: compile_programs(), compiles)
+          >>> from concurrent.futures import ThreadPoolExecutor
+          >>> lowered = [generator.lower([prompt] * batch, 10) for batch in (1, 3)]
+          >>> with ThreadPoolExecutor() as threads:
+          ...     of_one, of_three = threads.map(lambda compile_programs: compile_programs(), lowered)
         """
         check_request(self.config, prompts, max_new_tokens)
         tree = self.prefix_tree(prompts, share_prefixes)
