@@ -1,7 +1,9 @@
 """Decoding steps of a small Llama: products by the kernel beside XLA's, and beside float32, for gpu_check.py."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from oracle_case import is_same_everywhere
@@ -10,6 +12,7 @@ from oracle_case import is_same_everywhere
 TOLERANCE = 0.03
 # New tokens begin a KV tile, and CTAs share those of a sequence.
 PROMPT, STEPS, CAPACITY = 766, 4, 1024
+WAYS = ("mosaic_gpu", "mosaic_gpu_chain")
 # Sequences, new tokens of each, and the model's window.
 CASES = (
     (1, 1, None), (2, 1, None), (3, 1, None), (4, 1, None), (1, 3, None), (2, 1, 100), (8, 1, None), (16, 1, None),
@@ -33,10 +36,11 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
     sharding = spread_over(shape, make_mesh({"seq": num_devices}))
     for batch, tokens, window in CASES:
         steps = _Steps(dataclasses.replace(shape, window=window), sharding, batch, tokens)
+        steps.compile([("xla", jnp.bfloat16), *((name, jnp.bfloat16) for name in WAYS)])
         by_xla, followed, _ = steps.run("xla", jnp.bfloat16, None)
         with jax.default_matmul_precision("highest"):
             exact, *_ = steps.run("xla", jnp.float32, followed)
-        for name in ("mosaic_gpu", "mosaic_gpu_chain"):
+        for name in WAYS:
             labels = dict(what="llama", how=name, implementation=name, batch=batch, num_queries=tokens)
             labels |= {} if window is None else {"window": window}
             try:
@@ -78,12 +82,29 @@ class _Steps:
     """Steps of a model by its products, after a prompt that XLA reads; what is compiled once runs again."""
 
     def __init__(self, config, sharding, batch: int, tokens: int):
+        import jax
+
         from tree_attn.models.llama import by_name
 
         self._config, self._sharding, self._batch, self._tokens = config, sharding, batch, tokens
         self._attention = by_name("single" if sharding.mesh.size == 1 else "tree", sharding)
+        # Where a step takes tokens: of any other place it would be another program.
+        self._placed = jax.jit(lambda x: x, out_shardings=sharding.named("batch", None))
         self._programs: dict = {}
         self._prompts: dict = {}
+
+    def compile(self, ways: Sequence[tuple]) -> None:
+        """Compiles steps by `(products, dtype)`, all at once where one process runs; what cannot run is left out."""
+        import jax
+
+        lowered = []
+        for products, dtype in ways:
+            with contextlib.suppress(NotImplementedError):
+                state, _, cache = self._prompt(dtype)
+                lowered.append(self._lowered(products, dtype, state, cache)[1])
+        if jax.process_count() == 1:
+            with concurrent.futures.ThreadPoolExecutor() as threads:
+                list(threads.map(lambda one: one.compile(), lowered))
 
     def run(self, products: str, dtype, followed):
         """Returns the logits of all steps, float32, the tokens that they read, and how often a step calls the kernel.
@@ -102,7 +123,7 @@ class _Steps:
             chosen = jnp.argmax(last, axis=-1).astype(jnp.int32)[:, None] if followed is None else followed[step]
             # Further tokens of a step are any: they are verified together.
             others = [chosen[:, :1] * 7 % self._config.vocab_size + i for i in range(1, self._tokens)]
-            chosen = jnp.concatenate([chosen[:, :1], *others], 1)
+            chosen = self._placed(jnp.concatenate([chosen[:, :1], *others], 1))
             logits, cache = decode(state, chosen, cache)
             read.append(chosen)
             found.append(logits)
@@ -140,7 +161,13 @@ class _Steps:
         return self._prompts[dtype]
 
     def _program(self, products: str, dtype, state, cache):
-        """Returns a compiled step, and its calls."""
+        """Returns a step, and its calls."""
+        decode, lowered = self._lowered(products, dtype, state, cache)
+        text = lowered.as_text()
+        return decode, [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum", "chain")]
+
+    def _lowered(self, products: str, dtype, state, cache):
+        """Returns a step as a function, and lowered: whichever compiles first, the other has its program."""
         import jax
         import jax.numpy as jnp
         from flax import nnx
@@ -149,12 +176,11 @@ class _Steps:
 
         if (products, dtype) not in self._programs:
             structure, _ = self._model(products, parameters.abstract(self._sharding, dtype))
-            decode = jax.jit(
-                lambda state, tokens, cache: nnx.merge(structure, state).decode(tokens, cache, self._attention),
-                donate_argnums=2,
-            )
-            lowered = decode.lower(state, jnp.ones((self._batch, self._tokens), jnp.int32), cache)
-            text = lowered.as_text()
-            calls = [text.count(f"call @multiply_{name}") for name in ("few_rows", "and_sum", "chain")]
-            self._programs[products, dtype] = decode, calls
+
+            def step(state, tokens, cache):
+                return nnx.merge(structure, state).decode(tokens, cache, self._attention)
+
+            decode = jax.jit(step, donate_argnums=2)
+            tokens = self._placed(jnp.ones((self._batch, self._tokens), jnp.int32))
+            self._programs[products, dtype] = decode, decode.lower(state, tokens, cache)
         return self._programs[products, dtype]
