@@ -18,7 +18,7 @@ RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
 ROWS = {
     "tree-table-1": (
         ["reproduced_h100/tree-table-1.jsonl"],
-        "Those of two GPUs are of one process; 128k tokens have three trials there, 256k two and no warm-up. They have "
+        "One process ran both of two GPUs. 128k tokens have three trials there, 256k two and no warm-up. They have "
         "no 256k tokens with weights spread. Eight H200s with weights spread, and one trial, take 0.27 seconds for 32k "
         "tokens by the tree and 1.20 by the ring: results/llama_h200/eight_gpus_8processes.jsonl.",
     ),
@@ -40,7 +40,7 @@ ROWS = {
     "bifurcated-table-6": (
         ["reproduced_h100/bifurcated-table-6.jsonl"],
         "With sharing they have all batches of the command, up to 1,024; after 32k tokens its memory ended behind 512. "
-        "Without sharing they have the batches that fit 80 GB.",
+        "Without sharing they have batches of up to 8 at 8k, 4 at 16k and 2 at 32k.",
     ),
     "bifurcated-table-7": (
         ["reproduced_h100/bifurcated-table-7.jsonl"],

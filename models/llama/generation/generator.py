@@ -158,6 +158,9 @@ class Generator:
     ) -> Callable[[], StreamPrograms]:
         """Traces the programs that `compile` returns; what it returns compiles them, in any thread.
 
+        Raises:
+          ValueError, NotImplementedError: as `stream`.
+
         Example:
           >>> from concurrent.futures import ThreadPoolExecutor
           >>> lowered = [generator.lower([prompt] * batch, 10) for batch in (1, 3)]

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import jax
@@ -26,7 +27,15 @@ def test_several_processes_compile_in_order_and_trace_nothing_meanwhile(monkeypa
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     events = []
-    lower = lambda generator, _: events.append(f"trace {generator}") or (lambda: events.append(f"compile {generator}"))
+
+    def lower(generator, number):
+        def compile_programs():
+            time.sleep(0.2)  # in which another could be traced
+            events.append(f"compile {generator}")
+
+        events.append(f"trace {generator}")
+        return compile_programs
+
     ahead.compile_all(["a", "b"], lower)
     assert events == ["trace a", "compile a", "trace b", "compile b"]
 

@@ -18,7 +18,7 @@ class Line(NamedTuple):
 
 
 def lines(experiment: Experiment, rows: Sequence[Row]) -> list[Line]:
-    """Returns the numbers of which there is ours or the paper's; of several machines, ours names the one it is of."""
+    """Returns the numbers of which there is ours or the paper's; ours name their hardware where they are of several."""
     found, has_several = [], not experiment.cpu_is_true and len(hardware(experiment, rows)) > 1
     for point in experiment.points:
         ours = experiment.ours(point, rows)

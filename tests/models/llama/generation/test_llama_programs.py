@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,16 @@ def test_a_profile_reads_like_the_source(tiny_model):
     text = Generator(model, by_name("tree", model.sharding)).compile([[1, 2]], 2).decode.as_text()
     for scope in ("/embed/", "/layers/", "/attention/rope/", "/attention/attend/", "/mlp/", "/head/", "/choose/"):
         assert scope in text
+
+
+def test_programs_are_compiled_at_once_but_in_several_processes_in_order(monkeypatch):
+    both = threading.Barrier(2, timeout=60)  # who comes alone would wait for ever
+    assert sorted(programs_module._at_once([both.wait, both.wait])) == [0, 1]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    order = []
+    calls = [lambda name=name: order.append((name, threading.current_thread())) or name for name in "ab"]
+    assert programs_module._at_once(calls) == ["a", "b"]
+    assert order == [("a", threading.current_thread()), ("b", threading.current_thread())]
 
 
 def test_the_decode_step_updates_its_cache_in_place(tiny_model, tiny_config):
