@@ -114,6 +114,15 @@ def test_output_tiles_of_equal_length_are_cut_alike_where_that_costs_few_ctas(
 
 
 @pytest.mark.parametrize(
+    "batch, heads, ctas, expected",
+    [(1, 56, 132, 112), (7, 8, 132, 112), (4, 28, 132, 112), (1, 37, 132, 111), (1, 55, 132, 132), (1, 56, 264, 252)],
+)
+def test_one_cta_on_five_of_six_sms_suffices_where_output_tiles_are_cut_alike(batch, heads, ctas, expected):
+    """The first is the layout of FlashDecoding's partition, which was measured to be faster than 126 CTAs."""
+    assert even_ctas(SHAPE.replace(batch=batch, num_kv_heads=heads), ctas, True) == expected
+
+
+@pytest.mark.parametrize(
     "output_tiles, kv_tiles, is_whole",
     [(100, 4, True), (100, 5, False), (128, 4, True), (128, 6, False), (300, 3, True), (300, 4, False),
      (301, 3, False), (51, 3, True), (8, 313, False)],

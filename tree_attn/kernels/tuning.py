@@ -19,6 +19,7 @@ MAX_COLS_OF_128_KEYS = 32  # with which one CTA has registers for KV tiles of 12
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
+MIN_SHARE_OF_SMS = 0.84  # whose one CTA works: 112 of 132 read faster that are cut alike (docs/log/lean.md)
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
 
@@ -135,20 +136,26 @@ def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int | None
     runs = ctas // lanes
     if is_static or shape.batch == 1:
         kv_tiles = -(-shape.num_slots // block_kv) if is_static and block_kv else None
-        runs = even_runs(shape.num_output_tiles // lanes, runs, kv_tiles)
+        runs = even_runs(shape.num_output_tiles // lanes, runs, kv_tiles, lanes=lanes)
     return lanes * runs
 
 
-def even_runs(output_tiles: int, runs: int, kv_tiles: int | None = None) -> int:
+def even_runs(output_tiles: int, runs: int, kv_tiles: int | None = None, *, lanes: int) -> int:
     """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike.
 
     Args:
+      output_tiles, runs: of one lane.
       kv_tiles: of each output tile, where none is to be cut if a merge would take longer than a longer run.
+      lanes: how many there are.
     """
     whole = -(-output_tiles // runs)  # output tiles of a run, if none is cut
     of_whole = -(-output_tiles // whole)
     even = output_tiles * (runs // output_tiles) if output_tiles <= runs else of_whole
-    chosen = even if even >= MIN_SHARE_OF_CTAS * runs else runs
+    is_enough = even >= MIN_SHARE_OF_CTAS * runs
+    # With several CTAs for some SMs and one for others, those with one would end early.
+    if output_tiles <= runs and lanes * runs <= (sms := num_sms()):
+        is_enough = is_enough or lanes * even >= MIN_SHARE_OF_SMS * sms
+    chosen = even if is_enough else runs
     if kv_tiles is not None and output_tiles % of_whole == 0:
         longest_cut = longest_run(output_tiles * kv_tiles, chosen)
         return of_whole if whole * kv_tiles <= longest_cut + MERGE_KV_TILES else chosen
