@@ -17,17 +17,20 @@ RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
 # Name -> the files of its rows, and what these rows lack of the command's.
 ROWS = {
     "tree-table-1": (
-        ["reproduced_h100/tree-table-1.jsonl"],
-        "One process ran both of two GPUs. 128k tokens have three trials there, 256k two and no warm-up. They have "
-        "no 256k tokens with weights spread. Eight H200s with weights spread, and one trial, take 0.27 seconds for 32k "
-        "tokens by the tree and 1.20 by the ring: results/llama_h200/eight_gpus_8processes.jsonl.",
+        ["reproduced_h100/tree-table-1.jsonl", "reproduced_h200/tree-table-1.jsonl"],
+        "One process ran both of two GPUs. A cell has ten trials; 256k tokens with all weights on each have two, and "
+        "no warm-up. Eight H200s with weights spread, and one trial, take 0.27 seconds for 32k tokens by the tree and "
+        "1.20 by the ring: results/llama_h200/eight_gpus_8processes.jsonl.",
     ),
     "tree-table-2": (
-        ["reproduced_h100/tree-table-2.jsonl"],
-        "They have all weights on every GPU, and no ring at 32,000 tokens, before which the time was over.",
+        ["reproduced_h100/tree-table-2.jsonl", "reproduced_h200/tree-table-2.jsonl"],
+        "One process ran both GPUs.",
     ),
     "tree-figure-3": (["compare_8xh200_8processes/results.jsonl"], "They predate the spreading of transfers."),
-    "tree-figure-4": (["reproduced_h100/tree-figure-4.jsonl"], "They lack the hidden size of 8,192."),
+    "tree-figure-4": (
+        ["reproduced_h100/tree-figure-4.jsonl", "reproduced_h200/tree-figure-4.jsonl"],
+        "They have all points of the command.",
+    ),
     "lean-figure-8": (
         ["reproduced_h100/lean-figure-8.jsonl"],
         "Those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; 16k to 256k of a01d9e9. With 512k "
@@ -37,23 +40,27 @@ ROWS = {
         ["reproduced_h100/lean-figure-7.jsonl"],
         "They have all points of the command. The picture has (a).",
     ),
+    "lean-figure-13": (
+        ["reproduced_h200/lean-figure-13.jsonl"],
+        "They have all points of the command.",
+    ),
     "bifurcated-table-6": (
-        ["reproduced_h100/bifurcated-table-6.jsonl"],
+        ["reproduced_h100/bifurcated-table-6.jsonl", "reproduced_h200/bifurcated-table-6.jsonl"],
         "With sharing they have all batches of the command, up to 1,024; after 32k tokens its memory ended behind 512. "
-        "Without sharing they have batches of up to 8 at 8k, 4 at 16k and 2 at 32k.",
+        "Without sharing they have all that fit an H200.",
     ),
     "bifurcated-table-7": (
-        ["reproduced_h100/bifurcated-table-7.jsonl"],
-        "They have 8k tokens, shared, with all batches of the command, and 16k with all but 2,048. They have none "
-        "without sharing.",
+        ["reproduced_h100/bifurcated-table-7.jsonl", "reproduced_h200/bifurcated-table-7.jsonl"],
+        "With sharing they have all batches of the command but 2,048 after 16k and 32k tokens. Without sharing they "
+        "lack the largest batch after each prompt. It needs more than the 113 GB that JAX takes of an H200 by default.",
     ),
     "bifurcated-table-8": (
-        ["reproduced_h100/bifurcated-table-8.jsonl"],
-        "Without sharing the memory that JAX takes of two H100s ended at 16 sequences of 32,640 tokens.",
+        ["reproduced_h100/bifurcated-table-8.jsonl", "reproduced_h200/bifurcated-table-8.jsonl"],
+        "Without sharing 16 sequences of 32,640 tokens do not fit the memory that JAX takes of two H100s.",
     ),
     "hydragen-figure-3": (
-        ["reproduced_h100/hydragen-figure-3.jsonl"],
-        "They have batches of 32 and 64, shared and without attention, by XLA's products.",
+        ["reproduced_h200/hydragen-figure-3.jsonl"],
+        "They have all points of the command.",
     ),
     "hydragen-figure-4": (["reproduced_h100/hydragen-figure-4.jsonl"], "They have all points of the command."),
     "hydragen-figure-5": (
@@ -61,15 +68,13 @@ ROWS = {
         "They lack 256 questions without sharing: 80 GB were too few. The model, of 135M parameters, answers one in "
         "six of 64 questions, with sharing and without, and one in seven of 256.",
     ),
-    "hydragen-figure-6": (
-        ["llama_h200/levels_7b.jsonl", "reproduced_h100/hydragen-figure-6.jsonl"],
-        "They have no larger batch: the command's time ended before it.",
-    ),
+    "hydragen-figure-6": (["reproduced_h200/hydragen-figure-6.jsonl"], "They have all points of the command."),
     "sparq-table-2": (["eval_methods_smollm2/results.jsonl"], "They are of a King James Bible."),
     "sparq-figure-8": (["reproduced_h100/sparq-figure-8.jsonl"], "They have all points of the command."),
     "sparq-table-3": (
-        ["eval_needle_smollm2/longest.jsonl", "eval_needle_smollm2/results.jsonl"],
-        "They have two samples a depth at 8,000 tokens, and 8 at 1,024. At 8,000 the model itself finds one in five.",
+        ["eval_needle_smollm2/longest.jsonl", "reproduced_h200/sparq-table-3.jsonl"],
+        "They have 8 samples a depth at 8,000 tokens, in float32 on a CPU, and 20 at 1,024, in bfloat16. At 8,000 the "
+        "model itself finds one in five.",
     ),
     "sparq-figure-7c": (["eval_kept_smollm2/results.jsonl"], "They are of a King James Bible."),
 }
