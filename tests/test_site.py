@@ -3,6 +3,7 @@
 CI builds it: `sphinx-build -W --keep-going -q docs site`.
 """
 
+import functools
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from pages import DOCS, assert_prints_what_it_says, name_of, pages
 
 import tree_attn
-from tree_attn import ring_baseline
+from tree_attn import cli, ring_baseline
 from tree_attn.models import llama
 
 OF_KERNELS = pages("kernels")  # tests/kernels/test_pages.py has them
@@ -27,6 +28,26 @@ def test_the_reference_has_every_public_name(package):
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     documented = {name.split(".")[-1] for name in re.findall(r"^\.\. auto\w+:: (\S+)", text, flags=re.MULTILINE)}
     assert set(package.__all__) - documented == set()
+
+
+def test_commands_of_pages_have_the_options_that_they_are_called_with(capsys):
+    @functools.cache
+    def options_of(*words: str) -> set[str]:
+        with pytest.raises(SystemExit):
+            cli.main([*words, "--help"])
+        return set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+
+    calls = re.compile(r"`tree-attn ([a-z][^`]*)`|^tree-attn ((?:.*\\\n)*.*)$", flags=re.MULTILINE)
+    found = 0  # in what states the present: the log and the folders of rows have old commands too
+    current = [page for page in DOCS.rglob("*.md") if not {"log", "results"} & set(page.relative_to(DOCS).parts)]
+    for page in [*current, DOCS.parent / "README.md"]:
+        for call in map("".join, calls.findall(page.read_text())):
+            words = call.replace("\\\n", " ").split()
+            command = words[:2] if words[:2] == ["bench", "llama"] else words[:1]
+            options = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert options <= options_of(*command), f"{name_of(page)}: tree-attn {call}"
+            found += 1
+    assert found > 20
 
 
 def test_tables_of_posts_are_made_from_the_raw_rows():

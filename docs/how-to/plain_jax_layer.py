@@ -30,14 +30,14 @@ def project(weights, x):
     return [jnp.einsum("btd,dnh->btnh", x, weights[name]) for name in ("query", "key", "value")]
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnames="cache")  # the new cache takes the memory of the old one
 def prefill(weights, cache, x):
     """Attends within the prompt, and puts its keys and values into the cache."""
     cache, out = ring_prefill(cache, *project(weights, x))
     return cache, jnp.einsum("btnh,nhd->btd", out, weights["out"])
 
 
-@functools.partial(jax.jit, donate_argnames="cache")  # the new cache takes the memory of the old one
+@functools.partial(jax.jit, donate_argnames="cache")
 def decode(weights, cache, x):
     """Attends from one new token to all before it and to itself."""
     query, key, value = project(weights, x)
