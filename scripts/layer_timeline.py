@@ -122,6 +122,8 @@ def draw_rows(rows: Iterable[Mapping[str, Any]], folder: pathlib.Path) -> list[p
         found = {"config": config, "context": context, "batch": batch, "samples": samples}
         first = next(iter(ways.values()))
         found |= {"floor_us": floor_us(first), "read_bytes_per_s": first["read_bytes_per_s"], "ways": []}
+        origins = (f"{row.get('hardware')}, commit {row.get('git_commit')}" for row in ways.values())
+        found["origins"] = list(dict.fromkeys(origins))
         for way, row in ways.items():
             try:
                 found["ways"].append(summary(row))
@@ -154,6 +156,8 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
+    from tree_attn.commands import units
+
     ways, floor = found["ways"], sum(found["floor_us"].values())
     longest = max(floor, *(way["layer_us"] for way in ways))
     figure, axes = plt.subplots(figsize=(11, 1.6 + 0.9 * len(ways)), layout="constrained")
@@ -171,10 +175,11 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(ways) + 0.5, -0.5)
     axes.set_xlim(0, longest * 1.01)
-    axes.set_xlabel("us from the start of attention, or of the launch that has it; numbers in bars are us")
+    axis = "us from the start of attention, or of the launch that has it; numbers in bars are us"
+    axes.set_xlabel("\n".join([axis, f"Ways from above: {'; '.join(found['origins'])}"]))
     batch = f" x {found['batch']}" if found["batch"] > 1 else ""
     batch += f", {found['samples']} samples" if found["samples"] > 1 else ""
-    axes.set_title(f"{found['config']}, {found['context']:,} tokens{batch}: one layer of a decoding step")
+    axes.set_title(f"{found['config']}, {units.length(found['context'])} tokens{batch}: one layer of a decoding step")
     patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if _occurs(kind, ways)]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     figure.savefig(path, dpi=150)

@@ -9,6 +9,7 @@ import pathlib
 
 from plot_concepts import save
 
+from tree_attn.commands import units
 from tree_attn.commands.figures.rows import device_kind, step
 from tree_attn.cost import limits
 
@@ -54,7 +55,7 @@ def main(path: pathlib.Path) -> None:
             axes.text(us * 1.2, y, f"{us:,.0f}{name}", va="center", fontsize=9, color=colour)
     middles = [place * GROUP + (len(POINTS) - 1) / 2 for place in range(len(groups))]
     axes.set_yticks(middles, [group_label(rows) for rows in groups], fontsize=9)
-    axes.set(xscale="log", xlim=(10, 500_000), xlabel="one decoding step, microseconds (median; log scale)")
+    axes.set(xscale="log", xlim=(10, 900_000), xlabel="one decoding step, microseconds (median; log scale)")
     axes.set_xticks(ticks := [10, 100, 1000, 10_000], [f"{us:,}" for us in ticks])
     axes.minorticks_off()
     axes.invert_yaxis()
@@ -75,7 +76,7 @@ def group_label(rows: dict) -> str:
     """Returns GPUs, keys and commit of one group of points, and the ring's rate beside that of its bare link."""
     ring = rows["ring_overlapped", None]
     link = f"ring sends {ring['sent_gb_per_s']:.0f} of {ring['neighbour_gb_per_s']:.0f} GB/s"
-    return f"{ring['n_devices']} GPUs, {ring['num_keys']:,} keys\n{link}\n({ring['git_commit']})"
+    return f"{ring['n_devices']} GPUs, {units.length(ring['num_keys'])} keys\n{link}\n({ring['git_commit']})"
 
 
 def title(groups: list[dict]) -> str:

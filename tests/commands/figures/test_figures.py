@@ -32,17 +32,17 @@ def values(figure, panel: str, series: str, is_measured: bool) -> dict[int, floa
 def test_figure_3_measures_where_there_are_rows_and_predicts_to_128(measured):
     figure = paper.figure_3(measured, H200)
     us = {row["strategy"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}
-    assert values(figure, "640,000 keys", "ring overlapped", True) == {4: us["ring_overlapped"]}
-    assert set(values(figure, "640,000 keys", "tree", False)) == set(GPUS)
-    assert values(figure, "5,120,000 keys", "tree", True) == {}
-    assert set(values(figure, "5,120,000 keys", "ring public", False)) == set(GPUS)
+    assert values(figure, "640k keys", "ring overlapped", True) == {4: us["ring_overlapped"]}
+    assert set(values(figure, "640k keys", "tree", False)) == set(GPUS)
+    assert values(figure, "5.12M keys", "tree", True) == {}
+    assert set(values(figure, "5.12M keys", "ring public", False)) == set(GPUS)
 
 
 def test_figure_3_is_over_gpus_for_the_length_that_most_numbers_of_them_measured(measured):
     on_two = [row | {"n_devices": 2, "axis_sizes": [2]} for row in measured if row["num_keys"] == 81_920]
     figure = paper.figure_3([*measured, *on_two], H200)
-    assert set(figure.axes) == {"over keys", "81,920 keys", "5,120,000 keys", paper.RATIOS}
-    assert set(values(figure, "81,920 keys", "ring overlapped", True)) == {2, 4}
+    assert set(figure.axes) == {"over keys", "80k keys", "5.12M keys", paper.RATIOS}
+    assert set(values(figure, "80k keys", "ring overlapped", True)) == {2, 4}
 
 
 def test_figure_3_has_the_papers_ratio_beside_ours(measured):
@@ -50,16 +50,16 @@ def test_figure_3_has_the_papers_ratio_beside_ours(measured):
     here = [row for row in measured if row["num_keys"] == 640_000]
     us = {(row["strategy"], row["reduction"]): row["latency_us_median"] for row in here}
     ratio = us["ring_public", None] / us["tree", "allreduce"]
-    assert values(figure, paper.RATIOS, "640,000 keys", True) == {4: pytest.approx(ratio)}
-    assert values(figure, paper.RATIOS, "the paper, 5,120,000 keys", True) == {128: 8}
-    assert set(values(figure, paper.RATIOS, "5,120,000 keys", False)) == set(GPUS) - {1}
+    assert values(figure, paper.RATIOS, "640k keys", True) == {4: pytest.approx(ratio)}
+    assert values(figure, paper.RATIOS, "the paper, 5.12M keys", True) == {128: 8}
+    assert set(values(figure, paper.RATIOS, "5.12M keys", False)) == set(GPUS) - {1}
 
 
 def test_figure_3_takes_the_best_tree_and_keeps_the_papers(measured):
     figure = paper.figure_3(measured, H200)
     trees = {row["reduction"]: row["latency_us_median"] for row in measured if row["num_keys"] == 640_000}
-    assert values(figure, "640,000 keys", "tree", True) == {4: trees["gather"]}
-    assert values(figure, "640,000 keys", "tree allreduce", True) == {4: trees["allreduce"]}
+    assert values(figure, "640k keys", "tree", True) == {4: trees["gather"]}
+    assert values(figure, "640k keys", "tree allreduce", True) == {4: trees["allreduce"]}
 
 
 def test_figure_3_is_relative_to_the_ring_with_the_fewest_keys_on_as_many_gpus(measured):
@@ -80,12 +80,12 @@ def test_figure_3_has_no_relative_series_where_the_ring_with_the_fewest_keys_was
     assert values(figure, "over keys", "ring overlapped, 4 GPUs", True)
     assert values(figure, "over keys", "ring overlapped, 8 GPUs", True) == {}
     assert values(figure, "over keys", "ring overlapped, 8 GPUs", False)[81_920] == 1
-    assert set(values(figure, "640,000 keys", "ring overlapped", True)) == {4, 8}
+    assert set(values(figure, "640k keys", "ring overlapped", True)) == {4, 8}
 
 
 def test_figure_3_predicts_two_axes_beyond_a_node(measured):
     """128 GPUs are 16 nodes of 8, so that the best tree is the best reduction over two axes."""
-    predicted = values(paper.figure_3(measured, H200), "5,120,000 keys", "tree", False)
+    predicted = values(paper.figure_3(measured, H200), "5.12M keys", "tree", False)
     step = dataclasses.replace(rows.step(measured[0]), num_keys=5_120_000, n_devices=128)
     best = predict.predict_step(step, "tree", ("fused", "gather"), machine=H200, axis_sizes=(8, 16))
     assert predicted[128] == best.latency_us
@@ -100,7 +100,7 @@ def test_every_row_is_compared_with_the_model(measured):
 
 def test_figure_4_doubles_with_the_hidden_size(measured):
     figure = paper.figure_4(measured)
-    panel = "4 GPUs, 640,000 keys"
+    panel = "4 GPUs, 640k keys"
     predicted = values(figure, panel, "tree", False)
     assert predicted[4096] / predicted[2048] == pytest.approx(2, rel=1e-3)
     assert values(figure, panel, "tree", True)[2048] == pytest.approx(predicted[2048], rel=1e-3)
@@ -201,8 +201,8 @@ def test_the_last_words_compare_ring_and_tree(measured):
     ratio = us["ring_overlapped"] / us["gather"]
     first, second = report.conclusions(paper.figure_3(measured, H200))
     assert re.search(r"takes [0-9],[0-9]{3} times as long as tree\.$", second)
-    assert first == f"640,000 keys, 4 GPUs, measured: ring overlapped takes {ratio:.0f} times as long as tree."
-    assert second.startswith("5,120,000 keys, 128 GPUs, PREDICTED: ring overlapped takes ")
+    assert first == f"640k keys, 4 GPUs, measured: ring overlapped takes {ratio:.0f} times as long as tree."
+    assert second.startswith("5.12M keys, 128 GPUs, PREDICTED: ring overlapped takes ")
     memory = report.conclusions(paper.figure_4(measured))
     assert memory[0].endswith("640,000 keys, measured: ring public holds 3.0 times as much as tree.")
     assert len(memory) == 1  # over keys and over hidden sizes the largest rows are the same

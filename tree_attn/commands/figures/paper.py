@@ -74,7 +74,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
             points += _relative("over keys", values, count, is_measured, min(lengths))
     for keys in sorted({_length_of_most_gpus(found), LENGTHS[-1]}):
         more = [dataclasses.replace(shape, num_keys=keys, n_devices=count) for count in GPUS]
-        axes[panel := f"{keys:,} keys"] = ("GPUs", "us")
+        axes[panel := f"{units.length(keys)} keys"] = ("GPUs", "us")
         least_us = [(step.n_devices, read_limit_us(step, rows.device_kind(measured[0]))) for step in more]
         if None not in dict(least_us).values():
             limits[panel] = ("limit: reading", least_us)
@@ -83,7 +83,7 @@ def figure_3(measured: Sequence[dict], machine: Machine) -> Figure:
         points += _points(panel, predicted, "n_devices", False)
         points += _ratios(found, keys, True) + _ratios(predicted, keys, False)
     axes[RATIOS] = ("GPUs", "ratio of times")
-    theirs = f"the paper, {PAPER_KEYS:,} keys"
+    theirs = f"the paper, {units.length(PAPER_KEYS)} keys"
     points.append(Point(panel=RATIOS, series=theirs, x=PAPER_GPUS, y=PAPER_RATIO, is_measured=True))
     return Figure(axes=axes, points=points, comparisons=_compared_times(measured, machine), limits=limits)
 
@@ -106,7 +106,10 @@ def figure_4(measured: Sequence[dict]) -> Figure:
     group = shape.num_heads // shape.num_kv_heads
     kv_heads = sorted({-(-hidden // (shape.head_dim * group)) for hidden in HIDDEN_SIZES})
     wider = [dataclasses.replace(longest, num_heads=group * heads, num_kv_heads=heads) for heads in kv_heads]
-    axes[panel := f"{units.count(longest.n_devices, 'GPU')}, {longest.num_keys:,} keys"] = ("hidden size", "bytes")
+    axes[panel := f"{units.count(longest.n_devices, 'GPU')}, {units.length(longest.num_keys)} keys"] = (
+        "hidden size",
+        "bytes",
+    )
     points += _points(panel, found, "hidden_size", True, n_devices=longest.n_devices, num_keys=longest.num_keys)
     points += _points(panel, _predicted_memory(wider), "hidden_size", False)
     limits[panel] = _held(wider, "hidden_size")
@@ -174,7 +177,7 @@ def _ratios(values: Values, num_keys: int, is_measured: bool) -> list[Point]:
         for series in ("ring public", "tree allreduce")
     )
     ratios = {count: ring[count] / tree[count] for count in ring.keys() & tree.keys() if count > 1}
-    named = {"panel": RATIOS, "series": f"{num_keys:,} keys", "is_measured": is_measured}
+    named = {"panel": RATIOS, "series": f"{units.length(num_keys)} keys", "is_measured": is_measured}
     return [Point(x=count, y=ratio, **named) for count, ratio in sorted(ratios.items())]
 
 

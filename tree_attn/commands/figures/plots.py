@@ -9,6 +9,7 @@ from tree_attn.commands.figures.paper import Figure, Point
 
 WRITTEN = {"bytes": units.size, "bytes per GPU": units.size}  # by the name of the y axis; others are numbers
 CLOSE = 1.2  # ratio of two lengths of which one has a tick
+MAX_LENGTHS = 5  # whose ticks do not touch; of more every second one has a tick
 
 
 def draw(figure: Figure, path: pathlib.Path, caption: Sequence[str]) -> None:
@@ -32,6 +33,8 @@ def _draw_panel(axes, figure: Figure, panel: str) -> None:
         ends.append((*limit[-1], name, "black"))
     every = sorted({point.x for point in points})
     xs = [x for before, x in zip([0, *every], every) if x > CLOSE * before]
+    if x_name == "keys" and len(xs) > MAX_LENGTHS:
+        xs = xs[::-2][::-1]
     axes.set_xticks(xs, [units.length(x) if x_name == "keys" else f"{x:,}" for x in xs])
     if not ends:
         return
