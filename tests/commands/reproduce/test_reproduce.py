@@ -19,7 +19,7 @@ GPUS = Place(gpus=8, text="text", samples=100)
 # Settings that no command here can measure: more GPUs, or more memory than one H200 has.
 BEYOND = {
     "tree-figure-3": ["128 GPUs"],
-    "bifurcated-table-6": ["batch 2,048", "batch 16, not", "batch 32, not", "batch 64, not"],
+    "bifurcated-table-6": ["batch 16, not", "batch 32, not", "batch 64, not"],
     "hydragen-figure-3": ["batch 1,024", *(f"batch {n}, not" for n in (64, 128, 256, 512))],
 }
 
@@ -280,6 +280,27 @@ def test_the_numbers_are_those_of_the_papers():
     assert printed["hydragen-figure-3"]["2k tokens shared, batch 512, no attention"] == "16.1"
     assert printed["sparq-table-2"]["repetition, 1,024 tokens, H2O, 1/8"] == "26"
     assert tree.TABLE_1[65536][0] == Number(value=1.08, error=0.10)
+
+
+@pytest.mark.parametrize("hardware, limit", [("1 x NVIDIA H200", 30.0), ("1 x NVIDIA H100 80GB HBM3", 30 * 3.35 / 4.8)])
+def test_a_limit_is_what_the_datasheet_of_the_gpu_allows(hardware, limit):
+    """`limit_us` is an H200's, on every GPU."""
+    one = EXPERIMENTS["lean-figure-8"]
+    mine, other = (fields | {"hardware": hardware} for fields in names_of(one.points[0]))
+    rows = [mine | {"device_us_median": 3.0, "limit_us": 2.0}, other | {"device_us_median": 60.0}]
+    assert one.limit_of(one.points[0], rows) == pytest.approx(limit)
+    assert one.limit_of(one.points[0], rows[:1]) is None
+    unknown = [row | {"hardware": "1 x GPU"} for row in rows]
+    assert one.limit_of(one.points[0], unknown) is None, "there is no datasheet"
+    assert EXPERIMENTS["tree-figure-4"].limit_of(EXPERIMENTS["tree-figure-4"].points[0], rows) is None
+
+
+def test_a_limit_of_a_shared_prefix_is_that_of_the_row():
+    one = EXPERIMENTS["hydragen-figure-4"]
+    point = one.points[0]  # 1,024 sequences, 2,048 tokens shared
+    mine, other = (fields | {"hardware": "1 x NVIDIA H200", "head_dim": 128} for fields in names_of(point))
+    rows = [mine | {"chain_us_median": 50.0, "limit_us": 14.1995}, other | {"chain_us_median": 284.0}]
+    assert one.limit_of(point, rows) == pytest.approx(284 / 14.1995, rel=1e-4)  # as the bench has it
 
 
 def test_the_drawing_has_the_speed_up_on_its_axis(tmp_path):

@@ -110,6 +110,7 @@ class Experiment:
       cpu_is_true: what a CPU measures is what the figure shows: scores, no times.
       x_axis: name of the axis of its drawing; "" is none.
       combine: `(number of a point's row, number of the row `over`) -> number`; by default the second over the first.
+      limit: the least that `measure` can be for a point's row, by a datasheet, which a drawing shows; None draws none.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Experiment:
     cpu_is_true: bool = False
     x_axis: str = ""
     combine: Callable[[float, float], float] = lambda number, other: other / number
+    limit: Callable[[Row], float | None] | None = None
 
     def ours(self, point: Point, rows: Sequence[Row]) -> Number | None:
         """Returns the number of a point from the newest rows that have its fields; None without such rows.
@@ -140,6 +142,15 @@ class Experiment:
             return found
         other = self._number(point.over, rows)
         return None if other is None else Number(value=self.combine(found.value, other.value))
+
+    def limit_of(self, point: Point, rows: Sequence[Row]) -> float | None:
+        """Returns what the number of a point of two rows would be at the limit; None where that is not known."""
+        of_kind = self._of_one_kind(point, rows)
+        if self.limit is None or point.over is None or not of_kind:
+            return None
+        limit = self.limit([row for row in _matching(point.where, of_kind) if not row.get("error")][-1])
+        other = self._number(point.over, of_kind)
+        return None if limit is None or other is None else self.combine(limit, other.value)
 
     def rows_of(self, point: Point, rows: Sequence[Row]) -> list[Row]:
         """Returns the rows that a point is made of."""
@@ -176,6 +187,29 @@ def step_us(rows: Sequence[Row]) -> Number | None:
     """Returns the time of a step in a chain, gaps between kernels included; of its kernels in rows without that."""
     us = rows[-1].get("chain_us_median") or rows[-1].get("device_us_median")
     return None if us is None else Number(value=us)
+
+
+def reading_limit_us(row: Row) -> float | None:
+    """Returns the least time of a step that is bound by reading, by the datasheet of its GPU; None if there is none.
+
+    `limit_us` of a row is that of an H200, on every GPU.
+    """
+    from tree_attn.cost import datasheets
+
+    if (peaks := peaks_of(row)) is None:
+        return None
+    of_h200 = datasheets.rates(datasheets.MEASURED)
+    return row["limit_us"] * of_h200["read_bytes_per_s"] / peaks["read_bytes_per_s"]
+
+
+def peaks_of(row: Row) -> dict[str, float] | None:
+    """Returns the datasheet's rates of the hardware of a row, "1 x NVIDIA H200"; None if there is none."""
+    from tree_attn.cost import datasheets
+
+    try:
+        return datasheets.rates(row["hardware"].partition(" x ")[2])
+    except KeyError:
+        return None
 
 
 def scores(rows: Sequence[Row], factor: float = 1.0) -> Number:
