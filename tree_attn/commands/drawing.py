@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from tree_attn.commands import phases
 from tree_attn.extras import how_to_install
 
+EARLY = 0.9  # of the width of axes: where a curve ends before the others
+
 
 def has_matplotlib() -> bool:
     """Returns whether matplotlib is installed, and can be imported: a broken one must cost no results."""
@@ -81,6 +83,8 @@ def ticks(low: float, high: float) -> list[float]:
 def label_ends(axes, ends: Sequence[tuple]) -> None:
     """Writes the names of curves beside the axes, each with a stroke to the end of its curve, none over another.
 
+    The stroke to a curve that ends early is dotted, so that it does not look like the curve going on.
+
     Args:
       axes: with their limits set, in a figure of `new_figure`.
       ends: of each curve x and y of its last point, its name and its colour.
@@ -89,9 +93,10 @@ def label_ends(axes, ends: Sequence[tuple]) -> None:
     axes.figure.draw_without_rendering()  # settles how high the axes are
     gap = 1.3 * points / 72 * axes.figure.dpi / axes.get_window_extent().height
     in_axes = axes.transData + axes.transAxes.inverted()
-    placed = sorted((in_axes.transform((x, y))[1], x, y, name, colour) for x, y, name, colour in ends)
-    for height, (_, x, y, name, colour) in zip(spread([end[0] for end in placed], gap), placed):
+    placed = sorted((*in_axes.transform((x, y))[::-1], x, y, name, colour) for x, y, name, colour in ends)
+    for height, (_, across, x, y, name, colour) in zip(spread([end[0] for end in placed], gap), placed):
         stroke = {"arrowstyle": "-", "color": colour, "lw": 0.8, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 4}
+        stroke["linestyle"] = "-" if across > EARLY else (0, (1, 4))
         place = {"xytext": (1.08, height), "textcoords": "axes fraction", "va": "center", "annotation_clip": False}
         axes.annotate(name, (x, y), color=colour, fontsize=points, arrowprops=stroke, **place)
 

@@ -116,7 +116,7 @@ def _draw_needle(rows: Sequence[dict], path: pathlib.Path) -> pathlib.Path:
                 where = contexts.index(context), depths.index(depth)
                 axes.text(*where, f"{mean:.2g}", ha="center", va="center", color=color)
             axes.set_title("dense" if method == "dense" else f"{method}, 1/{ratio}")
-            axes.set_xticks(range(len(contexts)), contexts)
+            axes.set_xticks(range(len(contexts)), map(units.length, contexts))
             is_first = not any(drawn.axison for drawn in line[: list(line).index(axes)])
             axes.tick_params(labelbottom=method == "dense" or ratio == ratios[-1], labelleft=is_first)
             axes.set_yticks(range(len(depths)), depths)
