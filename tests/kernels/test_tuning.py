@@ -115,11 +115,20 @@ def test_output_tiles_of_equal_length_are_cut_alike_where_that_costs_few_ctas(
 
 @pytest.mark.parametrize(
     "batch, heads, ctas, expected",
-    [(1, 56, 132, 112), (7, 8, 132, 112), (4, 28, 132, 112), (1, 37, 132, 111), (1, 55, 132, 132), (1, 56, 264, 252)],
-)
+    [(1, 56, 132, 112), (7, 8, 132, 112), (4, 28, 132, 126), (1, 37, 132, 111), (1, 55, 132, 132), (1, 56, 264, 252)],
+)  # 4 x 28 output tiles would not be cut: states of other keys are merged where they are
 def test_one_cta_on_five_of_six_sms_suffices_where_output_tiles_are_cut_alike(batch, heads, ctas, expected):
     """The first is the layout of FlashDecoding's partition, which was measured to be faster than 126 CTAs."""
-    assert even_ctas(SHAPE.replace(batch=batch, num_kv_heads=heads), ctas, True) == expected
+    shape = SHAPE.replace(batch=batch, num_kv_heads=heads, head_dim=64)
+    assert even_ctas(shape, ctas, True) == expected
+
+
+@pytest.mark.parametrize(
+    "other", [{"head_dim": 128}, {"cols": 16}, {"key_dtype": jnp.dtype("float8_e4m3fn")}, {"target": AMPERE}], ids=str
+)
+def test_other_kernels_keep_nine_of_ten_ctas_where_output_tiles_are_cut_alike(other):
+    narrow = SHAPE.replace(batch=1, num_kv_heads=56, head_dim=64)
+    assert (even_ctas(narrow, 132, True), even_ctas(narrow.replace(**other), 132, True)) == (112, 126)
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     num_runs, per_sequence = config.num_ctas // count, shape.output_tiles_per_sequence // count
     offsets = sequence_offsets(kv_tiles, per_sequence)
     # Output tiles of one length are cut alike, as where that is known when compiling.
-    even = tuning.even_runs(shape.batch * per_sequence, num_runs, lanes=count)
+    even = tuning.even_runs(shape, count, num_runs)
     max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, num_runs)
     runs, are_whole = _runs(kv_tiles, offsets, per_sequence, num_runs, max_runs, shape, leaves_whole)
     per_call = (jnp.full_like(kv_tiles, x) for x in (max_runs, are_whole))

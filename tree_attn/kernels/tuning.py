@@ -136,30 +136,38 @@ def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int | None
     runs = ctas // lanes
     if is_static or shape.batch == 1:
         kv_tiles = -(-shape.num_slots // block_kv) if is_static and block_kv else None
-        runs = even_runs(shape.num_output_tiles // lanes, runs, kv_tiles, lanes=lanes)
+        runs = even_runs(shape, lanes, runs, kv_tiles)
     return lanes * runs
 
 
-def even_runs(output_tiles: int, runs: int, kv_tiles: int | None = None, *, lanes: int) -> int:
+def even_runs(shape: LeanShape, lanes: int, runs: int, kv_tiles: int | None = None) -> int:
     """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike.
 
     Args:
-      output_tiles, runs: of one lane.
+      runs: of each lane.
       kv_tiles: of each output tile, where none is to be cut if a merge would take longer than a longer run.
-      lanes: how many there are.
     """
+    output_tiles = shape.num_output_tiles // lanes
     whole = -(-output_tiles // runs)  # output tiles of a run, if none is cut
     of_whole = -(-output_tiles // whole)
     even = output_tiles * (runs // output_tiles) if output_tiles <= runs else of_whole
-    is_enough = even >= MIN_SHARE_OF_CTAS * runs
-    # With several CTAs for some SMs and one for others, those with one would end early.
-    if output_tiles <= runs and lanes * runs <= (sms := num_sms()):
-        is_enough = is_enough or lanes * even >= MIN_SHARE_OF_SMS * sms
+    is_enough = even >= MIN_SHARE_OF_CTAS * runs or _gains_by_fewer_sms(shape, lanes * runs, lanes * even)
     chosen = even if is_enough else runs
     if kv_tiles is not None and output_tiles % of_whole == 0:
         longest_cut = longest_run(output_tiles * kv_tiles, chosen)
         return of_whole if whole * kv_tiles <= longest_cut + MERGE_KV_TILES else chosen
     return chosen
+
+
+def _gains_by_fewer_sms(shape: LeanShape, ctas: int, even: int) -> bool:
+    """Returns whether `even` of at most `ctas` CTAs read faster because they cut output tiles alike.
+
+    Output tiles are cut, and each SM has one CTA at most: where some had two, those with one would end early. It was
+    measured where heads are narrow and reading is all that takes time.
+    """
+    is_narrow = shape.cols == 8 and shape.head_dim <= 64 and not shape.uses_mma
+    sms = num_sms()
+    return is_narrow and shape.num_output_tiles < even and ctas <= sms and even >= MIN_SHARE_OF_SMS * sms
 
 
 def num_sms() -> int:
