@@ -47,13 +47,13 @@ ROWS = {
     ),
     "bifurcated-table-6": (
         ["reproduced_h100/bifurcated-table-6.jsonl", "reproduced_h200/bifurcated-table-6.jsonl"],
-        "With sharing they have batches of up to 1,024 after 8k and 16k tokens, and 512 after 32k. Without sharing "
-        "they have all that fit an H200.",
+        "With sharing they have batches of up to 1,024 after 8k and 16k tokens, and 512 after 32k; more were not "
+        "tried. Without sharing they have all that fit an H200.",
     ),
     "bifurcated-table-7": (
         ["reproduced_h100/bifurcated-table-7.jsonl", "reproduced_h200/bifurcated-table-7.jsonl"],
-        "With sharing they have all batches of the command but 2,048 after 16k and 32k tokens. The 8k and 16k tokens "
-        "are of an H100, so sharing and not are beside each other after 32k only. Without sharing they "
+        "With sharing they have all batches of the command but 2,048 after 16k and 32k tokens. Shared, 8k and 16k "
+        "tokens are of an H100, so sharing and not are of one GPU after 32k only. Without sharing they "
         "lack the largest batch after each prompt. It needs more than the 113 GB that JAX takes of an H200 by default.",
     ),
     "bifurcated-table-8": (
@@ -70,7 +70,10 @@ ROWS = {
         "They lack 256 questions without sharing: 80 GB were too few. The model, of 135M parameters, answers one in "
         "six of 64 questions, with sharing and without, and one in seven of 256.",
     ),
-    "hydragen-figure-6": (["reproduced_h200/hydragen-figure-6.jsonl"], "They have all points of the command."),
+    "hydragen-figure-6": (
+        ["reproduced_h100/hydragen-figure-6.jsonl", "reproduced_h200/hydragen-figure-6.jsonl"],
+        "They have all points of the command, on an H200. On an H100 256 sequences do not fit with one level.",
+    ),
     "sparq-table-2": (["eval_methods_smollm2/results.jsonl"], "They are of a King James Bible."),
     "sparq-figure-8": (["reproduced_h100/sparq-figure-8.jsonl"], "They have all points of the command."),
     "sparq-table-3": (

@@ -33,9 +33,10 @@ def test_the_reference_has_every_public_name(package):
 def test_commands_of_pages_have_the_options_that_they_are_called_with(capsys):
     @functools.cache
     def options_of(*words: str) -> set[str]:
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit, match="^0$"):
             cli.main([*words, "--help"])
-        return set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+        lines = re.findall(r"^  (?:-\w.*, )?--.*", capsys.readouterr().out, flags=re.MULTILINE)
+        return set(re.findall(r"--[a-z][a-z0-9-]*", "\n".join(lines)))
 
     calls = re.compile(r"`tree-attn ([a-z][^`]*)`|^tree-attn ((?:.*\\\n)*.*)$", flags=re.MULTILINE)
     found = 0  # in what states the present: the log and the folders of rows have old commands too
@@ -45,7 +46,7 @@ def test_commands_of_pages_have_the_options_that_they_are_called_with(capsys):
             words = call.replace("\\\n", " ").split()
             command = words[:2] if words[:2] == ["bench", "llama"] else words[:1]
             options = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert options <= options_of(*command), f"{name_of(page)}: tree-attn {call}"
+            assert options <= options_of(*command), f"{page.name}: tree-attn {call}"
             found += 1
     assert found > 20
 

@@ -46,7 +46,7 @@ TABLE_8 = {
     (32640, 32): (57.86, OOM),
     (32640, 64): (60.33, None),
 }
-# The most sequences that fit 141 GB, each with its own keys and values of the prompt.
+# The most sequences that 141 GB hold, each with its own keys and values of the prompt. JAX takes 113 GB by default.
 UNSHARED_7B = {8192: 16, 16384: 8, 32768: 4}
 UNSHARED_GROUPED = {8192: 64, 16384: 32, 32768: 16}
 MOST_SHARED = 2048  # batches, with a shared prompt
