@@ -33,7 +33,7 @@ def test_the_reference_has_every_public_name(package):
 def test_commands_of_pages_have_the_options_that_they_are_called_with(capsys):
     @functools.cache
     def options_of(*words: str) -> set[str]:
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             cli.main([*words, "--help"])
         lines = re.findall(r"^  (?:-\w.*, )?--.*", capsys.readouterr().out, flags=re.MULTILINE)
         return set(re.findall(r"--[a-z][a-z0-9-]*", "\n".join(lines)))
