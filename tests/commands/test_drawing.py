@@ -31,3 +31,12 @@ def test_names_are_spread_as_little_as_they_must():
     assert drawing.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
     assert drawing.spread([0.0, 0.0, 1.0, 1.0], 0.25) == pytest.approx([0.0, 0.25, 0.75, 1.0])
     assert drawing.spread([], 0.1) == []
+
+
+def test_the_stroke_to_a_curve_that_ends_early_is_dotted():
+    pytest.importorskip("matplotlib")
+    axes = drawing.new_figure(6, 4).subplots()
+    axes.set(xlim=(0, 10), ylim=(0, 1))
+    drawing.label_ends(axes, [(10, 0.2, "whole", "C0"), (5, 0.8, "early", "C1")])
+    strokes = {text.get_text(): text.arrow_patch.get_linestyle() for text in axes.texts}
+    assert strokes["whole"] in ("-", "solid") and strokes["early"] not in ("-", "solid")

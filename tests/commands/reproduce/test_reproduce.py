@@ -295,6 +295,27 @@ def test_a_limit_is_what_the_datasheet_of_the_gpu_allows(hardware, limit):
     assert EXPERIMENTS["tree-figure-4"].limit_of(EXPERIMENTS["tree-figure-4"].points[0], rows) is None
 
 
+def test_equal_limits_are_drawn_once(tmp_path, monkeypatch):
+    figures, new_figure = [], plots.drawing.new_figure
+    monkeypatch.setattr(plots.drawing, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    one = EXPERIMENTS["sparq-figure-8"]  # two series, over the same peer, which may read as little
+    rows = [
+        fields | {"chain_us_median": 9.0, "limit_us": 2.0, "hardware": "1 x NVIDIA H200", "git_commit": "0123456"}
+        | {"num_kv_heads": 32}
+        for point in one.points
+        for fields in names_of(point)
+    ]  # fmt: skip
+    plots.draw(one, rows, tmp_path / "with.png")
+    plots.draw(one, [row | {"hardware": "1 x GPU"} for row in rows], tmp_path / "without.png")
+    dashed = [[line for line in figure.axes[0].lines if line.get_linestyle() == "--"] for figure in figures]
+    assert [len(lines) for lines in dashed] == [1, 0]
+    assert set(dashed[0][0].get_ydata()) == {4.5}
+    texts = [
+        " ".join(text.get_text() for text in figure.findobj(lambda a: hasattr(a, "get_text"))) for figure in figures
+    ]
+    assert ["limit: SparQ" in text and "Dashed" in text for text in texts] == [True, False]
+
+
 def test_a_limit_of_a_shared_prefix_is_that_of_the_row():
     one = EXPERIMENTS["hydragen-figure-4"]
     point = one.points[0]  # 1,024 sequences, 2,048 tokens shared

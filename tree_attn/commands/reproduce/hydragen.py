@@ -135,13 +135,14 @@ def _figure_4() -> list[Point]:
     return found
 
 
-def _least_us(row: Row) -> float | None:
-    """Returns the least time of a step: reading everything once, or the prefix's products if they take longer."""
+def _limit_us(row: Row) -> float | None:
+    """Returns the least time of a row's step by the datasheet of its GPU; None if there is none."""
+    from tree_attn.measure.steps.prefix import SharedPrefixStep
+
     if (peaks := peaks_of(row)) is None:
         return None
-    read_bytes = 4 * row["num_kv_heads"] * row["head_dim"] * (row["prefix"] + row["batch"] * row["suffix"])
-    flops = 4 * row["batch"] * row["num_heads"] * row["head_dim"] * row["prefix"]
-    return 1e6 * max(read_bytes / peaks["read_bytes_per_s"], flops / peaks["product_flops_per_s"])
+    names = "batch", "prefix", "suffix", "num_heads", "num_kv_heads", "head_dim"
+    return SharedPrefixStep(**{name: row[name] for name in names}).limit_us_at(peaks)
 
 
 def _plan_4(place: Place) -> list[Steps]:
@@ -167,7 +168,7 @@ FIGURE_4 = Experiment(
     plan=_plan_4,
     cpu="one short step in XLA on the CPU, which shows that the command runs. Not run: all kernels, and all shapes.",
     x_axis="batch",
-    limit=_least_us,
+    limit=_limit_us,
 )
 
 DOCUMENT_TOKENS = 7168

@@ -14,10 +14,16 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pat
     axes = figure.subplots()
     drawn = [point for point in experiment.points if point.x is not None]
     ends: list[tuple] = []
-    drawn_limits: set[tuple] = set()
+    limits: dict[tuple, tuple[str, str]] = {}  # their points -> of which series, in which colour; equal ones once
     for number, series in enumerate(dict.fromkeys(point.series for point in drawn)):
         points = sorted((point for point in drawn if point.series == series), key=lambda point: point.x)
-        ends += _draw_series(axes, experiment, rows, series, points, f"C{number}", drawn_limits)
+        ends += _draw_series(axes, experiment, rows, series, points, f"C{number}")
+        at_limit = [(point.x, experiment.limit_of(point, rows)) for point in points]
+        limits.setdefault(tuple(place for place in at_limit if place[1] is not None), (series, f"C{number}"))
+    limits.pop((), None)
+    for places, (series, colour) in limits.items():
+        axes.plot(*zip(*places), linestyle="--", marker="_" if len(places) == 1 else "", linewidth=1, color=colour)
+        ends.append((*places[-1], f"limit: {series}", colour))
     at = sorted({point.x for point in drawn})
     axes.set(xscale="log", xlabel=experiment.x_axis, ylabel=experiment.quantity)
     axes.set_ylim(bottom=0)
@@ -33,7 +39,7 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pat
     title = f"{experiment.paper}, {experiment.place}: {experiment.what}"
     figure.suptitle(textwrap.fill(title, 90), fontsize=10, x=0.01, ha="left")
     caption = f"Lines are ours: {', '.join(hardware)}, commit {', '.join(commits)}."
-    if any(experiment.limit_of(point, rows) is not None for point in drawn):
+    if limits:
         caption += " Dashed: a step that takes what its bytes and products take by the datasheet."
     if any(isinstance(point.paper, Number) for point in drawn):
         caption += f" Crosses are the paper's: {experiment.paper_hardware}."
@@ -42,14 +48,8 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pat
     return path
 
 
-def _draw_series(
-    axes, experiment: Experiment, rows, series: str, points: Sequence[Point], colour: str, drawn_limits: set[tuple]
-) -> list[tuple]:
-    """Draws our numbers of a series, their limit and the paper's; returns what `drawing.label_ends` takes.
-
-    Args:
-      drawn_limits: those of series before, which are not drawn again; this one's is added.
-    """
+def _draw_series(axes, experiment: Experiment, rows, series: str, points: Sequence[Point], colour: str) -> list[tuple]:
+    """Draws our numbers of a series and the paper's; returns what `drawing.label_ends` takes."""
     found = [(point.x, experiment.ours(point, rows)) for point in points]
     ours = [(x, value.value) for x, value in found if value is not None]
     theirs = [(point.x, point.paper.value, point.bound) for point in points if isinstance(point.paper, Number)]
@@ -57,12 +57,6 @@ def _draw_series(
     if ours:
         axes.plot(*zip(*ours), marker="o", color=colour)
         ends.append((*ours[-1], series, colour))
-    at_limit = [(point.x, experiment.limit_of(point, rows)) for point in points]
-    limits = tuple((x, value) for x, value in at_limit if value is not None)
-    if limits and limits not in drawn_limits:
-        drawn_limits.add(limits)
-        axes.plot(*zip(*limits), linestyle="--", marker="_" if len(limits) == 1 else "", linewidth=1, color=colour)
-        ends.append((*limits[-1], f"limit: {series}", colour))
     if theirs:
         axes.plot(*zip(*[place[:2] for place in theirs]), "x", color=colour)
         for x, y, bound in theirs:

@@ -155,8 +155,7 @@ FIGURE_8_EXPERIMENT = Experiment(
     paper_hardware="1 x A100 40 GB, Triton",
     differs=(
         "Transfers are 6.4 times fewer at 4k keys. The limit is higher where cuDNN reads slower than memory can. The "
-        "paper's dense attention is PyTorch's fastest, ours "
-        "cuDNN's. Both libraries store keys twice."
+        "paper's dense attention is PyTorch's fastest, ours cuDNN's. Both libraries store keys twice."
     ),
     points=_figure_8(),
     plan=_plan_8,

@@ -1,13 +1,14 @@
 """Steps of a batch after a prefix that it shares, on one GPU: with and without sharing, by this library and cuDNN."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
 from tree_attn.measure.steps import ways
 from tree_attn.measure.steps.chains import fastest
-from tree_attn.measure.steps.step import PRODUCTS_TFLOPS, READ_GB_PER_S, Step
+from tree_attn.measure.steps.step import PEAKS, Step
 
 # Way -> (whether it shares the prefix, implementation).
 WAYS = {
@@ -55,9 +56,18 @@ class SharedPrefixStep:
 
     @property
     def limit_us(self) -> float:
-        """The time of the prefix's products, or to read the suffixes and the prefix once: whichever is longer."""
-        products = 4 * self.batch * self.num_heads * self.prefix * self.head_dim / PRODUCTS_TFLOPS / 1e6
-        return max(products, self.key_value_bytes(self.prefix + int(self.lengths.sum())) / READ_GB_PER_S / 1e3)
+        """The limit by the datasheet of an H200."""
+        return self.limit_us_at(PEAKS)
+
+    def limit_us_at(self, peaks: Mapping[str, float]) -> float:
+        """Returns the time of the prefix's products, or to read prefix and suffixes once: whichever is longer.
+
+        Args:
+          peaks: as `datasheets.rates` has them.
+        """
+        products = 4 * self.batch * self.num_heads * self.prefix * self.head_dim / peaks["product_flops_per_s"]
+        read_bytes = self.key_value_bytes(self.prefix + int(self.lengths.sum()))
+        return 1e6 * max(products, read_bytes / peaks["read_bytes_per_s"])
 
 
 def time_way(case: SharedPrefixStep, is_shared: bool, implementation: str, n_iters: int) -> dict:

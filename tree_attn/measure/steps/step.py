@@ -5,9 +5,9 @@ import dataclasses
 from tree_attn.cost import datasheets
 
 # Limits are those of the datasheet, which nothing exceeds: 4,800 GB/s and 989.5 TFLOP/s on an H200.
-_PEAKS = datasheets.rates("NVIDIA H200")
-READ_GB_PER_S = _PEAKS["read_bytes_per_s"] / 1e9
-PRODUCTS_TFLOPS = _PEAKS["product_flops_per_s"] / 1e12
+PEAKS = datasheets.rates("NVIDIA H200")
+READ_GB_PER_S = PEAKS["read_bytes_per_s"] / 1e9
+PRODUCTS_TFLOPS = PEAKS["product_flops_per_s"] / 1e12
 ROTATE_BYTES = 200e6  # three times the L2 cache of an H200
 MAX_COPIES = 32
 MAX_BYTES = 4e9  # of all slots of K and V of a drawn step, in one copy
