@@ -88,7 +88,9 @@ def summary(row: Mapping[str, Any]) -> dict[str, Any]:
         busy += max(0.0, min(end, layer_us) - max(start, reached))
         reached = max(reached, min(end, layer_us))
     rounded = [[round(start, 3), round(end, 3), kind_of(name), name] for start, end, name in kernels]
-    return {"way": row["way"], "layer_us": round(layer_us, 3), "busy_us": round(busy, 3), "kernels": rounded}
+    origin = {"hardware": row.get("hardware"), "git_commit": row.get("git_commit")}
+    numbers = {"layer_us": round(layer_us, 3), "busy_us": round(busy, 3), "kernels": rounded}
+    return {"way": row["way"]} | origin | numbers
 
 
 def floor_us(row: Mapping[str, Any]) -> dict[str, float]:
@@ -122,8 +124,6 @@ def draw_rows(rows: Iterable[Mapping[str, Any]], folder: pathlib.Path) -> list[p
         found = {"config": config, "context": context, "batch": batch, "samples": samples}
         first = next(iter(ways.values()))
         found |= {"floor_us": floor_us(first), "read_bytes_per_s": first["read_bytes_per_s"], "ways": []}
-        origins = (f"{row.get('hardware')}, commit {row.get('git_commit')}" for row in ways.values())
-        found["origins"] = list(dict.fromkeys(origins))
         for way, row in ways.items():
             try:
                 found["ways"].append(summary(row))
@@ -176,7 +176,9 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     axes.set_ylim(len(ways) + 0.5, -0.5)
     axes.set_xlim(0, longest * 1.01)
     axis = "us from the start of attention, or of the launch that has it; numbers in bars are us"
-    axes.set_xlabel("\n".join([axis, f"Ways from above: {'; '.join(found['origins'])}"]))
+    hardware = ", ".join(dict.fromkeys(str(way["hardware"]) for way in ways))
+    commits = ", ".join(str(way["git_commit"]) for way in ways)
+    axes.set_xlabel(f"{axis}\n{hardware}; commits of the ways, from above: {commits}")
     batch = f" x {found['batch']}" if found["batch"] > 1 else ""
     batch += f", {found['samples']} samples" if found["samples"] > 1 else ""
     axes.set_title(f"{found['config']}, {units.length(found['context'])} tokens{batch}: one layer of a decoding step")

@@ -27,6 +27,7 @@ def made_up(layers: int, steps: int, attention: str = ATTENTION, late_us: float 
 
 
 def row(way: str, events: list[tuple], **fields) -> dict:
+    fields |= {"hardware": "1 x GPU", "git_commit": way[:5]}
     fields |= {"way": way, "config": "llama-3.2-1b", "context": 1024, "layers": 3, "steps": 2}
     of_bytes = {"layer_weights_bytes": 144e6, "layer_cache_bytes": 24e6, "read_bytes_per_s": 4.8e12}
     return fields | of_bytes | packed(events)
@@ -92,6 +93,10 @@ def test_a_saved_profile_is_drawn_beside_the_peers(tmp_path, capsys):
     assert [(way["way"], way["layer_us"], way["busy_us"]) for way in drawn["ways"]] == [
         ("tree-attn, products xla", 60.0, 54.0), ("torch, FlashInfer decode, cuBLAS", 69.0, 54.0),
     ]  # fmt: skip
+    assert [(way["hardware"], way["git_commit"]) for way in drawn["ways"]] == [
+        ("1 x GPU", "tree-"),
+        ("1 x GPU", "torch"),
+    ]
     assert (tmp_path / "pictures" / "layer_llama-3.2-1b_1024_1_4_samples.png").is_file()
     assert [kernel[2] for kernel in drawn["ways"][1]["kernels"]] == ["attention", "attention", "product", "product"]
 

@@ -204,7 +204,7 @@ def test_the_last_words_compare_ring_and_tree(measured):
     assert first == f"640k keys, 4 GPUs, measured: ring overlapped takes {ratio:.0f} times as long as tree."
     assert second.startswith("5.12M keys, 128 GPUs, PREDICTED: ring overlapped takes ")
     memory = report.conclusions(paper.figure_4(measured))
-    assert memory[0].endswith("640,000 keys, measured: ring public holds 3.0 times as much as tree.")
+    assert memory[0].endswith("640k keys, measured: ring public holds 3.0 times as much as tree.")
     assert len(memory) == 1  # over keys and over hidden sizes the largest rows are the same
 
 

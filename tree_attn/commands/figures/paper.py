@@ -106,10 +106,8 @@ def figure_4(measured: Sequence[dict]) -> Figure:
     group = shape.num_heads // shape.num_kv_heads
     kv_heads = sorted({-(-hidden // (shape.head_dim * group)) for hidden in HIDDEN_SIZES})
     wider = [dataclasses.replace(longest, num_heads=group * heads, num_kv_heads=heads) for heads in kv_heads]
-    axes[panel := f"{units.count(longest.n_devices, 'GPU')}, {units.length(longest.num_keys)} keys"] = (
-        "hidden size",
-        "bytes",
-    )
+    panel = f"{units.count(longest.n_devices, 'GPU')}, {units.length(longest.num_keys)} keys"
+    axes[panel] = ("hidden size", "bytes")
     points += _points(panel, found, "hidden_size", True, n_devices=longest.n_devices, num_keys=longest.num_keys)
     points += _points(panel, _predicted_memory(wider), "hidden_size", False)
     limits[panel] = _held(wider, "hidden_size")

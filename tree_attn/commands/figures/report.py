@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tree_attn.commands import terminal
 from tree_attn.commands.figures.paper import Figure
-from tree_attn.commands.units import number, size, time, times_as
+from tree_attn.commands.units import length, number, size, time, times_as
 
 KINDS = ("tree", "ring")
 # By the name of the y axis: a ring beside the tree.
@@ -71,7 +71,8 @@ def conclusions(figure: Figure) -> list[str]:
             compared.add((tree.y, ring.y))
             ratio = ring.y / tree.y if tree.y else float("inf")
             words = WORDS[y].format(times_as(ratio))
-            where = f"{panel}, {max(shared):,} {x}" if x != "hidden size" else f"{panel}, hidden size {max(shared):,}"
+            place = max(shared)
+            where = f"{panel}, " + (f"hidden size {place:,}" if x == "hidden size" else f"{length(place)} {x}")
             kind = "measured" if is_measured else "PREDICTED"
             sentences.append(f"{where}, {kind}: {ring.series} {words} {tree.series}.")
             break
