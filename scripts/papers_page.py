@@ -47,8 +47,8 @@ ROWS = {
     ),
     "bifurcated-table-6": (
         ["reproduced_h100/bifurcated-table-6.jsonl", "reproduced_h200/bifurcated-table-6.jsonl"],
-        "With sharing they have batches of up to 1,024 after 8k and 16k tokens, and 512 after 32k; more were not "
-        "tried. Without sharing they have all that fit an H200.",
+        "With sharing they have batches of up to 1,024 after 8k and 16k tokens, and 512 after 32k. Without "
+        "sharing they have all that fit an H200.",
     ),
     "bifurcated-table-7": (
         ["reproduced_h100/bifurcated-table-7.jsonl", "reproduced_h200/bifurcated-table-7.jsonl"],
@@ -126,15 +126,18 @@ def _overview() -> str:
 
 
 def _headline(one: Experiment, rows: list[dict]) -> str:
-    """Returns a number of ours and one of the paper: of one setting if there is one, and no bound if there is such."""
+    """Returns a number of ours and one of the paper, "" without ours.
+
+    They are of the same setting where some setting has both, and the paper's is no bound where it has another.
+    """
     lines = report.lines(one, rows)
     ours = [line for line in lines if line.ours]
-    both = sorted((line for line in ours if line.paper), key=lambda line: line.paper.startswith(">"))
-    if both:
+    if both := sorted((line for line in ours if line.paper), key=lambda line: line.paper.startswith(">")):
         return f"{one.quantity}; {both[0].setting}: {both[0].ours}; paper: {both[0].paper}"
-    theirs = [f"{line.paper} ({line.setting})" for line in lines if line.paper]
-    numbers = [f"{one.quantity}; {line.setting}: {line.ours}; paper: " for line in ours]
-    return "".join(numbers[:1]) and numbers[0] + (theirs[0] if theirs else "drawn only")
+    if not ours:
+        return ""
+    theirs = [f"{line.paper} ({line.setting})" for line in lines if line.paper] or ["drawn only"]
+    return f"{one.quantity}; {ours[0].setting}: {ours[0].ours}; paper: {theirs[0]}"
 
 
 def _section(one: Experiment) -> str:

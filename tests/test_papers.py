@@ -35,6 +35,19 @@ def test_the_papers_numbers_on_the_page_are_those_of_the_code(one):
     assert on_page == {line.setting: line.paper for line in report.lines(one, []) if line.paper}
 
 
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("lean-figure-8", "64k keys, over fixed split: 1; paper: 2.53"),  # and not the bound before it
+        ("tree-figure-3", "91.5; paper: 8 (5,120,000 keys, 128 GPUs, tree allreduce, ring public)"),
+        ("hydragen-figure-4", "paper: drawn only"),
+    ],
+)
+def test_the_overview_has_a_number_of_the_paper_where_it_prints_one(name, words):
+    (line,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"| `{name}` |" in line]
+    assert words in line
+
+
 def test_a_number_names_its_hardware_where_a_table_is_of_several():
     is_of_several = {
         one.name: not one.cpu_is_true and len(report.hardware(one, papers_page._rows(one))) > 1 for one in ALL

@@ -19,7 +19,7 @@ MAX_COLS_OF_128_KEYS = 32  # with which one CTA has registers for KV tiles of 12
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
-MIN_SHARE_OF_SMS = 0.84  # whose one CTA works: 112 of 132 read faster that are cut alike (docs/log/lean.md)
+MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
 
