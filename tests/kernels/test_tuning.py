@@ -270,19 +270,6 @@ def test_three_ctas_of_an_sm_have_an_output_tile_each_where_two_are_too_few(outp
 
 
 @pytest.mark.parametrize(
-    "device, output_tiles, slots, is_one_each",
-    [("NVIDIA H200", 288, 8192, False), ("NVIDIA H200", 288, 1000, False), ("NVIDIA H200", 288, 300, True),
-     ("NVIDIA H200", 360, 8192, True), ("NVIDIA H100 80GB HBM3", 288, 8192, True)],
-)  # fmt: skip
-def test_sms_with_three_ctas_may_end_late_by_a_merge(monkeypatch, device, output_tiles, slots, is_one_each):
-    """An SM of an H200 reads at 1.1 times its share: with three output tiles, where the mean is 2.2, it is late."""
-    monkeypatch.setattr(tuning, "device_kind", lambda: device)
-    shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1, num_slots=slots)
-    config = lean_config(shape, is_static=True, leaves_whole=True)
-    assert (config.num_ctas == output_tiles) == is_one_each
-
-
-@pytest.mark.parametrize(
     "output_tiles, cols, expected",
     [(8, 64, (4, 8)), (24, 48, (2, 8)), (66, 32, (1, 8)), (133, 8, (1, 8)), (7, 8, (4, 8))],
 )

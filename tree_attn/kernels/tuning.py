@@ -18,9 +18,6 @@ MAX_COLS_OF_128_KEYS = 32  # with which one CTA has registers for KV tiles of 12
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
-# How many times its share of memory's rate an SM can read at. SMs are alike, so faster memory leaves less to spare.
-SPARE_READING, SPARE_READING_OF_MOST = {"NVIDIA H200": 1.1}, 1.4
-MERGE_BYTES = 150_000  # what an SM reads while partial states are merged
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
@@ -80,18 +77,13 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
 def _one_each(shape: LeanShape, sms: int) -> LeanConfig | None:
     """Returns a layout of three CTAs per SM, if these are enough to have an output tile each, and two are not.
 
-    Output tiles of equal length are then not cut. Some SMs have two CTAs and others three. That costs less than a
-    merge where an SM can read so much faster than its share, or has little more to read.
+    Output tiles of equal length are then not cut. Some SMs have two CTAs and others three, which costs less than a
+    merge.
     """
     has_registers = shape.cols == 8 and not shape.uses_mma and shape.head_dim <= 128
     config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=shape.num_output_tiles)
     is_due = 2 * sms < shape.num_output_tiles <= 3 * sms and ROWS < shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
     if not (has_registers and is_due):
-        return None
-    spare = SPARE_READING.get(device_kind(), SPARE_READING_OF_MOST)
-    late_tiles = 3 - spare * shape.num_output_tiles / sms  # output tiles that remain when SMs with two have ended
-    tile_bytes = 2 * shape.num_slots * shape.head_dim * jnp.dtype(shape.key_dtype).itemsize
-    if late_tiles * tile_bytes > MERGE_BYTES:
         return None
     shape = shape.replace(static_kv_tiles=-(-shape.num_slots // ROWS))  # there is no memory for partial states
     smem_bytes = 3 * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES)
