@@ -18,9 +18,9 @@ RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
 ROWS = {
     "tree-table-1": (
         ["reproduced_h100/tree-table-1.jsonl", "reproduced_h200/tree-table-1.jsonl"],
-        "One process ran both of two GPUs. A cell has ten trials; 256k tokens with all weights on each have two, and "
-        "no warm-up. Eight H200s with weights spread, and one trial, take 0.27 seconds for 32k tokens by the tree and "
-        "1.20 by the ring: results/llama_h200/eight_gpus_8processes.jsonl.",
+        "One process ran all GPUs. A cell has ten trials, but on two H100s three for 128k tokens, and two without a "
+        "warm-up for 256k. Eight H200s with weights spread, and one trial, take 0.27 seconds for 32k tokens by the "
+        "tree and 1.20 by the ring: results/llama_h200/eight_gpus_8processes.jsonl.",
     ),
     "tree-table-2": (
         ["reproduced_h100/tree-table-2.jsonl", "reproduced_h200/tree-table-2.jsonl"],
@@ -32,13 +32,15 @@ ROWS = {
         "They have all points of the command.",
     ),
     "lean-figure-8": (
-        ["reproduced_h100/lean-figure-8.jsonl"],
-        "Those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; 16k to 256k of a01d9e9. With 512k "
-        "the GPU has no memory for a second copy.",
+        ["reproduced_h200/lean-figure-8.jsonl", "reproduced_h100/lean-figure-8.jsonl"],
+        "On an H100 those of 1k to 8k keys are of 8ea3d04, which leaves output tiles whole; 16k to 256k of a01d9e9. "
+        "With 512k it has no memory for a second copy. On an H200 they begin with 16k keys.",
     ),
     "lean-figure-7": (
         ["reproduced_h100/lean-figure-7.jsonl"],
-        "They have all points of the command. The picture has (a).",
+        "They have all points of the command. The picture has (a). They are of JAX 0.12, by which CTAs of a fixed "
+        "split began early and could meet on few SMs. On an H200 that took up to 1.2 times as long "
+        "(docs/log/lean.md). It may be why splits of 160, 192, 224 and 512 output tiles are slow here.",
     ),
     "lean-figure-13": (
         ["reproduced_h200/lean-figure-13.jsonl"],
@@ -46,15 +48,14 @@ ROWS = {
         "time, and what it takes meanwhile is counted. The split with 128k keys ran on another GPU than its peers.",
     ),
     "bifurcated-table-6": (
-        ["reproduced_h100/bifurcated-table-6.jsonl", "reproduced_h200/bifurcated-table-6.jsonl"],
-        "With sharing they have batches of up to 1,024 after 8k and 16k tokens, and 512 after 32k. Without "
-        "sharing they have all that fit an H200.",
+        ["reproduced_h200/bifurcated-table-6.jsonl", "reproduced_h100/bifurcated-table-6.jsonl"],
+        "Together they have all batches of the command with sharing, and all that fit an H200 without: the caches of "
+        "32 sequences of 8k tokens take 137 GB.",
     ),
     "bifurcated-table-7": (
-        ["reproduced_h100/bifurcated-table-7.jsonl", "reproduced_h200/bifurcated-table-7.jsonl"],
-        "With sharing they have all batches of the command but 2,048 after 16k and 32k tokens. Shared, 8k and 16k "
-        "tokens are of an H100, so sharing and not are of one GPU after 32k only. Without sharing they "
-        "lack the largest batch after each prompt. It needs more than the 113 GB that JAX takes of an H200 by default.",
+        ["reproduced_h200/bifurcated-table-7.jsonl", "reproduced_h100/bifurcated-table-7.jsonl"],
+        "On an H200 they have all batches of the command with sharing. Without, they lack the largest batch after each "
+        "prompt: it needs more than the 113 GB that JAX takes of an H200 by default.",
     ),
     "bifurcated-table-8": (
         ["reproduced_h100/bifurcated-table-8.jsonl", "reproduced_h200/bifurcated-table-8.jsonl"],
@@ -66,9 +67,10 @@ ROWS = {
     ),
     "hydragen-figure-4": (["reproduced_h100/hydragen-figure-4.jsonl"], "They have all points of the command."),
     "hydragen-figure-5": (
-        ["reproduced_h100/hydragen-figure-5.jsonl"],
-        "They lack 256 questions without sharing: 80 GB were too few. The model, of 135M parameters, answers one in "
-        "six of 64 questions, with sharing and without, and one in seven of 256.",
+        ["reproduced_h200/hydragen-figure-5.jsonl", "reproduced_h100/hydragen-figure-5.jsonl"],
+        "On an H200 they have all points of the command; 80 GB are too few for 256 questions without sharing. The "
+        "model, of 135M parameters, answers one in six of 64 questions, with sharing and without, and one in seven of "
+        "256. A time is the median of three trials, which for 256 with sharing were 29 to 36 ms on an H200.",
     ),
     "hydragen-figure-6": (
         ["reproduced_h100/hydragen-figure-6.jsonl", "reproduced_h200/hydragen-figure-6.jsonl"],
@@ -77,9 +79,9 @@ ROWS = {
     "sparq-table-2": (["eval_methods_smollm2/results.jsonl"], "They are of a King James Bible."),
     "sparq-figure-8": (["reproduced_h100/sparq-figure-8.jsonl"], "They have all points of the command."),
     "sparq-table-3": (
-        ["eval_needle_smollm2/longest.jsonl", "reproduced_h200/sparq-table-3.jsonl"],
-        "They have two samples a depth at 8,000 tokens, in float32 on a CPU, and 20 at 1,024, in bfloat16. At 8,000 "
-        "the model itself finds one in five.",
+        ["reproduced_h200/sparq-table-3.jsonl"],
+        "They have 20 samples a depth, in bfloat16. With 8,000 tokens the model finds a needle in the last half of "
+        "them only, with all keys too.",
     ),
     "sparq-figure-7c": (["eval_kept_smollm2/results.jsonl"], "They are of a King James Bible."),
 }
@@ -99,7 +101,8 @@ tree-attn reproduce lean-figure-8
 This page is made from the rows in [docs/results](results/README.md) by `python3 scripts/papers_page.py`, and a test
 compares the two. "Not measured yet" means that the command exists and that no rows of it do. A cell of "ours" is empty
 where the rows lack that setting. Steps are compared by what one costs in a chain of steps, gaps included. Bounds (">")
-are the paper's words. Hardware differs in every line, so a ratio of our time to the paper's is no merit of either.
+are the paper's words. Where rows are of several kinds of hardware, each has a column. Hardware differs from the paper's
+nearly everywhere, so a ratio of our time to the paper's is no merit of either.
 """
 
 
@@ -120,7 +123,7 @@ def _overview() -> str:
         rows = _rows(one)
         section = f"[{one.place}](#{one.name})"
         cells = [one.paper, section, f"`{one.name}`", _links(one), _headline(one, rows) or NOT_YET]
-        cells += [", ".join(report.hardware(one, rows)) or "-", one.paper_hardware]
+        cells += [", ".join(_kinds(one, rows)) or "-", one.paper_hardware]
         table.append(_line([*cells, one.differs.strip()]))
     return "\n".join(table) + "\n"
 
@@ -141,9 +144,10 @@ def _headline(one: Experiment, rows: list[dict]) -> str:
 
 
 def _section(one: Experiment) -> str:
-    rows = _rows(one)
-    commits = dict.fromkeys(str(row["git_commit"])[:7] for point in one.points for row in one.rows_of(point, rows))
-    ours = f"{', '.join(report.hardware(one, rows))}, commit {', '.join(commits)}" if rows else NOT_YET
+    rows, columns = _rows(one), _columns(one)
+    used = [row for _, of_kind in columns for point in one.points for row in one.rows_of(point, of_kind)]
+    commits = dict.fromkeys(str(row["git_commit"])[:7] for row in used)
+    ours = f"{', '.join(_kinds(one, rows))}, commit {', '.join(commits)}" if rows else NOT_YET
     text = "" if one.needs_text is False else " --text kjv.txt"
     facts = [
         f"### {one.name}\n",
@@ -153,14 +157,33 @@ def _section(one: Experiment) -> str:
         f"- **Hardware:** ours: {ours}; the paper's: {one.paper_hardware}",
         f"- **What differs:** {one.differs.strip()}\n",
     ]
-    if one.name in DRAWN:
-        facts.append(f"![{one.quantity} over {one.x_axis}](results/reproduced_h100/{one.name}.png)\n")
+    for drawing in _drawings(one):
+        facts.append(f"![{one.quantity} over {one.x_axis}](results/{drawing})\n")
     lines = report.lines(one, rows)
     if lines:
-        facts += [_line([one.quantity, "ours", "paper"]), "|---|---|---|", *map(_line, lines), ""]
+        facts += [_line([one.quantity, *(title for title, _ in columns), "paper"]), "|---" * (2 + len(columns)) + "|"]
+        cells = [{line.setting: line.ours for line in report.lines(one, of_kind)} for _, of_kind in columns]
+        facts += [_line([line.setting, *(of.get(line.setting, "") for of in cells), line.paper]) for line in lines]
+        facts.append("")
     else:
         facts.append("The paper prints no numbers of it.\n")
     return "\n".join(facts)
+
+
+def _columns(one: Experiment) -> list[tuple[str, list[dict]]]:
+    """Returns the titles of the columns of our numbers, and their rows: a column for each hardware, if that matters."""
+    rows = _rows(one)
+    kinds = _kinds(one, rows)
+    if one.cpu_is_true or len(kinds) < 2:
+        return [("ours", rows)]
+    return [(f"ours, {report.short_name(kind)}", [row for row in rows if row["hardware"] == kind]) for kind in kinds]
+
+
+def _kinds(one: Experiment, rows: list[dict]) -> list[str]:
+    """Returns the hardware of which there is a number."""
+    name_and_count = lambda kind: kind.split(" x ")[::-1]
+    kinds = sorted({row["hardware"] for row in rows}, key=name_and_count)
+    return [kind for kind in kinds if report.hardware(one, [row for row in rows if row["hardware"] == kind])]
 
 
 def _rows(one: Experiment) -> list[dict]:
@@ -177,11 +200,17 @@ def _line(cells) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _drawings(one: Experiment) -> dict[str, list[dict]]:
+    """Returns the pictures of an experiment, one beside each file of its rows, and these rows."""
+    files, _ = ROWS[one.name] if one.name in DRAWN else ((), "")
+    return {file.replace(".jsonl", ".png"): read(RESULTS / file) for file in files}
+
+
 def draw() -> None:
     """Draws the pictures of the page."""
     for one in ALL:
-        if one.name in DRAWN:
-            print(plots.draw(one, _rows(one), RESULTS / "reproduced_h100" / f"{one.name}.png"))
+        for path, rows in _drawings(one).items():
+            print(plots.draw(one, rows, RESULTS / path))
 
 
 if __name__ == "__main__":

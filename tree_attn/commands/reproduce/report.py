@@ -25,7 +25,7 @@ def lines(experiment: Experiment, rows: Sequence[Row]) -> list[Line]:
         ours = experiment.ours(point, rows)
         text = _text(ours)
         if text and has_several:
-            text += f", {_short(_hardware_of(experiment, point, rows))}"
+            text += f", {short_name(_hardware_of(experiment, point, rows))}"
         if ours is None and experiment.error(point, rows) is not None:
             text = "does not run"
         if text or point.paper is not None:
@@ -38,6 +38,16 @@ def hardware(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
     points = [point for point in experiment.points if experiment.ours(point, rows) is not None]
     used = [row for point in points for row in experiment.rows_of(point, rows)]
     return list(dict.fromkeys(row["hardware"] for row in used if row.get("hardware")))
+
+
+def short_name(hardware: str | None) -> str:
+    """Returns the name of hardware without its maker and memory.
+
+    Example:
+      >>> short_name("2 x NVIDIA H100 80GB HBM3")
+      '2 x H100'
+    """
+    return re.sub(r" \d+GB.*", "", str(hardware).replace("NVIDIA ", ""))
 
 
 def print_list(*, as_json: bool) -> None:
@@ -102,11 +112,6 @@ def _hardware_of(experiment: Experiment, point: Point, rows: Sequence[Row]) -> s
     if experiment.ours(point, rows) is None:
         return None
     return [row.get("hardware") for row in experiment.rows_of(point, rows) if not row.get("error")][-1]
-
-
-def _short(hardware: str | None) -> str:
-    """Returns the name of hardware without its maker and memory: "2 x H100" of "2 x NVIDIA H100 80GB HBM3"."""
-    return re.sub(r" \d+GB.*", "", str(hardware).replace("NVIDIA ", ""))
 
 
 def _needs(experiment: Experiment) -> str:
