@@ -24,9 +24,8 @@ from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lean_cases import variants, variants_elsewhere
 
-from tree_attn.kernels import targets, tuning
+from tree_attn.kernels import lean, targets, tuning
 from tree_attn.kernels.lean_layout import max_smem_bytes, padding_bytes
-from tree_attn.kernels.overlap import overlaps
 from tree_attn.local import mosaic_gpu
 
 
@@ -51,7 +50,7 @@ def main(chosen: str):
         print(json.dumps(line | {"planned_smem_bytes": planned_bytes(*planned[-1]) if planned else 0}), flush=True)
 
     def planned_bytes(shape, config):
-        padding = padding_bytes(shape, config, -(-config.num_ctas // sms)) if overlaps(shape.target) else 0
+        padding = padding_bytes(shape, config, -(-config.num_ctas // sms)) if lean.begins_early(shape, config) else 0
         return max_smem_bytes(shape, config) + padding
 
     calls = {"grouped": list, "9.0": variants}.get(chosen, variants_elsewhere)()

@@ -44,7 +44,9 @@ from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, 
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch
-from tree_attn.kernels.tuning import num_sms
+from tree_attn.kernels.tuning import MIN_SHARE_OF_CTAS, num_sms
+
+FEW_KV_TILES = 4  # of an output tile, with which a kernel always begins early
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -155,6 +157,19 @@ def writes_results(shape: LeanShape, config: LeanConfig, outputs) -> bool:
     return has_whole_output_tiles(shape, config) or len(outputs) > 2
 
 
+def begins_early(shape: LeanShape, config: LeanConfig) -> bool:
+    """Returns whether the kernel begins before the previous one has ended, and lets the next one do so.
+
+    CTAs that begin early take the first SMs with room. Where some SMs are to have a CTA more than others, many would
+    have it, and others no CTA. With 288 CTAs, of which three fit an SM, a step took 1.2 times as long so
+    (docs/log/lean.md). Where there are few keys, beginning early gains more.
+    """
+    sms = num_sms()
+    places = -(-config.num_ctas // sms) * sms
+    is_even = places == sms or config.num_ctas >= MIN_SHARE_OF_CTAS * places
+    return overlaps(shape.target) and (is_even or shape.num_slots <= FEW_KV_TILES * config.block_kv)
+
+
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
@@ -175,7 +190,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     # Two words take a KiB as an array. Where shared memory is small they lie where warps have left states before.
     has_words = "arrivals" in tables and shape.target.is_hopper
     other_smem = {"arrival_smem": plgpu.SMEM((2,), jnp.int32)} if has_words else {}
-    if overlaps(shape.target):
+    if begins_early(shape, config):
         unused = padding_bytes(shape, config, -(-config.num_ctas // num_sms()))
         other_smem |= {"unused_smem": plgpu.SMEM((unused,), jnp.int8)} if unused else {}
 
@@ -209,8 +224,9 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     arrival_smem=None,
 ):  # fmt: skip
-    begin_next_kernel(shape.target)
-    await_previous_kernel(shape.target)
+    if begins_early(shape, config):
+        begin_next_kernel(shape.target)
+        await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
 
