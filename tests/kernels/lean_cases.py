@@ -201,7 +201,9 @@ def variants() -> list[Call]:
             for queries, head_dim in ((40, 64), (16, 80), (30, 256))
         ),
         Call(queries=16, head_dim=128, **lengths),
-        Call(queries=4, group=8, slots=640, lengths=(600, 70), options={"is_causal": True}),  # KV tiles of 128 keys
+        # KV tiles of 128 keys: 32 query columns, and 40, with which no register is left.
+        Call(queries=4, group=8, slots=640, lengths=(600, 70), options={"is_causal": True}),
+        Call(queries=5, group=8, slots=635, lengths=(600, 70), options={"is_causal": True, "logits_soft_cap": 30.0}),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
         Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),

@@ -237,7 +237,7 @@ def test_a_window_is_read_from_where_it_begins(page_size, first_slot):
 
 @pytest.mark.parametrize(
     "head_dim, cols, num_slots, block_kv",
-    [(64, 24, 4096, 128), (64, 40, 4096, 64), (128, 24, 4096, 64), (64, 24, 64, 64)],
+    [(64, 24, 4096, 128), (64, 40, 4096, 128), (64, 48, 4096, 64), (128, 24, 4096, 64), (64, 24, 64, 64)],
 )
 def test_small_head_dims_of_one_cta_have_large_tiles(head_dim, cols, num_slots, block_kv):
     """One CTA of 64 keys of head dim 64 has too few bytes on their way: rows of tuning.jsonl, (1, 64, 2)."""

@@ -14,7 +14,7 @@ from tree_attn.kernels.schedule import MERGE_KV_TILES, MIN_KV_TILES_PER_RUN, lon
 
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for two CTAs
-MAX_COLS_OF_128_KEYS = 32  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
+MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
