@@ -57,11 +57,13 @@ def share() -> list[str]:
     return [f"{statistics.median(ours):.0%}", what, "100%", compared, *origin(name, *rows)]
 
 
-def token(name: str = "llama_h200/four_gpus_4processes.jsonl", context: int = 131_072) -> list[str]:
-    """Returns the line of a Llama's token after a long prompt, with the time of that prompt beside it."""
-    (row,) = [row for row in rows_of(name) if (row["context"], row["attention"]) == (context, "tree")]
+def token(name: str = "layer_h200/four_gpus.jsonl", context: int = 131_072) -> list[str]:
+    """Returns the line of a Llama's token after a long prompt, with the peer on as many GPUs beside it."""
+    (row,) = [row for row in rows_of(name) if row["context"] == context]
+    peers = [one for one in rows_of("layer_h200/peer_gpus.jsonl") if one["context"] == context]
+    peer = min(one["per_token_ms_median"] for one in peers if one["n_devices"] == row["n_devices"])
     what = f"a token of Llama 3.1 8B after {length(context)} tokens, by tree on {gpus(row)}"
-    return [*ms_and_limit(row, what), f"reading the prompt: {row['prefill_s']:.2f} s", *origin(name, row)]
+    return [*ms_and_limit(row, what), f"PyTorch with FlashInfer: {peer:.2f} ms", *origin(name, row)]
 
 
 def samples(name: str = "llama_h200/samples_7b.jsonl", context: int = 8192, batch: int = 256) -> list[str]:
