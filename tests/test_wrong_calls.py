@@ -491,9 +491,14 @@ CACHE = {
         r"layer must be given .*layer=0",
     ),
     "no_layer_of_a_layered_cache": (
-        lambda g: g.layered.append(NEW, NEW),
+        lambda g: g.layered.write(NEW, NEW),
         ValueError,
         r"layer must be given .*layer=None",
+    ),
+    "append_to_a_layered_cache": (
+        lambda g: g.layered.append(NEW, NEW),
+        ValueError,
+        r"append must be called on a cache without layers, got one of num_layers=2: call write\(key, value, layer\)",
     ),
     "no_such_layer": (lambda g: g.layered.write(NEW, NEW, layer=2), ValueError, r"layer must lie in \[0, 2\), got 2"),
     "cache_lengths_of_other_batch": (

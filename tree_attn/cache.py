@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tree_attn.arguments import AnyArray, check_flag, check_integer, check_lengths, clip_to_int32
 from tree_attn.cache_checks import (
+    check_appended,
     check_create,
     check_new,
     check_one_new,
@@ -136,10 +137,10 @@ class KVCache(CacheReads):
         """Writes T new tokens after each sequence's last and counts them: `write`, then `advance`.
 
         Raises:
-          ValueError: the shapes or dtypes do not fit the cache.
+          ValueError: the shapes or dtypes do not fit the cache, or it has layers: `write` each, then `advance` once.
           CacheFullError: outside jit, when a sequence lacks room; nothing is written then.
         """
-        check_new(key, value, self.arrays, layer=None)
+        check_appended(key, value, self.arrays)
         if not isinstance(self.lengths, jax.core.Tracer):
             self.check_room(key.shape[1])
         return self.write(key, value).advance(key.shape[1])

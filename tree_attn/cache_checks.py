@@ -158,6 +158,16 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 
 
+def check_appended(key, value, cache: LayerCache | LayerTuple) -> None:
+    """Raises ValueError as `check_new`, and if the cache has layers: they count a token once, which `append` cannot."""
+    if layers := cache.shape[:-4]:
+        raise ValueError(
+            f"append must be called on a cache without layers, got one of num_layers={layers[0]}: call write(key, "
+            "value, layer) for each layer, then advance(T) once"
+        )
+    check_new(key, value, cache, layer=None)
+
+
 def check_query(query, cache: LayerCache | LayerTuple) -> None:
     """Raises ValueError unless a query `[B, T, N, H]` is of the cache's sequences and head dim."""
     batch, _, num_kv_heads, head_dim = cache.shape[-4:]
