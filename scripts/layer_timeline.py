@@ -161,7 +161,7 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     ways, floor = found["ways"], sum(found["floor_us"].values())
     longest = max(floor, *(way["layer_us"] for way in ways))
     figure, axes = plt.subplots(figsize=(11, 1.6 + 0.9 * len(ways)), layout="constrained")
-    labels, begin = [f"floor: bytes at {found['read_bytes_per_s'] / 1e12:.1f} TB/s\n{floor:.1f} us"], 0.0
+    labels, begin = [f"floor: bytes at {found['read_bytes_per_s'] / 1e12:.3g} TB/s\n{floor:.1f} us"], 0.0
     for name, us in found["floor_us"].items():
         colour = COLOURS["product" if name == "weights" else "attention"]
         axes.broken_barh([(begin, us)], (-0.2, 0.4), facecolors=colour, alpha=0.45)

@@ -203,7 +203,7 @@ def test_on_gpus_our_numbers_stand_beside_the_papers(capsys):
     report.print_experiment(one, GPUS, rows)
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
-    assert ["64k", "keys,", "over", "fixed", "split", "2.5", "2.53"] in lines
+    assert ["64k", "keys,", "over", "fixed", "split", "2.50", "2.53"] in lines
     assert ["4k", "keys,", "over", "fixed", "split", "does", "not", "run", ">2"] in lines
     assert "Hardware: ours 1 x NVIDIA H200; the paper's 1 x H100, FlashDecoding 2.5.6." in printed
     assert "What differs: The fixed split is" in printed
@@ -225,7 +225,7 @@ def test_a_ratio_is_of_one_kind_of_hardware():
     rows.append(row(point.where, "old", None) | {"error": "RuntimeError: none"})
     rows.append({"hardware": "old", "batch": 1})  # newer, and of another point
     assert report.document(one, GPUS, rows)["points"][1]["hardware"] == "new"
-    assert report.hardware(one, rows) == ["new"] and [line.ours for line in report.lines(one, rows)][1] == "0.8"
+    assert report.hardware(one, rows) == ["new"] and [line.ours for line in report.lines(one, rows)][1] == "0.800"
 
 
 def test_numbers_follow_from_the_newest_rows():
@@ -235,7 +235,7 @@ def test_numbers_follow_from_the_newest_rows():
     rows += [tokens | {"attention": "ring", "error": "out of memory", "hardware": "8 x GPU"}]
     rows += [tokens | {"attention": "tree", "prefill_plus_10_tokens_trials_s": [1.0, 2.0, 3.0], "hardware": "8 x GPU"}]
     first, second, third, *_ = report.lines(one, rows)
-    assert first == ("32k tokens, tree, weights replicated", "2 ± 0.58", "0.6 ± 0.15")
+    assert first == ("32k tokens, tree, weights replicated", "2.00 ± 0.58", "0.6 ± 0.15")
     assert second == ("32k tokens, ring, weights replicated", "does not run", "2.57 ± 0.35") and third.ours == ""
     assert one.error(one.points[1], rows) == "out of memory" and report.hardware(one, rows) == ["8 x GPU"]
 

@@ -17,7 +17,8 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pat
     limits: dict[tuple, tuple[str, str]] = {}  # their points -> of which series, in which colour; equal ones once
     for number, series in enumerate(dict.fromkeys(point.series for point in drawn)):
         points = sorted((point for point in drawn if point.series == series), key=lambda point: point.x)
-        ends += _draw_series(axes, experiment, rows, series, points, f"C{number}")
+        size = max(8 - 3 * number, 4)  # a point that lies on another hides less than all of it
+        ends += _draw_series(axes, experiment, rows, series, points, f"C{number}", size)
         at_limit = [(point.x, experiment.limit_of(point, rows)) for point in points]
         limits.setdefault(tuple(place for place in at_limit if place[1] is not None), (series, f"C{number}"))
     limits.pop((), None)
@@ -43,19 +44,21 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: pathlib.Path) -> pat
         caption += " Dashed: a step that takes what its bytes and products take by the datasheet."
     if any(isinstance(point.paper, Number) for point in drawn):
         caption += f" Crosses are the paper's: {experiment.paper_hardware}."
-    figure.supxlabel(textwrap.fill(caption, 110), fontsize=8, x=0.01, ha="left")
+    figure.supxlabel(textwrap.fill(caption, 95), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, bbox_inches="tight", dpi=110)
     return path
 
 
-def _draw_series(axes, experiment: Experiment, rows, series: str, points: Sequence[Point], colour: str) -> list[tuple]:
-    """Draws our numbers of a series and the paper's; returns what `drawing.label_ends` takes."""
+def _draw_series(
+    axes, experiment: Experiment, rows, series: str, points: Sequence[Point], colour: str, size: float
+) -> list[tuple]:
+    """Draws our numbers of a series, as points of a size, and the paper's; returns what `drawing.label_ends` takes."""
     found = [(point.x, experiment.ours(point, rows)) for point in points]
     ours = [(x, value.value) for x, value in found if value is not None]
     theirs = [(point.x, point.paper.value, point.bound) for point in points if isinstance(point.paper, Number)]
     ends = []
     if ours:
-        axes.plot(*zip(*ours), marker="o", color=colour)
+        axes.plot(*zip(*ours), marker="o", markersize=size, color=colour)
         ends.append((*ours[-1], series, colour))
     if theirs:
         axes.plot(*zip(*[place[:2] for place in theirs]), "x", color=colour)
