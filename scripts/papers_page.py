@@ -42,7 +42,7 @@ ROWS = {
         ["reproduced_h100/lean-figure-7.jsonl"],
         "They have all points of the command. The picture has (a). They are of JAX 0.12, by which CTAs of a fixed "
         "split began early and could meet on few SMs. On an H200 that took up to 1.2 times as long "
-        "(docs/log/lean.md). It may be why splits of 160, 192, 224 and 512 output tiles are slow here.",
+        "(docs/log/lean.md). It may be why splits of 160, 192 and 224 output tiles are slow here.",
     ),
     "lean-figure-13": (
         ["reproduced_h200/lean-figure-13.jsonl"],

@@ -203,7 +203,10 @@ def variants() -> list[Call]:
         Call(queries=16, head_dim=128, **lengths),
         # KV tiles of 128 keys: 32 query columns, and 40, with which no register is left.
         Call(queries=4, group=8, slots=640, lengths=(600, 70), options={"is_causal": True}),
-        Call(queries=5, group=8, slots=635, lengths=(600, 70), options={"is_causal": True, "logits_soft_cap": 30.0}),
+        *(
+            kind(queries=5, group=8, slots=635, lengths=(600, 70), options={"is_causal": True, "logits_soft_cap": 30.0})
+            for kind in (Call, Fused)
+        ),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
         Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
@@ -224,6 +227,7 @@ def variants() -> list[Call]:
             Call(kv_heads=300, group=group, head_dim=head_dim, slots=slots)
             for head_dim, group, slots in ((64, 1, 200), (128, 4, 200), (128, 1, 251))
         ),
+        Call(kv_heads=300, slots=1024),  # the kernel before it ends first
         Call(head_dim=128, slots=200),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),
         *in_parts(),

@@ -46,7 +46,7 @@ from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch
 from tree_attn.kernels.tuning import MIN_SHARE_OF_CTAS, num_sms
 
-FEW_KV_TILES = 4  # of an output tile, with which a kernel always begins early
+FEW_KV_TILES = 4  # that a cache has room for, with which a kernel always begins early
 
 
 # Jitted, as the other kernels are: the layers of a program then share what takes two seconds to lower and compile.
@@ -162,7 +162,7 @@ def begins_early(shape: LeanShape, config: LeanConfig) -> bool:
 
     CTAs that begin early take the first SMs with room. Where some SMs are to have a CTA more than others, many would
     have it, and others no CTA. With 288 CTAs, of which three fit an SM, a step took 1.2 times as long so
-    (docs/log/lean.md). Where there are few keys, beginning early gains more.
+    (docs/log/lean.md). Where a cache has room for few keys it begins early all the same: that was not timed.
     """
     sms = num_sms()
     places = -(-config.num_ctas // sms) * sms

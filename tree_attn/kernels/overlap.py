@@ -6,7 +6,7 @@ Attention, and kernels that read weights early, let the next kernel begin as soo
 room where their first CTAs have ended, and waits for them, as they wait for the kernel before. CTAs that begin early
 take the first SMs with room. A kernel of fewer CTAs than fit must take the memory of the SM
 (`lean_layout.padding_bytes`). Otherwise two CTAs meet on one SM while another is idle. Where SMs cannot have equally
-many CTAs, attention does not begin early (`lean.begins_early`).
+many CTAs, attention does not begin early, and lets no kernel do so (`lean.begins_early`).
 Kernels that do not take part, such as XLA's and SparQ's, begin when the kernel before them has ended. What follows them
 begins when they have.
 
