@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
         files["drawing"] = str(args.out / f"{name}.png")
         with phases.phase("drawing"):
             caption = ["full: measured; hollow, dashed: PREDICTED; dotted: limit", *rows.setting(measured)]
+            if name == "figure_4":
+                caption[-1] += "; other hidden sizes have other numbers of heads"
             plots.draw(figure, args.out / f"{name}.png", [*caption, remark] if remark else caption)
     if args.json:
         points = [dataclasses.asdict(point) for point in figure.points]
