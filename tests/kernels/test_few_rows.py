@@ -84,7 +84,7 @@ def test_operands_are_there_when_they_are_multiplied_and_stay_until_they_have_be
 @pytest.mark.parametrize("barrier", ["barriers.at[self.stage(step)]", "self.free.at[self.stage(step)]"])
 def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
     monkeypatch.setattr(few_rows, "Ring", mutant(few_rows_ring, f"plgpu.barrier_wait({barrier})").Ring)
-    assert has_race(WHOLE)
+    assert has_race(WHOLE, or_is_unawaited=True)  # whichever thread comes first
 
 
 MODELS = [(1, shape) for shape in (*LLAMA_1B, *LLAMA_8B)] + [(16, shape) for shape in LLAMA_8B]
