@@ -109,7 +109,7 @@ This page is made from the rows in [docs/results](results/README.md) by `python3
 compares the two. "Not measured yet" means that the command exists and that no rows of it do. A cell of "ours" is empty
 where the rows lack that setting. Steps are compared by what one costs in a chain of steps, gaps included. "±" is the
 standard error of the mean. Bounds (">") are the paper's words. Where rows are of several kinds of hardware, each has a
-column. It differs from the paper's nearly everywhere, so a ratio of our time to the paper's is no merit of either.
+column. Hardware is rarely the paper's, so a ratio of our time to the paper's is no merit of either.
 """
 
 

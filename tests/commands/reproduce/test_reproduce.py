@@ -228,6 +228,15 @@ def test_a_ratio_is_of_one_kind_of_hardware():
     assert report.hardware(one, rows) == ["new"] and [line.ours for line in report.lines(one, rows)][1] == "0.800"
 
 
+@pytest.mark.parametrize(
+    "value, text", [(1.0, "1.00"), (0.0415, "0.0415"), (99.94, "99.9"), (99.96, "100"), (1047.2, "1,047")]
+)
+def test_a_number_has_three_figures_or_all_before_the_point(value, text):
+    one = EXPERIMENTS["bifurcated-table-6"]
+    first, *_ = report.lines(one, [one.points[0].where | {"per_token_ms_median": value}])
+    assert first.ours == text
+
+
 def test_numbers_follow_from_the_newest_rows():
     one = EXPERIMENTS["tree-table-1"]
     tokens = {"config": "llama-3.1-8b", "context": 32768, "n_devices": 8, "weights": "replicated"}

@@ -122,7 +122,7 @@ def _needs(experiment: Experiment) -> str:
 def _text(value: Number | None) -> str:
     if value is None:
         return ""
-    three_figures = f"{value.value:#.3g}" if abs(value.value) < 100 else number(value.value)
+    three_figures = f"{value.value:#.3g}" if abs(value.value) < 99.95 else number(value.value)
     return three_figures + ("" if value.error is None else f" ± {number(value.error, 2)}")
 
 
