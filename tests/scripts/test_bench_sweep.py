@@ -137,6 +137,15 @@ def test_options_of_xla(text, options):
     assert bench_sweep.parse_options(text) == options
 
 
+def test_numbers_choose_among_the_drawn_cases(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--seed", "11", "--numbers", "5,3"])
+    assert bench_sweep.drawn(bench_sweep._arguments()) == [DRAWN[5], DRAWN[3]]
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--numbers", "3,x"])
+    with pytest.raises(SystemExit):
+        bench_sweep._arguments()
+    assert "--numbers must be numbers of cases, as 3,17, got 3,x" in capsys.readouterr().err
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Runs all programs of a chain and makes their times up: there is no profiler, and a difference means nothing."""
