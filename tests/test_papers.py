@@ -58,6 +58,7 @@ def test_a_table_has_a_column_for_each_hardware():
         "tree-table-2": pairs[1],
         "tree-figure-4": pairs[1],
         "lean-figure-8": pairs[0],
+        "lean-figure-7": pairs[0],
         "bifurcated-table-6": pairs[0],
         "bifurcated-table-7": pairs[0],
         "bifurcated-table-8": pairs[1],
@@ -71,7 +72,7 @@ def test_a_table_has_a_column_for_each_hardware():
     "name, setting, numbers",
     [
         ("tree-table-1", "256k tokens, tree, weights replicated", ["20.9 ± 0.54", "", "", "9.89 ± 0.0042"]),
-        ("lean-figure-8", "512k keys, over fixed split", ["does not run", "0.989"]),
+        ("lean-figure-8", "512k keys, over fixed split", ["does not run", "0.984"]),
     ],
 )
 def test_a_column_has_the_numbers_of_its_hardware(name, setting, numbers):

@@ -267,8 +267,8 @@ FIGURE_6 = Experiment(
     differs=(
         "Ours is one GPU, random weights, problems of 500 tokens, and 64 new tokens where the paper has 512. The "
         "paper's times are of all 120 problems; here a token's time stands for them. With one level two problems fit: "
-        "of 128 samples on an H200, of 64 on an H100. With two levels the command has 8 and 16 of 128 samples. Eight "
-        "take 60 GB."
+        "of 128 samples on an H200, of 64 on an H100. With two levels the command has 8 and 16 of 128 samples, which "
+        "take 60 and 105 GB."
     ),
     points=[
         Point(
