@@ -55,6 +55,10 @@ PREFIX_SHAPES = tuple(
         (20, 1, 6, 2, 128, 1000, 1072),
         (33, 1, 4, 1, 256, 400, 472),
         (64, 1, 4, 4, 128, 96, 168),
+        (58, 1, 2, 2, 256, 591, 656),
+        (43, 1, 16, 2, 128, 1000, 1072),
+        (45, 1, 8, 2, 64, 1000, 1072),
+        (133, 1, 2, 1, 128, 600, 664),
     )
 )
 # Special cases of an exchange at the end of the lean kernel: many partial states of an output tile, padded head dims,

@@ -157,7 +157,9 @@ def variants() -> list[Call]:
     96 is missing: it is padded to 128 as 80 is, and their kernels need the same.
     """
     lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
-    float8, scaled = {"stored_dtype": "float8_e4m3fn"}, {"options": HEAD_SCALES}
+    few = {"stored_dtype": "float8_e4m3fn"}
+    float8 = few | {"kv_heads": 600}  # so many that KV tiles are large
+    scaled = {"options": head_scales(600)}
     wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
     long = {"slots": 704, "first": 640, "lengths": (700, 70)}
     return [
@@ -168,10 +170,11 @@ def variants() -> list[Call]:
         ),
         *(Call(head_dim=head_dim, **float8, **scaled) for head_dim in (64, 80, 256)),
         *(Call(head_dim=head_dim, **float8, **lengths | wide) for head_dim in (64, 128, 256)),
+        *(Call(head_dim=head_dim, **few, **lengths | wide) for head_dim in (128, 256)),
         Call(head_dim=80, dtype="float16"),
         Call(head_dim=128, dtype="float16", **float8, **lengths),
         *(
-            Call(queries=queries, group=group, head_dim=128, **float8, **lengths, options=HEAD_SCALES | options)
+            Call(queries=queries, group=group, head_dim=128, **float8, **lengths, options=head_scales(600) | options)
             for queries, group, options in (
                 (3, 8, {"is_causal": True, "logits_soft_cap": 30.0}),
                 (1, 16, {"local_window_size": (70, 0)}),
@@ -196,6 +199,10 @@ def variants() -> list[Call]:
         *(Call(**MANY, head_dim=head_dim, **lengths) for head_dim in (128, 256)),
         # More than two KV tiles, so that there is a merge, which takes the other state along.
         *(MergedWith(queries=40, group=group, head_dim=128, **long) for group in (1, 3, 8, 16)),
+        # Numbers of queries that 8 does not divide: threads copy their rows.
+        *(MergedWith(queries=58, group=group, head_dim=256, **long) for group in (1, 4)),
+        *(MergedWith(queries=42, group=8, head_dim=head_dim, **long) for head_dim in (64, 128)),
+        Call(queries=58, head_dim=256, **lengths),
         *(
             MergedWith(queries=queries, head_dim=head_dim, **long)
             for queries, head_dim in ((40, 64), (16, 80), (30, 256))
@@ -238,12 +245,12 @@ def variants() -> list[Call]:
 def variants_elsewhere() -> list[Call]:
     """Returns calls that differ in the kernel compiled for GPUs other than Hopper's, of four kinds."""
     lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
-    float8, wide = {"stored_dtype": "float8_e4m3fn"}, {"queries": 8, "group": 16}
+    float8, wide = {"stored_dtype": "float8_e4m3fn", "kv_heads": 600}, {"queries": 8, "group": 16}
     return [
         *(Call(head_dim=head_dim) for head_dim in (64, 256)),
         *(Call(head_dim=head_dim, **lengths, **wide) for head_dim in (80, 128, 256)),
         *(Call(head_dim=head_dim, **float8, **lengths, **wide) for head_dim in (128, 256)),
-        Call(head_dim=128, **float8, options=HEAD_SCALES),
+        Call(head_dim=128, **float8, options=head_scales(600)),
         Call(head_dim=80, dtype="float16", slots=251, **lengths, **causal),
         Call(layout="packed", head_dim=128, **lengths, **causal),
         Call(layout="paged", page=16, head_dim=128, **lengths, options={"logits_soft_cap": 30.0}),
@@ -253,9 +260,14 @@ def variants_elsewhere() -> list[Call]:
     ]
 
 
+def head_scales(heads: int) -> dict:
+    """Returns scales of stored keys and values for a call that is compiled only."""
+    return dict.fromkeys(HEAD_SCALES, np.ones(heads, np.float32))
+
+
 def exchanges() -> list[Call]:
     """Returns calls whose kernel ends in an exchange, and some where it has too few registers for that."""
-    long, float8 = {"slots": 1024, "lengths": (1000, 70)}, {"stored_dtype": "float8_e4m3fn"}
+    long, float8 = {"slots": 1024, "lengths": (1000, 70)}, {"stored_dtype": "float8_e4m3fn", "kv_heads": 100}
     return [
         Fused(head_dim=128),
         Fused(group=8, **float8, **long),

@@ -193,11 +193,12 @@ def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
         assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.lengths))
 
 
-@pytest.mark.parametrize("queries, in_kernel", [(70, False), (72, True)])
-def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, in_kernel, monkeypatch):
+@pytest.mark.parametrize("queries, group, in_kernel", [(70, 2, True), (72, 2, True), (12, 1, False), (16, 1, True)])
+def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, in_kernel, monkeypatch):
+    """That is one of query columns in place; rows are taken in any number."""
     laid_out, layout = [], lean_call.lse_to_kernel_layout
     monkeypatch.setattr(lean_call, "lse_to_kernel_layout", lambda *args: laid_out.append(args) or layout(*args))
-    call = MergedWith(queries=queries, group=2)
+    call = MergedWith(queries=queries, group=group)
     jax.eval_shape(call.run, *call.inputs())
     assert bool(laid_out) == in_kernel
 
@@ -213,7 +214,10 @@ def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, in_kerne
         MergedWith(queries=136, group=4, lengths=(250, 0), logit_size=1e4),
         MergedWith(queries=32, group=3, head_dim=128),  # three heads do not share a block's rows
         MergedWith(queries=16, lengths=(250, 100)),  # in columns
-        MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: XLA merges
+        MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
+        MergedWith(queries=58, kv_heads=3, head_dim=256, slots=200),  # and TMA merges them without tiles
+        MergedWith(queries=9, group=8, head_dim=128, lengths=(250, 0), logit_size=1e4),
+        MergedWith(queries=133, group=1, dtype="float16"),
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
         MergedWith(queries=16, group=2, dtype="float16"),
         MergedWith(group=2),  # few queries, which XLA merges

@@ -67,6 +67,23 @@ def test_by_formula_all_ctas_fit_in_shared_memory_at_once(head_dim, stored, is_s
         assert ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= target.smem_bytes_per_sm
 
 
+@pytest.mark.parametrize(
+    "head_dim, batch, slots, layout",
+    [
+        (128, 8, 400, (2, 64, 2)),
+        (128, 64, 4096, (2, 128, 2)),
+        (256, 60, 634, (1, 64, 2)),
+        (256, 60, 1200, (1, 128, 2)),
+        (256, 300, 128, (1, 64, 4)),  # short, but many
+    ],
+)
+def test_few_widened_keys_have_small_kv_tiles(head_dim, batch, slots, layout):
+    heads = 32 if head_dim == 128 else 1 if batch == 60 else 4
+    float8 = {"key_dtype": jnp.dtype("float8_e4m3fn"), "cols": 8, "head_dim": head_dim}
+    config = formula(SHAPE.replace(batch=batch, num_kv_heads=heads, num_slots=slots, **float8), 132, is_static=False)
+    assert (-(-config.num_ctas // 132), config.block_kv, config.num_stages) == layout
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("whole", [False, True])

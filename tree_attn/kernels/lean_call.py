@@ -26,6 +26,7 @@ from tree_attn.kernels.lean_layout import (
     num_partials,
 )
 from tree_attn.kernels.query_layout import (
+    QUERY_MULTIPLE,
     from_kernel_layout,
     is_padded,
     lse_from_kernel_layout,
@@ -83,26 +84,35 @@ class LeanCall:
             if epilogue is not None:
                 return self._state(
                     *lean.lean_exchange(
-                        to_kernel_layout(query, self.shape), key, value, exchange.rank, epilogue=epilogue,
+                        self._in_kernel_layout(query), key, value, exchange.rank, epilogue=epilogue,
                         result=result, shape=self.shape, config=self.config, **self.tables,
                     )
                 )  # fmt: skip
         # Where queries are read in place, the merge of partial states takes one state more for little. One that would
         # have to be padded first is merged by XLA, in the kernel that drops the padding.
         merges_state = merge_with is not None and self.shape.tokens is not None and self.merges_partials
-        merges_state = merges_state and not is_padded(self.query_shape, self.shape)
+        merges_state = merges_state and not is_padded(self.query_shape, self.shape, self._query_multiple)
         tables = dict(self.tables)
         if merges_state:
             tables["merge_with"] = (
-                to_kernel_layout(merge_with.out, self.shape),
+                self._in_kernel_layout(merge_with.out),
                 lse_to_kernel_layout(merge_with.lse, self.shape),
             )
         attention = tall.tall_attention if self.shape.is_many_query else lean.lean_attention
-        kernel_query = to_kernel_layout(query, self.shape)
+        kernel_query = self._in_kernel_layout(query)
         state = self._state(*attention(kernel_query, key, value, shape=self.shape, config=self.config, **tables))
         if merge_with is not None and not merges_state:
             state = merge_state(state, merge_with)
         return state if exchange is None else exchange.merge(state)
+
+    @property
+    def _query_multiple(self) -> int:
+        """Queries that the kernel takes a multiple of: the many-query kernel any number, where a merge follows it."""
+        return 1 if self.shape.is_many_query and self.merges_partials else QUERY_MULTIPLE
+
+    def _in_kernel_layout(self, query):
+        """Returns `[B, T, N, H]`, a query or a result, as the kernel takes it."""
+        return to_kernel_layout(query, self.shape, self._query_multiple)
 
     def _result(self, query) -> jax.ShapeDtypeStruct:
         """Returns the shape and dtype in which an exchange at the kernel's end writes `out`."""

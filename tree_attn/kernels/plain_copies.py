@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels import mma
@@ -27,7 +27,9 @@ BARRIER_BYTES = 8
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def copy_rows(ref, tile, transforms, barriers, place, first, seen, *, block=None, head=0, pages=None) -> None:
+def copy_rows(
+    ref, tile, transforms, barriers, place, first, seen, *, block=None, head=0, first_dim=0, pages=None
+) -> None:
     """Begins the copy of rows to shared memory, and zeros those that are not seen.
 
     All threads of a warpgroup call this, and each arrives once.
@@ -40,38 +42,41 @@ def copy_rows(ref, tile, transforms, barriers, place, first, seen, *, block=None
       seen: rows that are copied, `(first, end)`; others become zeros. Those must be rows of `ref`.
       block: number of the block, or None with pages.
       head: of `ref`'s K.
+      first_dim: the first column that is copied.
       pages: `(table, sequence)` where a block is a page: int32 `[sequences, pages of one]` and which of them. Rows
         are then numbered through its pages.
     """
     table, sequence = pages if pages is not None else (None, 0)
     block = 0 if block is None else block
     if is_interpreted():
-        _interpreted_copy(ref, tile, block, head, table, sequence, first, seen)
+        _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.at[place])
         return
     address = address_of_barriers(barriers) + place * BARRIER_BYTES
-    scalars = [jnp.asarray(x, jnp.int32) for x in (address, block, head, sequence, first, *seen)]
+    scalars = [jnp.asarray(x, jnp.int32) for x in (address, block, head, first_dim, sequence, first, *seen)]
     refs = [ref, tile] + ([] if table is None else [table])
     types = [plgpu.RefType(), plgpu.RefType(transforms)] + [plgpu.RefType()] * (len(refs) - 2)
 
     @plgpu.inline_mgpu(arg_types=(*types, *[_SCALAR] * len(scalars)))
     def emit(_, source, tile, *rest):
-        *table, address, block, head, sequence, first, start, end = rest
-        numbers = [x.registers.item() for x in (address, block, head, sequence, first, start, end)]
+        *table, address, block, head, first_dim, sequence, first, start, end = rest
+        numbers = [x.registers.item() for x in (address, block, head, first_dim, sequence, first, start, end)]
         _emit_copy(source, tile, *(table or [None]), *numbers)
 
     emit(*refs, *scalars)
 
 
-def _emit_copy(source, tile, table, address, block, head, sequence, first, start, end) -> None:
+def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, first, start, end) -> None:
     kind, tiled = ir.MemRefType(source.type), ir.MemRefType(tile.type)
     itemsize = utils.bitwidth(kind.element_type) // 8
     _, rows_of_block, *_, head_dim = kind.shape
     row_bytes = math.prod(kind.shape[2:]) * itemsize
-    num_rows = tiled.shape[0] * (tiled.shape[2] if len(tiled.shape) == 4 else 1)
-    chunks = head_dim * itemsize // CHUNK_BYTES
-    base = ops.plus(_global_address(source), _times(head, head_dim * itemsize))
+    num_rows, num_dims = tiled.shape[0], tiled.shape[1]
+    if len(tiled.shape) == 4:
+        num_rows, num_dims = num_rows * tiled.shape[2], num_dims * tiled.shape[3]
+    chunks = min(head_dim, num_dims) * itemsize // CHUNK_BYTES
+    base = ops.plus(_global_address(source), _times(head, head_dim * itemsize), _times(first_dim, itemsize))
     i32 = lambda x: arith.constant(ops.i32(), x)
     if table is None:
         begin = arith.addi(_times(block, rows_of_block), arith.extsi(ops.i64(), first))
@@ -176,6 +181,40 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
     _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows)
 
 
+def store_rows(ref, x, begin, *, first_dim) -> None:
+    """Writes 64 rows of a result of many queries from registers, those that are queries.
+
+    Args:
+      ref: `[B, T, N, H]`.
+      x: `[64, head dims]` float32 of the layout WGMMA, of the head dims from `first_dim` on.
+      begin: `(sequence, first query, first head, rows of one head)`. Rows of one head, a power of two, are of
+        consecutive queries, and the next head's follow.
+    """
+    sequence, first, head, rows_of_head = begin
+    _, num_queries, num_heads, head_dim = ref.shape
+
+    def store(array, x, token, element, num_rows):
+        base, kind = _element_address(array, element)
+        base = ops.plus(base, _times(token, num_heads * head_dim * utils.bitwidth(kind) // 8))
+        warp, group, place = mma.thread()
+        registers = x.registers.reshape(x.shape[1] // 8, 2)
+        for half in range(2):
+            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), group), _i32(8 * half))
+            within, which = (f(row, _i32(rows_of_head)) for f in (arith.remui, arith.divui))
+            at = arith.addi(arith.muli(within, _i32(num_heads * head_dim)), arith.muli(which, _i32(head_dim)))
+            column = arith.muli(place, _i32(2))
+            address = ops.plus(base, _times(arith.addi(at, column), utils.bitwidth(kind) // 8))
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, within, num_rows)):
+                for block, pair in enumerate(registers[:, half]):
+                    narrow = arith.truncf(ir.VectorType.get((2,), kind), pair)
+                    word = vector.bitcast(ir.VectorType.get((1,), ops.i32()), narrow)
+                    to = ops.plus(address, ops.constant(8 * block * utils.bitwidth(kind) // 8))
+                    mma.asm("st.global.b32 [$0], $1;", "", to, mma.element(word))
+
+    scalars = sequence * num_queries + first, head * head_dim + first_dim, num_queries - first
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, *scalars)
+
+
 def store_row(ref, x, offset) -> None:
     """Writes `[cols]` float32, of the layout of WGMMA's columns, to the elements of `ref` from number `offset` on."""
 
@@ -245,7 +284,7 @@ def _i32(value: int):
     return arith.constant(ops.i32(), value)
 
 
-def _interpreted_copy(ref, tile, block, head, table, sequence, first, seen) -> None:
+def _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen) -> None:
     count, rows = ref.shape[1], tile.shape[0]
     if table is None:
         part, blocks = rows, [block]
@@ -253,15 +292,17 @@ def _interpreted_copy(ref, tile, block, head, table, sequence, first, seen) -> N
         part = math.gcd(count, rows)
         last = table.shape[1] - 1
         blocks = [table[sequence, jnp.clip((first + i) // count, 0, last)] for i in range(0, rows, part)]
-    head_index = () if ref.ndim == 3 else (head,)
+    num_dims = min(ref.shape[-1], tile.shape[1])
+    index = () if ref.ndim == 3 else (head,)
+    index = (*index, pl.ds(first_dim, num_dims))
     found = []
     for i, block in enumerate(blocks):
         start = first + i * part if table is None else (first + i * part) % count
         size = min(part, count)
         begin = jnp.clip(start, 0, count - size)
-        loaded = ref[(block, pl.ds(begin, size), *head_index)]
+        loaded = ref[(block, pl.ds(begin, size), *index)]
         found.append(loaded[jnp.clip(start + jnp.arange(part) - begin, 0, size - 1)])
     slots = first + jnp.arange(rows)[:, None]
     is_seen = (slots >= seen[0]) & (slots < seen[1])
     copied = jnp.where(is_seen, jnp.concatenate(found), 0).astype(tile.dtype)
-    tile[:, pl.ds(0, ref.shape[-1])] = copied
+    tile[:, pl.ds(0, num_dims)] = copied

@@ -10,22 +10,25 @@ from jax.experimental import pallas as pl
 
 from tree_attn.kernels.lean_layout import LeanShape
 
-QUERY_MULTIPLE = 8  # TMA moves multiples of it
+QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core reads
 
 
-def is_padded(query_shape, shape: LeanShape) -> bool:
+def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
     """Returns whether the kernel's layout has more queries than there are; `shape.tokens` is not None."""
     _, num_queries, num_heads, _ = query_shape
     group = num_heads // shape.num_kv_heads
     per_token = 1 if shape.cols // shape.tokens == group else group
-    return num_queries * per_token % QUERY_MULTIPLE > 0
+    return num_queries * per_token % multiple > 0
 
 
-def to_kernel_layout(query, shape: LeanShape):
+def to_kernel_layout(query, shape: LeanShape, multiple: int = QUERY_MULTIPLE):
     """Returns `[B, T, N, H]` in the kernel's layout.
 
     Few queries are folded to `[output tiles, columns, H]`. Many are read in place. If a block cannot hold whole groups,
     the group is unrolled into the query axis, `[B, T G, K, H]`.
+
+    Args:
+      multiple: of queries in place, to which they are padded.
     """
     if shape.tokens is None:
         return _fold(query, shape)
@@ -34,7 +37,7 @@ def to_kernel_layout(query, shape: LeanShape):
     if shape.cols // shape.tokens != group:
         grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim).swapaxes(2, 3)
         query = grouped.reshape(batch, num_queries * group, shape.num_kv_heads, head_dim)
-    return jnp.pad(query, [(0, 0), (0, -query.shape[1] % QUERY_MULTIPLE), (0, 0), (0, 0)])
+    return jnp.pad(query, [(0, 0), (0, -query.shape[1] % multiple), (0, 0), (0, 0)])
 
 
 def from_kernel_layout(out, query_shape, shape: LeanShape):
@@ -51,7 +54,7 @@ def from_kernel_layout(out, query_shape, shape: LeanShape):
 
 def lse_to_kernel_layout(lse, shape: LeanShape):
     """Returns `[B, T, N]` as `[output tiles, cols]`; -inf where there is no query. `shape.tokens` is not None."""
-    query_like = to_kernel_layout(lse[..., None], shape)[..., 0]
+    query_like = to_kernel_layout(lse[..., None], shape, multiple=1)[..., 0]
     padding = shape.col_blocks * shape.tokens - query_like.shape[1]
     padded = jnp.pad(query_like, [(0, 0), (0, padding), (0, 0)], constant_values=-jnp.inf)
     blocks = padded.reshape(shape.batch, shape.col_blocks, shape.tokens, shape.num_kv_heads, -1)

@@ -136,9 +136,13 @@ def _run_bounds(kv_tiles, offsets, output_tiles_per_sequence: int, num_ctas: int
 
 def _located(kv_tiles, offsets, kv_tile):
     """Returns sequence, output tile within it and KV tile within that, of numbers of KV tiles among all."""
-    last = kv_tiles.shape[0] - 1
-    sequence = jnp.sum(offsets[None, :] <= kv_tile[:, None], axis=1, dtype=jnp.int32) - 1
-    sequence = jnp.clip(sequence, 0, last)
+    # A binary search in gathers: where XLA fuses sums over a large batch, each thread adds up one by itself.
+    batch = kv_tiles.shape[0]
+    sequence = jnp.zeros_like(kv_tile)
+    for step in (1 << i for i in reversed(range((batch - 1).bit_length()))):
+        further = sequence + step
+        is_reached = (further < batch) & (offsets[jnp.minimum(further, batch - 1)] <= kv_tile)
+        sequence = jnp.where(is_reached, further, sequence)
     within = kv_tile - offsets[sequence]
     return sequence, within // kv_tiles[sequence], within % kv_tiles[sequence]
 

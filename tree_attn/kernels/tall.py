@@ -47,19 +47,21 @@ from tree_attn.kernels.lean_walk import (
     walk,
 )
 from tree_attn.kernels.overlap import await_previous_kernel
-from tree_attn.kernels.query_layout import query_slices
+from tree_attn.kernels.plain_copies import copy_rows
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_partials
 
 COMPUTING = MANY_QUERY_ROWS // ROWS  # warpgroups
 
 
-def registers_of(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
+def registers_of(shape: LeanShape, is_by_rows: bool) -> tuple[int, int]:
     """Returns the registers per thread of a warpgroup that computes, and of the one that moves.
 
-    Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts takes more.
+    Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts, or queries row by
+    row, takes more.
     """
-    if not has_broken_group(shape):
+    if not (has_broken_group(shape) or is_by_rows):
         return 240, 24
     return (224, 56) if shape.head_dim <= 128 else (232, 40)
 
@@ -138,7 +140,9 @@ def _attend_runs_scoped(
 ):  # fmt: skip
     block_kv, stages = config.block_kv, config.num_stages
     warpgroup = lax.axis_index("warpgroup")
-    computing, moving = registers_of(shape, config)
+    # TMA copies tiles of 8 rows, threads any rows.
+    is_by_rows, transforms = query_ref.shape[1] % QUERY_MULTIPLE > 0, tiling(shape.dtype, shape.head_dim)
+    computing, moving = registers_of(shape, is_by_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
     run = run_of_cta(tables, shape, config)
@@ -154,7 +158,14 @@ def _attend_runs_scoped(
             for i in range(COMPUTING):
                 for offset, size, where in query_slices(shape, output_tile.index, i * ROWS, ROWS):
                     part = query_smem.at[i, pl.ds(offset, size)]
-                    plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
+                    if is_by_rows:
+                        sequence, rows, head = where
+                        copy_rows(
+                            query_ref, part, transforms, query_full, i, rows.start, (0, query_ref.shape[1]),
+                            block=sequence, head=head,
+                        )  # fmt: skip
+                    else:
+                        plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
@@ -172,6 +183,8 @@ def _attend_runs_scoped(
 
         def attend_segment(output_tile, segment):
             plgpu.barrier_wait(query_full.at[warpgroup])
+            if is_by_rows:
+                plgpu.commit_smem()  # tensor cores read through another proxy than threads copy
             # The second warpgroup is half a KV tile behind until the segment ends: the next query waits for both.
             pl.when(warpgroup == 1)(take_turn)
             first, end = visible_slots(tables, shape, output_tile)

@@ -10,10 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
-from tree_attn.kernels.lean_merge import finish, fold_partials, fold_state
+from tree_attn.kernels.lean_merge import finish, finished, fold_partials, fold_state
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
-from tree_attn.kernels.query_layout import query_slices
+from tree_attn.kernels.plain_copies import copy_rows, store_rows
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 HALVES = MANY_QUERY_ROWS // ROWS  # of an output tile, each of which a warpgroup computed
@@ -43,7 +45,10 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
 def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
-    block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=tiling(out_ref.dtype, dims))
+    transforms = tiling(out_ref.dtype, dims)
+    block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=transforms)
+    # TMA copies tiles of 8 rows, threads any rows.
+    is_by_rows = out_ref.shape[1] % QUERY_MULTIPLE > 0
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
@@ -57,16 +62,29 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
         if other_smem is not None:  # on its way while partials are folded
             for offset, size, where in slices:
                 part = other_smem.at[pl.ds(offset, size)]
-                plgpu.copy_gmem_to_smem(optional["other_out"].at[*where, head_dims], part, other_full)
+                if is_by_rows:
+                    sequence, queries, head = where
+                    copy_rows(
+                        optional["other_out"], part, transforms, other_full, 0, queries.start, (0, out_ref.shape[1]),
+                        block=sequence, head=head, first_dim=block * dims,
+                    )  # fmt: skip
+                else:
+                    plgpu.copy_gmem_to_smem(optional["other_out"].at[*where, head_dims], part, other_full.at[0])
             other_lse = load(optional["other_lse"].at[output_tile, rows], plgpu.Layout.WGMMA.reduce(1))
 
         def end(state):
             if other_smem is not None:
-                plgpu.barrier_wait(other_full)
+                plgpu.barrier_wait(other_full.at[0])
                 state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
-            finish(*state, out_smem, lse_smem, axis=0)
-            for offset, size, where in slices:
-                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
+            if is_by_rows and not is_interpreted():
+                out, lse_smem[...] = finished(*state, axis=0)
+                (_, size, (sequence, queries, head)), *_ = slices  # the others follow
+                store_rows(out_ref, out, (sequence, queries.start, head, size), first_dim=block * dims)
+                plgpu.commit_smem()
+            else:
+                finish(*state, out_smem, lse_smem, axis=0)
+                for offset, size, where in slices:
+                    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
 
             @pl.when(block == 0)
             def _():
@@ -79,5 +97,6 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
 
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
     if "other_out" in optional:
-        scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier(num_arrivals=max(1, ROWS // shape.tokens))}
+        arrivals = max(1, ROWS // shape.tokens)
+        scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier(num_barriers=1, num_arrivals=arrivals)}
     pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")

@@ -17,6 +17,7 @@ MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for tw
 MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
+MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and two stages were faster
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
@@ -65,7 +66,7 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
         block_kv = 128 if shape.head_dim <= 128 else 64
         return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
     is_short = _is_short(shape, is_static)
-    orders = _mma_orders(shape, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
+    orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static, block_kv if leaves_whole else None)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
@@ -102,15 +103,18 @@ def _orders(shape: LeanShape, sms: int, is_short: bool):
     return ((3, 64, 2), *orders) if is_short and shape.cols == 8 else orders
 
 
-def _mma_orders(shape: LeanShape, is_short: bool):
+def _mma_orders(shape: LeanShape, sms: int, is_short: bool):
     """Returns the same for products by `mma.sync`. A KV tile of widened K and V is half as large, so there are more."""
     accumulators = shape.cols * shape.padded_head_dim
     is_in_small_pages = shape.page_size is not None and shape.page_size % 128 > 0
-    is_large = shape.is_widened and not (is_short or is_in_small_pages or accumulators > MAX_WIDENED_OF_128_KEYS)
     # To widen without the instruction, and for more addresses than newer GPUs need.
     takes_registers = not shape.target.has_float8 and (shape.is_widened or shape.cols > 8)
     ctas_per_sm = (2, 1) if accumulators <= MAX_WIDENED_OF_TWO_CTAS and not takes_registers else (1,)
-    orders = itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), (4, 2) if shape.is_widened else (3, 2))
+    has_many = shape.num_output_tiles * shape.num_slots >= MIN_KV_TILES_OF_128_KEYS * 128 * ctas_per_sm[0] * sms
+    is_large = shape.is_widened and has_many and accumulators <= MAX_WIDENED_OF_128_KEYS
+    is_large &= not (is_short or is_in_small_pages)
+    stages = (3, 2) if not shape.is_widened else (4, 2) if has_many else (2,)
+    orders = itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), stages)
     return *orders, (1, 64, 1)
 
 
