@@ -22,6 +22,7 @@ KINDS = (
     ("product", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|few_rows|dot|split_?k", re.I), "#3b6fb6"),
 )
 OTHER = "other"
+SMALL = 9  # points, of names and numbers at the bars
 COLOURS = {name: colour for name, _, colour in reversed(KINDS)}
 NEEDED = ("way", "config", "context", "layers", "steps", "kernel_names", "events", "read_bytes_per_s")
 NEEDED += ("layer_weights_bytes", "layer_cache_bytes")
@@ -154,21 +155,25 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
 
     from tree_attn.commands import units
 
     ways, floor = found["ways"], sum(found["floor_us"].values())
     longest = max(floor, *(way["layer_us"] for way in ways))
-    figure, axes = plt.subplots(figsize=(11, 1.6 + 0.9 * len(ways)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.9 * len(ways)), layout="constrained")
     labels, begin = [f"floor: bytes at {found['read_bytes_per_s'] / 1e12:.3g} TB/s\n{floor:.1f} us"], 0.0
+    sides = {"weights": (found["floor_us"]["weights"] / 2, "center"), "keys and values": (floor * 1.01, "left")}
     for name, us in found["floor_us"].items():
         colour = COLOURS["product" if name == "weights" else "attention"]
         axes.broken_barh([(begin, us)], (-0.2, 0.4), facecolors=colour, alpha=0.45)
+        x, side = sides[name]
+        axes.text(x, 0, name, color=colour, fontsize=SMALL, ha=side, va="center")
         begin += us
     axes.axvline(floor, color="black", linewidth=1, linestyle="--")
+    named: set[str] = set()
     for band, way in enumerate(ways, 1):
         _draw_band(axes, band, way["kernels"], way["layer_us"], longest)
+        _name_kinds(axes, band, way["kernels"], named)
         axes.axvline(way["layer_us"], *_span(band, len(ways)), color="black", linewidth=1)
         gaps = way["layer_us"] - way["busy_us"]
         labels.append(f"{way['way']}\n{way['layer_us']:.1f} us, {gaps:.1f} of them in gaps")
@@ -178,12 +183,10 @@ def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
     axis = "us from the start of attention, or of the launch that has it; numbers in bars are us"
     hardware = ", ".join(dict.fromkeys(str(way["hardware"]) for way in ways))
     commits = ", ".join(str(way["git_commit"]) for way in ways)
-    axes.set_xlabel(f"{axis}\n{hardware}; commits of the ways, from above: {commits}")
+    axes.set_xlabel(f"{axis}\n{hardware}; commits of the ways, from above: {commits}", fontsize=SMALL)
     batch = f" x {found['batch']}" if found["batch"] > 1 else ""
     batch += f", {found['samples']} samples" if found["samples"] > 1 else ""
     axes.set_title(f"{found['config']}, {units.length(found['context'])} tokens{batch}: one layer of a decoding step")
-    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if _occurs(kind, ways)]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -198,7 +201,7 @@ def _draw_band(axes, band: int, kernels: Sequence[Sequence], layer_us: float, lo
         bar = [(start, end - start)]
         axes.broken_barh(bar, (low, height), facecolors=COLOURS[kind], edgecolor="white", linewidth=0.5)
         if end - start > longest / 30:
-            text = dict(color="white", fontsize=8, ha="center", va="center")
+            text = dict(color="white", fontsize=SMALL, ha="center", va="center")
             axes.text((start + end) / 2, low + height / 2, f"{end - start:.1f}", **text)
 
 
@@ -207,5 +210,20 @@ def _span(band: int, count: int) -> tuple[float, float]:
     return (count - band + 0.1) / (count + 1), (count - band + 0.9) / (count + 1)
 
 
-def _occurs(kind: str, ways: Iterable[Mapping]) -> bool:
-    return any(kernel[2] == kind for way in ways for kernel in way["kernels"])
+def _name_kinds(axes, band: int, kernels: Sequence[Sequence], named: set[str]) -> None:
+    """Writes each kind that no band above has at its longest kernel, and adds it to `named`.
+
+    The name is above the band, or below it for a kernel that is not in the first lane.
+    """
+    longest: dict[str, tuple] = {}
+    for (start, end, kind, _), lane in zip(kernels, lanes(kernels), strict=True):
+        if kind not in longest or end - start > longest[kind][1] - longest[kind][0]:
+            longest[kind] = start, end, lane
+    for kind, (start, end, lane) in longest.items():
+        if kind not in named:
+            side = {"ha": "left"} if start == 0 else {"ha": "center"}
+            side |= {"va": "top"} if lane else {"va": "bottom"}
+            x, y = start if start == 0 else (start + end) / 2, band + (0.36 if lane else -0.36)
+            place = {"xytext": (2 * (start == 0), 0), "textcoords": "offset points"}
+            axes.annotate(kind, (x, y), color=COLOURS[kind], fontsize=SMALL, **place, **side)
+            named.add(kind)

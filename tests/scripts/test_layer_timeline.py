@@ -122,3 +122,23 @@ def test_wrong_options_are_named_before_anything_is_profiled(tmp_path, capsys, o
 
 def test_kernels_that_overlap_lie_in_lanes_of_their_own():
     assert layer_timeline.lanes([(0, 4), (1, 3), (3, 5), (4, 6), (4, 5)]) == [0, 1, 1, 0, 2]
+
+
+def test_each_kind_is_named_once_at_its_longest_kernel():
+    names: list[tuple] = []
+
+    class Axes:
+        def annotate(self, name, place, **options):
+            names.append((name, *place, options["ha"], options["va"]))
+
+    short, long = [0, 4, "attention", ""], [10, 30, "product", ""]
+    bands = [[short, [4, 9, "product", ""], long, [12, 16, "other", ""]], [short, [5, 90, "other", ""]]]
+    named: set[str] = set()
+    for band, kernels in enumerate(bands, 1):
+        layer_timeline._name_kinds(Axes(), band, kernels, named)
+    assert names == [
+        ("attention", 0, pytest.approx(0.64), "left", "bottom"),
+        ("product", 20, pytest.approx(0.64), "center", "bottom"),
+        ("other", 14, pytest.approx(1.36), "center", "top"),  # in the second lane
+    ]
+    assert named == {"attention", "product", "other"}
