@@ -13,6 +13,8 @@ from tree_attn.cli import main
 from tree_attn.commands import drawing, session
 from tree_attn.commands.demo import measured, picture, report
 from tree_attn.commands.demo.answers import Outcome
+from tree_attn.commands.figures.rows import step
+from tree_attn.cost.limits import read_limit_us
 
 OUTCOME = Outcome(
     attention="tree",
@@ -103,6 +105,8 @@ def test_what_gpus_take_is_what_the_rows_say():
         (1, 16, 128, "bfloat16")
     }
     assert {row["hardware"] for row in rows} == {"4 x NVIDIA H200"}
+    limits_us = {row["num_keys"]: read_limit_us(step(row), measured.DEVICE_KIND) for row in rows}
+    assert {keys: measured.limit_us(keys) for keys in limits_us} == limits_us
     of = lambda strategy, keys: min(
         row["latency_us_median"] for row in rows if row["strategy"].startswith(strategy) and row["num_keys"] == keys
     )
@@ -116,6 +120,16 @@ def test_what_gpus_take_is_what_the_rows_say():
         if row["reduction"] == "gather" and row["num_keys"] == measured.ROWS[-1].num_keys
     )
     assert round(gathered, 1) == measured.GATHER_US
+
+
+def test_the_picture_names_curves_limit_and_commit(tmp_path, monkeypatch):
+    figures, new_figure = [], drawing.new_figure
+    monkeypatch.setattr(drawing, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    picture.draw([OUTCOME, dataclasses.replace(OUTCOME, attention="ring")], tmp_path / "drawn.png")
+    _, on_gpus = figures[0].axes
+    assert [text.get_text() for text in on_gpus.texts] == ["limit: reading K and V", "tree, fused", "ring, overlapped"]
+    assert [label.get_text() for label in on_gpus.get_xticklabels()] == ["40k", "80k", "640k"]
+    assert f"commit {measured.COMMIT}" in on_gpus.get_title() and on_gpus.get_legend() is None
 
 
 def test_an_answer_stands_without_its_picture(tmp_path, monkeypatch, capsys):
