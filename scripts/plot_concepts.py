@@ -167,6 +167,8 @@ def placement(axes, numbers: dict) -> None:
         axes.plot(numbers["tokens"], numbers[name], color=colour, lw=2)
     label(axes, numbers["tokens"][9], numbers["contiguous"][9], "  contiguous", RED)
     label(axes, numbers["tokens"][9], 1.5, f"block-cyclic, blocks of {numbers['block']:,}", GREEN)
+    axes.axhline(1, color=GREY, ls=":", lw=1.5)
+    label(axes, numbers["tokens"][9], 0.45, "limit: every device holds as many", GREY)
     axes.set(xlim=(0, numbers["tokens"][-1]), ylim=(0, 8.6), ylabel="keys of the fullest device over the mean")
     axes.set_xticks(
         ticks := [i * numbers["tokens"][-1] / 4 for i in range(5)], [length(x) if x else "0" for x in ticks]
@@ -259,6 +261,10 @@ def runs(axes, numbers: dict) -> None:
     colours = (GREEN, PURPLE, RED, LIGHT_GREEN, "#2166ac", "#dfc27d")
     y = 0
     for way, ctas in numbers.items():
+        mean = sum(count for parts in ctas for _, count in parts) / len(ctas)
+        axes.vlines(mean, y - 0.45, y + len(ctas) - 0.55, color=GREY, ls=":", lw=1.5, zorder=2)
+        if y == 0:
+            label(axes, mean + 0.15, 1.5, f"limit: the mean, {mean:.2g} KV tiles", GREY, va="center")
         axes.text(0, y - 0.65, way, fontsize=10, color=GREY, va="center")
         for cta, parts in enumerate(ctas):
             left = 0

@@ -24,6 +24,18 @@ def test_a_figure_is_drawn(tmp_path: pathlib.Path):
     assert (tmp_path / "links.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("name, limit", [("placement", 1.0), ("runs", 28 / 6)])
+def test_a_figure_by_formula_has_its_limit(name, limit):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plot_concepts.DRAWINGS[name](axes, NUMBERS[name]())
+    lines = [line.get_ydata() for line in axes.lines if line.get_linestyle() == ":"]
+    lines += [segment[:, 0] for lines in axes.collections for segment in lines.get_segments()]
+    assert lines and all(list(line) == pytest.approx([limit] * 2) for line in lines)
+    assert any(text.get_text().startswith("limit: ") for text in axes.texts)
+
+
 def sweep_rows() -> list[dict]:
     """Returns rows as `bench_sweep.py --table` writes them, each way's time a known multiple of reading."""
     ways = {"None": 1.25, "mosaic_gpu": 1.3, "cudnn": 2.0, "cudnn, jax.nn": 1.6, "flashinfer paged": 4.0}
