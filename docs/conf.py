@@ -4,12 +4,15 @@ Pages are Markdown, by MyST, and read on their own too. The reference comes from
 when the site is built, by Docutils' converter: neither the build nor a reader's browser needs a network for them.
 """
 
+import importlib
 import inspect
+import operator
 import pathlib
 import re
 
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.domains.python import PyProperty
 from sphinx.util.inspect import stringify_signature
 
 import tree_attn
@@ -33,7 +36,7 @@ html_math_renderer = "mathml"
 default_role = "code"  # docstrings have code between single backticks, as Markdown does
 napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # `signature` below shows them; autodoc alone shows every overload
+autodoc_typehints = "none"  # `signature` and `Property` below show them; autodoc alone shows every overload
 python_maximum_signature_line_length = 80
 
 
@@ -46,6 +49,20 @@ def signature(app, what, name, obj, options, given, returns):
     arguments, _, result = re.sub(r"~(\w+\.)*", "", text).partition(") -> ")
     result = "" if what == "class" else result
     return arguments.removesuffix(")").replace("(self, ", "(").replace("(self", "(") + ")", result
+
+
+class Property(PyProperty):
+    """A property with the type that its function returns, written as `signature` writes results."""
+
+    def run(self):
+        """Adds the option `type`, where the directive names a module and has no type."""
+        if "module" in self.options and "type" not in self.options:
+            module = importlib.import_module(self.options["module"])
+            found = operator.attrgetter(self.arguments[0])(module)
+            function = found.func if hasattr(found, "func") else found.fget  # a cached property, or any other
+            if inspect.signature(function).return_annotation is not inspect.Signature.empty:
+                _, self.options["type"] = signature(None, "method", self.arguments[0], function, None, "", "")
+        return super().run()
 
 
 def readmes(app, page, source):
@@ -72,5 +89,6 @@ def math(as_block: bool):
 def setup(app):
     """Adds them to the build."""
     app.connect("source-read", readmes)
+    app.add_directive_to_domain("py", "property", Property, override=True)
     app.connect("autodoc-process-signature", signature)
     app.add_html_math_renderer("mathml", math(as_block=False), math(as_block=True))

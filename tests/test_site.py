@@ -30,6 +30,31 @@ def test_the_reference_has_every_public_name(package):
     assert set(package.__all__) - documented == set()
 
 
+def test_the_reference_has_the_functions_that_pages_tell_to_call():
+    text = (DOCS / "reference" / "cost.md").read_text()
+    for name in ("spread_transfers", "join_transfers"):
+        assert f".. autofunction:: tree_attn.measure.links.{name}\n" in text
+
+
+@pytest.mark.filterwarnings("ignore:The mapping interface for autodoc options")
+def test_properties_have_their_types_in_the_reference(tmp_path):
+    application = pytest.importorskip("sphinx.application")
+    pytest.importorskip("myst_parser")
+    directive = "```{eval-rst}\n.. autoclass:: %s\n   :members:\n```\n"
+    shown = {
+        "tree_attn.cost.step.DecodeStep": "property hidden_size: int",
+        "tree_attn.cost.predict.Prediction": "property latency_us: float",
+        "tree_attn.PromptLayout": "property positions: ndarray",
+        "tree_attn.Shard": "property runs: tuple[Int[Array, ''] | int, Int[Array, ''] | int]",
+    }
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "index.md").write_text("# Types\n\n" + "\n".join(directive % name for name in shown))
+    folders = (str(tmp_path / name) for name in ("out", "doctrees"))
+    application.Sphinx(str(tmp_path / "pages"), str(DOCS), *folders, "text", status=None, warning=None).build()
+    text = (tmp_path / "out" / "index.txt").read_text()
+    assert {name for name, line in shown.items() if line not in text} == set()
+
+
 def test_commands_of_pages_have_the_options_that_they_are_called_with(capsys):
     @functools.cache
     def options_of(*words: str) -> set[str]:

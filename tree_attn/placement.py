@@ -81,7 +81,7 @@ class Shard:
         return jnp.clip(whole_rounds * self.block_size + in_last_round, 0, num_slots).astype(jnp.int32)
 
     @property
-    def runs(self):
+    def runs(self) -> tuple[Int[Array, ""] | int, Int[Array, ""] | int]:
         """The two runs of a zigzag placement that this shard holds, of `2 num_shards`."""
         return self.index, 2 * self.num_shards - 1 - self.index
 
