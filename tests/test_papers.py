@@ -73,6 +73,7 @@ def test_a_table_has_a_column_for_each_hardware():
     [
         ("tree-table-1", "256k tokens, tree, weights replicated", ["20.9 ± 0.54", "", "", "9.89 ± 0.0042"]),
         ("lean-figure-8", "512k keys, over fixed split", ["does not run", "0.984"]),
+        ("sparq-figure-8", "4k keys, SparQ in XLA", ["0.712"]),
     ],
 )
 def test_a_column_has_the_numbers_of_its_hardware(name, setting, numbers):

@@ -323,6 +323,11 @@ def test_equal_limits_are_drawn_once(tmp_path, monkeypatch):
         " ".join(text.get_text() for text in figure.findobj(lambda a: hasattr(a, "get_text"))) for figure in figures
     ]
     assert ["limit: SparQ" in text and "Dashed" in text for text in texts] == [True, False]
+    # Beside ours in XLA stands the paper's in PyTorch, and a drawing says so.
+    assert all("paper: SparQ in PyTorch" in text and "paper: SparQ in XLA" not in text for text in texts)
+    assert {point.setting: point.paper.value for point in one.points if point.paper} == {
+        "4k keys, SparQ": 3.02, "4k keys, SparQ in XLA": 1.33,
+    }  # fmt: skip
 
 
 def test_a_limit_of_a_shared_prefix_is_that_of_the_row():

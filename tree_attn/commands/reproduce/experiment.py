@@ -28,6 +28,7 @@ class Point:
       paper: the paper's number, or its word for none ("OOM"); None where the paper draws it and prints no number.
       bound: sign before the paper's number where it prints a bound: ">".
       x, series: place in a drawing; x None is not drawn.
+      paper_series: the paper's name of its number in a drawing; "" is that of `series`.
     """
 
     setting: str
@@ -37,6 +38,7 @@ class Point:
     bound: str = ""
     x: float | None = None
     series: str = ""
+    paper_series: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,5 +64,5 @@ def _draw_series(
         axes.plot(*zip(*[place[:2] for place in theirs]), "x", color=colour)
         for x, y, bound in theirs:
             axes.annotate(f" {bound}{y:g}" if bound else "", (x, y), color=colour, va="center")
-        ends.append((*theirs[-1][:2], f"paper: {series}", colour))
+        ends.append((*theirs[-1][:2], f"paper: {points[0].paper_series or series}", colour))
     return ends
