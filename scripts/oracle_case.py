@@ -36,10 +36,12 @@ LEAN_SHAPES = (
     dict(num_queries=40, num_heads=8, num_kv_heads=2, head_dim=64, num_keys=1920),
     dict(num_queries=200, num_heads=6, num_kv_heads=3, head_dim=128, num_keys=1920),
     dict(num_queries=9, num_heads=2, num_kv_heads=2, head_dim=256, num_keys=1920),
-    # 42 and 48 query columns, and fewer than a copy moves.
+    # 42 and 48 query columns, and fewer than a copy moves; 12 and 15, which 8 does not divide.
     dict(num_queries=7, num_heads=12, num_kv_heads=2, head_dim=128, num_keys=1920),
     dict(num_queries=6, num_heads=8, num_kv_heads=1, head_dim=64, num_keys=1920),
     dict(num_queries=3, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=1920),
+    dict(num_queries=4, num_heads=6, num_kv_heads=2, head_dim=128, num_keys=1920),
+    dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=256, num_keys=1920),
 )
 # Sequences that share their first keys: as query columns, as query rows of one and of several heads, and in two blocks;
 # numbers that eight does not divide, and groups whose heads do not share a tile.

@@ -194,8 +194,8 @@ def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
 
 
 @pytest.mark.parametrize("queries, group, in_kernel", [(70, 2, True), (72, 2, True), (12, 1, False), (16, 1, True)])
+def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, in_kernel, monkeypatch):
     """Query columns would have to be; query rows come in any number."""
-    """That is one of query columns in place; rows are taken in any number."""
     laid_out, layout = [], lean_call.lse_to_kernel_layout
     monkeypatch.setattr(lean_call, "lse_to_kernel_layout", lambda *args: laid_out.append(args) or layout(*args))
     call = MergedWith(queries=queries, group=group)
