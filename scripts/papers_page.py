@@ -68,7 +68,8 @@ ROWS = {
     ),
     "hydragen-figure-3": (
         ["reproduced_h200/hydragen-figure-3.jsonl"],
-        "They have all points of the command.",
+        "They have all points of the command on one GPU. On several it has the larger batches too, which are not "
+        "measured yet.",
     ),
     "hydragen-figure-4": (["reproduced_h100/hydragen-figure-4.jsonl"], "They have all points of the command."),
     "hydragen-figure-5": (

@@ -20,7 +20,7 @@ GPUS = Place(gpus=8, text="text", samples=100)
 BEYOND = {
     "tree-figure-3": ["128 GPUs"],
     "bifurcated-table-6": ["batch 16, not", "batch 32, not", "batch 64, not"],
-    "hydragen-figure-3": ["batch 1,024", *(f"batch {n}, not" for n in (64, 128, 256, 512))],
+    "hydragen-figure-3": [f"batch {batch}, not" for batch in ("256", "512", "1,024")],
 }
 
 
@@ -88,6 +88,13 @@ def test_the_runs_make_the_rows_of_every_number(name):
     beyond = BEYOND.get(name, [])
     assert [setting for setting in missing if not any(part in setting for part in beyond)] == []
     assert len({point.setting for point in EXPERIMENTS[name].points}) == len(EXPERIMENTS[name].points)
+
+
+@pytest.mark.parametrize("gpus, devices, batches", [(1, "1", "512"), (3, "2", "512,1024"), (4, "4", "512,1024")])
+def test_several_gpus_have_the_larger_batches(gpus, devices, batches):
+    for one in EXPERIMENTS["hydragen-figure-3"].plan(Place(gpus=gpus)):
+        assert one.arguments[one.arguments.index("--devices") + 1] == devices
+        assert one.arguments[one.arguments.index("--samples") + 1].endswith(batches) or "not" in one.folder
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
