@@ -202,6 +202,7 @@ def variants() -> list[Call]:
         # Numbers of queries that 8 does not divide: threads copy their rows.
         *(MergedWith(queries=58, group=group, head_dim=256, **long) for group in (1, 4)),
         *(MergedWith(queries=42, group=8, head_dim=head_dim, **long) for head_dim in (64, 128)),
+        MergedWith(queries=42, group=2, head_dim=256, **long),
         Call(queries=58, head_dim=256, **lengths),
         *(
             MergedWith(queries=queries, head_dim=head_dim, **long)

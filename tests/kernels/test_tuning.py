@@ -84,6 +84,15 @@ def test_few_widened_keys_have_small_kv_tiles(head_dim, batch, slots, layout):
     assert (-(-config.num_ctas // 132), config.block_kv, config.num_stages) == layout
 
 
+def test_packed_keys_count_once():
+    float8 = {"key_dtype": jnp.dtype("float8_e4m3fn"), "cols": 8, "head_dim": 128, "num_kv_heads": 32, "batch": 8}
+    layouts = [
+        formula(SHAPE.replace(num_slots=slots, is_packed=is_packed, **float8), 132, is_static=False)
+        for is_packed, slots in ((False, 300), (True, 2400))
+    ]
+    assert [config.block_kv for config in layouts] == [64, 64]
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("whole", [False, True])

@@ -46,6 +46,8 @@ def copy_rows(
       pages: `(table, sequence)` where a block is a page: int32 `[sequences, pages of one]` and which of them. Rows
         are then numbered through its pages.
     """
+    if ref.dtype != tile.dtype:
+        raise ValueError(f"ref must have the tile's dtype {tile.dtype}, got {ref.dtype}")
     table, sequence = pages if pages is not None else (None, 0)
     block = 0 if block is None else block
     if is_interpreted():

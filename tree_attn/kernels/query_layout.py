@@ -13,6 +13,11 @@ from tree_attn.kernels.lean_layout import LeanShape
 QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core reads
 
 
+def is_by_rows(queries_ref) -> bool:
+    """Returns whether threads move the rows of `[B, T, N, H]`: TMA moves tiles of 8."""
+    return queries_ref.shape[1] % QUERY_MULTIPLE > 0
+
+
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
     """Returns whether the kernel's layout has more queries than there are; `shape.tokens` is not None."""
     _, num_queries, num_heads, _ = query_shape

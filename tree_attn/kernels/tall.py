@@ -48,20 +48,21 @@ from tree_attn.kernels.lean_walk import (
 )
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import QUERY_MULTIPLE, query_slices
+from tree_attn.kernels.query_layout import is_by_rows, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_partials
 
 COMPUTING = MANY_QUERY_ROWS // ROWS  # warpgroups
+PART_ROWS = 16  # that threads copy at once; no block has fewer rows of a head
 
 
-def registers_of(shape: LeanShape, is_by_rows: bool) -> tuple[int, int]:
+def registers_of(shape: LeanShape, has_rows: bool) -> tuple[int, int]:
     """Returns the registers per thread of a warpgroup that computes, and of the one that moves.
 
     Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts, or queries row by
     row, takes more.
     """
-    if not (has_broken_group(shape) or is_by_rows):
+    if not (has_broken_group(shape) or has_rows):
         return 240, 24
     return (224, 56) if shape.head_dim <= 128 else (232, 40)
 
@@ -111,6 +112,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
     stages = config.num_stages
     key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
+    query_arrivals = ROWS // PART_ROWS if is_by_rows(query_ref) else max(1, ROWS // shape.tokens)
     weights = {}
     if is_interpreted():
         transforms = tiling(shape.dtype, config.block_kv)
@@ -121,7 +123,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
         key_smem=smem((stages, config.block_kv, shape.head_dim)),
         value_smem=smem((stages, config.block_kv, shape.head_dim)),
         stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=max(1, ROWS // shape.tokens)),
+        query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=query_arrivals),
         query_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTING),
         key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
@@ -140,9 +142,8 @@ def _attend_runs_scoped(
 ):  # fmt: skip
     block_kv, stages = config.block_kv, config.num_stages
     warpgroup = lax.axis_index("warpgroup")
-    # TMA copies tiles of 8 rows, threads any rows.
-    is_by_rows, transforms = query_ref.shape[1] % QUERY_MULTIPLE > 0, tiling(shape.dtype, shape.head_dim)
-    computing, moving = registers_of(shape, is_by_rows)
+    has_rows = is_by_rows(query_ref)
+    computing, moving = registers_of(shape, has_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
     run = run_of_cta(tables, shape, config)
@@ -155,17 +156,20 @@ def _attend_runs_scoped(
         plgpu.set_max_registers(moving, action="decrease")
 
         def move_query(output_tile, _):
+            if has_rows:  # in a loop, for addresses of many copies at once take registers that are not there
+                lax.fori_loop(0, MANY_QUERY_ROWS // PART_ROWS, functools.partial(copy_part, output_tile), None)
+                return
             for i in range(COMPUTING):
                 for offset, size, where in query_slices(shape, output_tile.index, i * ROWS, ROWS):
                     part = query_smem.at[i, pl.ds(offset, size)]
-                    if is_by_rows:
-                        sequence, rows, head = where
-                        copy_rows(
-                            query_ref, part, transforms, query_full, i, rows.start, (0, query_ref.shape[1]),
-                            block=sequence, head=head,
-                        )  # fmt: skip
-                    else:
-                        plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
+                    plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
+
+        def copy_part(output_tile, n, _):
+            ((_, _, (sequence, rows, head)),) = query_slices(shape, output_tile.index, n * PART_ROWS, PART_ROWS)
+            i, first = lax.div(n, ROWS // PART_ROWS), lax.rem(n, ROWS // PART_ROWS) * PART_ROWS
+            part = query_smem.at[i, pl.ds(pl.multiple_of(first, PART_ROWS), PART_ROWS)]
+            seen, transforms = (0, query_ref.shape[1]), tiling(shape.dtype, shape.head_dim)
+            copy_rows(query_ref, part, transforms, query_full, i, rows.start, seen, block=sequence, head=head)
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
@@ -183,7 +187,7 @@ def _attend_runs_scoped(
 
         def attend_segment(output_tile, segment):
             plgpu.barrier_wait(query_full.at[warpgroup])
-            if is_by_rows:
+            if has_rows:
                 plgpu.commit_smem()  # tensor cores read through another proxy than threads copy
             # The second warpgroup is half a KV tile behind until the segment ends: the next query waits for both.
             pl.when(warpgroup == 1)(take_turn)

@@ -15,7 +15,7 @@ from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, Lea
 from tree_attn.kernels.lean_merge import finish, finished, fold_partials, fold_state
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
-from tree_attn.kernels.query_layout import QUERY_MULTIPLE, query_slices
+from tree_attn.kernels.query_layout import is_by_rows, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 HALVES = MANY_QUERY_ROWS // ROWS  # of an output tile, each of which a warpgroup computed
@@ -47,8 +47,7 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     transforms = tiling(out_ref.dtype, dims)
     block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=transforms)
-    # TMA copies tiles of 8 rows, threads any rows.
-    is_by_rows = out_ref.shape[1] % QUERY_MULTIPLE > 0
+    has_rows = is_by_rows(out_ref)
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
@@ -62,7 +61,7 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
         if other_smem is not None:  # on its way while partials are folded
             for offset, size, where in slices:
                 part = other_smem.at[pl.ds(offset, size)]
-                if is_by_rows:
+                if has_rows:
                     sequence, queries, head = where
                     copy_rows(
                         optional["other_out"], part, transforms, other_full, 0, queries.start, (0, out_ref.shape[1]),
@@ -76,7 +75,7 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
             if other_smem is not None:
                 plgpu.barrier_wait(other_full.at[0])
                 state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
-            if is_by_rows and not is_interpreted():
+            if has_rows and not is_interpreted():
                 out, lse_smem[...] = finished(*state, axis=0)
                 (_, size, (sequence, queries, head)), *_ = slices  # the others follow
                 store_rows(out_ref, out, (sequence, queries.start, head, size), first_dim=block * dims)

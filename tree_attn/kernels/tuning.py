@@ -110,7 +110,9 @@ def _mma_orders(shape: LeanShape, sms: int, is_short: bool):
     # To widen without the instruction, and for more addresses than newer GPUs need.
     takes_registers = not shape.target.has_float8 and (shape.is_widened or shape.cols > 8)
     ctas_per_sm = (2, 1) if accumulators <= MAX_WIDENED_OF_TWO_CTAS and not takes_registers else (1,)
-    has_many = shape.num_output_tiles * shape.num_slots >= MIN_KV_TILES_OF_128_KEYS * 128 * ctas_per_sm[0] * sms
+    slots = shape.num_slots * (1 if shape.is_packed else shape.batch)  # packed, they are those of all sequences
+    num_keys = slots * shape.output_tiles_per_sequence
+    has_many = num_keys >= MIN_KV_TILES_OF_128_KEYS * 128 * ctas_per_sm[0] * sms
     is_large = shape.is_widened and has_many and accumulators <= MAX_WIDENED_OF_128_KEYS
     is_large &= not (is_short or is_in_small_pages)
     stages = (3, 2) if not shape.is_widened else (4, 2) if has_many else (2,)

@@ -90,7 +90,7 @@ def test_the_runs_make_the_rows_of_every_number(name):
     assert len({point.setting for point in EXPERIMENTS[name].points}) == len(EXPERIMENTS[name].points)
 
 
-@pytest.mark.parametrize("gpus, devices, batches", [(1, "1", "512"), (3, "2", "512,1024"), (4, "4", "512,1024")])
+@pytest.mark.parametrize("gpus, devices, batches", [(1, "1", "512"), (3, "2", "512,1024"), (16, "8", "512,1024")])
 def test_several_gpus_have_the_larger_batches(gpus, devices, batches):
     for one in EXPERIMENTS["hydragen-figure-3"].plan(Place(gpus=gpus)):
         assert one.arguments[one.arguments.index("--devices") + 1] == devices

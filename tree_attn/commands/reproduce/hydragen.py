@@ -64,7 +64,7 @@ def _figure_3() -> list[Point]:
 
 
 def _plan_3(place: Place) -> list[Command]:
-    devices = 2 ** (max(place.gpus, 1).bit_length() - 1)  # which divide the heads of this model up to 8
+    devices = min(2 ** (max(place.gpus, 1).bit_length() - 1), 8)  # they divide the 40 heads of this model
     bench = ["bench", "llama", "--devices", str(devices), "--prefill-trials", "1"]
     if not place.gpus:
         common = [*bench, "--config", "smollm2-135m", "--context", "256", "--samples", "8", "--new-tokens", "9"]
