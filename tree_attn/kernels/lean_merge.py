@@ -28,7 +28,7 @@ COLUMNS = 8  # of a merging CTA at least
 RESIDENT_MERGES = {4: 1, 2: 3}  # such CTAs, of 72 registers a thread, that an SM holds, by their warpgroups
 # Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
 MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
-MAX_ROUNDS = 5  # how often it reads so at most, in less time than another launch takes
+MAX_ROUNDS = 4  # how often it reads so at most, in less time than another launch takes
 
 
 def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
