@@ -42,7 +42,7 @@ ROWS = {
         "On an H100 they have all points of the command, and the picture shows (a) of them. CTAs of the fixed split "
         "began early there and could meet on few SMs. On an H200 that took up to 1.2 times as long "
         "(docs/log/lean.md). It may be why splits of 160, 192 and 224 output tiles are slow on an H100. On an H200 "
-        "they are of newer code, and lack six of the seven points of (b), for the time ended.",
+        "they are of newer code, and lack six of the seven points of (b): the machine's time ended.",
     ),
     "lean-figure-13": (
         ["reproduced_h200/lean-figure-13.jsonl"],

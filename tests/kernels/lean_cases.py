@@ -200,10 +200,10 @@ def variants() -> list[Call]:
         # More than two KV tiles, so that there is a merge, which takes the other state along.
         *(MergedWith(queries=40, group=group, head_dim=128, **long) for group in (1, 3, 8, 16)),
         # Numbers of queries that 8 does not divide: threads copy their rows.
-        *(MergedWith(queries=58, group=group, head_dim=256, **long) for group in (1, 4)),
+        *(MergedWith(queries=58, group=group, head_dim=128, **long) for group in (1, 2, 4)),
         *(MergedWith(queries=42, group=8, head_dim=head_dim, **long) for head_dim in (64, 128)),
-        MergedWith(queries=42, group=2, head_dim=256, **long),
-        Call(queries=58, head_dim=256, **lengths),
+        MergedWith(queries=133, head_dim=128, dtype="float16", **long),
+        *(Call(queries=58, head_dim=head_dim, **lengths) for head_dim in (128, 256)),  # 256: padded
         *(
             MergedWith(queries=queries, head_dim=head_dim, **long)
             for queries, head_dim in ((40, 64), (16, 80), (30, 256))

@@ -193,12 +193,15 @@ def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
         assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.lengths))
 
 
-@pytest.mark.parametrize("queries, group, in_kernel", [(70, 2, True), (72, 2, True), (12, 1, False), (16, 1, True)])
-def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, in_kernel, monkeypatch):
-    """Query columns would have to be; query rows come in any number."""
+@pytest.mark.parametrize(
+    "queries, group, head_dim, in_kernel",
+    [(70, 2, 64, True), (70, 2, 256, False), (72, 2, 256, True), (12, 1, 64, False), (16, 1, 64, True)],
+)
+def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, head_dim, in_kernel, monkeypatch):
+    """Query columns would have to be; query rows come in any number, but of heads of 256."""
     laid_out, layout = [], lean_call.lse_to_kernel_layout
     monkeypatch.setattr(lean_call, "lse_to_kernel_layout", lambda *args: laid_out.append(args) or layout(*args))
-    call = MergedWith(queries=queries, group=group)
+    call = MergedWith(queries=queries, group=group, head_dim=head_dim)
     jax.eval_shape(call.run, *call.inputs())
     assert bool(laid_out) == in_kernel
 
@@ -215,7 +218,8 @@ def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, i
         MergedWith(queries=32, group=3, head_dim=128),  # three heads do not share a block's rows
         MergedWith(queries=16, lengths=(250, 100)),  # in columns
         MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
-        MergedWith(queries=58, kv_heads=3, head_dim=256, slots=200),  # and TMA merges them without tiles
+        MergedWith(queries=58, kv_heads=3, head_dim=128, slots=200),
+        MergedWith(queries=58, head_dim=256),  # padded
         MergedWith(queries=9, group=8, head_dim=128, lengths=(250, 0), logit_size=1e4),
         MergedWith(queries=133, group=1, dtype="float16"),
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),

@@ -17,7 +17,7 @@ MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for tw
 MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
-MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and two stages were faster
+MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and two stages were faster on Hopper
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
@@ -112,7 +112,7 @@ def _mma_orders(shape: LeanShape, sms: int, is_short: bool):
     ctas_per_sm = (2, 1) if accumulators <= MAX_WIDENED_OF_TWO_CTAS and not takes_registers else (1,)
     slots = shape.num_slots * (1 if shape.is_packed else shape.batch)  # packed, they are those of all sequences
     num_keys = slots * shape.output_tiles_per_sequence
-    has_many = num_keys >= MIN_KV_TILES_OF_128_KEYS * 128 * ctas_per_sm[0] * sms
+    has_many = not shape.target.is_hopper or num_keys >= MIN_KV_TILES_OF_128_KEYS * 128 * ctas_per_sm[0] * sms
     is_large = shape.is_widened and has_many and accumulators <= MAX_WIDENED_OF_128_KEYS
     is_large &= not (is_short or is_in_small_pages)
     stages = (3, 2) if not shape.is_widened else (4, 2) if has_many else (2,)
