@@ -186,6 +186,17 @@ def variants() -> list[Call]:
             Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True})
             for head_dim, queries, group in ((64, 5, 8), (128, 7, 6), (64, 2, 3))
         ),
+        # Numbers of columns that 8 does not divide: threads copy them, and write their results.
+        *(
+            Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True} | options)
+            for head_dim, queries, group, options in (
+                (128, 4, 3, {}),
+                (256, 3, 5, {"local_window_size": (70, 0)}),
+                (64, 5, 5, {"logits_soft_cap": 30.0}),
+            )
+        ),
+        Call(queries=3, group=3, head_dim=128, **few, **lengths),
+        Call(queries=5, group=3, head_dim=128, slots=WHOLE),
         *(
             Call(layout=layout, head_dim=128, **lengths, **options)
             for layout, options in (("packed", {"group": 16}), ("paged", causal), ("paged", float8 | scaled))

@@ -42,7 +42,7 @@ from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import Barriers, move_tiles, num_arrivals, run_of_cta
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import column_index
+from tree_attn.kernels.query_layout import column_index, moves_by_rows
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch
 from tree_attn.kernels.tuning import MIN_SHARE_OF_CTAS, num_sms
 
@@ -180,10 +180,11 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     # An output tile's query is copied while the one before it is attended to, where there are registers for that.
     has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_SPARE_COLUMNS
     num_queries = 2 if epilogue is None and has_registers else 1
+    is_by_rows = moves_by_rows(shape, query_ref.shape[1])
     products_smem = products_of(shape).scratch(shape, config)
     results_smem = results_of(shape).scratch(
         shape,
-        has_results=epilogue is None and writes_results(shape, config, outputs),
+        has_results=epilogue is None and writes_results(shape, config, outputs) and not is_by_rows,
         has_partials=epilogue is None and not has_whole_output_tiles(shape, config) and "arrivals" not in tables,
     )
 
@@ -229,11 +230,12 @@ def _attend_runs_scoped(
         await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
+    is_by_rows = moves_by_rows(shape, query_ref.shape[1])
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
         def move_query(output_tile, place):
-            if not shape.target.is_hopper:
+            if is_by_rows:
                 seen = 0, query_ref.shape[1]
                 copy_rows(
                     query_ref, query_smem.at[place], query_tiling(shape, config), query_full, place, 0, seen,
@@ -257,5 +259,6 @@ def _attend_runs_scoped(
             query_smem=query_smem, query_full=query_full, query_free=query_free,
             words_smem=getattr(products, "warp_stats_smem", None) if arrival_smem is None else arrival_smem,
             merged_at_once=merged_at_once(shape, config),
-            columns=outputs[0].shape[1], writes_results=writes_results(shape, config, outputs),
+            columns=outputs[0].shape[1], fences_query=is_by_rows and not shape.uses_mma,
+            writes_results=writes_results(shape, config, outputs),
         ).compute()  # fmt: skip

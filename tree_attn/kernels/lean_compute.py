@@ -95,6 +95,7 @@ class RunCompute:
       query_smem, query_full, query_free: places of output tiles' queries, and their barriers.
       words_smem: 8 bytes, where the kernel has arrivals; merged_at_once: of `lean_merge.merges_in_launch`.
       columns: query columns of an output tile, without padding.
+      fences_query: whether threads copied the queries, which tensor cores read through another proxy.
       step: the number of the epilogue's step, if the caller counts; None: the epilogue does.
       writes_results: whether this kernel writes the results of output tiles that no run cuts.
     """
@@ -115,6 +116,7 @@ class RunCompute:
     merged_at_once: int
     columns: int
     writes_results: bool
+    fences_query: bool = False
     step: Any = None
 
     def compute(self) -> None:
@@ -147,6 +149,8 @@ class RunCompute:
         seen = visible() if self.epilogue is None else None
         span = span_of_keys(tables, output_tile)
         plgpu.barrier_wait(self.query_full.at[query_place])
+        if self.fences_query:
+            plgpu.commit_smem()
         query, factors = products.begin(self.query_smem.at[query_place])
         key_scale = self._head_scale(0, output_tile)
         if factors is not None:

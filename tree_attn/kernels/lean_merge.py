@@ -18,7 +18,7 @@ from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
-from tree_attn.kernels.query_layout import column_index
+from tree_attn.kernels.query_layout import column_index, moves_by_rows
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, quotient, remainder, run_start
 from tree_attn.kernels.tuning import num_sms
@@ -205,7 +205,7 @@ def _merge_partials(names, of_place, layout, shape: LeanShape, config: LeanConfi
     transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
     block_smem = plgpu.SMEM((width, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((width,), jnp.float32)}
-    scratch = scratch if shape.target.is_hopper else {}
+    scratch = {} if moves_by_rows(shape, out_ref.shape[1]) else scratch
     if groups > 1:
         accs = plgpu.SMEM((groups, MERGE_HEAD_DIMS, width), jnp.float32)
         scratch["folded"] = accs, plgpu.SMEM((groups, 2, width), jnp.float32), plgpu.Barrier(num_arrivals=groups)
@@ -246,8 +246,10 @@ def _merge_scoped(
             state = fold_state(state, load(other_smem.transpose((1, 0)), plgpu.Layout.WGMMA), other_lse, axis=1)
         if out_smem is None:
             first_dim = block * MERGE_HEAD_DIMS
-            result = finished(*state)
-            store_result(out_ref, lse_ref, output_tile, result, first_dim=first_dim, is_first=block == 0)
+            store_result(
+                out_ref, lse_ref, output_tile, finished(*state), first_dim=first_dim, is_first=block == 0,
+                first_column=None if width == shape.cols else lax.axis_index("columns") * width,
+            )  # fmt: skip
             return
         finish(*state, out_smem, lse_smem)
         plgpu.copy_smem_to_gmem(out_smem, block_of(out_ref))

@@ -32,7 +32,7 @@ class CopiedResults:
     """Results and partial states that leave through shared memory by TMA.
 
     outputs:  references of out and lse, of accs and stats, or of all four
-    acc_smem: shared memory of a partial state; None: threads write it
+    out_smem: shared memory of a result; acc_smem: of a partial state; None: threads write it
     """
 
     shape: LeanShape
@@ -62,6 +62,9 @@ class CopiedResults:
 
     def write(self, output_tile, first_dim: int, state) -> None:
         """Writes part of out and lse of an output tile."""
+        if self.out_smem is None:
+            _store_result(self.outputs[:2], output_tile, first_dim, state)
+            return
         acc, top, total = state
         num_dims = acc.shape[0]
         is_all = num_dims == self.shape.padded_head_dim
@@ -114,9 +117,7 @@ class StoredResults:
 
     def write(self, output_tile, first_dim: int, state) -> None:
         """Writes part of out and lse of an output tile."""
-        acc, top, total = state
-        result = finished(acc, top, total())
-        store_result(*self.outputs[:2], output_tile, result, first_dim=first_dim, is_first=first_dim == 0)
+        _store_result(self.outputs[:2], output_tile, first_dim, state)
 
     def leave(self, partial, first_dim: int, state) -> None:
         """Writes part of partial state number `partial`."""
@@ -124,6 +125,13 @@ class StoredResults:
 
     def end(self) -> None:
         """Does nothing: the kernel's end shows what was written to the next."""
+
+
+def _store_result(results, output_tile, first_dim: int, state) -> None:
+    """Writes part of a result from registers; `results` are references of out and lse."""
+    acc, top, total = state
+    result = finished(acc, top, total())
+    store_result(*results, output_tile, result, first_dim=first_dim, is_first=first_dim == 0)
 
 
 def _store_partial(shape: LeanShape, partials, partial, first_dim: int, state) -> None:

@@ -122,12 +122,13 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
     mma.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "", address)
 
 
-def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, is_first=True) -> None:
+def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=None, is_first=True) -> None:
     """Writes part of a result from registers.
 
     Args:
       out_ref: `[output tiles, G', H]`; lse_ref: `[output tiles, cols]`.
       result: `(out, lse)`: `[head dims, cols]`, of the head dims from `first_dim` on, and `[cols]`.
+      first_column: the first of these columns; None: they are all.
       is_first: whether lse is written.
     """
     out, lse = result
@@ -149,29 +150,32 @@ def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, is_first
 
         return
     num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
-    offset = output_tile * (columns * head_dim) + first_dim
-    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=columns)
+    offset, lse_offset = output_tile * (columns * head_dim) + first_dim, output_tile * lse_ref.shape[1]
+    num_columns = columns
+    if first_column is not None:
+        offset, lse_offset = offset + first_column * head_dim, lse_offset + first_column
+        num_columns = columns - first_column
+    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=num_columns)
 
     @pl.when(is_first)
     def _():
-        store_row(lse_ref, lse, output_tile * lse.shape[0])
+        store_row(lse_ref, lse, lse_offset)
 
 
-def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns: int) -> None:
+def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns) -> None:
     """Writes `[rows, cols]` float32 of the layout WGMMA to global memory, in the dtype of `ref`.
 
     Args:
       ref: an array; its elements are counted as if it had one axis.
       offset: the first element's number.
       strides: from row to row, and from column to column, in elements.
-      num_rows: how many rows are written, a number or a scalar in the kernel.
-      num_columns: how many columns are.
+      num_rows, num_columns: how many are written, numbers or scalars in the kernel.
     """
-    are_all = isinstance(num_rows, int) and num_rows == x.shape[0]
+    are_all = [isinstance(number, int) and number == size for number, size in zip((num_rows, num_columns), x.shape)]
 
-    def store(array, x, offset, num_rows):
+    def store(array, x, offset, *numbers):
         base, kind = _element_address(array, offset)
-        limits = None if are_all else num_rows, None if num_columns == x.shape[1] else _i32(num_columns)
+        limits = [None if is_all else number for is_all, number in zip(are_all, numbers)]
         warp, group, place = mma.thread()
         registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
         for block_row, block, half in itertools.product(*map(range, registers.shape)):
@@ -180,7 +184,7 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
             column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
             _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits)
 
-    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows)
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows, num_columns)
 
 
 def store_rows(ref, x, begin, *, first_dim) -> None:

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tree_attn.kernels.lean_layout import LeanShape
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.lean_layout import MAX_SPARE_COLUMNS, LeanShape
 
 QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core reads
 
@@ -16,6 +17,18 @@ QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core 
 def is_by_rows(queries_ref) -> bool:
     """Returns whether threads move the rows of `[B, T, N, H]`: TMA moves tiles of 8."""
     return queries_ref.shape[1] % QUERY_MULTIPLE > 0
+
+
+def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
+    """Returns whether threads copy the query columns of a block, and write its results: TMA copies tiles of 8.
+
+    The interpreter has no tiles.
+
+    Args:
+      num_columns: of a block in memory.
+    """
+    is_odd = shape.tokens is None and num_columns > QUERY_MULTIPLE and num_columns % QUERY_MULTIPLE > 0
+    return not shape.target.is_hopper or (is_odd and not is_interpreted())
 
 
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
@@ -111,8 +124,9 @@ def _fold(query, shape: LeanShape):
     count = num_queries * group
     grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim)
     columns = grouped.swapaxes(1, 2).reshape(batch, shape.num_kv_heads, count, head_dim)
-    if shape.col_blocks == 1 and (count < QUERY_MULTIPLE or count % QUERY_MULTIPLE == 0):
-        return columns.reshape(shape.num_output_tiles, count, head_dim)  # TMA fills what is missing up to 8
+    is_moved = count < QUERY_MULTIPLE or count % QUERY_MULTIPLE == 0  # by TMA, which fills what is missing up to 8
+    if shape.col_blocks == 1 and (is_moved or shape.cols <= MAX_SPARE_COLUMNS):
+        return columns.reshape(shape.num_output_tiles, count, head_dim)
     columns = jnp.pad(columns, [(0, 0), (0, 0), (0, shape.col_blocks * shape.cols - count), (0, 0)])
     return columns.reshape(shape.num_output_tiles, shape.cols, head_dim)
 
