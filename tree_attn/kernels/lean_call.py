@@ -47,7 +47,6 @@ from tree_attn.state import SoftmaxState, merge_state
 # Accumulators of a block of columns, with which a kernel that ends in an exchange spills no register; a quarter of
 # them where keys and values are widened.
 EXCHANGED_ACCUMULATORS = 4096
-MAX_HEAD_DIM_OF_ROWS = 128  # with which threads have registers to copy query rows
 # The most with which two CTAs of such a kernel share an SM, of products by `mma.sync` and with lengths.
 MAX_SHARED_ACCUMULATORS = 512
 
@@ -108,12 +107,8 @@ class LeanCall:
 
     @property
     def _query_multiple(self) -> int:
-        """Queries that the kernel takes a multiple of: the many-query kernel any number, where a merge follows it.
-
-        With larger head dims threads that copy rows would spill registers.
-        """
-        takes_any = self.shape.is_many_query and self.shape.head_dim <= MAX_HEAD_DIM_OF_ROWS
-        return 1 if takes_any and self.merges_partials else QUERY_MULTIPLE
+        """Queries that the kernel takes a multiple of: the many-query kernel any number, where a merge follows it."""
+        return 1 if self.shape.is_many_query and self.merges_partials else QUERY_MULTIPLE
 
     def _in_kernel_layout(self, query):
         """Returns `[B, T, N, H]`, a query or a result, as the kernel takes it."""

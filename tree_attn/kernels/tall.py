@@ -53,6 +53,7 @@ from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_log
 from tree_attn.kernels.tall_merge import merge_partials
 
 COMPUTING = MANY_QUERY_ROWS // ROWS  # warpgroups
+PART_ROWS = 16  # that threads copy at once; no block has fewer rows of a head
 
 
 def registers_of(shape: LeanShape, has_rows: bool) -> tuple[int, int]:
@@ -111,6 +112,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
     stages = config.num_stages
     key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
+    query_arrivals = ROWS // PART_ROWS if is_by_rows(query_ref) else max(1, ROWS // shape.tokens)
     weights = {}
     if is_interpreted():
         transforms = tiling(shape.dtype, config.block_kv)
@@ -121,7 +123,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
         key_smem=smem((stages, config.block_kv, shape.head_dim)),
         value_smem=smem((stages, config.block_kv, shape.head_dim)),
         stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=max(1, ROWS // shape.tokens)),
+        query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=query_arrivals),
         query_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTING),
         key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
@@ -154,17 +156,20 @@ def _attend_runs_scoped(
         plgpu.set_max_registers(moving, action="decrease")
 
         def move_query(output_tile, _):
+            if has_rows:  # in a loop, for addresses of many copies at once take registers that are not there
+                lax.fori_loop(0, MANY_QUERY_ROWS // PART_ROWS, functools.partial(copy_part, output_tile), None)
+                return
             for i in range(COMPUTING):
                 for offset, size, where in query_slices(shape, output_tile.index, i * ROWS, ROWS):
                     part = query_smem.at[i, pl.ds(offset, size)]
-                    if has_rows:
-                        (sequence, rows, head), seen = where, (0, query_ref.shape[1])
-                        copy_rows(
-                            query_ref, part, tiling(shape.dtype, shape.head_dim), query_full, i, rows.start, seen,
-                            block=sequence, head=head,
-                        )  # fmt: skip
-                    else:
-                        plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
+                    plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
+
+        def copy_part(output_tile, n, _):
+            ((_, _, (sequence, rows, head)),) = query_slices(shape, output_tile.index, n * PART_ROWS, PART_ROWS)
+            i, first = lax.div(n, ROWS // PART_ROWS), lax.rem(n, ROWS // PART_ROWS) * PART_ROWS
+            part = query_smem.at[i, pl.ds(pl.multiple_of(first, PART_ROWS), PART_ROWS)]
+            seen, transforms = (0, query_ref.shape[1]), tiling(shape.dtype, shape.head_dim)
+            copy_rows(query_ref, part, transforms, query_full, i, rows.start, seen, block=sequence, head=head)
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
