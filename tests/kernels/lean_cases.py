@@ -214,7 +214,10 @@ def variants() -> list[Call]:
         *(MergedWith(queries=58, group=group, head_dim=128, **long) for group in (1, 2, 4)),
         *(MergedWith(queries=42, group=8, head_dim=head_dim, **long) for head_dim in (64, 128)),
         MergedWith(queries=133, head_dim=128, dtype="float16", **long),
-        *(MergedWith(queries=queries, group=group, head_dim=256, **long) for queries, group in ((58, 1), (58, 4), (42, 2))),
+        *(
+            MergedWith(queries=queries, group=group, head_dim=256, **long)
+            for queries, group in ((58, 1), (58, 4), (42, 2))
+        ),
         *(Call(queries=58, head_dim=head_dim, **lengths) for head_dim in (128, 256)),
         *(
             MergedWith(queries=queries, head_dim=head_dim, **long)

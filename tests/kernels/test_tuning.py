@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -111,7 +112,8 @@ def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim,
     shape = SHAPE.replace(head_dim=head_dim, key_dtype=jnp.dtype(stored), whole_output_tiles=whole, target=target)
     config = LeanConfig()
     num_outputs = 2 if whole else 4
-    lean._attend_runs(("sequences",), shape, config, None, *[None] * (4 + num_outputs))
+    query = jax.ShapeDtypeStruct((shape.num_output_tiles, shape.cols, head_dim), shape.dtype)
+    lean._attend_runs(("sequences",), shape, config, None, query, *[None] * (3 + num_outputs))
     arrays = [x for name, x in scratch.items() if name.endswith("_smem") and name != "unused_smem"]
     allocated = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
     assert len(arrays) >= (6 if target is HOPPER else 5) and 0 < allocated <= max_smem_bytes(

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_layout import MAX_SPARE_COLUMNS, LeanShape
+from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, MAX_SPARE_COLUMNS, ROWS, LeanShape
 
 QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core reads
 
@@ -29,6 +29,11 @@ def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
     """
     is_odd = shape.tokens is None and num_columns > QUERY_MULTIPLE and num_columns % QUERY_MULTIPLE > 0
     return not shape.target.is_hopper or (is_odd and not is_interpreted())
+
+
+def num_halves(shape: LeanShape, queries_ref) -> int:
+    """Returns how many halves of a block of `MANY_QUERY_ROWS` hold rows of `[B, T, N, H]`: one of few queries."""
+    return 1 if shape.tokens == MANY_QUERY_ROWS and queries_ref.shape[1] <= ROWS else MANY_QUERY_ROWS // ROWS
 
 
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:

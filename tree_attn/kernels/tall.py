@@ -48,7 +48,7 @@ from tree_attn.kernels.lean_walk import (
 )
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import is_by_rows, query_slices
+from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_partials
 
@@ -262,9 +262,12 @@ def _attend_runs_scoped(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
             else:
                 partial = partial_of(shape, config, lax.axis_index("cta"), output_tile.index)
-                accs_ref[partial, warpgroup] = acc
-                stats_ref[partial, warpgroup, 0] = top
-                stats_ref[partial, warpgroup, 1] = total
+
+                @pl.when(warpgroup < num_halves(shape, query_ref))
+                def _():
+                    accs_ref[partial, warpgroup] = acc
+                    stats_ref[partial, warpgroup, 0] = top
+                    stats_ref[partial, warpgroup, 1] = total
 
             @segment.if_query_is_awaited(run, num_places=1)
             def _():

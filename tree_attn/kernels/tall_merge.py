@@ -11,14 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
+from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
 from tree_attn.kernels.lean_merge import finish, finished, fold_partials, fold_state
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
-from tree_attn.kernels.query_layout import is_by_rows, query_slices
+from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
-HALVES = MANY_QUERY_ROWS // ROWS  # of an output tile, each of which a warpgroup computed
 MERGED_AT_ONCE = 2  # partials of 64 head dims
 
 
@@ -28,12 +27,13 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
     optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
     # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
-    ctas = lambda dims: shape.num_output_tiles * HALVES * (shape.head_dim // dims)
+    halves = num_halves(shape, results[0])  # of an output tile, each of which a warpgroup computed
+    ctas = lambda dims: shape.num_output_tiles * halves * (shape.head_dim // dims)
     dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
     return launch(
         functools.partial(_merge_partials, tuple(optional), dims, shape, config),
         out_type=results,
-        grid=(shape.num_output_tiles, HALVES, shape.head_dim // dims),
+        grid=(shape.num_output_tiles, halves, shape.head_dim // dims),
         grid_names=("output_tile", "half", "head_dims"),
         num_threads=1,
         thread_name="warpgroup",
