@@ -62,6 +62,7 @@ def test_a_table_has_a_column_for_each_hardware():
         "bifurcated-table-6": pairs[0],
         "bifurcated-table-7": pairs[0],
         "bifurcated-table-8": pairs[1],
+        "hydragen-figure-3": ["ours, 1 x H200", "ours, 4 x H200"],
         "hydragen-figure-5": pairs[0],
         "hydragen-figure-6": pairs[0],
     }
@@ -73,6 +74,8 @@ def test_a_table_has_a_column_for_each_hardware():
     [
         ("tree-table-1", "256k tokens, tree, weights replicated", ["20.9 ± 0.54", "", "", "9.89 ± 0.0042"]),
         ("lean-figure-8", "512k keys, over fixed split", ["does not run", "0.984"]),
+        ("bifurcated-table-8", "32,640 tokens, batch 128, shared", ["", "10.1"]),
+        ("hydragen-figure-3", "2k tokens shared, batch 1,024, shared", ["", "22.1"]),
         ("sparq-figure-8", "4k keys, SparQ in XLA", ["0.712"]),
     ],
 )
