@@ -42,6 +42,12 @@ LEAN_SHAPES = (
     dict(num_queries=3, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=1920),
     dict(num_queries=4, num_heads=6, num_kv_heads=2, head_dim=128, num_keys=1920),
     dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=256, num_keys=1920),
+    dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=80, num_keys=1920),
+    dict(num_queries=5, num_heads=6, num_kv_heads=2, head_dim=96, num_keys=1920),
+    # Many partial states, which their CTAs merge together.
+    dict(num_queries=4, num_heads=16, num_kv_heads=2, head_dim=128, num_keys=8000),
+    dict(num_queries=1, num_heads=16, num_kv_heads=1, head_dim=64, num_keys=8192),
+    dict(num_queries=3, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=8192),
 )
 # Sequences that share their first keys: as query columns, as query rows of one and of several heads, and in two blocks;
 # numbers that eight does not divide, and groups whose heads do not share a tile.
@@ -69,6 +75,7 @@ EXCHANGED_SHAPES = (
     dict(num_queries=1, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=36_864),
     dict(num_queries=2, num_heads=8, num_kv_heads=1, head_dim=128, num_keys=3840),
     dict(num_queries=1, num_heads=6, num_kv_heads=2, head_dim=80, num_keys=3840),
+    dict(num_queries=3, num_heads=8, num_kv_heads=2, head_dim=128, num_keys=3840),
     dict(num_queries=1, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=3840),
     dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=128, num_keys=3840, stored_dtype="float8_e4m3fn"),
 )

@@ -197,6 +197,9 @@ def variants() -> list[Call]:
         ),
         Call(queries=3, group=3, head_dim=128, **few, **lengths),
         Call(queries=5, group=3, head_dim=128, slots=WHOLE),
+        Call(
+            queries=7, group=6, head_dim=128, slots=251, **lengths, options={"is_causal": True, "logits_soft_cap": 30.0}
+        ),
         *(
             Call(layout=layout, head_dim=128, **lengths, **options)
             for layout, options in (("packed", {"group": 16}), ("paged", causal), ("paged", float8 | scaled))
@@ -219,6 +222,8 @@ def variants() -> list[Call]:
             for queries, group in ((58, 1), (58, 4), (42, 2))
         ),
         *(Call(queries=58, head_dim=head_dim, **lengths) for head_dim in (128, 256)),
+        MergedWith(queries=58, group=4, head_dim=256, slots=703, first=643, lengths=(700, 70)),
+        Call(kv_heads=1, group=5, head_dim=80, slots=65_536),  # results and partial states in shared memory
         *(
             MergedWith(queries=queries, head_dim=head_dim, **long)
             for queries, head_dim in ((40, 64), (16, 80), (30, 256))
@@ -268,6 +273,7 @@ def variants_elsewhere() -> list[Call]:
         *(Call(head_dim=head_dim, **float8, **lengths, **wide) for head_dim in (128, 256)),
         Call(head_dim=128, **float8, options=head_scales(600)),
         Call(head_dim=80, dtype="float16", slots=251, **lengths, **causal),
+        Call(group=3, **lengths, **causal),
         Call(layout="packed", head_dim=128, **lengths, **causal),
         Call(layout="paged", page=16, head_dim=128, **lengths, options={"logits_soft_cap": 30.0}),
         Call(head_dim=128, slots=WHOLE, **float8),
@@ -286,6 +292,7 @@ def exchanges() -> list[Call]:
     long, float8 = {"slots": 1024, "lengths": (1000, 70)}, {"stored_dtype": "float8_e4m3fn", "kv_heads": 100}
     return [
         Fused(head_dim=128),
+        Fused(queries=5, group=3, head_dim=256, kv_heads=1, slots=1024),  # 8 does not divide its columns
         Fused(group=8, **float8, **long),
         Fused(head_dim=128, group=8, **float8, **long),
         Fused(queries=2, group=6, **long, options={"is_causal": True}),

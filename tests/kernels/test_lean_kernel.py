@@ -28,7 +28,9 @@ CALLS = [
     Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
     Call(queries=8, group=16, kv_heads=1, slots=192, head_dim=128),  # two blocks of columns
     Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
-    Call(queries=7, group=6, kv_heads=1, head_dim=128, options=CAUSAL, lengths=(250, 0)),  # 42 columns, padded to 48
+    Call(
+        queries=7, group=6, kv_heads=1, head_dim=128, options=CAUSAL, lengths=(250, 0)
+    ),  # 42 columns, copied by threads
     Call(queries=2, group=3, head_dim=96, options=CAUSAL | WINDOW, lengths=(130, 3)),  # fewer than a copy moves
     Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),

@@ -1,4 +1,4 @@
-"""Queries in the lean kernel's layout: padded where they are many, and found again."""
+"""Queries in the lean kernel's layout: padded where threads cannot copy what 8 does not divide, and found again."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -7,10 +7,10 @@ The shape of the first kernel, `_attend_runs`, per CTA:
   columns of a decode step (T x G) are padded to a multiple of 8 only;
 - the CTA walks its run over the output tiles it touches (`lean_walk.py`). It writes the results of those that it holds
   whole, and leaves one unnormalised partial state `(acc, max, sum)` for each of the others.
-The partials of an output tile that runs cut are folded in a fixed order: results are the same in every run. The last
-CTA that leaves one does so, if that takes little reading (`arrivals.py`, `lean_merge.merges_in_launch`); otherwise a
-second kernel does. Where every run is known to hold whole output tiles, nothing is merged. Where an exchange with other
-devices ends the kernel, that merges (`tree_attn/kernels/epilogue.py`).
+The partials of an output tile that runs cut are folded in a fixed order: results are the same in every run. The CTAs
+that left them do so, unless they are very many (`merge_in_launch.py`); then a second kernel does. Where every run is
+known to hold whole output tiles, nothing is merged. Where an exchange with other devices ends the kernel, that merges
+(`tree_attn/kernels/epilogue.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a KV tile,
 `cols` query columns, H head dim (Hp: padded to 64).
@@ -36,13 +36,14 @@ from tree_attn.kernels.lean_layout import (
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import merge_cut, merge_partials, merged_at_once, merges_in_launch
+from tree_attn.kernels.lean_merge import merge_cut, merge_partials
 from tree_attn.kernels.lean_products import products_of, query_tiling
 from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import Barriers, move_tiles, num_arrivals, run_of_cta
+from tree_attn.kernels.merge_in_launch import merges_in_launch
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import column_index, moves_by_rows
+from tree_attn.kernels.query_layout import column_index, moves_by_rows, stores_by_threads
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch
 from tree_attn.kernels.tuning import MIN_SHARE_OF_CTAS, num_sms
 
@@ -79,7 +80,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
         partials = _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
         return merge_partials(partials, results, tables, merge_with, shape, config)
     outputs = (*results, *_partials(shape, config))
-    if merges_in_launch(shape, config, merged_at_once(shape, config)):
+    if merges_in_launch(shape, config):
         names = [name for name, table in tables.items() if table is not None]
 
         @jax.custom_batching.sequential_vmap  # CTAs of two sequences must not count together
@@ -180,11 +181,11 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     # An output tile's query is copied while the one before it is attended to, where there are registers for that.
     has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_SPARE_COLUMNS
     num_queries = 2 if epilogue is None and has_registers else 1
-    is_by_rows = moves_by_rows(shape, query_ref.shape[1])
+    has_rows, stores = (f(shape, query_ref.shape[1]) for f in (moves_by_rows, stores_by_threads))
     products_smem = products_of(shape).scratch(shape, config)
     results_smem = results_of(shape).scratch(
         shape,
-        has_results=epilogue is None and writes_results(shape, config, outputs) and not is_by_rows,
+        has_results=epilogue is None and writes_results(shape, config, outputs) and not stores,
         has_partials=epilogue is None and not has_whole_output_tiles(shape, config) and "arrivals" not in tables,
     )
 
@@ -200,7 +201,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         products = products_of(shape)(shape=shape, config=config, **of(products_smem))
         results = results_of(shape)(shape=shape, outputs=outputs, **of(results_smem))
         refs = query_ref, key_ref, value_ref
-        _attend_runs_scoped(tables, shape, config, epilogue, products, results, *refs, *outputs, **smem)
+        _attend_runs_scoped(tables, shape, config, epilogue, products, results, has_rows, *refs, *outputs, **smem)
 
     pl.run_scoped(
         attend_runs,
@@ -221,7 +222,8 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
 
 
 def _attend_runs_scoped(
-    tables, shape: LeanShape, config: LeanConfig, epilogue, products, results, query_ref, key_ref, value_ref, *outputs,
+    tables, shape: LeanShape, config: LeanConfig, epilogue, products, results, has_rows: bool, query_ref, key_ref,
+    value_ref, *outputs,
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     arrival_smem=None,
 ):  # fmt: skip
@@ -230,19 +232,18 @@ def _attend_runs_scoped(
         await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
-    is_by_rows = moves_by_rows(shape, query_ref.shape[1])
 
     @pl.when(lax.axis_index("warpgroup") == 1)
     def _move():
         def move_query(output_tile, place):
-            if is_by_rows:
+            if has_rows:
                 seen = 0, query_ref.shape[1]
                 copy_rows(
                     query_ref, query_smem.at[place], query_tiling(shape, config), query_full, place, 0, seen,
                     block=output_tile.index,
                 )  # fmt: skip
                 return
-            # G' may be less than cols: the copy fills what is out of bounds with zeros.
+            # The copy fills what is out of bounds with zeros: fewer columns than 8, or queries beyond T.
             columns = query_ref.at[column_index(shape, output_tile.index)]
             plgpu.copy_gmem_to_smem(columns, query_smem.at[place], query_full.at[place])
 
@@ -258,7 +259,6 @@ def _attend_runs_scoped(
             ),
             query_smem=query_smem, query_full=query_full, query_free=query_free,
             words_smem=getattr(products, "warp_stats_smem", None) if arrival_smem is None else arrival_smem,
-            merged_at_once=merged_at_once(shape, config),
-            columns=outputs[0].shape[1], fences_query=is_by_rows and not shape.uses_mma,
+            columns=outputs[0].shape[1], fences_query=has_rows and not shape.uses_mma,
             writes_results=writes_results(shape, config, outputs),
         ).compute()  # fmt: skip

@@ -148,6 +148,7 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     else:
         queries += shape.cols * config.block_kv * itemsize
     gaps = 2048 if shape.target.is_hopper else 1024  # of arrays that are aligned, and barriers
+    gaps += 1024 if shape.target.is_hopper and not has_whole_output_tiles(shape, config) else 0
     return stages + queries + states + scratch_bytes(shape) + gaps
 
 

@@ -1,7 +1,8 @@
 """Results of the lean kernel's segments, and partial states, as they are written.
 
 On Hopper it passes through shared memory, and TMA copies it while the next segment is attended to. On other GPUs each
-thread writes what it has in registers, for shared memory is small.
+thread writes what it has in registers, for shared memory is small; on Hopper too where TMA cannot, or where partial
+states are counted (`arrivals.py`).
 
 A state comes in parts of some head dims, as the products' `parts` yield them.
 """

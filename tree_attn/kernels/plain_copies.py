@@ -122,19 +122,21 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
     mma.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "", address)
 
 
-def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=None, is_first=True) -> None:
+def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=0, is_first=True) -> None:
     """Writes part of a result from registers.
 
     Args:
       out_ref: `[output tiles, G', H]`; lse_ref: `[output tiles, cols]`.
       result: `(out, lse)`: `[head dims, cols]`, of the head dims from `first_dim` on, and `[cols]`.
-      first_column: the first of these columns; None: they are all.
+      first_column: the first of these columns; the interpreter takes all.
       is_first: whether lse is written.
     """
     out, lse = result
     _, columns, head_dim = out_ref.shape
     num_rows = jnp.minimum(head_dim - first_dim, out.shape[0])
     if is_interpreted():
+        if out.shape[1] != lse_ref.shape[1]:
+            raise NotImplementedError("the interpreter writes all columns of a result")
         part = math.gcd(head_dim, out.shape[0])
         for row in range(0, out.shape[0], part):
 
@@ -150,11 +152,8 @@ def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_co
 
         return
     num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
-    offset, lse_offset = output_tile * (columns * head_dim) + first_dim, output_tile * lse_ref.shape[1]
-    num_columns = columns
-    if first_column is not None:
-        offset, lse_offset = offset + first_column * head_dim, lse_offset + first_column
-        num_columns = columns - first_column
+    offset = output_tile * (columns * head_dim) + first_column * head_dim + first_dim
+    lse_offset, num_columns = output_tile * lse_ref.shape[1] + first_column, columns - first_column
     store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=num_columns)
 
     @pl.when(is_first)

@@ -20,15 +20,18 @@ def is_by_rows(queries_ref) -> bool:
 
 
 def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
-    """Returns whether threads copy the query columns of a block, and write its results: TMA copies tiles of 8.
-
-    The interpreter has no tiles.
+    """Returns whether threads copy the query columns of a block: TMA copies tiles of 8.
 
     Args:
       num_columns: of a block in memory.
     """
     is_odd = shape.tokens is None and num_columns > QUERY_MULTIPLE and num_columns % QUERY_MULTIPLE > 0
-    return not shape.target.is_hopper or (is_odd and not is_interpreted())
+    return is_odd or not shape.target.is_hopper
+
+
+def stores_by_threads(shape: LeanShape, num_columns: int) -> bool:
+    """Returns whether threads write the results of such columns. The interpreter's TMA has no tiles, and does."""
+    return moves_by_rows(shape, num_columns) and not (shape.target.is_hopper and is_interpreted())
 
 
 def num_halves(shape: LeanShape, queries_ref) -> int:
@@ -129,8 +132,7 @@ def _fold(query, shape: LeanShape):
     count = num_queries * group
     grouped = query.reshape(batch, num_queries, shape.num_kv_heads, group, head_dim)
     columns = grouped.swapaxes(1, 2).reshape(batch, shape.num_kv_heads, count, head_dim)
-    is_moved = count < QUERY_MULTIPLE or count % QUERY_MULTIPLE == 0  # by TMA, which fills what is missing up to 8
-    if shape.col_blocks == 1 and (is_moved or shape.cols <= MAX_SPARE_COLUMNS):
+    if shape.col_blocks == 1 and (count == shape.cols or shape.cols <= MAX_SPARE_COLUMNS):
         return columns.reshape(shape.num_output_tiles, count, head_dim)
     columns = jnp.pad(columns, [(0, 0), (0, 0), (0, shape.col_blocks * shape.cols - count), (0, 0)])
     return columns.reshape(shape.num_output_tiles, shape.cols, head_dim)

@@ -3,7 +3,8 @@
 It has the schedule of `lean.py` and the other orientation, S = Q K^T and O = P V: queries are the rows of a tensor
 core. Sequences that share keys turn the products of a decode step from matrix by vector into matrix by matrix. Reading
 K and V then takes little time, and the tensor cores are to be kept busy. Per CTA:
-- one warpgroup moves (TMA), two compute, 64 query rows each, and share the K and V that arrive;
+- one warpgroup moves (TMA, or `cp.async` of query rows), two compute, 64 query rows each, and share the K and V that
+  arrive;
 - the two take turns: while the tensor core multiplies for one, the other has its softmax;
 - the weights P go from registers to the tensor core.
 Most shapes have fewer blocks of query rows than there are CTAs. So runs of KV tiles are equal here too, whatever output
