@@ -44,7 +44,7 @@ LEAN_SHAPES = (
     dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=256, num_keys=1920),
     dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=80, num_keys=1920),
     dict(num_queries=5, num_heads=6, num_kv_heads=2, head_dim=96, num_keys=1920),
-    # Many partial states, which their CTAs merge together.
+    # Many partial states of an output tile.
     dict(num_queries=4, num_heads=16, num_kv_heads=2, head_dim=128, num_keys=8000),
     dict(num_queries=1, num_heads=16, num_kv_heads=1, head_dim=64, num_keys=8192),
     dict(num_queries=3, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=8192),

@@ -24,7 +24,7 @@ from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lean_cases import variants, variants_elsewhere
 
-from tree_attn.kernels import lean, lean_merge, merge_in_launch, targets, tuning
+from tree_attn.kernels import lean, lean_merge, targets, tuning
 from tree_attn.kernels.lean_layout import max_smem_bytes, padding_bytes
 from tree_attn.local import mosaic_gpu
 
@@ -39,7 +39,7 @@ def main(chosen: str):
     tuning.lean_config = lambda shape, **options: planned.append((shape, choose(shape, **options))) or planned[-1][1]
     core._launch = lambda *args, **options: launched.append(core._smem_tree_size(args[4])) or launch(*args, **options)
     tuning.device_kind = lambda: name
-    tuning.num_sms = lean.num_sms = lean_merge.num_sms = merge_in_launch.num_sms = lambda: sms
+    tuning.num_sms = lean.num_sms = lean_merge.num_sms = lambda: sms
     if capability != "9.0":  # what JAX takes a GPU to be that is not there
         utils._infer_arch = lambda: tuple(map(int, capability.split(".")))
 

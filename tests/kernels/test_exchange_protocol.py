@@ -5,7 +5,6 @@ import chain_exchange_model
 import chain_model
 import epilogue_model
 import pytest
-import together_model
 from epilogue_model import Meeting
 from exchange_model import Protocol, failures
 
@@ -79,33 +78,6 @@ def test_the_last_cta_alone_merges_and_finds_all_partial_states(meeting):
 )
 def test_the_model_of_arrivals_finds_what_would_be_wrong(broken, found):
     assert any(found in failure for failure in arrivals_model.failures(broken))
-
-
-@pytest.mark.parametrize(
-    "meeting",
-    [
-        together_model.Meeting(launches=(3, 2, 3)),
-        together_model.Meeting(launches=(3, 3), gives_up=False),
-        together_model.Meeting(launches=(4, 2), resident=2),  # some give up, for the others are not running
-    ],
-    ids=str,
-)
-def test_ctas_merge_all_parts_together_though_some_give_up(meeting):
-    assert not list(together_model.failures(meeting))
-
-
-@pytest.mark.parametrize(
-    "broken, found",
-    [
-        (together_model.Meeting(launches=(3,), fences=False), "read another launch's partial state in launch 0"),
-        (together_model.Meeting(launches=(3,), merges_again=False), "part 2 is missed in launch 0"),
-        (together_model.Meeting(launches=(2, 2), resets=False, gives_up=False), "standstill in launch 1"),
-        (together_model.Meeting(launches=(3,), resident=2, gives_up=False), "standstill in launch 0"),
-    ],
-    ids=str,
-)
-def test_the_model_of_ctas_that_merge_together_finds_what_would_be_wrong(broken, found):
-    assert any(found in failure for failure in together_model.failures(broken))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """Counts by which the CTAs of a launch know how many others are done.
 
-The CTAs that leave partial states of an output tile merge them, in the launch that made them. Each counts itself in
-when its partial state is in memory, and learns how many came before. Two ways follow:
-- The last finds all partial states, merges them, and sets the count to zero. No CTA waits for another.
-- Or all merge a part each. A CTA reads the count until all have arrived, but not for long, for they may not all be
-  running. It merges its part, or gives up, and counts itself out. The last to leave sets the count to zero. If one had
-  given up it merges all parts again, with the same results.
-Partial states are folded in the order of their keys, so whichever CTA merges, results are the same to the bit.
+The last CTA to leave a partial state of an output tile merges them, in the launch that made them. No CTA waits for
+another. Each counts itself in when its partial state is in memory, and learns how many came before.
+The last finds all partial states of the output tile, folds them in the order of their keys, and sets the count to zero.
+Whichever CTA is last, results are the same to the bit.
 
 The counts are an operand that XLA fills with zeros. Every kernel leaves them as it found them. So one array serves all
 kernels of a program, and to XLA no kernel writes it. These kernels must run one after another, as XLA's
@@ -26,9 +23,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from tree_attn.kernels import mlir as ops
-
-COUNT_BITS = 10  # of a count: how many arrived, above them how many left, above these how many of them had given up
-MAX_READS = 64  # of a count by a CTA that waits for the others: 50 us or so
 
 _SCALAR = plgpu.Layout.WG_SPLAT
 
@@ -68,64 +62,6 @@ def arrive(counts_ref, indices, are_counted, places_smem):
         return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in found)
 
     return emit(counts_ref, places_smem, *scalars)
-
-
-def await_others(counts_ref, index, count, place_smem):
-    """Waits until all have arrived, for a while. Returns whether they have, int32; if so, sees what they wrote.
-
-    Args:
-      counts_ref, index: as in `arrive`; count: how many they are.
-      place_smem: 4 bytes of shared memory, as there.
-    """
-    text = (
-        "{ .reg .pred all, again; .reg .b32 found, left; "
-        f"mov.b32 left, {MAX_READS}; "
-        "AGAIN: ld.acquire.gpu.global.u32 found, [$0]; "
-        f"and.b32 found, found, {2**COUNT_BITS - 1}; "
-        "setp.eq.u32 all, found, $1; @all bra DONE; "
-        "sub.u32 left, left, 1; setp.ne.u32 again, left, 0; @again bra AGAIN; "
-        "DONE: selp.u32 found, 1, 0, all; st.shared.u32 [$2], found; }"
-    )
-    return _by_one_thread(text, counts_ref, index, (count,), place_smem)
-
-
-def depart(counts_ref, index, count, has_given_up, place_smem):
-    """Counts a warpgroup out. Returns whether it is the last and one had given up, int32: nobody may have its part.
-
-    The last sets the count to zero, for the next kernel.
-
-    Args:
-      counts_ref, index, count, place_smem: as in `await_others`.
-      has_given_up: whether it did, an int32.
-    """
-    text = (
-        "{ .reg .pred last; .reg .b32 old, left; "
-        "atom.acq_rel.gpu.global.add.u32 old, [$0], $2; add.u32 old, old, $2; "
-        f"bfe.u32 left, old, {COUNT_BITS}, {COUNT_BITS}; "
-        "setp.eq.u32 last, left, $1; @last st.relaxed.gpu.global.u32 [$0], 0; "
-        f"shr.u32 old, old, {2 * COUNT_BITS}; "
-        "setp.ne.and.u32 last, old, 0, last; selp.u32 old, 1, 0, last; st.shared.u32 [$3], old; }"
-    )
-    added = 2**COUNT_BITS + has_given_up * 2 ** (2 * COUNT_BITS)
-    return _by_one_thread(text, counts_ref, index, (count, added), place_smem)
-
-
-def _by_one_thread(text: str, counts_ref, index, scalars, place_smem):
-    """Returns what one thread of the warpgroup writes to `place_smem`, whose address is the last operand of `text`."""
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
-    scalars = [jnp.asarray(x, jnp.int32) for x in (index, *scalars)]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *[_SCALAR] * len(scalars)), return_type=result)
-    def emit(_, counts, place, *scalars):
-        index, *operands = [x.registers.item() for x in scalars]
-        place = _shared_address(place)
-        utils.warpgroup_barrier()  # all threads have read what was there
-        with mgpu.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            ops.asm(text, None, _address(counts, index), *operands, place)
-        utils.warpgroup_barrier()
-        return mgpu.FragmentedArray.splat(ops.asm("ld.shared.u32 $0, [$1];", ops.i32(), place), (), is_signed=True)
-
-    return emit(counts_ref, place_smem, *scalars)
 
 
 def reset(counts_ref, index) -> None:

@@ -209,7 +209,7 @@ class CtaAttention:
             epilogue=self.layout.end(broadcast.buffers), products=products, results=None,
             outputs=(broadcast,),
             stages=_RingStages(self.ring, self.kv_smem, config.block_kv), query_smem=self.query_smem,
-            query_full=self.query_full, query_free=self.query_free, words_smem=None,
+            query_full=self.query_full, query_free=self.query_free, words_smem=None, merged_at_once=0,
             columns=self.layout.group, writes_results=False, step=broadcast.step if is_alone else self.exchange_step,
         ).compute()  # fmt: skip
 

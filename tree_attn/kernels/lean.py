@@ -7,10 +7,10 @@ The shape of the first kernel, `_attend_runs`, per CTA:
   columns of a decode step (T x G) are padded to a multiple of 8 only;
 - the CTA walks its run over the output tiles it touches (`lean_walk.py`). It writes the results of those that it holds
   whole, and leaves one unnormalised partial state `(acc, max, sum)` for each of the others.
-The partials of an output tile that runs cut are folded in a fixed order: results are the same in every run. The CTAs
-that left them do so, unless they are very many (`merge_in_launch.py`); then a second kernel does. Where every run is
-known to hold whole output tiles, nothing is merged. Where an exchange with other devices ends the kernel, that merges
-(`tree_attn/kernels/epilogue.py`).
+The partials of an output tile that runs cut are folded in a fixed order: results are the same in every run. The last
+CTA that leaves one does so, if that takes little reading (`arrivals.py`, `lean_merge.merges_in_launch`); otherwise a
+second kernel does. Where every run is known to hold whole output tiles, nothing is merged. Where an exchange with other
+devices ends the kernel, that merges (`tree_attn/kernels/epilogue.py`).
 
 Inside, logits are in base 2: `exp2(x log2 e)` is one instruction. Shapes are in comments: `kv` keys of a KV tile,
 `cols` query columns, H head dim (Hp: padded to 64).
@@ -36,11 +36,10 @@ from tree_attn.kernels.lean_layout import (
     partial_spans,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import merge_cut, merge_partials
+from tree_attn.kernels.lean_merge import merge_cut, merge_partials, merged_at_once, merges_in_launch
 from tree_attn.kernels.lean_products import products_of, query_tiling
 from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import Barriers, move_tiles, num_arrivals, run_of_cta
-from tree_attn.kernels.merge_in_launch import merges_in_launch
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index, moves_by_rows, stores_by_threads
@@ -80,7 +79,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
         partials = _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
         return merge_partials(partials, results, tables, merge_with, shape, config)
     outputs = (*results, *_partials(shape, config))
-    if merges_in_launch(shape, config):
+    if merges_in_launch(shape, config, merged_at_once(shape, config)):
         names = [name for name, table in tables.items() if table is not None]
 
         @jax.custom_batching.sequential_vmap  # CTAs of two sequences must not count together
@@ -259,6 +258,7 @@ def _attend_runs_scoped(
             ),
             query_smem=query_smem, query_full=query_full, query_free=query_free,
             words_smem=getattr(products, "warp_stats_smem", None) if arrival_smem is None else arrival_smem,
+            merged_at_once=merged_at_once(shape, config),
             columns=outputs[0].shape[1], fences_query=has_rows and not shape.uses_mma,
             writes_results=writes_results(shape, config, outputs),
         ).compute()  # fmt: skip

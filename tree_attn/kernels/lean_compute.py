@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, lanes, partial_of
+from tree_attn.kernels.lean_merge import merge_last
 from tree_attn.kernels.lean_products import PER_COLUMN
 from tree_attn.kernels.lean_walk import (
     Barriers,
@@ -25,7 +26,6 @@ from tree_attn.kernels.lean_walk import (
     visible_slots,
     walk,
 )
-from tree_attn.kernels.merge_in_launch import merge_in_launch
 from tree_attn.kernels.registers import scaled_logits, spread
 
 
@@ -93,7 +93,7 @@ class RunCompute:
       outputs: references of what the kernel writes.
       stages: a `Stages`.
       query_smem, query_full, query_free: places of output tiles' queries, and their barriers.
-      words_smem: 8 bytes, where the kernel has arrivals.
+      words_smem: 8 bytes, where the kernel has arrivals; merged_at_once: of `lean_merge.merges_in_launch`.
       columns: query columns of an output tile, without padding.
       fences_query: whether threads copied the queries, which tensor cores read through another proxy.
       step: the number of the epilogue's step, if the caller counts; None: the epilogue does.
@@ -113,6 +113,7 @@ class RunCompute:
     query_full: Any
     query_free: Any
     words_smem: Any
+    merged_at_once: int
     columns: int
     writes_results: bool
     fences_query: bool = False
@@ -129,8 +130,9 @@ class RunCompute:
             first = self.run.first_output_tile(shape)
             last = first + (num_output_tiles - 1) * lanes(shape, self.config)
             merge = functools.partial(
-                merge_in_launch, self.results, self.words_smem, (first, last), tables, shape, self.config
-            )
+                merge_last, self.results, self.words_smem, (first, last), tables, shape, self.config,
+                self.merged_at_once,
+            )  # fmt: skip
             pl.when(num_output_tiles > 0)(merge)
         if epilogue is None:
             self.results.end()

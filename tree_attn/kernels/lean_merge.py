@@ -12,17 +12,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.arrivals import arrive, reset
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index, stores_by_threads
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
-from tree_attn.kernels.schedule import quotient, remainder, run_start
+from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, quotient, remainder, run_start
 from tree_attn.kernels.tuning import num_sms
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
 COLUMNS = 8  # of a merging CTA at least
 RESIDENT_MERGES = {4: 1, 2: 3}  # such CTAs, of 72 registers a thread, that an SM holds, by their warpgroups
+# Weighted values that the kernel which made partial states reads together, where one CTA has an SM and where two have.
+MERGED_ELEMENTS, MERGED_ELEMENTS_OF_TWO = 16384, 4096
+MAX_ROUNDS = 4  # how often it reads so at most, in less time than another launch takes
 
 
 def merge_partials(partials, results, tables, merge_with, shape: LeanShape, config: LeanConfig):
@@ -58,6 +64,69 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
         return tuple(pl.run_state(lambda refs: launched(*refs))(arrays)[-2:])
 
     return merge(*partials, *optional.values(), *written)
+
+
+def merged_at_once(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns how many partial states the lean kernel reads together where it merges them."""
+    elements = MERGED_ELEMENTS if config.num_ctas <= num_sms() else MERGED_ELEMENTS_OF_TWO
+    return max(1, elements // (shape.padded_head_dim * shape.cols))
+
+
+def merges_in_launch(shape: LeanShape, config: LeanConfig, at_once: int) -> bool:
+    """Returns whether the last CTA that leaves a partial state of an output tile merges all of them (`arrivals.py`).
+
+    The kernel is one that writes results too (`lean.writes_uncut`), which has the registers for it. Otherwise a second
+    kernel does, where many CTAs share that work. The interpreter has no atomics.
+
+    Args:
+      at_once: partial states that it reads together.
+    """
+    if is_interpreted() or not runs_kernels_in_order():
+        return False
+    of_lane = lanes(shape, config)
+    runs = config.num_ctas // of_lane  # of which one output tile may have all
+    if shape.static_kv_tiles is not None:
+        runs = -(-runs // (shape.num_output_tiles // of_lane))
+    most_kv_tiles = pl.cdiv(shape.num_slots, config.block_kv)
+    runs = min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
+    return runs <= MAX_ROUNDS * at_once
+
+
+def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig, at_once: int) -> None:
+    """Counts a run's partial states in; of output tiles for which it is the last, merges all and writes the result.
+
+    Args:
+      results: `lean_results.results_of`, which has left the partial states.
+      words_smem: 8 bytes of shared memory, as `arrivals.arrive` takes them.
+      output_tiles: the run's first and its last, of which a partial state is there if runs cut them.
+      tables: with "arrivals", a count of each output tile.
+      at_once: of `merges_in_launch`.
+    """
+    first, last = output_tiles
+    spans = [partials_of(shape, config, tables.get("sequences"), output_tile) for output_tile in output_tiles]
+    are_cut = [count > 1 for _, count in spans]
+    are_cut[1] &= last != first
+    before = arrive(tables["arrivals"], output_tiles, are_cut, words_smem)
+    for output_tile, (first_partial, count), is_cut, found in zip(output_tiles, spans, are_cut, before):
+
+        @pl.when(is_cut & (found == count - 1))
+        def _(output_tile=output_tile, first_partial=first_partial, count=count):
+            reset(tables["arrivals"], output_tile)
+            _merge_own(results, output_tile, first_partial, count, shape, at_once)
+
+
+def _merge_own(results, output_tile, first, count, shape: LeanShape, at_once: int) -> None:
+    """Merges an output tile's partial states, from number `first` on, and writes the result."""
+    accs_ref, stats_ref = results.outputs[-2:]
+
+    def end(state):
+        acc, top, total = state
+        results.await_memory()
+        results.write(output_tile, 0, (acc, top, lambda: total))
+
+    partial_of = lambda i: (accs_ref.at[first + i], stats_ref.at[first + i])
+    rows = shape.padded_head_dim, shape.cols
+    fold_partials(count, partial_of, end, rows, at_once=at_once, axis=1)
 
 
 def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, config: LeanConfig):
