@@ -196,14 +196,20 @@ def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "queries, group, head_dim, in_kernel",
-    [(70, 2, 64, True), (70, 2, 256, True), (72, 2, 256, True), (12, 1, 64, False), (16, 1, 64, True)],
+    "queries, options, in_kernel",
+    [
+        (70, {"head_dim": 256}, True),
+        (70, {"first": 64}, False),  # one KV tile: no output tile is cut, and no merge follows
+        (72, {}, True),
+        (12, {"group": 1}, False),
+        (16, {"group": 1}, True),
+    ],
 )
-def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, head_dim, in_kernel, monkeypatch):
-    """Query columns would have to be; query rows come in any number."""
+def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, options, in_kernel, monkeypatch):
+    """Query columns would have to be; query rows come in any number, where there is a merge in a kernel."""
     laid_out, layout = [], lean_call.lse_to_kernel_layout
     monkeypatch.setattr(lean_call, "lse_to_kernel_layout", lambda *args: laid_out.append(args) or layout(*args))
-    call = MergedWith(queries=queries, group=group, head_dim=head_dim)
+    call = MergedWith(queries=queries, **{"group": 2} | options)
     jax.eval_shape(call.run, *call.inputs())
     assert bool(laid_out) == in_kernel
 
@@ -222,6 +228,7 @@ def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, group, h
         MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
         MergedWith(queries=58, kv_heads=3, head_dim=128, slots=200),
         MergedWith(queries=58, kv_heads=3, head_dim=256, slots=200),
+        *(MergedWith(queries=queries, kv_heads=3) for queries in (64, 65)),  # rows in one half of a block, and in two
         MergedWith(queries=9, group=8, head_dim=128, lengths=(250, 0), logit_size=1e4),
         MergedWith(queries=133, group=1, dtype="float16"),
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
