@@ -40,6 +40,7 @@ ROWS = {
         "packed ragged batch": "checks_h100",
         "paged cache": "sweep_h100",
         "shared prefix": "sweep_h100",
+        "SparQ": "reproduced_h100",
         "fused": "layer_h100",
     },
     ("NVIDIA H200", "cudnn"): {"prompt": "llama_h200"},
