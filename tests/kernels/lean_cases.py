@@ -292,8 +292,8 @@ def exchanges() -> list[Call]:
     long, float8 = {"slots": 1024, "lengths": (1000, 70)}, {"stored_dtype": "float8_e4m3fn", "kv_heads": 100}
     return [
         Fused(head_dim=128),
-        Fused(queries=5, group=3, head_dim=256, kv_heads=1, slots=1024),  # 8 does not divide its columns
         Fused(group=8, **float8, **long),
+        Fused(queries=5, group=3, head_dim=256, kv_heads=1, slots=1024),  # 8 does not divide its columns
         Fused(head_dim=128, group=8, **float8, **long),
         Fused(queries=2, group=6, **long, options={"is_causal": True}),
     ]

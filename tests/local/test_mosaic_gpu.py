@@ -55,11 +55,12 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
     else:
         is_whole = slots <= 2 * (128 if has_wide_tiles else 64)
     is_whole &= call.layout != "packed"
-    # Few query columns are merged by the last CTA, unless a state over other keys joins, which is not padded.
+    # Few query columns are merged by the last CTA, unless a state over other keys joins, which is not padded, or one
+    # sequence has very many keys.
     is_odd, is_widened = call.slots % 8 > 0 and call.layout != "paged", call.stored_dtype is not None
     cols = column_blocks(columns, call.head_dim, is_widened, HOPPER, is_whole=not is_odd)[1]
     joins = hasattr(call, "first") and call.queries % 8 == 0
-    merges = not is_many_query and cols <= 48 and not joins
+    merges = not is_many_query and cols <= 48 and not joins and slots < 65_536
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == (1 if is_whole or merges else 2)
 
 
@@ -67,7 +68,7 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
     jax.__version_info__ < mosaic_gpu.OLDEST_JAX, reason="runs with JAX 0.11 or newer: no kernel runs with an older one"
 )
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("call, launches", list(zip(exchanges(), (1, 1, 2, 2), strict=True)), ids=str)
+@pytest.mark.parametrize("call, launches", list(zip(exchanges(), (1, 1, 1, 2, 2), strict=True)), ids=str)
 def test_an_exchange_ends_the_kernel_where_registers_allow(call, launches):
     assert len(re.findall(r"custom_call @mosaic_gpu", lowered(call.run, *call.shapes()))) == launches
 
