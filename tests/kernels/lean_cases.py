@@ -313,7 +313,11 @@ def in_parts() -> list[Call]:
         *(Call(**MANY, head_dim=head_dim, **odd) for head_dim in (64, 256)),
         *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
         MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
-        *(Call(page=page, head_dim=128, **pages) for page in (8, 32)),
+        *(Call(page=page, head_dim=128, **pages) for page in (8, 16, 32)),
+        *(
+            Call(page=16, head_dim=128, queries=7, group=group, **pages, options={"is_causal": True})
+            for group in (6, 8)
+        ),
         *(Call(page=16, head_dim=128, **pages, **options) for options in (causal, float8 | wide)),
         Call(page=16, head_dim=256, **pages, **wide),
         Call(page=128, head_dim=256, **pages, **MANY),

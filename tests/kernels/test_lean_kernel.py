@@ -45,6 +45,17 @@ CALLS = [
         Call(layout=layout, lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192)
         for layout in ("packed", "paged")
     ),
+    # Pages that fill a KV tile together, some of which are beyond the table's end, or of no sequence.
+    *(
+        Call(layout="paged", page=page, lengths=(70, 0, 129, 16), slots=160, **options)
+        for page, options in (
+            (16, {"queries": 3, "options": CAUSAL | {"local_window_size": (50, 0)}}),
+            (32, {"head_dim": 256, "group": 2}),
+            (16, {"head_dim": 128, "queries": 7, "group": 6, "kv_heads": 1, "options": CAUSAL}),
+            (32, {"group": 3, "head_dim": 80, "dtype": "float16"}),
+        )
+    ),
+    *(Call(**FLOAT8, layout="paged", page=page, lengths=(70, 0, 129), slots=160, head_dim=128) for page in (16, 32)),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
     Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     # Queries before the first position see no key, whatever their window has at its right.

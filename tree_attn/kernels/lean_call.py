@@ -20,6 +20,7 @@ from tree_attn.kernels.lean_layout import (
     SLOT_MULTIPLE,
     LeanConfig,
     LeanShape,
+    gathers,
     has_whole_output_tiles,
     is_many_query,
     lanes,
@@ -206,7 +207,7 @@ def lean_shape(
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     target = targets.current()
-    if page_size is not None and page_size % ROWS:  # a KV tile then lies in several pages, which TMA does not gather
+    if page_size is not None and page_size % ROWS and not gathers(page_size):  # pages do not fill a KV tile
         target = dataclasses.replace(target, is_hopper=False)
     group = num_heads // num_kv_heads
     columns = num_queries * group
@@ -216,7 +217,7 @@ def lean_shape(
         tokens = cols // heads_together
         blocks = pl.cdiv(columns // heads_together, tokens)
     else:
-        is_whole = page_size is not None or num_slots % SLOT_MULTIPLE == 0
+        is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)
         blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target, is_whole=is_whole)
         tokens = cols if num_queries > MAX_QUERIES else None
     return LeanShape(
@@ -244,7 +245,7 @@ def column_blocks(
     """Returns how many blocks of how many query columns: a multiple of 8, as many as registers hold at most.
 
     Args:
-      is_whole: 8 divides the array's slots. Copies of other arrays take registers (`kv_parts.py`).
+      is_whole: 8 divides the array's slots, or one page holds a KV tile. Other copies take registers.
     """
     if not target.is_hopper:
         max_columns = 32 if head_dim <= 64 else 16 if head_dim <= 128 else 8

@@ -19,7 +19,7 @@ def zero_garbage(values, span, first_slot, shape: LeanShape, is_trimmed) -> None
       values: `[kv, Hp]`, in shared memory, as stored. All of a warpgroup's threads call this.
       span: from `span_of_keys`. None: TMA fills what is beyond the last slot with zeros.
       first_slot: slot of the first of the values.
-      is_trimmed: zeros follow the `GRAIN` that has the end (`trims_tiles`).
+      is_trimmed: zeros follow the `GRAIN`, or the page of a gathered KV tile, that has the end (`trims_tiles`).
     """
     if span is None:
         return
@@ -51,7 +51,8 @@ def _zero_ends(values, span, first_slot, is_beyond, is_key, shape: LeanShape, is
     @pl.when(is_beyond)
     def _():
         num_seen = jnp.maximum(end - first_slot, 0)
-        trimmed, whole = jnp.maximum(pl.cdiv(num_seen, GRAIN), 1), block_kv // GRAIN
+        grains = shape.page_size // GRAIN if shape.is_gathered else 1  # that are read together
+        trimmed, whole = jnp.maximum(pl.cdiv(num_seen, grains * GRAIN), 1) * grains, block_kv // GRAIN
         is_known = isinstance(is_trimmed, bool)
         read = (trimmed if is_trimmed else whole) if is_known else jnp.where(is_trimmed, trimmed, whole)
         lax.fori_loop(lax.div(num_seen, GRAIN), read, zero, None)

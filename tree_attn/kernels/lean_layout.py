@@ -28,6 +28,11 @@ FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS, ARE_WHOLE = ra
 RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END = range(4, 7)
 
 
+def gathers(page_size: int) -> bool:
+    """Returns whether TMA copies a KV tile from several pages of so many keys: a copy for each, 4 or 2 of 64 keys."""
+    return page_size % GRAIN == 0 and ROWS % page_size == 0 and page_size < ROWS
+
+
 def is_many_query(num_queries: int, group: int) -> bool:
     """Returns whether the many-query kernel is the faster one: empty rows of its blocks cost as much as full ones."""
     return num_queries > MAX_QUERIES and num_queries * group > MAX_LEAN_COLUMNS
@@ -110,6 +115,11 @@ class LeanShape:
     def uses_mma(self) -> bool:
         """Products are `mma.sync`'s (`mma.py`), not `wgmma`'s, which would need widened K and V in shared memory."""
         return self.is_widened or not self.target.is_hopper
+
+    @property
+    def is_gathered(self) -> bool:
+        """A KV tile lies in several pages, from which TMA copies it."""
+        return self.target.is_hopper and self.page_size is not None and gathers(self.page_size)
 
     @property
     def key_itemsize(self) -> int:

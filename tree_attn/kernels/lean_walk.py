@@ -251,7 +251,10 @@ def move_tiles(
             kv_tile = segment.kv_tiles_done + i
             stage = stage_of(kv_tile, config)
             first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
-            if shape.target.is_hopper:
+            if shape.is_gathered:
+                pages = _pages_of_tile(tables, shape, config, output_tile, first)
+                copy = functools.partial(_copy_pages, shape, pages, output_tile.head, stage)
+            elif shape.target.is_hopper:
                 place = _locate(tables, shape, config, output_tile, first)
                 num_seen = None
                 if trims_tiles(tables, shape, config):
@@ -295,6 +298,8 @@ def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     """
     if "sequences" not in tables or shape.is_many_query or not shape.target.is_hopper:
         return False
+    if shape.is_gathered:  # page by page, which takes none
+        return True
     return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_SPARE_COLUMNS and "spans" not in tables)
 
 
@@ -302,6 +307,8 @@ def num_arrivals(tables, shape: LeanShape, config: LeanConfig) -> tuple[int, int
     """Returns how many copies arrive at the barrier of a KV tile of keys, and at that of values."""
     if not shape.target.is_hopper:
         return 1, 1
+    if shape.is_gathered:
+        return (config.block_kv // shape.page_size,) * 2
     if kv_parts.has_broken_group(shape):
         return (kv_parts.num_arrivals(config),) * 2
     return 1, 1 + trims_tiles(tables, shape, config)
@@ -328,6 +335,34 @@ def _copy_tile(
     else:
         ref_of = lambda slots: ref.at[block, slots, head, columns]
         _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen, zeros_from)
+
+
+def _pages_of_tile(tables, shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, first):
+    """Returns `(page, first slot in it)` of each page of the KV tile that begins at slot `first`.
+
+    A page of which no key is seen has its first slot out of bounds, and is not looked up: the table may have no more.
+    """
+    size, found = shape.page_size, []
+    end = shape.num_slots if output_tile.span_end is None else output_tile.span_end
+    for slot in (first + i for i in range(0, config.block_kv, size)):
+        is_seen = slot < end
+        page = tables["pages"][output_tile.sequence, jnp.where(is_seen, lax.div(slot, size), 0)]
+        found.append((page, pl.multiple_of(jnp.where(is_seen, 0, size), 8)))
+    return found
+
+
+def _copy_pages(
+    shape: LeanShape, pages, head, stage, ref, smem, barriers, transforms, columns, zeros_from=None
+) -> None:
+    """Begins the copy of a KV tile from its pages; what is out of bounds becomes zeros.
+
+    Args:
+      pages: from `_pages_of_tile`; head: the KV head; the others as in `_copy_tile`.
+    """
+    size = shape.page_size
+    for i, (page, start) in enumerate(pages):
+        part = smem.at[stage, pl.ds(i * size, size)]
+        plgpu.copy_gmem_to_smem(ref.at[page, pl.ds(start, size), head, columns], part, barriers.at[stage])
 
 
 def _copy_rows(
