@@ -104,9 +104,19 @@ def losses(steps: dict[tuple, dict]) -> list[float]:
     for (device, name, kind), found in steps.items():
         for case, (counts, us) in found.items():
             if kind in constants.get(device, {}).get(name, {}):
-                by_case[device, case][name] = np.dot(constants[device][name][kind], counts), us
-    picked = [(min(ways.values())[1], min(us for _, us in ways.values())) for ways in by_case.values()]
-    return [us / fastest for us, fastest in picked]
+                known = _as_known(counts, kind)
+                by_case[device, case][name] = prediction.times(constants[device][name][kind], known, kind), us
+    result = []
+    for ways in by_case.values():
+        picked = prediction.pick({name: times for name, (times, _) in ways.items()})
+        result.append(ways[picked][1] / min(us for _, us in ways.values()))
+    return result
+
+
+def _as_known(counts: tuple, kind: str) -> tuple:
+    """Returns the counts that picking has: with lengths, those of slots that all hold keys."""
+    one, seen, slots, flops = counts
+    return (one, slots, slots, flops * slots / seen) if kind.endswith("lengths") else counts
 
 
 if __name__ == "__main__":

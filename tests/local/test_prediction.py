@@ -49,7 +49,26 @@ def test_a_window_is_what_is_seen(monkeypatch):
     monkeypatch.setattr(prediction, "constants", lambda: fitted)
     arrays = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
     found = prediction.predicted_us(*arrays, visible(local_window_size=(9, 0)))
-    assert found == pytest.approx({"xla": 2 * 10 * 1024 / 1e6, "cudnn": 2 * 100 * 1024 / 1e6})
+    assert found["xla"] == pytest.approx([2 * 10 * 1024 / 1e6])
+    assert found["cudnn"] == pytest.approx([2 * 100 * 1024 / 1e6])
+
+
+def test_lengths_are_not_known(monkeypatch):
+    kind = "one query, lengths"
+    monkeypatch.setattr(
+        prediction, "constants", lambda: {CPU: {"xla": {kind: [1, 2, 0, 0]}, "cudnn": {kind: [0, 0, 3, 0]}}}
+    )
+    arrays = jnp.zeros((2, 1, 4, 64), jnp.bfloat16), jnp.zeros((2, 100, 4, 64), jnp.bfloat16)
+    found = prediction.predicted_us(*arrays, visible(key_value_seq_lengths=jnp.array([3, 9])))
+    mb = 2 * 100 * 1024 / 1e6
+    assert found["xla"] == pytest.approx([1 + 2 * mb, 1 + mb, 1 + mb / 2])
+    assert found["cudnn"] == pytest.approx([3 * mb] * 3)
+
+
+def test_the_pick_is_nowhere_far_behind():
+    assert prediction.pick({"mosaic_gpu": [632, 170], "cudnn": [628, 217]}) == "mosaic_gpu"
+    assert prediction.pick({"mosaic_gpu": [632, 170], "cudnn": [400, 217]}) == "cudnn"
+    assert prediction.pick({"mosaic_gpu": [7.0], "cudnn": [7.0]}) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +80,7 @@ def test_a_window_is_what_is_seen(monkeypatch):
         ({}, "cudnn", "the first of cudnn, xla; such calls were not measured on this device"),
     ],
 )
-def test_none_picks_the_fastest_by_prediction_and_says_why(fitted, expected, why, monkeypatch, caplog):
+def test_none_picks_by_prediction_and_says_why(fitted, expected, why, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "tree_attn")
     constants = {CPU: {name: {"one query, all keys": values} for name, values in fitted.items()}}
     monkeypatch.setattr(prediction, "constants", lambda: constants)
@@ -72,6 +91,22 @@ def test_none_picks_the_fastest_by_prediction_and_says_why(fitted, expected, why
     query, key = (jnp.ones((1, size, 2, 8), jnp.bfloat16) for size in (1, 16))
     attend(query, key, key)
     assert f"implementation=None picked {expected!r}: {why}" in caplog.messages
+
+
+def test_none_says_what_it_predicts_of_lengths(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "tree_attn")
+    constants = {
+        name: {"one query, lengths": values} for name, values in {"cudnn": [5, 0, 0, 0], "xla": [9, 0, 0, 0]}.items()
+    }
+    monkeypatch.setattr(prediction, "constants", lambda: {CPU: constants})
+    cudnn, xla = IMPLEMENTATIONS["cudnn"], IMPLEMENTATIONS["xla"]
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    monkeypatch.setattr(cudnn, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(cudnn, "attend", xla.attend)
+    query, key = (jnp.ones((1, size, 2, 8), jnp.bfloat16) for size in (1, 16))
+    attend(query, key, key, key_value_seq_lengths=jnp.array([3]))
+    why = "predicted cudnn 5 or 5 or 5 us, xla 9 or 9 or 9 us, if 1 or 0.5 or 0.25 of the slots hold keys"
+    assert f"implementation=None picked 'cudnn': {why}" in caplog.messages
 
 
 def test_the_constants_are_those_of_the_committed_steps():

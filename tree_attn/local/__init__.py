@@ -215,19 +215,22 @@ def choose(
     # Beside transfers, and for packed or paged keys, steps were not measured: their order is what is known.
     is_measured = candidates is None and not beside_transfers
     times = prediction.predicted_us(query, key, arguments["visible"]) if is_measured and len(able) > 1 else {}
-    name, why = _fastest(able, times)
+    name, why = _pick(able, times)
     _log.info("implementation=None picked %r: %s", name, why)
     return name
 
 
-def _fastest(able: list[str], predicted_us: Mapping[str, float]) -> tuple[str, str]:
+def _pick(able: list[str], predicted_us: prediction.Times) -> tuple[str, str]:
     """Returns the backend to run of those that are able, in their order, and why."""
     if len(able) == 1:
         return able[0], "no other can run this call"
     if able[0] not in predicted_us:
         return able[0], f"the first of {', '.join(able)}; such calls were not measured on this device"
     times = {name: predicted_us[name] for name in able if name in predicted_us}
-    return min(times, key=times.__getitem__), "predicted " + ", ".join(f"{k} {us:.4g} us" for k, us in times.items())
+    shown = (f"{name} {' or '.join(f'{us:.4g}' for us in of_name)} us" for name, of_name in times.items())
+    share = " or ".join(f"{x:g}" for x in prediction.SHARES)
+    where = f", if {share} of the slots hold keys" if len(times[able[0]]) > 1 else ""
+    return prediction.pick(times), f"predicted {', '.join(shown)}{where}"
 
 
 def check_implementation(implementation: str | None, candidates: tuple[str, ...] | None = None) -> None:

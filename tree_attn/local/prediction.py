@@ -3,8 +3,10 @@
     us = launch + a (MB of K and V that queries see) + b (MB of all slots) + c (GFLOP of both products)
 
 The four constants are of a device, a backend and a kind of call: `choice.json`, which `scripts/fit_choice.py` fits.
-They count a step in a chain of dependent steps, gaps between launches included. A length that only the device knows
-counts as all slots: it does so for every backend.
+They count a step in a chain of dependent steps, gaps between launches included.
+
+Lengths are known on the device only. So their calls have a time for each of `SHARES`, and the backend is picked that is
+nowhere far behind the fastest: a little may be lost with full caches, where much would be with short sequences.
 """
 
 import functools
@@ -17,20 +19,38 @@ import jax
 from tree_attn.masking import Visibility
 
 FILE = pathlib.Path(__file__).with_name("choice.json")
+SHARES = (1.0, 0.5, 0.25)  # of the slots, that hold keys where a call has lengths
+Times = Mapping[str, Sequence[float | int]]
 
 
-def predicted_us(query, key, visible: Visibility) -> dict[str, float]:
-    """Returns the microseconds of a step by each backend that was measured; none for an unknown device or kind."""
-    of_kind = {
-        name: kinds[kind]
-        for name, kinds in constants().get(jax.local_devices()[0].device_kind, {}).items()
-        if (kind := kind_of_call(query.shape[1], visible)) in kinds
-    }
+def predicted_us(query, key, visible: Visibility) -> Times:
+    """Returns the microseconds of a step by each backend that was measured; none for an unknown device or kind.
+
+    That is one time, or one for each of `SHARES`.
+    """
+    kind = kind_of_call(query.shape[1], visible)
+    of_device = constants().get(jax.local_devices()[0].device_kind, {})
     seen = key.shape[1]
     if visible.window is not None and visible.window[0] is not None:
         seen = min(seen, visible.window[0] + query.shape[1])
     counted = counts(query.shape, key.shape, key.dtype.itemsize, keys_seen=query.shape[0] * seen)
-    return {name: sum(c * x for c, x in zip(fitted, counted)) for name, fitted in of_kind.items()}
+    return {name: times(kinds[kind], counted, kind) for name, kinds in of_device.items() if kind in kinds}
+
+
+def times(fitted: Sequence[float | int], counted: Sequence[float | int], kind: str) -> tuple[float, ...]:
+    """Returns the microseconds of a step of this kind, whose slots all hold keys; for each of `SHARES` if not all may.
+
+    Args:
+      fitted: the four constants; counted: what they are multiplied with.
+    """
+    launch, seen, slots, flops = (c * x for c, x in zip(fitted, counted))
+    return tuple(launch + slots + share * (seen + flops) for share in (SHARES if kind.endswith("lengths") else (1.0,)))
+
+
+def pick(predicted: Times) -> str:
+    """Returns the backend whose time is the least multiple of the fastest's, in the share where it is the largest."""
+    fastest = [min(of_share) for of_share in zip(*predicted.values())]
+    return min(predicted, key=lambda name: max(us / best for us, best in zip(predicted[name], fastest)))
 
 
 def kind_of_call(num_queries: int, visible: Visibility) -> str | None:
