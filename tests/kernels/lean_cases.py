@@ -11,6 +11,8 @@ from attention_cases import rounded
 from tree_attn import Shard, attend, lean_decode, paged_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.lean_layout import is_few_query_rows, is_many_query
+from tree_attn.kernels.targets import HOPPER
 from tree_attn.local import attend_shard, shard_attention
 from tree_attn.reduce import fused
 
@@ -50,6 +52,15 @@ class Call:
         values |= {"options": "+".join(self.options)}
         changed = (f"{name}={value}" for name, value in values.items() if value != getattr(Call, name, ""))
         return " ".join(changed).replace(", ", "_") or "default"
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether the query columns are rows of the many-query kernel on Hopper."""
+        few = self.head_dim, self.stored_dtype is not None, HOPPER
+        is_alone = type(self) is Call  # not merged with others
+        return is_many_query(self.queries, self.group) or (
+            is_alone and is_few_query_rows(self.queries, self.group, *few)
+        )
 
     @property
     def valid(self) -> tuple[int, ...]:
@@ -181,6 +192,16 @@ def variants() -> list[Call]:
             )
         ),
         Call(queries=8, group=4, head_dim=128, **lengths),
+        # Few queries as rows, each with keys of its own; threads copy numbers that 8 does not divide.
+        *(
+            Call(queries=queries, group=group, head_dim=head_dim, lengths=(600, 70), **options)
+            for head_dim in (64, 128)
+            for queries, group, options in (
+                (8, 8, {"slots": 640, "options": {"is_causal": True, "logits_soft_cap": 30.0}}),
+                (5, 9, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
+                (8, 16, {"slots": 640, "layout": "paged", "page": 16, "options": {"is_causal": True}}),
+            )
+        ),
         # 40 and 48 query columns, whose merge is the kernel's too; and fewer than a copy moves.
         *(
             Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True})

@@ -85,7 +85,8 @@ def interpreted(call: Call, num_kernels: int = 2):
     """Returns the result of `call`, in which no race may be found."""
     with interpreter() as found:
         state = jax.block_until_ready(jax.jit(call.run)(*call.inputs()))
-    assert [races.races_found for races in found] == [False] * num_kernels
+    flags = [races.races_found for races in found]
+    assert flags == [False] * num_kernels, flags
     return state
 
 

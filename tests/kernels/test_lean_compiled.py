@@ -12,7 +12,6 @@ import sparq_cases
 from gpus import GPUS
 from lean_cases import exchanges, variants, variants_elsewhere
 
-from tree_attn.kernels.lean_layout import is_many_query
 from tree_attn.kernels.sparq_attend import CTAS_PER_SM
 
 WHEELS = os.environ.get("TREE_ATTN_TEST_CUDA_WHEELS")
@@ -101,7 +100,7 @@ def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
     assert_shares_memory(smem_bytes, ctas_per_sm, GPUS["9.0"][-1])
     found, planned = smem_bytes
     assert found is None or found <= planned, "no more than planned"
-    name = "tall_attention" if is_many_query(call.queries, call.group) else "lean_attention"
+    name = "tall_attention" if call.are_rows else "lean_attention"
     name = "lean_exchange" if "lean_exchange" in kernels else name
     assert_fits(name, kernels[name], ctas_per_sm)
 

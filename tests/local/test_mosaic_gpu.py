@@ -42,11 +42,10 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
     text = lowered(call.run, *call.shapes())
     # A run has two KV tiles at least, of 128 keys at head dim 64 and for many queries: no output tile is cut.
     columns, slots = call.queries * call.group, getattr(call, "first", call.slots)
-    is_many_query = call.queries > 8 and columns > 32
     if call.stored_dtype is not None:
         _, cols = column_blocks(columns, call.head_dim, True, HOPPER)
         has_wide_tiles = slots > WHOLE and cols * -(-call.head_dim // 64) * 64 <= 2048 and call.layout != "paged"
-    elif is_many_query:
+    elif call.are_rows:
         has_wide_tiles = call.head_dim <= 128
     else:
         has_wide_tiles = call.head_dim == 64 and (call.lengths is None or columns <= 16)
@@ -60,7 +59,7 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
     is_odd, is_widened = call.slots % 8 > 0 and call.layout != "paged", call.stored_dtype is not None
     cols = column_blocks(columns, call.head_dim, is_widened, HOPPER, is_whole=not is_odd)[1]
     joins = hasattr(call, "first") and call.queries % 8 == 0
-    merges = not is_many_query and cols <= 48 and not joins and slots < 65_536
+    merges = not call.are_rows and cols <= 48 and not joins and slots < 65_536
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == (1 if is_whole or merges else 2)
 
 

@@ -61,8 +61,8 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
         `shape.tokens`, and output tiles that runs cut: otherwise nothing is merged.
       tables: arrays by name; None, or left out, where there is none:
         sequences: int32 `[B, 7]` (first slot, KV tiles per output tile, KV tiles before, first and end of the visible
-          slots, most runs, whether no run cuts an output tile), or None where all slots are visible, so that
-          `shape.static_kv_tiles` is known.
+          slots, most runs, whether no run cuts an output tile) or `[B, 9]` (first and end of what all rows see), or
+          None where all slots are visible, so that `shape.static_kv_tiles` is known.
         runs: int32 `[num_ctas, 7]` from `tree_attn.kernels.lean_call.schedule_tables`, or None if
           `shape.static_kv_tiles`.
         columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.

@@ -22,6 +22,7 @@ from tree_attn.kernels.lean_layout import (
     LeanShape,
     gathers,
     has_whole_output_tiles,
+    is_few_query_rows,
     is_many_query,
     lanes,
     num_partials,
@@ -175,7 +176,7 @@ def plan_call(
     page_size = None if pages is None else key.shape[1]
     shape = lean_shape(
         query, key, num_slots=num_slots, scale=scale, logits_soft_cap=logits_soft_cap, page_size=page_size,
-        is_packed=is_packed,
+        is_packed=is_packed, allows_rows=leaves_whole,
     )  # fmt: skip
     config = config or tuning.lean_config(shape, is_static=spans is None, leaves_whole=leaves_whole)
     if page_size is not None and page_size % config.block_kv and page_size % ROWS == 0:
@@ -201,9 +202,13 @@ def plan_call(
 
 def lean_shape(
     query, key, *, num_slots: int, scale: float, logits_soft_cap: float | None, page_size: int | None = None,
-    is_packed: bool = False,
+    is_packed: bool = False, allows_rows: bool = False,
 ) -> LeanShape:  # fmt: skip
-    """Returns the static part of a call with one span per sequence; arguments as in `plan_call`."""
+    """Returns the static part of a call with one span per sequence; arguments as in `plan_call`.
+
+    Args:
+      allows_rows: few queries may be rows of the many-query kernel, which cannot end in an exchange.
+    """
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
     target = targets.current()
@@ -216,6 +221,8 @@ def lean_shape(
         heads_together = group if num_kv_heads > 1 and group in MANY_QUERY_GROUPS else 1  # in the rows of a block
         tokens = cols // heads_together
         blocks = pl.cdiv(columns // heads_together, tokens)
+    elif allows_rows and is_few_query_rows(num_queries, group, head_dim, key.dtype != query.dtype, target):
+        blocks, cols, tokens = 1, MANY_QUERY_ROWS, MANY_QUERY_ROWS  # a row for each query and head
     else:
         is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)
         blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target, is_whole=is_whole)
@@ -284,6 +291,8 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     runs, are_whole = _runs(kv_tiles, offsets, per_sequence, num_runs, max_runs, shape, leaves_whole)
     per_call = (jnp.full_like(kv_tiles, x) for x in (max_runs, are_whole))
     columns = first_slot, kv_tiles, offsets, span_start, span_end, *per_call
+    if shape.is_many_query and shape.mask == "columns":
+        columns = *columns, jnp.max(first, axis=1), jnp.min(end, axis=1)
     sequences = jnp.stack(columns, axis=1).astype(jnp.int32)
     # What a CTA needs of its first sequence stands beside its run: it waits for memory once.
     begins_in = jnp.stack([first_slot, kv_tiles, span_end], axis=1).astype(jnp.int32)[runs[:, 0]]

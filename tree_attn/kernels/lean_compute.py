@@ -144,7 +144,11 @@ class RunCompute:
         num_queries = self.query_smem.shape[0]
         query_place = segment.query_place(num_queries)
         size = config.block_kv, shape.cols
-        visible = functools.partial(visible_slots, tables, shape, output_tile, size, PER_COLUMN)
+
+        def visible():
+            slots = visible_slots(tables, shape, output_tile, 0, shape.cols, PER_COLUMN)
+            return tuple(spread(x, size) for x in slots) if shape.mask == "columns" else slots
+
         # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
         seen = visible() if self.epilogue is None else None
         span = span_of_keys(tables, output_tile)

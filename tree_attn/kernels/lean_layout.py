@@ -24,6 +24,8 @@ MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; th
 
 # Columns of the table of sequences.
 FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS, ARE_WHOLE = range(7)
+# Further ones where each query row has slots of its own: what all of them see.
+SHARED_START, SHARED_END = range(7, 9)
 # Columns of the table of runs, after those of `schedule.run_table`: of the sequence in which a run begins.
 RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END = range(4, 7)
 
@@ -36,6 +38,13 @@ def gathers(page_size: int) -> bool:
 def is_many_query(num_queries: int, group: int) -> bool:
     """Returns whether the many-query kernel is the faster one: empty rows of its blocks cost as much as full ones."""
     return num_queries > MAX_QUERIES and num_queries * group > MAX_LEAN_COLUMNS
+
+
+def is_few_query_rows(num_queries: int, group: int, head_dim: int, is_widened: bool, target: Target) -> bool:
+    """Returns whether few queries are faster as the rows of the many-query kernel, in one block of them."""
+    # With 256 head dims no register is left for what each row sees.
+    is_able = target.is_hopper and not is_widened and head_dim in MANY_QUERY_HEAD_DIMS and head_dim <= 128
+    return is_able and num_queries <= MAX_QUERIES and MAX_LEAN_COLUMNS < num_queries * group <= MANY_QUERY_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,8 @@ class LeanShape:
     num_kv_heads:        KV heads
     col_blocks:          blocks of query columns per KV head
     cols:                query columns of a block, padded to a multiple of 8; rows in the many-query kernel
-    mask:                "none"; "span": one range of slots per sequence; "columns": one range per query column
+    mask:                "none"; "span": one range of slots per sequence; "columns": one range per query column, or
+                         row
     num_slots:           slots per sequence, and the end of the span of a static schedule
     static_kv_tiles:     KV tiles of every output tile if known when compiling (no lengths, or no slots beyond the first
                          KV tile), else None

@@ -18,6 +18,8 @@ from tree_attn.kernels.lean_layout import (
     RUN_FIRST_SLOT,
     RUN_NUM_KV_TILES,
     RUN_SPAN_END,
+    SHARED_END,
+    SHARED_START,
     SPAN_END,
     SPAN_START,
     LeanConfig,
@@ -193,17 +195,27 @@ def tile_slots(shape: LeanShape, config: LeanConfig, output_tile: _OutputTile, k
     return jnp.minimum(first_slot, max(shape.num_slots - config.block_kv, 0)), first_slot
 
 
-def visible_slots(tables, shape: LeanShape, output_tile: _OutputTile, logits_shape=None, per_column=None):
-    """Returns first and end visible slot: scalars of the sequence, or `[kv, cols]` if each query column has its own."""
+def visible_slots(tables, shape: LeanShape, output_tile: _OutputTile, first, count: int, layout):
+    """Returns first and end visible slot: scalars of the sequence, or `[count]` if each query column has its own.
+
+    Args:
+      first, count: of the columns, or rows, of the block; layout: of what is returned for them.
+    """
     if shape.mask == "none":
         return None, None
     if shape.mask == "span":
         if "sequences" not in tables:
             return 0, shape.num_slots
         return span_of_keys(tables, output_tile)
-    columns = pl.ds(pl.multiple_of(output_tile.col_block * shape.cols, 8), shape.cols)
-    refs = (tables["columns"].at[i, output_tile.sequence, columns] for i in range(2))
-    return tuple(lax.broadcast_in_dim(load(ref, per_column), logits_shape, [1]) for ref in refs)
+    columns = pl.ds(pl.multiple_of(output_tile.col_block * shape.cols + first, 8), count)
+    return tuple(load(tables["columns"].at[i, output_tile.sequence, columns], layout) for i in range(2))
+
+
+def shared_slots(tables, shape: LeanShape, output_tile: _OutputTile):
+    """Returns first and end slot of what all rows of a sequence see; None where that is what each sees."""
+    if shape.mask != "columns":
+        return None
+    return tuple(tables["sequences"][output_tile.sequence, i] for i in (SHARED_START, SHARED_END))
 
 
 def span_of_keys(tables, output_tile: _OutputTile):

@@ -42,6 +42,7 @@ from tree_attn.kernels.lean_walk import (
     move_tiles,
     num_arrivals,
     run_of_cta,
+    shared_slots,
     span_of_keys,
     tile_slots,
     visible_slots,
@@ -60,28 +61,29 @@ PART_ROWS = 16  # that threads copy at once; no block has fewer rows of a head
 def registers_of(shape: LeanShape, has_rows: bool) -> tuple[int, int]:
     """Returns the registers per thread of a warpgroup that computes, and of the one that moves.
 
-    Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts, or queries row by
-    row, takes more.
+    Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts, from pages for few
+    queries, or queries row by row, takes more.
     """
-    if not (has_broken_group(shape) or has_rows):
+    is_paged = shape.page_size is not None and (shape.is_gathered or shape.mask == "columns")
+    if not (has_broken_group(shape) or has_rows or is_paged):
         return 240, 24
     return (224, 56) if shape.head_dim <= 128 else (232, 40)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config"))
 def tall_attention(
-    query, key, value, *, sequences=None, runs=None, pages=None, scales=None, merge_with=None, shape: LeanShape,
-    config: LeanConfig,
+    query, key, value, *, sequences=None, runs=None, columns=None, pages=None, scales=None, merge_with=None,
+    shape: LeanShape, config: LeanConfig,
 ):  # fmt: skip
     """Computes `lean.lean_attention` for `shape.is_many_query`, a head dim that 64 divides, and one dtype.
 
     Args:
       query: `[B, T, N, H]`.
-      sequences, runs, pages, scales, merge_with: as in `lean.lean_attention`.
+      sequences, runs, columns, pages, scales, merge_with: as in `lean.lean_attention`.
     Returns:
       out like `query`, lse float32 `[output tiles, cols]`.
     """
-    tables = {"sequences": sequences, "runs": runs, "pages": pages, "scales": scales}
+    tables = {"sequences": sequences, "runs": runs, "columns": columns, "pages": pages, "scales": scales}
     tables = {name: table for name, table in tables.items() if table is not None}
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
@@ -192,7 +194,8 @@ def _attend_runs_scoped(
                 plgpu.commit_smem()  # tensor cores read through another proxy than threads copy
             # The second warpgroup is half a KV tile behind until the segment ends: the next query waits for both.
             pl.when(warpgroup == 1)(take_turn)
-            first, end = visible_slots(tables, shape, output_tile)
+            first, end = visible = visible_slots(tables, shape, output_tile, warpgroup * ROWS, ROWS, per_row)
+            shared_first, shared_end = shared_slots(tables, shape, output_tile) or visible
             span = span_of_keys(tables, output_tile)
             head_scales = (
                 [tables["scales"][i, output_tile.head] for i in range(2)] if "scales" in tables else (None, None)
@@ -222,8 +225,9 @@ def _attend_runs_scoped(
                     logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
                 first_slot, own_slot = tile_slots(shape, config, output_tile, segment.kv_tile + i)
                 if shape.mask != "none":
-                    counted = first if own_slot is first_slot else jnp.maximum(first, own_slot)
-                    logits = _masked(logits, first_slot, counted, end)
+                    of_own = lambda first: first if own_slot is first_slot else jnp.maximum(first, own_slot)
+                    is_edge = (first_slot < of_own(shared_first)) | (first_slot + block_kv > shared_end)
+                    logits = _masked(logits, first_slot, of_own(first), end, is_edge)
                 new_top = jnp.maximum(top, logits.max(axis=1) * factor)  # [rows]
                 decay = jnp.exp2(top - new_top)
                 weights = jnp.exp2(logits * factor - spread(new_top, logits.shape, axis=0))
@@ -278,15 +282,20 @@ def _attend_runs_scoped(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _masked(logits, first_slot, first, end):
-    """Returns -inf where a slot is not visible. Most KV tiles are visible whole, and are returned as they are."""
-    block_kv = logits.shape[1]
+def _masked(logits, first_slot, first, end, is_edge):
+    """Returns -inf where a slot is not visible. Most KV tiles are visible whole, and are returned as they are.
+
+    Args:
+      first, end: of the visible slots: scalars, or `[rows]`.
+      is_edge: whether a row does not see all of the KV tile.
+    """
 
     def masked(logits):
         slots = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA) + first_slot
-        return jnp.where((slots >= first) & (slots < end), logits, -jnp.inf)
+        of_rows = (spread(x, logits.shape, axis=0) if jnp.ndim(x) else x for x in (first, end))
+        first_of_row, end_of_row = of_rows
+        return jnp.where((slots >= first_of_row) & (slots < end_of_row), logits, -jnp.inf)
 
-    is_edge = (first_slot < first) | (first_slot + block_kv > end)
     return lax.cond(is_edge, masked, lambda logits: logits, logits)
 
 
