@@ -258,6 +258,11 @@ def variants() -> list[Call]:
         ),
         *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
         Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
+        # Many short output tiles, for three CTAs of an SM.
+        *(
+            Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, **options)
+            for options in ({"slots": 222, "options": {"is_causal": True}}, {"layout": "paged", "page": 32})
+        ),
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         # Many output tiles of large heads: two CTAs of one stage.
         *(

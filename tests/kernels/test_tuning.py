@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tree_attn.kernels import lean, lean_merge, tuning
-from tree_attn.kernels.lean_call import column_blocks, schedule_tables
+from tree_attn.kernels.lean_call import _keeps_output_tiles_whole, column_blocks, schedule_tables
 from tree_attn.kernels.lean_layout import (
     ARE_WHOLE,
     FIRST_SLOT,
@@ -289,9 +289,22 @@ def test_many_output_tiles_of_large_heads_have_two_ctas_of_one_stage(batch, stag
 
 
 @pytest.mark.parametrize(
+    "batch, slots, changes, ctas_per_sm",
+    [(396, 256, {}, 3), (396, 257, {}, 2), (395, 256, {}, 2), (1, 128, {}, 3), (1, 128, {"head_dim": 256}, 1),
+     (396, 256, {"key_dtype": jnp.dtype("float8_e4m3fn")}, 2)],
+)  # fmt: skip
+def test_many_short_output_tiles_have_three_ctas(batch, slots, changes, ctas_per_sm):
+    shape = SHAPE.replace(batch=batch, num_slots=slots, **changes)
+    config = formula(shape, 132, is_static=False, leaves_whole=True)
+    assert -(-config.num_ctas // 132) == ctas_per_sm
+    whole = shape.replace(whole_output_tiles=_keeps_output_tiles_whole(shape, config))
+    assert ctas_per_sm * (max_smem_bytes(whole, config) + RESERVED_SMEM_BYTES) <= HOPPER.smem_bytes_per_sm
+
+
+@pytest.mark.parametrize(
     "output_tiles, slots, changes, is_one_each",
     [(265, 1000, {}, True), (396, 8192, {}, True), (264, 1000, {}, False), (397, 1000, {}, False),
-     (300, 8193, {}, False), (300, 64, {}, False), (300, 1000, {"cols": 16}, False),
+     (300, 8193, {}, False), (300, 64, {}, True), (300, 1000, {"cols": 16}, False),
      (300, 1000, {"head_dim": 256}, False), (300, 1000, {"head_dim": 64}, True),
      (300, 1000, {"key_dtype": jnp.dtype("float8_e4m3fn")}, False)],
 )  # fmt: skip

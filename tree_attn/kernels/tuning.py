@@ -19,6 +19,8 @@ MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 12
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and two stages were faster on Hopper
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
+MANY_FOR_SHORT = 8  # output tiles of each of three CTAs of an SM, with which their latency counts most
+MAX_SHORT_KV_TILES = 4
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
 MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
@@ -48,7 +50,7 @@ def table_key(shape: LeanShape, sms: int, is_static: bool) -> str:
     """Returns the key of a call in the tuning table: the properties that the best layout was seen to depend on."""
     # "rows" are output tiles; the word is the table's.
     rows = "many rows" if shape.num_output_tiles > sms else "few rows"
-    lengths = "short" if _is_short(shape, is_static) else "even" if is_static else "ragged"
+    lengths = "short" if _is_short(shape, sms, is_static) else "even" if is_static else "ragged"
     # A Hopper GPU runs the other GPUs' kernel too, for comparison.
     products = "" if shape.target.is_hopper else " mma.sync"
     return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {lengths} {rows}{products}"
@@ -65,12 +67,14 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
     if shape.is_many_query:  # the registers of a whole SM
         block_kv = 128 if shape.head_dim <= 128 else 64
         return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
-    is_short = _is_short(shape, is_static)
+    is_short = _is_short(shape, sms, is_static)
     orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
+    # There is no memory for partial states, then: `lean_call._keeps_output_tiles_whole`.
+    as_planned = shape.replace(whole_output_tiles=True) if is_short and leaves_whole else shape
     for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static, block_kv if leaves_whole else None)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
-        if ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES) <= shape.target.smem_bytes_per_sm:
+        if ctas_per_sm * (max_smem_bytes(as_planned, config) + RESERVED_SMEM_BYTES) <= shape.target.smem_bytes_per_sm:
             return config
     raise AssertionError(f"a tile of K and of V must fit in shared memory, got {shape}")
 
@@ -120,13 +124,15 @@ def _mma_orders(shape: LeanShape, sms: int, is_short: bool):
     return *orders, (1, 64, 1)
 
 
-def _is_short(shape: LeanShape, is_static: bool) -> bool:
+def _is_short(shape: LeanShape, sms: int, is_static: bool) -> bool:
     """Returns whether output tiles are so short that none is cut, however many CTAs there are.
 
-    They have one KV tile, or two that the schedule leaves whole. A schedule that is known when compiling has equal
-    runs, which may cut output tiles of two.
+    They have one KV tile, or two that the schedule leaves whole; four, if there are many output tiles for each CTA. A
+    schedule that is known when compiling has equal runs, which may cut output tiles of two.
     """
     most_kv_tiles = 1 if is_static else MIN_KV_TILES_PER_RUN
+    if not (is_static or shape.uses_mma) and shape.num_output_tiles >= MANY_FOR_SHORT * 3 * sms:
+        most_kv_tiles = MAX_SHORT_KV_TILES
     return shape.num_slots <= most_kv_tiles * ROWS and not shape.is_packed
 
 
