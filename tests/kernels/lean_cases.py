@@ -55,7 +55,7 @@ class Call:
 
     @property
     def are_rows(self) -> bool:
-        """Whether the query columns are rows of the many-query kernel on Hopper."""
+        """Returns whether the query columns are rows of the many-query kernel on Hopper."""
         few = self.head_dim, self.stored_dtype is not None, HOPPER
         is_alone = type(self) is Call  # not merged with others
         return is_many_query(self.queries, self.group) or (
@@ -198,7 +198,7 @@ def variants() -> list[Call]:
             for head_dim in (64, 128)
             for queries, group, options in (
                 (8, 8, {"slots": 640, "options": {"is_causal": True, "logits_soft_cap": 30.0}}),
-                (5, 9, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
+                (5, 11, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
                 (8, 16, {"slots": 640, "layout": "paged", "page": 16, "options": {"is_causal": True}}),
             )
         ),

@@ -27,6 +27,9 @@ CALLS = [
     Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
     Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
     Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
+    Call(
+        queries=7, group=6, kv_heads=1, head_dim=128, options=CAUSAL, lengths=(250, 0)
+    ),  # 42 columns, copied by threads
     Call(queries=2, group=3, head_dim=96, options=CAUSAL | WINDOW, lengths=(130, 3)),  # fewer than a copy moves
     Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
@@ -77,11 +80,11 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(layout="packed", queries=11, group=3, head_dim=128, lengths=(90, 0, 70), slots=192, logit_size=1e4),
     # Few queries, which have keys of their own.
     Call(queries=8, group=16, kv_heads=1, slots=512, head_dim=128, options=CAUSAL),
-    Call(queries=7, group=6, kv_heads=1, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
-    Call(queries=8, group=5, kv_heads=1, slots=320, options=CAUSAL | WINDOW, lengths=(300, 130), logit_size=1e4),
-    Call(queries=5, group=9, kv_heads=1, slots=507, dtype="float16", options=CAUSAL, lengths=(500, 5)),
+    Call(queries=7, group=8, kv_heads=1, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
+    Call(queries=8, group=7, kv_heads=1, slots=320, options=CAUSAL | WINDOW, lengths=(300, 130), logit_size=1e4),
+    Call(queries=5, group=11, kv_heads=1, slots=507, dtype="float16", options=CAUSAL, lengths=(500, 5)),
     *(
-        Call(layout=layout, page=page, queries=6, group=8, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
+        Call(layout=layout, page=page, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
         for layout, page in (("packed", 64), ("paged", 64), ("paged", 16))
     ),
     # In columns too.

@@ -1,10 +1,13 @@
 """Queries in the lean kernel's layout: padded where threads cannot copy what 8 does not divide, and found again."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tree_attn.kernels import targets
 from tree_attn.kernels.lean_call import lean_shape
+from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS
 from tree_attn.kernels.query_layout import from_kernel_layout, to_kernel_layout
 
 
@@ -28,3 +31,30 @@ def test_up_to_48_columns_of_one_block_are_not_padded(num_queries, group, blocks
     folded = to_kernel_layout(query, shape)
     assert folded.shape == (3 * 2 * blocks, columns, 64)
     np.testing.assert_array_equal(from_kernel_layout(folded, query.shape, shape), query)
+
+
+@pytest.mark.parametrize(
+    "num_queries, group, num_slots, changes, are_rows",
+    [
+        (8, 16, 128, {}, True),
+        (5, 10, 128, {}, True),
+        (5, 10, 128, {"head_dim": 256}, False),
+        (5, 10, 128, {"head_dim": 80}, False),
+        (5, 10, 128, {"stored": "float8_e4m3fn"}, False),
+        (5, 10, 128, {"target": "8.0"}, False),
+        (8, 6, 128, {}, False),  # up to 48 columns have the registers for a merge in the launch
+        (8, 6, 90_000, {}, True),  # where reading takes longer than a launch
+        (8, 4, 90_000, {}, False),
+    ],
+)
+def test_few_queries_are_rows_where_they_are_many_columns(num_queries, group, num_slots, changes, are_rows):
+    options = {"head_dim": 128, "stored": "bfloat16", "target": "9.0"} | changes
+    query = jax.ShapeDtypeStruct((3, num_queries, 2 * group, options["head_dim"]), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((3, num_slots, 2, options["head_dim"]), jnp.dtype(options["stored"]))
+    with targets.assumed(options["target"]):
+        call = dict(num_slots=num_slots, scale=1.0, logits_soft_cap=None)
+        shape = lean_shape(query, key, **call, allows_rows=True)
+        assert not lean_shape(query, key, **call).is_many_query, "an exchange is to end the kernel"
+    assert shape.is_many_query == are_rows
+    if are_rows:
+        assert (shape.tokens, shape.col_blocks) == (MANY_QUERY_ROWS, 1)

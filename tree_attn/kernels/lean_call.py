@@ -221,7 +221,10 @@ def lean_shape(
         heads_together = group if num_kv_heads > 1 and group in MANY_QUERY_GROUPS else 1  # in the rows of a block
         tokens = cols // heads_together
         blocks = pl.cdiv(columns // heads_together, tokens)
-    elif allows_rows and is_few_query_rows(num_queries, group, head_dim, key.dtype != query.dtype, target):
+    elif allows_rows and is_few_query_rows(
+        num_queries, group, head_dim, key.dtype != query.dtype, target,
+        kv_tiles=pl.cdiv(num_slots, 128) * num_kv_heads * (1 if is_packed else batch) / tuning.num_sms(),
+    ):  # fmt: skip
         blocks, cols, tokens = 1, MANY_QUERY_ROWS, MANY_QUERY_ROWS  # a row for each query and head
     else:
         is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)

@@ -16,6 +16,7 @@ MANY_QUERY_GROUPS = (1, 2, 4, 8)  # query heads that share a block's rows; movin
 MAX_QUERIES, MAX_GROUP = 8, 16
 # With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
 MAX_LEAN_COLUMNS = 32
+MIN_KV_TILES_OF_ROWS = 32  # with which up to 48 columns of few queries are faster so too
 MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
@@ -40,11 +41,18 @@ def is_many_query(num_queries: int, group: int) -> bool:
     return num_queries > MAX_QUERIES and num_queries * group > MAX_LEAN_COLUMNS
 
 
-def is_few_query_rows(num_queries: int, group: int, head_dim: int, is_widened: bool, target: Target) -> bool:
-    """Returns whether few queries are faster as the rows of the many-query kernel, in one block of them."""
+def is_few_query_rows(
+    num_queries: int, group: int, head_dim: int, is_widened: bool, target: Target, kv_tiles: float = 0
+) -> bool:
+    """Returns whether few queries are faster as the rows of the many-query kernel, in one block of them.
+
+    Args:
+      kv_tiles: of 128 keys, that an SM reads. The merge is a launch of its own, as with `MAX_SPARE_COLUMNS` it is not.
+    """
     # With 256 head dims no register is left for what each row sees.
     is_able = target.is_hopper and not is_widened and head_dim in MANY_QUERY_HEAD_DIMS and head_dim <= 128
-    return is_able and num_queries <= MAX_QUERIES and MAX_LEAN_COLUMNS < num_queries * group <= MANY_QUERY_ROWS
+    max_lean_columns = MAX_LEAN_COLUMNS if kv_tiles >= MIN_KV_TILES_OF_ROWS else MAX_SPARE_COLUMNS
+    return is_able and num_queries <= MAX_QUERIES and max_lean_columns < num_queries * group <= MANY_QUERY_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
