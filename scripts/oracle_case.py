@@ -44,6 +44,11 @@ LEAN_SHAPES = (
     dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=256, num_keys=1920),
     dict(num_queries=3, num_heads=10, num_kv_heads=2, head_dim=80, num_keys=1920),
     dict(num_queries=5, num_heads=6, num_kv_heads=2, head_dim=96, num_keys=1920),
+    # Few queries of so many columns that they are rows.
+    dict(num_queries=6, num_heads=32, num_kv_heads=2, head_dim=128, num_keys=1920),
+    dict(num_queries=8, num_heads=28, num_kv_heads=4, head_dim=128, num_keys=8192),
+    dict(num_queries=5, num_heads=22, num_kv_heads=2, head_dim=64, num_keys=1920),
+    dict(num_queries=8, num_heads=8, num_kv_heads=1, head_dim=64, num_keys=128),
     # Many partial states of an output tile.
     dict(num_queries=4, num_heads=16, num_kv_heads=2, head_dim=128, num_keys=8000),
     dict(num_queries=1, num_heads=16, num_kv_heads=1, head_dim=64, num_keys=8192),
