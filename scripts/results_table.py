@@ -26,6 +26,7 @@ def compare_table(rows: list[dict]) -> str:
         "| commit |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    rows = [row for row in rows if row.get("error") is None]
     for row in rows:
         fastest = min(r["latency_us_median"] for r in rows if r["num_keys"] == row["num_keys"])
         is_ring = row["strategy"] != "tree"
@@ -49,6 +50,7 @@ def steps_table(rows: list[dict]) -> str:
 
     The share is what the step without a reduction reaches of reading K and V at the datasheet's rate.
     """
+    rows = [row for row in rows if "keys_per_device" in row]  # others are of exchanges alone
     reductions = list(dict.fromkeys(row["reduction"] for row in rows))
     named = ["local only" if name == "none" else name or "picked" for name in reductions]
     lines = [

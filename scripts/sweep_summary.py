@@ -7,6 +7,8 @@ from benching import cell
 
 from tree_attn.measure.steps.ways import OURS, PICKED
 
+MAX_GAP_US = 2  # between a step's chain and its kernels, as a goal
+
 
 def is_peer(way: str) -> bool:
     """Returns whether a way is somebody else's kernel."""
@@ -61,9 +63,26 @@ def summary(rows: Sequence[dict]) -> str:
     lines += ["| None over the best peer | step | limit | the four fastest, chain |", "|---|---|---|---|"]
     lines += [f"| {ratio:.2f} | {describe(case, rows)} |" for case, ratio in behind]
     missing = [case for case in family_of if case not in by_way[PICKED]]
-    lines += _spread(rows)
+    lines += _gaps(rows) + _spread(rows)
     lines += ["", f"No ratio, for want of a peer's time or ours: {', '.join(missing)}"] * bool(missing)
     return "\n".join(lines)
+
+
+def _gaps(rows: Sequence[dict]) -> list[str]:
+    """Says how often a step of None takes more than its kernels do: by gaps between launches, and by noise."""
+    gaps = [
+        row["chain_us_median"] - row["device_us_median"]
+        for row in rows
+        if row["way"] == PICKED and row.get("chain_us_median") and row.get("device_us_median")
+    ]
+    if not gaps:
+        return []
+    wide = sum(gap > MAX_GAP_US for gap in gaps)
+    return [
+        "",
+        f"A step of None takes over {MAX_GAP_US} us more than the sum of its kernels in {wide} of {len(gaps)} cases, "
+        f"at most {max(gaps):.1f} us more.",
+    ]
 
 
 def _spread(rows: Sequence[dict]) -> list[str]:

@@ -120,6 +120,14 @@ def test_the_summary_takes_the_best_peer_of_each_case():
     assert "| t | 5.0 |  |  | 4.0 (XQA) | 4.0 | 1.25 | 0123456 |" in table
 
 
+def test_the_summary_says_how_much_longer_a_step_takes_than_its_kernels():
+    rows = [row(case, "None", us, device_us_median=10.0) for case, us in zip("abc", [9.0, 12.0, 15.5], strict=True)]
+    rows += [row("a", "mosaic_gpu", 99.0, device_us_median=1.0), row("a", "cudnn", 100.0)]
+    assert "over 2 us more than the sum of its kernels in 1 of 3 cases, at most 5.5 us more." in sweep_summary.summary(
+        rows
+    )
+
+
 def test_the_summary_says_how_far_chains_of_the_same_kernels_are_apart():
     rows = [row(case, "mosaic_gpu", 100.0) for case in "abcd"]
     rows += [
