@@ -10,6 +10,9 @@ K and V then takes little time, and the tensor cores are to be kept busy. Per CT
 Most shapes have fewer blocks of query rows than there are CTAs. So runs of KV tiles are equal here too, whatever output
 tiles they cut, and `tall_merge.py` merges the partial states.
 
+A few queries of a large group are rows too (`lean_layout.is_few_query_rows`). Each then has a range of keys of its own.
+The kernel looks at it only in KV tiles that some row does not see whole.
+
 Shapes in comments: `rows` query rows of a warpgroup, `kv` keys of a KV tile, H head dim.
 
 Sources: Hydragen, section 3.2; LeanAttention, section 4.3, for the schedule; FlashAttention-3, section 3.1, for turns.
