@@ -67,7 +67,7 @@ def test_a_wait_that_is_left_out_is_found(barrier, call, monkeypatch):
     assert has_race(call)
 
 
-WIDE = Call(kv_heads=3, queries=8, group=8)  # so many columns that one query is on its way
+WIDE = Call(kv_heads=3, queries=8, group=8, head_dim=80)  # so many columns that one query is on its way
 
 
 @pytest.mark.parametrize(
