@@ -9,7 +9,7 @@ from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith
 from lean_interpreter import check, interpreted, interpreter, needs_interpreter, set_layout
 
 from tree_attn.kernels import lean as lean_kernel
-from tree_attn.kernels import lean_call, lean_products
+from tree_attn.kernels import lean_call, lean_layout, lean_products
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
@@ -118,6 +118,48 @@ WHOLE = [  # output tiles that five CTAs share evenly
 @pytest.mark.parametrize("call", CALLS + MANY, ids=str)
 def test_it_is_exact_and_has_no_race(call):
     check(call)
+
+
+@pytest.mark.usefixtures("fresh_traces")
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(queries=5, group=7, head_dim=128, slots=203, lengths=(200, 3), options=CAUSAL),
+        Call(
+            layout="paged", page=16, queries=6, group=6, slots=192, lengths=(190, 2), dtype="float16",
+            options=CAUSAL | WINDOW,
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_up_to_48_columns_of_few_queries_are_rows_where_much_is_read(call, monkeypatch):
+    monkeypatch.setattr(lean_layout, "MIN_KV_TILES_OF_ROWS", 0)
+    check(call)
+
+
+@pytest.mark.parametrize("page", [16, 32, 64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group": 4},
+        {"group": 4, "head_dim": 128, "stored_dtype": "float8_e4m3fn"},
+        {"queries": 8, "group": 8, "options": CAUSAL},
+    ],
+    ids=str,
+)
+def test_pages_before_a_window_are_not_read(options, page):
+    options = {"options": {}} | options
+    call = Call(
+        layout="paged", page=page, kv_heads=1, slots=192, lengths=(120, 190),
+        **options | {"options": options["options"] | {"local_window_size": (20, 0)}},
+    )  # fmt: skip
+    query, key, value, table, lengths = call.inputs()
+    for sequence, length in enumerate(call.valid):
+        before = (length - call.queries - 20) // page  # pages of which no query sees a key
+        key, value = (x.at[table[sequence, :before]].set(np.nan) for x in (key, value))
+    with interpreter():
+        state = jax.jit(call.run)(query, key, value, table, lengths)
+    assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.valid), **call.options)
 
 
 @pytest.mark.usefixtures("fresh_traces")

@@ -167,8 +167,9 @@ def plan_call(
       num_slots: slots that a sequence can have.
       scales: float32 `[2, K]`, factors of stored K and V, or None.
       pages: int32 `[B, pages]` where K and V are pages, else None.
-      leaves_whole: the schedule may cut no output tile where lengths are such that a merge would take longer. Not for a
-        call that is merged with a state over other keys, or with other devices.
+      leaves_whole: the schedule may cut no output tile where lengths are such that a merge would take longer, and few
+        queries may be rows of the many-query kernel. Not for a call that is merged with a state over other keys, or
+        with other devices.
       leaves_partials: all output tiles leave partial states, which the caller merges, also those that no run cuts.
       config: default: as tuned.
     """
@@ -278,9 +279,10 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     span_end = jnp.max(jnp.where(is_seen, end, 0), axis=1)
     is_any = span_start < span_end
     span_start, span_end = jnp.where(is_any, span_start, 0), jnp.where(is_any, span_end, 0)
-    # Packed sequences and windows begin anywhere. A KV tile begins at a multiple of 8, or in a page at one of its size;
-    # what comes before the span is masked.
+    # Packed sequences and windows begin anywhere. A KV tile begins at a multiple of 8; in a page at one of its size; or
+    # with a page where it has several. What comes before the span is masked.
     grain = SLOT_MULTIPLE if shape.page_size is None else config.block_kv
+    grain = shape.page_size if shape.is_gathered else grain
     first_slot = span_start // grain * grain
     # At least one, to write the result of an output tile that sees nothing.
     kv_tiles = jnp.maximum(pl.cdiv(span_end - first_slot, config.block_kv), 1)
