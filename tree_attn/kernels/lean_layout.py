@@ -47,7 +47,7 @@ def is_few_query_rows(
     """Returns whether few queries are faster as the rows of the many-query kernel, in one block of them.
 
     Args:
-      kv_tiles: of 128 keys, that an SM reads. The merge is a launch of its own, as with `MAX_SPARE_COLUMNS` it is not.
+      kv_tiles: of 128 slots, that an SM has. The merge is a launch of its own, as with `MAX_SPARE_COLUMNS` it is not.
     """
     # With 256 head dims no register is left for what each row sees.
     is_able = target.is_hopper and not is_widened and head_dim in MANY_QUERY_HEAD_DIMS and head_dim <= 128

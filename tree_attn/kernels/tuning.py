@@ -131,7 +131,7 @@ def _is_short(shape: LeanShape, sms: int, is_static: bool) -> bool:
     schedule that is known when compiling has equal runs, which may cut output tiles of two.
     """
     most_kv_tiles = 1 if is_static else MIN_KV_TILES_PER_RUN
-    if not (is_static or shape.uses_mma) and shape.num_output_tiles >= MANY_FOR_SHORT * 3 * sms:
+    if not (is_static or shape.uses_mma) and shape.cols == 8 and shape.num_output_tiles >= MANY_FOR_SHORT * 3 * sms:
         most_kv_tiles = MAX_SHORT_KV_TILES
     return shape.num_slots <= most_kv_tiles * ROWS and not shape.is_packed
 
