@@ -69,6 +69,7 @@ def test_the_pick_is_nowhere_far_behind():
     assert prediction.pick({"mosaic_gpu": [632, 170], "cudnn": [628, 217]}) == "mosaic_gpu"
     assert prediction.pick({"mosaic_gpu": [632, 170], "cudnn": [400, 217]}) == "cudnn"
     assert prediction.pick({"mosaic_gpu": [7.0], "cudnn": [7.0]}) == "mosaic_gpu"
+    assert prediction.pick({"mosaic_gpu": [7.0, 3.0], "cudnn": [0.0, 0.0]}) == "cudnn"  # no keys, or no sequences
 
 
 @pytest.mark.parametrize(
