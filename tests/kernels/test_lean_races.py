@@ -11,7 +11,7 @@ import pytest
 from lean_cases import Call
 from lean_interpreter import check, has_race, needs_interpreter, set_layout
 
-from tree_attn.kernels import kv_parts, lean_compute, lean_merge, lean_walk
+from tree_attn.kernels import kv_parts, lean_compute, lean_merge, lean_moves
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import tall as tall_kernel
 
@@ -95,7 +95,7 @@ def test_a_barrier_that_does_not_wait_for_all_parts_of_a_tile_is_found(monkeypat
 
 
 def leave_out_of_moving(barrier: str, monkeypatch):
-    monkeypatch.setattr(lean_walk, "move_tiles", mutant(lean_walk, f"plgpu.barrier_wait({barrier})").move_tiles)
+    monkeypatch.setattr(lean_moves, "move_tiles", mutant(lean_moves, f"plgpu.barrier_wait({barrier})").move_tiles)
     changed = mutant(lean_kernel, None)
     monkeypatch.setattr(lean_kernel, "lean_attention", changed.lean_attention)
 

@@ -4,8 +4,8 @@ This package imports nothing of ours but its own files and the state's formula (
 imported inside functions only: Mosaic is then loaded when a kernel is made, and never on a machine that runs none.
 
     lean_call      plans and runs a call of the lean kernel or the many-query kernel: the entry from `tree_attn.local`
-    lean, lean_walk, lean_merge, lean_layout, query_layout, schedule, tuning    LeanAttention
-    tall, tall_merge    the many-query kernel, for many query rows that see the same keys
+    lean, lean_walk, lean_moves, lean_merge, lean_layout, query_layout, schedule, tuning    LeanAttention
+    tall, tall_merge    the many-query kernel: rows of many queries, or of a few in a large group
     exchange, epilogue    the exchange of `reduction="fused"`, as a kernel and as the lean kernel's end
     few_rows_call, few_rows, few_rows_layout, few_rows_sum    products of few rows with weights, and what goes with them
     few_rows_chain_call, few_rows_chain, few_rows_chain_layout    several of them in one launch

@@ -37,9 +37,10 @@ from tree_attn.kernels.lean_layout import (
     scratch_bytes,
 )
 from tree_attn.kernels.lean_merge import merge_cut, merge_partials, merged_at_once, merges_in_launch
+from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_products import products_of, query_tiling
 from tree_attn.kernels.lean_results import results_of
-from tree_attn.kernels.lean_walk import Barriers, move_tiles, num_arrivals, run_of_cta
+from tree_attn.kernels.lean_walk import run_of_cta
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import column_index, moves_by_rows, stores_by_threads

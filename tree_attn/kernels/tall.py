@@ -40,17 +40,8 @@ from tree_attn.kernels.lean_layout import (
     scratch_bytes,
 )
 from tree_attn.kernels.lean_merge import finish
-from tree_attn.kernels.lean_walk import (
-    Barriers,
-    move_tiles,
-    num_arrivals,
-    run_of_cta,
-    shared_slots,
-    span_of_keys,
-    tile_slots,
-    visible_slots,
-    walk,
-)
+from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
+from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows
 from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
