@@ -1,7 +1,7 @@
 """Times shared prefixes on one GPU: with and without sharing, beside cuDNN twice and a merge, and FlashInfer.
 
     python3 scripts/bench_prefix.py table --out docs/results/prefix_h200/table.jsonl
-    python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/table.jsonl     # docs/results.md's table
+    python3 scripts/bench_prefix.py markdown --out docs/results/prefix_h200/llama.jsonl     # docs/results.md's table
     python3 scripts/bench_prefix.py switch --out docs/results/prefix_h200/switch.jsonl      # when sharing pays
     python3 scripts/bench_prefix.py llama --out docs/results/prefix_h200/llama.jsonl        # heads as Llamas have them
 
