@@ -69,7 +69,6 @@ def test_the_pick_is_nowhere_far_behind():
     assert prediction.pick({"mosaic_gpu": [632, 170], "cudnn": [628, 217]}) == "mosaic_gpu"
     assert prediction.pick({"mosaic_gpu": [632, 170], "cudnn": [400, 217]}) == "cudnn"
     assert prediction.pick({"mosaic_gpu": [7.0], "cudnn": [7.0]}) == "mosaic_gpu"
-    assert prediction.pick({"mosaic_gpu": [7.0, 3.0], "cudnn": [0.0, 0.0]}) == "cudnn"  # no keys, or no sequences
 
 
 @pytest.mark.parametrize(
@@ -122,6 +121,27 @@ def test_the_constants_are_those_of_the_committed_steps():
     steps = fit_choice.measured([row for file in files for row in rows.read(file)])
     assert fit_choice.fitted(steps) == json.loads(prediction.FILE.read_text())
     assert max(fit_choice.losses(steps)) < 1.1
+
+
+@pytest.mark.parametrize(
+    "num_queries, num_slots, num_heads, num_kv_heads, options",
+    [
+        (1, 512, 32, 8, {}),
+        (1, 1024, 32, 8, {"key_value_seq_lengths": jnp.array([512])}),
+        (1, 1024, 32, 8, {"local_window_size": (512, 0)}),
+        (2, 1024, 32, 8, {"local_window_size": (127, 0), "is_causal": True}),
+        (5, 665, 40, 8, {"key_value_seq_lengths": jnp.array([300]), "is_causal": True}),
+        (8, 1024, 8, 1, {"key_value_seq_lengths": jnp.array([300]), "is_causal": True}),
+    ],
+)
+def test_a_small_call_is_the_lean_kernels(num_queries, num_slots, num_heads, num_kv_heads, options, monkeypatch):
+    monkeypatch.setattr(prediction, "constants", lambda: {CPU: json.loads(prediction.FILE.read_text())["NVIDIA H200"]})
+    query = jax.ShapeDtypeStruct((1, num_queries, num_heads, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, num_slots, num_kv_heads, 128), jnp.bfloat16)
+    seen = visibility(AttentionOptions(**options), batch=1, num_queries=num_queries, num_slots=num_slots, shard=Shard())
+    predicted = prediction.predicted_us(query, key, seen)
+    assert prediction.pick(predicted) == "mosaic_gpu"
+    assert min(us for times in predicted.values() for us in times) > 5, "a step is a launch at least"
 
 
 def test_a_fit_finds_the_constants_of_exact_steps():

@@ -20,7 +20,6 @@ from tree_attn.masking import Visibility
 
 FILE = pathlib.Path(__file__).with_name("choice.json")
 SHARES = (1.0, 0.5, 0.25)  # of the slots, that hold keys where a call has lengths
-LEAST_US = 1e-6  # that a multiple is counted of: without keys or sequences a prediction may be zero
 Times = Mapping[str, Sequence[float | int]]
 
 
@@ -50,7 +49,7 @@ def times(fitted: Sequence[float | int], counted: Sequence[float | int], kind: s
 
 def pick(predicted: Times) -> str:
     """Returns the backend whose time is the least multiple of the fastest's, in the share where it is the largest."""
-    fastest = [max(min(of_share), LEAST_US) for of_share in zip(*predicted.values())]
+    fastest = [min(of_share) for of_share in zip(*predicted.values())]
     return min(predicted, key=lambda name: max(us / best for us, best in zip(predicted[name], fastest)))
 
 
