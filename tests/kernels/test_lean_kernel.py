@@ -137,6 +137,7 @@ def test_up_to_48_columns_of_few_queries_are_rows_where_much_is_read(call, monke
     check(call)
 
 
+@pytest.mark.parametrize("lengths, slots", [((120, 190), 192), ((41, 64), 64)])  # and one KV tile
 @pytest.mark.parametrize("page", [16, 32, 64])
 @pytest.mark.parametrize(
     "options",
@@ -147,10 +148,10 @@ def test_up_to_48_columns_of_few_queries_are_rows_where_much_is_read(call, monke
     ],
     ids=str,
 )
-def test_pages_before_a_window_are_not_read(options, page):
+def test_pages_before_a_window_are_not_read(options, page, lengths, slots):
     options = {"options": {}} | options
     call = Call(
-        layout="paged", page=page, kv_heads=1, slots=192, lengths=(120, 190),
+        layout="paged", page=page, kv_heads=1, slots=slots, lengths=lengths,
         **options | {"options": options["options"] | {"local_window_size": (20, 0)}},
     )  # fmt: skip
     query, key, value, table, lengths = call.inputs()

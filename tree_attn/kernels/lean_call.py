@@ -195,8 +195,9 @@ def plan_call(
     per_sequence = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans)
     leaves_whole = leaves_whole and lean.writes_uncut(shape)
     tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config, leaves_whole=leaves_whole)
-    if num_slots <= config.block_kv and not is_packed and not leaves_partials:
-        # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths.
+    if num_slots <= config.block_kv and not (is_packed or leaves_partials or shape.is_gathered):
+        # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths. It begins with slot 0, so of
+        # several pages it would read those that lie before a window.
         shape, tables["runs"] = shape.replace(static_kv_tiles=1), None
     return LeanCall(query_shape=query.shape, shape=shape, config=config, tables=tables)
 
