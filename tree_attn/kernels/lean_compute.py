@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, lanes, partial_of
 from tree_attn.kernels.lean_merge import merge_last
-from tree_attn.kernels.lean_moves import Barriers, trims_tiles
+from tree_attn.kernels.lean_moves import Barriers, stage_of, trims_tiles
 from tree_attn.kernels.lean_products import PER_COLUMN
-from tree_attn.kernels.lean_walk import Run, span_of_keys, stage_of, tile_slots, visible_slots, walk
+from tree_attn.kernels.lean_walk import Run, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.registers import scaled_logits, spread
 
 

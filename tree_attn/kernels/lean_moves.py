@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels import kv_parts
 from tree_attn.kernels.lean_layout import GRAIN, MAX_SPARE_COLUMNS, LeanConfig, LeanShape, has_whole_output_tiles
-from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, stage_of, tile_slots, walk
+from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slots, walk
 from tree_attn.kernels.plain_copies import copy_rows
 
 
@@ -89,6 +89,12 @@ def move_tiles(
 
     if num_queries > 1:
         lax.fori_loop(jnp.maximum(num_output_tiles - num_queries, 0), num_output_tiles, await_last, None)
+
+
+def stage_of(kv_tile, config: LeanConfig):
+    """Returns the stage of a run's KV tile, by its number in the run."""
+    # A stage that the compiler knows to be 0 has addresses that it computes before all loops: they took 70 registers.
+    return lax.rem(kv_tile, config.num_stages) if config.num_stages > 1 else lax.shift_right_logical(kv_tile, 31)
 
 
 def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:

@@ -64,7 +64,7 @@ class OutputTile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
+class _Segment:
     """A run's part within one output tile.
 
     kv_tile, num_kv_tiles:  its first KV tile within the output tile, and how many it has
@@ -150,7 +150,7 @@ def walk(run: Run, tables, shape: LeanShape, config: LeanConfig, attend_segment,
                 num_kv_tiles=kv_tiles,
                 span_end=span_end,
             ),
-            Segment(
+            _Segment(
                 kv_tile=kv_tile,
                 num_kv_tiles=num_kv_tiles,
                 kv_tiles_done=kv_tiles_done,
@@ -169,12 +169,6 @@ def walk(run: Run, tables, shape: LeanShape, config: LeanConfig, attend_segment,
     begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0))
     sequence, within, *_ = lax.while_loop(is_left, step, begin)
     return quotient(sequence * shape.output_tiles_per_sequence + within - first_index, count)
-
-
-def stage_of(kv_tile, config: LeanConfig):
-    """Returns the stage of a run's KV tile, by its number in the run."""
-    # A stage that the compiler knows to be 0 has addresses that it computes before all loops: they took 70 registers.
-    return lax.rem(kv_tile, config.num_stages) if config.num_stages > 1 else lax.shift_right_logical(kv_tile, 31)
 
 
 def tile_slots(shape: LeanShape, config: LeanConfig, output_tile: OutputTile, kv_tile):
