@@ -33,7 +33,7 @@ def main() -> int:
     args = parser.parse_args()
     steps = measured([row for file in args.files for row in rows.read(file)])
     for (device, name, kind), found in steps.items():
-        error = left_out_error(found, least_of(device, name, kind, steps))
+        error = left_out_error(found, lower_bounds(device, name, kind, steps))
         print(f"{device}  {name:11s} {kind:28s} {len(found):3d} steps, off by {error:.1%} on average")
     lost = losses(steps)
     print(f"picking by the predictions costs {np.mean(lost) - 1:.1%} on average, {max(lost) - 1:.1%} at worst")
@@ -66,33 +66,33 @@ def fitted(steps: dict[tuple, dict]) -> dict:
     result: dict = {}
     for (device, name, kind), found in sorted(steps.items()):
         if len(found) >= MIN_STEPS:
-            least = least_of(device, name, kind, steps)
-            result.setdefault(device, {}).setdefault(name, {})[kind] = fit(found.values(), least)
+            lower = lower_bounds(device, name, kind, steps)
+            result.setdefault(device, {}).setdefault(name, {})[kind] = fit(found.values(), lower)
     return result
 
 
-def fit(found, least=(0.0, 0.0, 0.0, 0.0)) -> list[float]:
-    """Returns the constants with the least squares of relative errors, none of them below its `least`."""
+def fit(found, lower=(0.0, 0.0, 0.0, 0.0)) -> list[float]:
+    """Returns the constants with the least squares of relative errors, none of them below its bound in `lower`."""
     from scipy.optimize import nnls
 
     counts, us = (np.array(x, float) for x in zip(*found))
-    constants, _ = nnls(counts / us[:, None], 1 - counts @ least / us)
-    return [float(f"{x:.4g}") for x in constants + least]
+    constants, _ = nnls(counts / us[:, None], 1 - counts @ lower / us)
+    return [float(f"{x:.4g}") for x in constants + lower]
 
 
-def least_of(device: str, name: str, kind: str, steps: dict[tuple, dict]) -> np.ndarray:
+def lower_bounds(device: str, name: str, kind: str, steps: dict[tuple, dict]) -> np.ndarray:
     """Returns the least that the four constants can be.
 
     No step is faster than reading what is seen at the datasheet's rate. None takes less to launch than a step of the
     next simpler kind: few small steps are measured, and a fit without that may have them launched in no time.
     """
-    least = np.zeros(4)
-    least[SEEN] = limits.limit_us(device, num_bytes=1e6, num_flops=0)
+    lower = np.zeros(4)
+    lower[SEEN] = limits.limit_us(device, num_bytes=1e6, num_flops=0)
     if (simpler := _simpler(kind)) is not None:
-        of_simpler = least_of(device, name, simpler, steps)
+        of_simpler = lower_bounds(device, name, simpler, steps)
         found = steps.get((device, name, simpler), {})
-        least[LAUNCH] = fit(found.values(), of_simpler)[LAUNCH] if len(found) >= MIN_STEPS else of_simpler[LAUNCH]
-    return least
+        lower[LAUNCH] = fit(found.values(), of_simpler)[LAUNCH] if len(found) >= MIN_STEPS else of_simpler[LAUNCH]
+    return lower
 
 
 def _simpler(kind: str) -> str | None:
@@ -103,13 +103,13 @@ def _simpler(kind: str) -> str | None:
     return "one query, all keys" if keys != "all keys" else None
 
 
-def left_out_error(found: dict, least=(0.0, 0.0, 0.0, 0.0)) -> float:
+def left_out_error(found: dict, lower=(0.0, 0.0, 0.0, 0.0)) -> float:
     """Returns the mean relative error of steps, each predicted from the others."""
     errors = []
     for case, (counts, us) in found.items():
         others = [step for name, step in found.items() if name != case]
         if len(others) >= MIN_STEPS:
-            errors.append(abs(np.dot(fit(others, least), counts) / us - 1))
+            errors.append(abs(np.dot(fit(others, lower), counts) / us - 1))
     return float(np.mean(errors)) if errors else float("nan")
 
 
