@@ -227,6 +227,25 @@ def test_inside_jit_a_refused_write_leaves_its_sequence_alone_and_marks_it():
         cache.check_room(0)
 
 
+def test_tokens_that_were_refused_are_not_counted_unmarked():
+    """A step writes drafts, and counts those that it takes."""
+    cache, *_ = nearly_full()
+    counted = jax.jit(lambda cache, new: cache.write(*new).advance(1))(cache, tokens(2, seed=1))
+    np.testing.assert_array_equal(counted.overflowed, [True, False])
+    with pytest.raises(CacheFullError, match=r"sequence 0 .*refused already"):
+        counted.check_room(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 12}, {"window": 6}], ids=str)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_prefix_with_lengths_counts_its_tokens(options, is_jitted):
+    cache, new = empty_cache(**options), tokens(9)
+    write = lambda cache: cache.write_prefix(*(x[:, storage_order(9, 3, 1)] for x in new), lengths=np.array([9, 4]))
+    cache = (jax.jit(write) if is_jitted else write)(cache)
+    np.testing.assert_array_equal(cache.lengths, [9, 4])
+    assert not np.asarray(cache.overflowed).any()
+
+
 def test_a_cache_can_be_filled_to_its_last_slot():
     cache, key, value = nearly_full()
     cache = append(cache, key[:, 11:], value[:, 11:])

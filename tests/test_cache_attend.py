@@ -68,6 +68,10 @@ def test_sparq_gets_the_mean_and_the_components_that_a_cache_keeps():
     assert "key_scale" not in seen and "value_scale" not in seen
     cache.attend(draw(2, heads=N), attention=spy, is_causal=True)
     assert seen["value_mean"] is None
+    cache.attend(draw(2, heads=N), attention=spy)
+    assert seen["value_mean"] is not None
+    cache.attend(draw(2, heads=N), attention=partial(spy, is_causal=True))
+    assert seen["value_mean"] is None
     create().attend(draw(1, heads=N), attention=spy)
     assert seen["value_mean"] is seen["key_by_component"] is None
 

@@ -209,6 +209,8 @@ def test_fewer_tokens_are_held_only_where_their_windows_are_kept():
     cache = filled(create(window=6), [4, 6, 19, 20])
     with pytest.raises(ValueError, match=r"at least 20 for sequence 3, or 0, got 18: .* a window of 6 tokens"):
         cache.with_lengths([2, 3, 0, 18])
+    marked = jax.jit(lambda cache: cache.with_lengths(np.array([2, 3, 0, 18])))(cache)  # no error can be raised there
+    assert np.asarray(marked.overflowed).tolist() == [False, False, False, True]
     shorter = cache.with_lengths([2, 3, 0, 20])
     whole = filled(create(), [2, 3, 0, 20])
     query = draw(1, N)

@@ -271,6 +271,16 @@ SHARDED = {
     "no_mesh_and_no_axis_bound": (lambda _: tree(), ValueError, r"mesh must be given .* binds axis_name .*, got None"),
     "no_mesh_for_prefill": (lambda _: prefill(PROMPT, block_size=1), ValueError, r"mesh must be given .*, got None"),
     "mesh_is_a_name": (lambda _: tree(mesh="seq"), TypeError, r"mesh must be a jax.sharding.Mesh, got str"),
+    "part_of_a_block_in_a_shard_map": (
+        lambda _: in_shard_map(lambda: tree(block_size=5)),
+        ValueError,
+        r"key must hold a multiple of block_size = 5 slots, got 12",
+    ),
+    "part_of_a_prompts_block_in_a_shard_map": (
+        lambda _: in_shard_map(lambda: prefill(PROMPT, PROMPT, block_size=5)),
+        ValueError,
+        r"key must hold a multiple of block_size = 5 slots, got 12",
+    ),
     "mesh_inside_a_shard_map": (
         lambda devices: in_shard_map(lambda: tree(mesh=devices.mesh)),
         ValueError,
@@ -501,6 +511,27 @@ CACHE = {
         r"append must be called on a cache without layers, got one of num_layers=2: call write\(key, value, layer\)",
     ),
     "no_such_layer": (lambda g: g.layered.write(NEW, NEW, layer=2), ValueError, r"layer must lie in \[0, 2\), got 2"),
+    "lengths_of_no_such_layer": (
+        lambda g: g.layered.with_lengths(ints(1, 2), layer=7),
+        ValueError,
+        r"layer must lie in \[0, 2\), got 7",
+    ),
+    "scales_of_no_such_layer": (lambda g: g.layered.scales(7), ValueError, r"layer must lie in \[0, 2\), got 7"),
+    "new_keys_are_a_list": (
+        lambda g: g.cache.append(NEW.tolist(), NEW.tolist()),
+        TypeError,
+        r"key must be an array, got list",
+    ),
+    "room_for_less_than_nothing": (
+        lambda g: g.cache.check_room(-3),
+        ValueError,
+        r"num_tokens must be an integer of at least 0, got -3",
+    ),
+    "prefix_with_lengths_that_begins_later": (
+        lambda g: g.cache.write_prefix(KEY[:, :3], KEY[:, :3], start=3, lengths=ints(1, 2)),
+        ValueError,
+        r"start must be 0 where lengths are given, got 3",
+    ),
     "cache_lengths_of_other_batch": (
         lambda g: g.cache.with_lengths(ints(1, 2, 3)),
         ValueError,

@@ -12,17 +12,18 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import AnyArray, check_flag, check_integer, check_lengths, clip_to_int32
+from tree_attn.arguments import AnyArray, check_flag, check_integer, clip_to_int32
 from tree_attn.cache_checks import (
     check_appended,
+    check_counted,
     check_create,
     check_new,
     check_one_new,
     check_prefix,
     check_sequence,
-    check_shorter,
     check_window,
     context_mesh,
+    needs_lost_tokens,
 )
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.cache_reads import CacheReads
@@ -57,8 +58,8 @@ class KVCache(CacheReads):
         (`LayerTuple`). `key`, `value`, `value_sum`, `key_by_component`, `key_scale` and `value_scale` are theirs: with
         a leading `L`, or tuples of one array per layer.
       lengths: int32 `[B]`, tokens held by each sequence.
-      overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room. It
-        left the sequence as it was; `check_room` raises from then on.
+      overflowed: bool `[B]`, whether a write inside jit, where no error can be raised, was refused for want of room, or
+        lengths there need a window that is gone. `check_room` raises from then on.
     """
 
     arrays: LayerCache | LayerTuple
@@ -148,13 +149,14 @@ class KVCache(CacheReads):
     def write(self, key, value, layer: int | Array | None = None) -> "KVCache":
         """Writes T new tokens `[B, T, K, H]` at positions `lengths .. lengths + T`, without counting them.
 
-        A sequence that lacks room for all T is left as it is. `layer` names the layer of a layered cache. `attend` with
-        `num_new=T` sees the tokens before they are counted. To write others in their place, call `with_lengths` first
-        where the sum of the values is kept: it counts whatever was written.
+        A sequence that lacks room for all T is left as it is, and marked `overflowed`. `layer` is of a layered cache.
+        `attend` with `num_new=T` sees the tokens before they are counted. To write others in their place, call
+        `with_lengths` first where the sum of the values is kept: it counts whatever was written.
         """
         check_new(key, value, self.arrays, layer)
         check_one_new("key", key.shape[1], self.arrays)
-        return dataclasses.replace(self, arrays=self.arrays.write(key, value, self.lengths, layer))
+        arrays, (_, has_room) = self.arrays.write(key, value, self.lengths, layer), self._with_new(key.shape[1])
+        return dataclasses.replace(self, arrays=arrays, overflowed=self.overflowed | ~has_room)
 
     def write_prefix(
         self,
@@ -170,17 +172,16 @@ class KVCache(CacheReads):
         multiple of shards x block_size, and `start + S0` at most the capacity. Inside jit, where a traced `start` is
         not, nothing is written, and every sequence is marked `overflowed`.
 
-        No data moves between devices. Follow it by `with_lengths`, which also sums the values where that is kept. A
-        cache that keeps a window needs the `lengths` here: it keeps the newest tokens of so many, and counts them.
+        No data moves between devices. Follow it by `with_lengths`, which also sums the values where that is kept. With
+        `lengths` of at most S0 it counts so many tokens; `start` is 0 then. A cache that keeps a window needs them.
 
         Raises:
           CacheFullError: S0, or `start + S0` where `start` is known, is more than the capacity.
-          ValueError: S0 or `start` does not divide into shards of whole blocks; shapes or dtypes that do not fit.
+          ValueError: S0 or `start` does not divide into shards of whole blocks; shapes, dtypes or lengths do not fit.
         """
         check_new(key, value, self.arrays, layer)
-        fits = check_prefix(key.shape[1], start, self.arrays, lengths)
-        num_new = key.shape[1] * num_held_shards(self.arrays.axes)
-        lengths = clip_to_int32(lengths, 0, num_new) if self.rolls else self.lengths
+        fits, num_new = check_prefix(key.shape[1], start, self.arrays, lengths)
+        lengths = self.lengths if lengths is None else clip_to_int32(lengths, 0, num_new)
         arrays = self.arrays.write_prefix(key, value, start, layer, fits=fits, lengths=lengths)
         overflowed = self.overflowed if fits is None else self.overflowed | ~fits
         return dataclasses.replace(self, arrays=arrays, overflowed=overflowed, lengths=lengths)
@@ -223,15 +224,15 @@ class KVCache(CacheReads):
         """Returns the cache holding `lengths` tokens, int32 `[B]`: after `write_prefix`, or to drop the newest.
 
         Where the sum of the values is kept it is taken anew, from all of them. Inside jit lengths are clipped to the
-        capacity.
+        capacity, and sequences whose window is gone are marked `overflowed`.
 
         Args:
-          lengths: int32 `[B]`.
           layer: the only layer whose values are summed anew; None: all.
         Raises:
-          ValueError: lengths that are no integers `[B]` in `[0, capacity]`, or whose windows are not kept any more.
+          ValueError: lengths that are no integers `[B]` in `[0, capacity]`, or whose window is gone; another layer.
         """
-        check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
-        check_shorter(lengths, self.lengths, self.arrays)
+        check_counted(lengths, self.lengths, self.arrays, layer)
         lengths = clip_to_int32(lengths, 0, self.capacity)
-        return dataclasses.replace(self, arrays=self.arrays.with_summed_values(lengths, layer), lengths=lengths)
+        overflowed = self.overflowed | needs_lost_tokens(lengths, self.lengths, self.arrays)
+        arrays = self.arrays.with_summed_values(lengths, layer)
+        return dataclasses.replace(self, arrays=arrays, lengths=lengths, overflowed=overflowed)

@@ -69,19 +69,22 @@ def _stored_dtype(dtype) -> str:
     return name
 
 
-def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple, lengths=None) -> Bool[Array, ""] | None:
+def check_prefix(
+    num_new: int, start, cache: LayerCache | LayerTuple, lengths=None
+) -> tuple[Bool[Array, ""] | None, int]:
     """Raises unless `num_new` tokens of a shard fit from `start` on, in whole blocks of every shard.
 
-    A cache that rolls needs the lengths of the sequences, and begins at 0.
+    A cache that rolls needs the lengths of the sequences. With lengths the tokens begin at 0.
 
     Returns:
-      None; whether they fit, where `start` is known only on the device.
+      None, or whether they fit, where `start` is known only on the device; and their number on all shards.
     """
     unit, num_new = cache.num_shards * cache.block_size, num_new * num_held_shards(cache.axes)
     if cache.rolls and lengths is None:
         raise ValueError("lengths must be given for a cache that keeps a window, got None")
-    if cache.rolls and not (is_integer(start) and start == 0):
-        raise ValueError(f"start must be 0 for a cache that keeps a window, got {start!r}")
+    if (cache.rolls or lengths is not None) and not (is_integer(start) and start == 0):
+        why = "for a cache that keeps a window" if cache.rolls else "where lengths are given"
+        raise ValueError(f"start must be 0 {why}, got {start!r}")
     if lengths is not None:
         check_lengths("lengths", lengths, cache.shape[-4], num_new)
     if not _is_index(start):
@@ -97,9 +100,9 @@ def check_prefix(num_new: int, start, cache: LayerCache | LayerTuple, lengths=No
     if first < 0 or first % unit:
         raise ValueError(f"start must be a multiple of shards * block_size = {unit} and at least 0, got {first}")
     if known is not None:
-        return None
+        return None, num_new
     start = jnp.asarray(start)
-    return (start >= 0) & (start <= cache.capacity - num_new) & (start % unit == 0)
+    return (start >= 0) & (start <= cache.capacity - num_new) & (start % unit == 0), num_new
 
 
 def _is_index(x) -> bool:
@@ -148,12 +151,14 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
     check_layer(cache, layer)
     batch, _, num_kv_heads, head_dim = cache.shape[-4:]
     for name, new in (("key", key), ("value", value)):
-        shape, _ = shape_and_dtype(new)
+        shape, dtype = shape_and_dtype(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
             raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
-        narrows = cache.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
-        if new.dtype != cache.dtype and not narrows:
-            raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {new.dtype}")
+        if not hasattr(new, "dtype"):
+            raise TypeError(f"{name} must be an array, got {type(new).__name__}")
+        narrows = cache.dtype.name in NARROW_DTYPES and dtype.name in ATTENTION_DTYPES
+        if dtype != cache.dtype and not narrows:
+            raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 
@@ -184,18 +189,24 @@ def check_one_new(name: str, num_new: int, cache: LayerCache | LayerTuple) -> No
         raise ValueError(f"{name} must be one token at a time for a cache that keeps a window, got {num_new}")
 
 
-def check_shorter(lengths, old_lengths, cache: LayerCache | LayerTuple) -> None:
-    """Raises ValueError where fewer tokens need older ones than a cache that rolls has left; where both are known."""
-    if not cache.rolls:
-        return
+def check_counted(lengths, old_lengths, cache: LayerCache | LayerTuple, layer) -> None:
+    """Raises ValueError unless a cache can hold `lengths` tokens, if they are known, and has `layer`, if not None."""
+    check_lengths("lengths", lengths, *old_lengths.shape, cache.capacity)
+    if layer is not None:
+        check_layer(cache, layer)
     known, old = concrete(lengths), concrete(old_lengths)
     if known is None or old is None:
         return
-    for b in np.flatnonzero((known > 0) & (known < old) & (old > cache.num_slots)):
+    for b in np.flatnonzero(needs_lost_tokens(known, old, cache)):
         raise ValueError(
             f"lengths must be at least {old[b]} for sequence {b}, or 0, got {known[b]}: the cache keeps a window of "
             f"{cache.num_slots} tokens, and those before it are gone"
         )
+
+
+def needs_lost_tokens(lengths, old_lengths, cache: LayerCache | LayerTuple):
+    """Returns where fewer tokens need older ones than a cache that rolls has left, bool `[B]`."""
+    return cache.rolls & (lengths > 0) & (lengths < old_lengths) & (old_lengths > cache.num_slots)
 
 
 def check_rolling_read(query, num_new: int, attention, parameters, options: dict, cache) -> dict:
@@ -259,8 +270,10 @@ def _check_scale(name: str, scale, dtype: str, shape: tuple[int, ...]) -> None:
         return
     if dtype not in NARROW_DTYPES:
         raise ValueError(f"{name} must be None for dtype={dtype!r}: only {', '.join(NARROW_DTYPES)} have scales")
-    if jnp.shape(scale) != shape or scale.dtype != jnp.float32:
-        raise ValueError(f"{name} must be float32 of shape {shape}, got {scale.dtype} of shape {jnp.shape(scale)}")
+    found, found_dtype = shape_and_dtype(scale)
+    if not hasattr(scale, "dtype") or found != shape or found_dtype != jnp.float32:
+        of = f"{found_dtype} of shape {found}" if hasattr(scale, "dtype") else type(scale).__name__
+        raise ValueError(f"{name} must be float32 of shape {shape}, got {of}")
     values = concrete(scale)
     if values is not None and not (np.isfinite(values) & (values > 0)).all():
         raise ValueError(f"{name} must be positive and finite, got {values.tolist()}")

@@ -8,11 +8,11 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from tree_attn.arguments import AnyArray, check_integer
+from tree_attn.arguments import AnyArray, check_integer, check_lengths
 from tree_attn.cache_checks import CacheFullError, check_layer, check_one_new, check_query, check_rolling_read
 from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.decode import tree_decode
@@ -102,7 +102,7 @@ class CacheReads:
         check_integer("num_new", num_new, minimum=0)
         if self.rolls:
             options = check_rolling_read(query, num_new, attention, parameters, options, self.arrays)
-        run = lambda: attention(query, **self._read(query, layer, num_new, parameters, options), **options)
+        run = lambda: attention(query, **self._read(query, layer, num_new, attention, parameters, options), **options)
         # Outside jit, to take a layer, new lengths or a mean runs programs: `attention` checks its arguments before.
         runs_programs = layer is not None or num_new or self.rolls or self.arrays.value_sum is not None
         if runs_programs and not isinstance(self.lengths, jax.core.Tracer):
@@ -150,14 +150,18 @@ class CacheReads:
 
         It names the first sequence without room, its length and the capacity.
 
+        Where the batch is sharded over processes, all of them call it, and all raise alike.
+
         Raises:
-          TypeError: within `jit`, where lengths are not known.
+          TypeError: within `jit`, where lengths are not known; `num_tokens` is no integer.
         """
+        check_integer("num_tokens", num_tokens, minimum=0)
         if isinstance(self.lengths, jax.core.Tracer):
             raise TypeError("check_room must be called outside jit: within it the cache's lengths are not known")
-        lengths, overflowed, capacity = np.asarray(self.lengths), np.asarray(self.overflowed), self.arrays.capacity
+        lengths, overflowed = (_of_all_processes(x) for x in (self.lengths, self.overflowed))
+        capacity = self.arrays.capacity
         for b in np.flatnonzero(overflowed | (lengths + num_tokens > capacity)):
-            was = " (an earlier write was refused already)" if overflowed[b] else ""
+            was = " (an earlier write, or shorter lengths, was refused already)" if overflowed[b] else ""
             raise CacheFullError(
                 f"cache is full: sequence {b} holds {lengths[b]} of {capacity} tokens, no room for {num_tokens} "
                 f"more{was}; create it with a larger capacity"
@@ -165,6 +169,8 @@ class CacheReads:
 
     def scales(self, layer: int | Array | None = None) -> dict[str, Float[Array, "*L K"] | None]:
         """Returns the `key_scale` and `value_scale` that attention needs with these keys and values."""
+        if layer is not None:
+            check_layer(self.arrays, layer)
         return self.arrays.scales(layer)
 
     def value_mean(self, lengths: Int[Array, " B"], layer: int | Array | None = None) -> Float[Array, "B K H"]:
@@ -174,21 +180,26 @@ class CacheReads:
           lengths: int32 `[B]`, how many there are: between `write` and `advance` more than `self.lengths`.
           layer: of a layered cache.
         Raises:
-          ValueError: the cache was created without `keeps_value_sum`.
+          ValueError: the cache was created without `keeps_value_sum`; `lengths` or `layer` does not fit.
         """
         if self.arrays.value_sum is None:
             raise ValueError("value_sum is not kept: create the cache with keeps_value_sum=True")
+        if layer is not None:
+            check_layer(self.arrays, layer)
+        check_lengths("lengths", lengths, *self.lengths.shape, self.capacity)
+        lengths = jnp.asarray(lengths)
         total = _of_layer(self.arrays.value_sum, layer)
         return total / jnp.maximum(lengths, 1).astype(jnp.float32)[:, None, None]
 
-    def _read(self, query, layer, num_new: int, parameters, options: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, query, layer, num_new: int, attention, parameters, options: dict[str, Any]) -> dict[str, Any]:
         """Returns the keyword arguments that come from the cache, for a function of these parameters."""
         operands = self.operands(layer, num_new=num_new)
         operands = {name: x for name, x in operands.items() if x is not None}
         if "key_by_component" in parameters and self.arrays.key_by_component is not None:
             operands["key_by_component"] = _of_layer(self.arrays.key_by_component, layer)
         # Of causal queries each sees fewer values than the next: the mean is that of the last alone.
-        is_one_mean = query.shape[1] == 1 or not options.get("is_causal", False)
+        all_options = getattr(attention, "keywords", {}) | options  # a partial's too
+        is_one_mean = query.shape[1] == 1 or not all_options.get("is_causal", False)
         if "value_mean" in parameters and self.arrays.value_sum is not None and is_one_mean:
             operands["value_mean"] = self.value_mean(operands["key_value_seq_lengths"], layer)
         return operands
@@ -214,6 +225,13 @@ class CacheReads:
         longer = self.lengths + min(num_new, self.capacity + 1)  # within int32, whatever the number
         has_room = longer <= self.arrays.capacity
         return jnp.where(has_room, longer, self.lengths) if num_new else self.lengths, has_room
+
+
+def _of_all_processes(x: Array) -> np.ndarray:
+    """Returns an array's values, also of parts that other processes have: then all processes call this."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+    return np.asarray(x)
 
 
 def _of_layer(arrays, layer: int | Array | None):
