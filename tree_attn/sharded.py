@@ -205,7 +205,8 @@ def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, bloc
     """Raises ValueError unless `key` fills its shards: whole blocks, as many on each."""
     unit = _slot_unit(axes, mesh, block_size)
     if key.shape[1] % unit:
-        of = "2 num_shards" if block_size == ZIGZAG else "num_shards * block_size"
+        of = "2" if block_size == ZIGZAG else "block_size"
+        of = of if is_local(axes) else "2 num_shards" if block_size == ZIGZAG else f"num_shards * {of}"
         raise ValueError(f"key must hold a multiple of {of} = {unit} slots, got {key.shape[1]}")
 
 
@@ -242,9 +243,9 @@ def num_mesh_shards(axes: tuple[str, ...], mesh: Mesh | None) -> int:
 
 
 def _slot_unit(axes: tuple[str, ...], mesh: Mesh | None, block_size: BlockSize) -> int:
-    """Returns the unit in which arrays have slots: a block on each shard. A device's own part only has two halves."""
+    """Returns the unit in which arrays have slots: a block, or two halves, on each shard of theirs."""
     if is_local(axes):
-        return 2 if block_size == ZIGZAG else 1
+        return slot_unit(block_size) if axes or block_size == ZIGZAG else 1
     return num_mesh_shards(axes, mesh) * slot_unit(block_size)
 
 
