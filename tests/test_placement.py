@@ -95,6 +95,7 @@ def test_a_prompt_is_padded_stored_and_restored(num_tokens, num_shards, block_si
     # An empty prompt has no last token, and one that is too long ends at the end: whatever the index, it exists.
     np.testing.assert_array_equal(layout.last(jnp.array([0, 99])), layout.last(np.array([1, num_tokens])))
     np.testing.assert_array_equal(layout.last(np.array([0, 99], np.uint32)), layout.last(np.array([1, num_tokens])))
+    np.testing.assert_array_equal(jax.jit(layout.last)(lengths), layout.last(lengths))
 
 
 @pytest.mark.parametrize("block_size", [None, 2, "zigzag"])

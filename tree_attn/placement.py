@@ -230,7 +230,10 @@ class PromptLayout:
             return position
         if self.block_size == ZIGZAG:
             size = self.padded_tokens // (2 * self.num_shards)
-            return np.argsort(_run_order(self.num_shards)).astype(np.int32)[position // size] * size + position % size
+            run, within = position.astype(np.int32) // size, position.astype(np.int32) % size
+            is_second = run >= self.num_shards
+            stored = jnp.where(is_second, 2 * (2 * self.num_shards - 1 - run) + 1, 2 * run)  # of the run
+            return stored * size + within
         shard, slot = locate(position, self.num_shards, self.block_size)
         return shard * (self.padded_tokens // self.num_shards) + slot
 
