@@ -79,8 +79,9 @@ def tree_decode(
         kernel, for the GPUs of one host). A tuple names one of these for each axis; "hierarchical" is "gather" for
         each. None: the cheapest that can run, by the cost model, see `tree_attn.reduce.reduce_state`.
       shard_heads: leave each of the p devices N / p heads, for a next product that is sharded over heads. It takes one
-        all-to-all, of a p-th of the elements that a gather sends. The result is sharded over `axis_name` along N;
-        inside a `shard_map` it is this device's heads. `reduction` must be None.
+        all-to-all, of a p-th of the elements that a gather sends; beside axes that XLA shards it is a gather. The
+        result is sharded over `axis_name` along N; inside a `shard_map` it is this device's heads. `reduction` must be
+        None.
       return_lse: also return `lse`, float32 `[B, T, N]`, natural log.
       options: the attention options of `tree_attn.attend`. Lengths count the valid keys over all shards; they may end
         anywhere, and a shard may hold no valid key. `implementation` is the kernel on each device.
