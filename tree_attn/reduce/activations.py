@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tree_attn.reduce.collectives import all_gather, psum
+from tree_attn.reduce.collectives import psum
 from tree_attn.reduce.fused import fused_gather, fused_sum, why_not
 
 # Numbers that a device sends to all others together, 8 bytes each. On two H200s XLA is faster from a count between
@@ -49,7 +49,7 @@ def _psum(x: jax.Array, axes: tuple[str, ...], residual: jax.Array | None) -> ja
 
 def gather_activations(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """Returns `jax.lax.all_gather(x, axes)`, `[devices, *x.shape]`; arguments as of `sum_activations`."""
-    return _cheapest(fused_gather, all_gather, x, axes, mesh)
+    return _cheapest(fused_gather, jax.lax.all_gather, x, axes, mesh)
 
 
 def _cheapest(fused: Callable, collective: Callable, x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
