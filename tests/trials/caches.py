@@ -224,11 +224,13 @@ class _Trial:
         return None if self.case.layers is None else i
 
     def put(self, new: np.ndarray) -> None:
-        """Writes new tokens into the model after each sequence's last, where there is room for all."""
+        """Writes new tokens into the model after each sequence's last; marks it where there is no room for all."""
         stored, num_new = self.stored(new), new.shape[3]
         for b, length in enumerate(self.lengths):
             if length + num_new <= self.capacity:
                 self.tokens[:, :, b, length : length + num_new] = stored[:, :, b]
+            else:
+                self.overflowed[b] = True
 
     def count_new(self, num_new: int) -> None:
         """Counts new tokens of the model."""
