@@ -5,7 +5,6 @@ Shapes in comments: `rows` query rows of half an output tile.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,7 +19,6 @@ from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 MERGED_AT_ONCE = 2  # partials of 64 head dims
-CTAS_OF_CUT = 4  # for each CTA of the attention, where only output tiles that runs cut are merged: most end at once
 
 
 def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, config: LeanConfig):
@@ -28,38 +26,12 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
     other_out, other_lse = merge_with or (None, None)
     optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
-    return _launch(optional, results, results[0], shape, config)(*partials, *optional.values())
-
-
-def merge_cut(partials, written, sequences, shape: LeanShape, config: LeanConfig):
-    """Launches the merge of the output tiles that runs cut, into the results, which hold the others already.
-
-    Args:
-      partials, sequences: as in `merge_partials`; written: out and lse.
-    """
-    optional = {} if sequences is None else {"sequences": sequences}
-    launched = _launch(optional, (), written[0], shape, config)
-
-    @jax.custom_batching.sequential_vmap  # what writes in place has no rule for `jax.vmap`
-    def merge(*arrays):
-        return tuple(pl.run_state(lambda refs: launched(*refs))(arrays)[-2:])
-
-    return merge(*partials, *optional.values(), *written)
-
-
-def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
-    """Returns the kernel; with no `results` it merges in place, and only output tiles that runs cut.
-
-    Args:
-      out: the result's shape.
-    """
     # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
-    halves = num_halves(shape, out)  # of an output tile, each of which a warpgroup computed
+    halves = num_halves(shape, results[0])  # of an output tile, each of which a warpgroup computed
     ctas = lambda dims: shape.num_output_tiles * halves * (shape.head_dim // dims)
-    wanted = config.num_ctas * (1 if results else CTAS_OF_CUT)
-    dims = next((dims for dims in (64, 32) if ctas(dims) >= wanted), 16)
+    dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
     return launch(
-        functools.partial(_merge_partials, tuple(optional), dims, not results, shape, config),
+        functools.partial(_merge_partials, tuple(optional), dims, shape, config),
         out_type=results,
         grid=(shape.num_output_tiles, halves, shape.head_dim // dims),
         grid_names=("output_tile", "half", "head_dims"),
@@ -67,27 +39,21 @@ def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="tall_merge",
-    )
+    )(*partials, *optional.values())
 
 
-def _merge_partials(
-    names, dims: int, is_in_place: bool, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs
-):
+def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     transforms = tiling(out_ref.dtype, dims)
     block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=transforms)
-    has_rows = is_by_rows(shape, out_ref)
+    has_rows = is_by_rows(out_ref)
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
-        if is_in_place:  # under `jax.vmap` the kernel before this one may be what slices the table
-            await_previous_kernel()
-        # Otherwise tables are older than the kernel before, which has read them too.
+        # Tables are older than the kernel before this one, which has read them too.
         first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
-        merges = count > 1 if is_in_place else True
-        if not is_in_place:
-            await_previous_kernel()
+        await_previous_kernel()
         begin_next_kernel()
         head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
         rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
@@ -109,11 +75,10 @@ def _merge_partials(
             if other_smem is not None:
                 plgpu.barrier_wait(other_full.at[0])
                 state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
-            if shape.group is not None or (has_rows and not is_interpreted()):
+            if has_rows and not is_interpreted():
                 out, lse_smem[...] = finished(*state, axis=0)
                 (_, size, (sequence, queries, head)), *_ = slices  # the others follow
-                begin = sequence, queries.start, head * (shape.group or 1), size
-                store_rows(out_ref, out, begin, first_dim=block * dims, group=shape.group)
+                store_rows(out_ref, out, (sequence, queries.start, head, size), first_dim=block * dims)
                 plgpu.commit_smem()
             else:
                 finish(*state, out_smem, lse_smem, axis=0)
@@ -126,10 +91,8 @@ def _merge_partials(
 
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(merges)
-        def _():
-            partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
-            fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
+        partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
+        fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
 
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
     if "other_out" in optional:
