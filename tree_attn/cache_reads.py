@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -148,9 +148,8 @@ class CacheReads:
     def check_room(self, num_tokens: int) -> None:
         """Raises CacheFullError unless every sequence has room for `num_tokens` more (waits for pending steps).
 
-        It names the first sequence without room, its length and the capacity.
-
-        Where the batch is sharded over processes, all of them call it, and all raise alike.
+        It names the first sequence without room, its length and the capacity. Where processes have parts of the batch,
+        all of them call it, and all raise alike.
 
         Raises:
           TypeError: within `jit`, where lengths are not known; `num_tokens` is no integer.
@@ -161,7 +160,7 @@ class CacheReads:
         lengths, overflowed = (_of_all_processes(x) for x in (self.lengths, self.overflowed))
         capacity = self.arrays.capacity
         for b in np.flatnonzero(overflowed | (lengths + num_tokens > capacity)):
-            was = " (an earlier write, or shorter lengths, was refused already)" if overflowed[b] else ""
+            was = " (an earlier write was refused already, or its window is gone)" if overflowed[b] else ""
             raise CacheFullError(
                 f"cache is full: sequence {b} holds {lengths[b]} of {capacity} tokens, no room for {num_tokens} "
                 f"more{was}; create it with a larger capacity"
@@ -228,10 +227,12 @@ class CacheReads:
 
 
 def _of_all_processes(x: Array) -> np.ndarray:
-    """Returns an array's values, also of parts that other processes have: then all processes call this."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
-    return np.asarray(x)
+    """Returns an array's values. Where other processes alone have parts of it, all processes must call this."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _of_layer(arrays, layer: int | Array | None):
