@@ -235,6 +235,16 @@ def test_a_mesh_that_is_not_the_contexts_is_refused():
         tree_decode(QUERY, KEY, VALUE, axis_name="seq", mesh=meshes[1])
 
 
+@pytest.mark.parametrize("types", [("Auto", "Explicit"), ("Explicit", "Auto")])
+def test_a_mesh_of_other_axis_types_than_the_contexts_is_refused(types):
+    meshes = [jax.make_mesh((2,), ("seq",), axis_types=(getattr(AxisType, name),)) for name in types]
+    message = (
+        rf"mesh must have the axis types of the context's, {{'seq': '{types[0]}'}}, .* got {{'seq': '{types[1]}'}}"
+    )
+    with jax.set_mesh(meshes[0]), pytest.raises(ValueError, match=message):
+        tree_decode(QUERY, KEY, VALUE, axis_name="seq", mesh=meshes[1])
+
+
 def test_keys_on_explicit_axes_of_another_mesh_are_refused():
     other = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     key = jax.device_put(KEY, NamedSharding(other, P(None, "x")))

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import (
+    Shard,
     SoftmaxState,
     attend,
     make_mesh,
@@ -71,6 +72,16 @@ ATTEND = {
         lambda _: local(key=KEY[0]),
         ValueError,
         r"key must be \[B, S, K, H\], got shape \(12, 2, 8\)",
+    ),
+    "part_of_a_block_of_a_shard": (
+        lambda _: local(shard=Shard(index=1, num_shards=2, block_size=5)),
+        ValueError,
+        r"key must hold a multiple of block_size = 5 slots, got 12",
+    ),
+    "odd_slots_of_a_zigzag_shard": (
+        lambda _: local(key=KEY[:, :11], shard=Shard(num_shards=2, block_size="zigzag")),
+        ValueError,
+        r"key must hold a multiple of 2 runs = 2 slots, got 11",
     ),
     "integer_query": (lambda _: local(QUERY.astype(int)), ValueError, r"query.dtype must be one of .*, got int64"),
     "float64_key": (lambda _: local(key=KEY.astype(float)), ValueError, r"key.dtype must be one of .*, got float64"),
@@ -509,6 +520,11 @@ CACHE = {
         lambda g: g.layered.append(NEW, NEW),
         ValueError,
         r"append must be called on a cache without layers, got one of num_layers=2: call write\(key, value, layer\)",
+    ),
+    "scales_are_a_list": (
+        lambda g: create(g, dtype="int8", key_scale=[1.0, 1.0], value_scale=[1.0, 1.0]),
+        ValueError,
+        r"key_scale must be float32 of shape \(2,\), got list",
     ),
     "no_such_layer": (lambda g: g.layered.write(NEW, NEW, layer=2), ValueError, r"layer must lie in \[0, 2\), got 2"),
     "lengths_of_no_such_layer": (

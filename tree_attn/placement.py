@@ -86,8 +86,8 @@ class Shard:
         return self.index, 2 * self.num_shards - 1 - self.index
 
 
-def check_shard(shard: Shard) -> None:
-    """Raises TypeError or ValueError unless `shard` is a `Shard` that there can be; a traced index is not checked."""
+def check_shard(shard: Shard, num_slots: int) -> None:
+    """Raises TypeError or ValueError unless `shard` can have `num_slots` slots; a traced index is not checked."""
     if not isinstance(shard, Shard):
         raise TypeError(f"shard must be a Shard, got {shard!r}")
     check_integer("shard.num_shards", shard.num_shards, minimum=1)
@@ -99,6 +99,10 @@ def check_shard(shard: Shard) -> None:
         check_integer("shard.index", index, minimum=0, maximum=shard.num_shards - 1)
     elif not (isinstance(index, jax.Array) and index.shape == () and jnp.issubdtype(index.dtype, jnp.integer)):
         raise TypeError(f"shard.index must be an integer, got {index!r}")
+    unit = slot_unit(shard.block_size)
+    if num_slots % unit and (shard.num_shards > 1 or shard.block_size == ZIGZAG):  # one shard may end in any block
+        name = slot_unit_name(shard.block_size, is_of_shard=True)
+        raise ValueError(f"key must hold a multiple of {name} = {unit} slots, got {num_slots}")
 
 
 def locate(
@@ -116,6 +120,13 @@ def locate(
 def slot_unit(block_size: BlockSize) -> int:
     """Returns the number of slots in which a shard grows: a block, or two halves."""
     return 2 if block_size == ZIGZAG else block_size or 1
+
+
+def slot_unit_name(block_size: BlockSize, *, is_of_shard: bool = False) -> str:
+    """Returns the unit in which all shards together grow, or one shard, in the words of an error."""
+    if is_of_shard:
+        return "2 runs" if block_size == ZIGZAG else "block_size"
+    return "2 num_shards" if block_size == ZIGZAG else "num_shards * block_size"
 
 
 def storage_order(num_tokens: int, num_shards: int, block_size: BlockSize) -> np.ndarray:
@@ -143,7 +154,7 @@ def storage_order(num_tokens: int, num_shards: int, block_size: BlockSize) -> np
     check_integer("num_shards", num_shards, minimum=1)
     unit = num_shards * slot_unit(block_size)
     if num_tokens % unit:
-        raise ValueError(f"num_tokens must be a multiple of {_unit_name(block_size)} = {unit}, got {num_tokens}")
+        raise ValueError(f"num_tokens must be a multiple of {slot_unit_name(block_size)} = {unit}, got {num_tokens}")
     if block_size is None:
         return np.arange(num_tokens, dtype=np.int32)
     if block_size == ZIGZAG:
@@ -156,10 +167,6 @@ def storage_order(num_tokens: int, num_shards: int, block_size: BlockSize) -> np
 def _run_order(num_shards: int) -> np.ndarray:
     """Returns the runs of a zigzag placement in storage order: 0, 2 p - 1, 1, 2 p - 2, ..."""
     return np.stack([np.arange(num_shards), 2 * num_shards - 1 - np.arange(num_shards)], axis=1).reshape(-1)
-
-
-def _unit_name(block_size: BlockSize) -> str:
-    return "2 num_shards" if block_size == ZIGZAG else "num_shards * block_size"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,9 +237,10 @@ class PromptLayout:
             return position
         if self.block_size == ZIGZAG:
             size = self.padded_tokens // (2 * self.num_shards)
-            run, within = position.astype(np.int32) // size, position.astype(np.int32) % size
-            is_second = run >= self.num_shards
-            stored = jnp.where(is_second, 2 * (2 * self.num_shards - 1 - run) + 1, 2 * run)  # of the run
+            numpy = np if isinstance(position, np.ndarray) else jnp
+            run, within = numpy.divmod(position.astype(np.int32), size)
+            # Shard i holds run i first, and then the i-th from the last.
+            stored = numpy.where(run < self.num_shards, 2 * run, 4 * self.num_shards - 1 - 2 * run)
             return stored * size + within
         shard, slot = locate(position, self.num_shards, self.block_size)
         return shard * (self.padded_tokens // self.num_shards) + slot

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from tree_attn import topology
@@ -28,7 +28,16 @@ from tree_attn.devices import default_platform, default_runtime
 from tree_attn.local import check_implementation
 from tree_attn.masking import depends_on_positions
 from tree_attn.mesh import AxisName, are_auto, bound_axis_sizes, check_axes, checks_replication
-from tree_attn.placement import UNNAMED, ZIGZAG, BlockSize, Placement, Shard, named_block_size, slot_unit
+from tree_attn.placement import (
+    UNNAMED,
+    ZIGZAG,
+    BlockSize,
+    Placement,
+    Shard,
+    named_block_size,
+    slot_unit,
+    slot_unit_name,
+)
 
 EVERYWHERE = P()  # the same on every device
 Result = TypeVar("Result")
@@ -205,9 +214,8 @@ def check_shards_are_full(key, *, axes: tuple[str, ...], mesh: Mesh | None, bloc
     """Raises ValueError unless `key` fills its shards: whole blocks, as many on each."""
     unit = _slot_unit(axes, mesh, block_size)
     if key.shape[1] % unit:
-        of = "2" if block_size == ZIGZAG else "block_size"
-        of = of if is_local(axes) else "2 num_shards" if block_size == ZIGZAG else f"num_shards * {of}"
-        raise ValueError(f"key must hold a multiple of {of} = {unit} slots, got {key.shape[1]}")
+        name = slot_unit_name(block_size, is_of_shard=is_local(axes))
+        raise ValueError(f"key must hold a multiple of {name} = {unit} slots, got {key.shape[1]}")
 
 
 def check_one_device(**sharding) -> None:
@@ -265,4 +273,13 @@ def _mesh_with(axes: tuple[str, ...], mesh: Mesh | None) -> Mesh | AbstractMesh:
     check_axes(axes, chosen)
     if not context.empty and dict(chosen.shape) != dict(context.shape):
         raise ValueError(f"mesh must be that of the context, {dict(context.shape)}, or None, got {dict(chosen.shape)}")
+    expected, found = (_axis_types(mesh) for mesh in (context, chosen))
+    if any(found.get(axis, kind) != kind for axis, kind in expected.items()):
+        raise ValueError(f"mesh must have the axis types of the context's, {expected}, or be None, got {found}")
     return chosen
+
+
+def _axis_types(mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """Returns whether each axis is Auto or Explicit, without those that a `shard_map` binds."""
+    kinds = zip(mesh.axis_names, mesh.axis_types)
+    return {axis: kind.name for axis, kind in kinds if kind != AxisType.Manual}

@@ -86,9 +86,9 @@ def attend(
     Source: Tree Attention, Algorithm 3, line 2.
     """
     shard = Shard() if shard is None else shard
-    check_shard(shard)
     attention = AttentionOptions(**options)
     check_arrays(query, key, value)
+    check_shard(shard, key.shape[1])
     attention.check(query, key, value, num_keys=key.shape[1] * shard.num_shards)
     check_implementation(attention.implementation)
     state = attend_shard(query, key, value, attention, shard)
