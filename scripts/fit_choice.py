@@ -83,8 +83,8 @@ def fit(found, lower=(0.0, 0.0, 0.0, 0.0)) -> list[float]:
 def lower_bounds(device: str, name: str, kind: str, steps: dict[tuple, dict]) -> np.ndarray:
     """Returns the least that the four constants can be.
 
-    No step is faster than reading what is seen at the datasheet's rate. None takes less to launch than a step of the
-    next simpler kind: few small steps are measured, and a fit without that may have them launched in no time.
+    No step is faster than reading what is seen at the datasheet's rate, and no step launches faster than one of the
+    next simpler kind. Few small steps are measured: without that bound a fit may have them launched in no time.
     """
     lower = np.zeros(4)
     lower[SEEN] = limits.limit_us(device, num_bytes=1e6, num_flops=0)

@@ -229,7 +229,7 @@ class KVCache(CacheReads):
         Args:
           layer: the only layer whose values are summed anew; None: all.
         Raises:
-          ValueError: lengths that are no integers `[B]` in `[0, capacity]`, or whose window is gone; another layer.
+          ValueError: lengths that are no integers `[B]` in `[0, capacity]`, or whose window is gone; no such layer.
         """
         check_counted(lengths, self.lengths, self.arrays, layer)
         lengths = clip_to_int32(lengths, 0, self.capacity)

@@ -77,7 +77,7 @@ def check_prefix(
     A cache that rolls needs the lengths of the sequences. With lengths the tokens begin at 0.
 
     Returns:
-      None, or whether they fit, where `start` is known only on the device; and their number on all shards.
+      Whether they fit, where `start` is known only on the device, else None; and their number on all shards.
     """
     unit, num_new = cache.num_shards * cache.block_size, num_new * num_held_shards(cache.axes)
     if cache.rolls and lengths is None:
@@ -151,14 +151,14 @@ def check_new(key, value, cache: LayerCache | LayerTuple, layer) -> None:
     check_layer(cache, layer)
     batch, _, num_kv_heads, head_dim = cache.shape[-4:]
     for name, new in (("key", key), ("value", value)):
-        shape, dtype = shape_and_dtype(new)
+        shape, _ = shape_and_dtype(new)
         if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, num_kv_heads, head_dim):
             raise ValueError(f"{name} must have shape [B={batch}, T, K={num_kv_heads}, H={head_dim}], got {shape}")
         if not hasattr(new, "dtype"):
             raise TypeError(f"{name} must be an array, got {type(new).__name__}")
-        narrows = cache.dtype.name in NARROW_DTYPES and dtype.name in ATTENTION_DTYPES
-        if dtype != cache.dtype and not narrows:
-            raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {dtype}")
+        narrows = cache.dtype.name in NARROW_DTYPES and new.dtype.name in ATTENTION_DTYPES
+        if new.dtype != cache.dtype and not narrows:
+            raise ValueError(f"{name} must have the cache's dtype {cache.dtype}, got {new.dtype}")
     if value.shape != key.shape:
         raise ValueError(f"value must hold as many tokens as key, T = {key.shape[1]}, got {value.shape[1]}")
 
@@ -270,10 +270,10 @@ def _check_scale(name: str, scale, dtype: str, shape: tuple[int, ...]) -> None:
         return
     if dtype not in NARROW_DTYPES:
         raise ValueError(f"{name} must be None for dtype={dtype!r}: only {', '.join(NARROW_DTYPES)} have scales")
-    found, found_dtype = shape_and_dtype(scale)
-    if not hasattr(scale, "dtype") or found != shape or found_dtype != jnp.float32:
-        of = f"{found_dtype} of shape {found}" if hasattr(scale, "dtype") else type(scale).__name__
-        raise ValueError(f"{name} must be float32 of shape {shape}, got {of}")
+    is_array = hasattr(scale, "dtype")
+    if not is_array or jnp.shape(scale) != shape or scale.dtype != jnp.float32:
+        found = f"{scale.dtype} of shape {jnp.shape(scale)}" if is_array else type(scale).__name__
+        raise ValueError(f"{name} must be float32 of shape {shape}, got {found}")
     values = concrete(scale)
     if values is not None and not (np.isfinite(values) & (values > 0)).all():
         raise ValueError(f"{name} must be positive and finite, got {values.tolist()}")
