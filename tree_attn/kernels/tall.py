@@ -44,9 +44,9 @@ from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
-from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, scaled_logits, spread, tiling
-from tree_attn.kernels.tall_merge import merge_partials
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, num_halves, query_slices
+from tree_attn.kernels.registers import LOG2_E, LOWEST, WRITES_IN_PLACE, full, launch, scaled_logits, spread, tiling
+from tree_attn.kernels.tall_merge import merge_cut, merge_partials
 
 COMPUTING = MANY_QUERY_ROWS // ROWS  # warpgroups
 PART_ROWS = 16  # that threads copy at once; no block has fewer rows of a head
@@ -89,9 +89,10 @@ def tall_attention(
         jax.ShapeDtypeStruct((count, COMPUTING, 2, ROWS), jnp.float32),
     )
     is_whole = has_whole_output_tiles(shape, config)
+    is_mixed = not is_whole and writes_uncut(shape, query.shape[1], merges_state=merge_with is not None)
     attended = launch(
         functools.partial(_attend_runs, tuple(tables), shape, config),
-        out_type=results if is_whole else partials,
+        out_type=results if is_whole else (*results, *partials) if is_mixed else partials,
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=COMPUTING + 1,
@@ -101,7 +102,20 @@ def tall_attention(
     )(query, key, value, *tables.values())
     if is_whole:
         return attended
+    if is_mixed:
+        return merge_cut(attended[2:], attended[:2], sequences, shape, config)
     return merge_partials(attended, results, sequences, merge_with, shape, config)
+
+
+def writes_uncut(shape: LeanShape, num_queries: int, *, merges_state: bool) -> bool:
+    """Returns whether the first kernel writes the results of output tiles that its runs hold whole.
+
+    It leaves partial states of the others beside them. TMA writes results, which 8 divides. Larger heads, and blocks of
+    more of them, take registers.
+    """
+    is_able = not merges_state and num_queries % QUERY_MULTIPLE == 0
+    is_able &= shape.head_dim <= 128 and shape.cols // shape.tokens <= 4
+    return is_able and jax.__version_info__ >= WRITES_IN_PLACE
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
@@ -133,7 +147,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
 
 
 def _attend_runs_scoped(
-    tables, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, accs_ref, stats_ref, *,
+    tables, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *outputs,
     query_smem, key_smem, value_smem, stats_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     turn, weights_smem=None,
 ):  # fmt: skip
@@ -252,14 +266,18 @@ def _attend_runs_scoped(
             acc, top, total = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, empty)
             pl.when(warpgroup == 0)(take_turn)
             acc = acc if value_scale is None else acc * value_scale
-            if has_whole_output_tiles(shape, config):
+
+            def write():
+                out_ref, lse_ref = outputs[:2]
                 finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
                 for offset, size, where in query_slices(shape, output_tile.index, warpgroup * ROWS, ROWS):
-                    plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], accs_ref.at[where])
+                    plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], out_ref.at[where])
                 rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-                plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], stats_ref.at[output_tile.index, rows])
+                plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], lse_ref.at[output_tile.index, rows])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
-            else:
+
+            def leave():
+                accs_ref, stats_ref = outputs[-2:]
                 partial = partial_of(shape, config, lax.axis_index("cta"), output_tile.index)
 
                 @pl.when(warpgroup < num_halves(shape, query_ref))
@@ -267,6 +285,15 @@ def _attend_runs_scoped(
                     accs_ref[partial, warpgroup] = acc
                     stats_ref[partial, warpgroup, 0] = top
                     stats_ref[partial, warpgroup, 1] = total
+
+            if has_whole_output_tiles(shape, config):
+                write()
+            elif len(outputs) == 2:
+                leave()
+            else:
+                is_uncut = segment.num_kv_tiles == output_tile.num_kv_tiles
+                pl.when(is_uncut)(write)
+                pl.when(~is_uncut)(leave)
 
             @segment.if_query_is_awaited(run, num_places=1)
             def _():

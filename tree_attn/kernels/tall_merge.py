@@ -5,6 +5,7 @@ Shapes in comments: `rows` query rows of half an output tile.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,12 +27,37 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
     other_out, other_lse = merge_with or (None, None)
     optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
+    return _launch(optional, results, results[0], shape, config)(*partials, *optional.values())
+
+
+def merge_cut(partials, written, sequences, shape: LeanShape, config: LeanConfig):
+    """Launches the merge of the output tiles that runs cut, into the results, which hold the others already.
+
+    Args:
+      partials, sequences: as in `merge_partials`; written: out and lse.
+    """
+    optional = {} if sequences is None else {"sequences": sequences}
+    launched = _launch(optional, (), written[0], shape, config)
+
+    @jax.custom_batching.sequential_vmap  # what writes in place has no rule for `jax.vmap`
+    def merge(*arrays):
+        return tuple(pl.run_state(lambda refs: launched(*refs))(arrays)[-2:])
+
+    return merge(*partials, *optional.values(), *written)
+
+
+def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
+    """Returns the kernel; with no `results` it merges in place, and only output tiles that runs cut.
+
+    Args:
+      out: the result's shape.
+    """
     # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
-    halves = num_halves(shape, results[0])  # of an output tile, each of which a warpgroup computed
+    halves = num_halves(shape, out)  # of an output tile, each of which a warpgroup computed
     ctas = lambda dims: shape.num_output_tiles * halves * (shape.head_dim // dims)
     dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
     return launch(
-        functools.partial(_merge_partials, tuple(optional), dims, shape, config),
+        functools.partial(_merge_partials, tuple(optional), dims, not results, shape, config),
         out_type=results,
         grid=(shape.num_output_tiles, halves, shape.head_dim // dims),
         grid_names=("output_tile", "half", "head_dims"),
@@ -39,10 +65,12 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="tall_merge",
-    )(*partials, *optional.values())
+    )
 
 
-def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
+def _merge_partials(
+    names, dims: int, is_in_place: bool, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs
+):
     """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     transforms = tiling(out_ref.dtype, dims)
@@ -53,6 +81,7 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
         # Tables are older than the kernel before this one, which has read them too.
         first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+        merges = count > 1 if is_in_place else True
         await_previous_kernel()
         begin_next_kernel()
         head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
@@ -91,8 +120,10 @@ def _merge_partials(names, dims: int, shape: LeanShape, config: LeanConfig, accs
 
             plgpu.wait_smem_to_gmem(0)
 
-        partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
-        fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
+        @pl.when(merges)
+        def _():
+            partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
+            fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
 
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
     if "other_out" in optional:
