@@ -5,6 +5,7 @@ and no page size is out of place, and a row that is no key's becomes zeros inste
 each thread once its copies have landed.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -21,6 +22,7 @@ from tree_attn.kernels import mlir as ops
 from tree_attn.kernels import mma
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.kv_parts import address_of_barriers
+from tree_attn.kernels.query_layout import Block
 
 CHUNK_BYTES = 16  # of one copy of a thread
 BARRIER_BYTES = 8
@@ -28,7 +30,7 @@ _SCALAR = plgpu.Layout.WG_SPLAT
 
 
 def copy_rows(
-    ref, tile, transforms, barriers, place, first, seen, *, block=None, head=0, first_dim=0, pages=None
+    ref, tile, transforms, barriers, place, first, seen, *, block=None, head=0, first_dim=0, pages=None, group=None
 ) -> None:
     """Begins the copy of rows to shared memory, and zeros those that are not seen.
 
@@ -45,13 +47,14 @@ def copy_rows(
       first_dim: the first column that is copied.
       pages: `(table, sequence)` where a block is a page: int32 `[sequences, pages of one]` and which of them. Rows
         are then numbered through its pages.
+      group: G, where `ref` is `[B, T, N, H]` and its rows are (t, g) of the G heads from `head` on; else None.
     """
     if ref.dtype != tile.dtype:
         raise ValueError(f"ref must have the tile's dtype {tile.dtype}, got {ref.dtype}")
     table, sequence = pages if pages is not None else (None, 0)
     block = 0 if block is None else block
     if is_interpreted():
-        _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen)
+        _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen, group)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.at[place])
         return
@@ -64,12 +67,12 @@ def copy_rows(
     def emit(_, source, tile, *rest):
         *table, address, block, head, first_dim, sequence, first, start, end = rest
         numbers = [x.registers.item() for x in (address, block, head, first_dim, sequence, first, start, end)]
-        _emit_copy(source, tile, *(table or [None]), *numbers)
+        _emit_copy(source, tile, *(table or [None]), *numbers, group)
 
     emit(*refs, *scalars)
 
 
-def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, first, start, end) -> None:
+def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, first, start, end, group) -> None:
     kind, tiled = ir.MemRefType(source.type), ir.MemRefType(tile.type)
     itemsize = utils.bitwidth(kind.element_type) // 8
     _, rows_of_block, *_, head_dim = kind.shape
@@ -80,7 +83,9 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
     chunks = min(head_dim, num_dims) * itemsize // CHUNK_BYTES
     base = ops.plus(_global_address(source), _times(head, head_dim * itemsize), _times(first_dim, itemsize))
     i32 = lambda x: arith.constant(ops.i32(), x)
-    if table is None:
+    if group is not None:
+        base = ops.plus(base, _times(block, rows_of_block * row_bytes))
+    elif table is None:
         begin = arith.addi(_times(block, rows_of_block), arith.extsi(ops.i64(), first))
         base = ops.plus(base, arith.muli(begin, ops.constant(row_bytes)))
     else:
@@ -96,7 +101,9 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
         is_seen = arith.andi(
             arith.cmpi(arith.CmpIPredicate.sge, slot, start), arith.cmpi(arith.CmpIPredicate.slt, slot, end)
         )
-        if table is None:
+        if group is not None:
+            at = _of_group(slot, group, row_bytes, head_dim * itemsize)
+        elif table is None:
             at = arith.muli(row, i32(row_bytes))
         else:
             # What is not seen may lie beyond the table.
@@ -122,20 +129,28 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
     mma.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "", address)
 
 
-def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=0, is_first=True) -> None:
+def _of_group(number, group: int, stride: int, stride_of_head: int):
+    """Returns where (t, g) of that number begins: t strides and g of a head."""
+    token, head = (f(number, _i32(group)) for f in (arith.divui, arith.remui))
+    return arith.addi(arith.muli(token, _i32(stride)), arith.muli(head, _i32(stride_of_head)))
+
+
+def store_result(out_ref, lse_ref, output_tile, result, *, block=None, first_dim=0, first_column=0, is_first=True):
     """Writes part of a result from registers.
 
     Args:
-      out_ref: `[output tiles, G', H]`; lse_ref: `[output tiles, cols]`.
+      out_ref: `[output tiles, G', H]`, or `[B, T, N, H]` with `block`; lse_ref: `[output tiles, cols]`.
       result: `(out, lse)`: `[head dims, cols]`, of the head dims from `first_dim` on, and `[cols]`.
-      first_column: the first of these columns; the interpreter takes all.
+      block: where the output tile's columns lie (`query_layout.Block`), or None.
+      first_column: the first of these columns; the interpreter takes all without `block`.
       is_first: whether lse is written.
     """
     out, lse = result
-    _, columns, head_dim = out_ref.shape
+    head_dim = out_ref.shape[-1]
+    columns = out_ref.shape[1] if block is None else out_ref.shape[1] * block.group
     num_rows = jnp.minimum(head_dim - first_dim, out.shape[0])
     if is_interpreted():
-        if out.shape[1] != lse_ref.shape[1]:
+        if out.shape[1] != lse_ref.shape[1] and block is None:
             raise NotImplementedError("the interpreter writes all columns of a result")
         part = math.gcd(head_dim, out.shape[0])
         for row in range(0, out.shape[0], part):
@@ -144,24 +159,43 @@ def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_co
             def _(row=row):
                 rows = out[row : row + part, :columns].T.astype(out_ref.dtype)
                 first = jnp.minimum(first_dim + row, head_dim - part)  # what is not written must not be out of bounds
-                out_ref[output_tile, :, pl.ds(first, part)] = rows
+                if block is None:
+                    out_ref[output_tile, :, pl.ds(first, part)] = rows
+                else:
+                    begin = dataclasses.replace(block, first=block.first + first_column)
+                    _interpreted_store(out_ref, rows, begin, pl.ds(first, part))
 
         @pl.when(is_first)
         def _():
-            lse_ref[output_tile] = lse
+            lse_ref[output_tile, pl.ds(first_column, lse.shape[0])] = lse
 
         return
     num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
-    offset = output_tile * (columns * head_dim) + first_column * head_dim + first_dim
-    lse_offset, num_columns = output_tile * lse_ref.shape[1] + first_column, columns - first_column
-    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=num_columns)
+    lse_offset = output_tile * lse_ref.shape[1] + first_column
+    if block is None:
+        offset = output_tile * (columns * head_dim) + first_column * head_dim + first_dim
+        options = {"strides": (1, head_dim), "num_columns": columns - first_column}
+    else:
+        offset = _first_element(out_ref, block, first_dim)
+        of_token = out_ref.shape[2] * head_dim
+        options = {"strides": (1, of_token), "num_columns": columns, "group": (block.group, head_dim)}
+        options["first_column"] = block.first + first_column
+    store_columns(out_ref, out, offset, num_rows=num_rows, **options)
 
     @pl.when(is_first)
     def _():
         store_row(lse_ref, lse, lse_offset)
 
 
-def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns) -> None:
+def _first_element(ref, block, first_dim):
+    """Returns the number of a block's first element in `[B, T, N, H]`, were `block.first` 0."""
+    _, num_queries, num_heads, head_dim = ref.shape
+    return block.sequence * (num_queries * num_heads * head_dim) + block.head * head_dim + first_dim
+
+
+def store_columns(
+    ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns, first_column=0, group=None
+) -> None:
     """Writes `[rows, cols]` float32 of the layout WGMMA to global memory, in the dtype of `ref`.
 
     Args:
@@ -169,10 +203,13 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
       offset: the first element's number.
       strides: from row to row, and from column to column, in elements.
       num_rows, num_columns: how many are written, numbers or scalars in the kernel.
+      group: `(G, stride)` if columns are (t, g): the stride from g to g, and `strides` has the one from t to t. Columns
+        then count from `first_column` on, and `num_columns` is the end of those that are written.
     """
     are_all = [isinstance(number, int) and number == size for number, size in zip((num_rows, num_columns), x.shape)]
+    are_all[1] &= group is None
 
-    def store(array, x, offset, *numbers):
+    def store(array, x, offset, first_column, *numbers):
         base, kind = _element_address(array, offset)
         limits = [None if is_all else number for is_all, number in zip(are_all, numbers)]
         warp, group, place = mma.thread()
@@ -181,12 +218,13 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
             first = 64 * block_row + 8 * half
             row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), group), _i32(first))
             column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
-            _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits)
+            column = column if group is None else arith.addi(column, first_column)
+            _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits, group)
 
-    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows, num_columns)
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, first_column, num_rows, num_columns)
 
 
-def store_rows(ref, x, begin, *, first_dim) -> None:
+def store_rows(ref, x, begin, *, first_dim, group: int | None = None) -> None:
     """Writes 64 rows of a result of many queries from registers, those that are queries.
 
     Args:
@@ -194,19 +232,31 @@ def store_rows(ref, x, begin, *, first_dim) -> None:
       x: `[64, head dims]` float32 of the layout WGMMA, of the head dims from `first_dim` on.
       begin: `(sequence, first query, first head, rows of one head)`. Rows of one head, a power of two, are of
         consecutive queries, and the next head's follow.
+      group: G, where rows are (t, g) of the G heads from the first one on, and the first query is the first row's
+        number; else None.
     """
     sequence, first, head, rows_of_head = begin
     _, num_queries, num_heads, head_dim = ref.shape
+    if is_interpreted():
+        if group is None:
+            raise NotImplementedError("the interpreter writes rows (t, g) only")
+        rows = x.astype(ref.dtype)
+        _interpreted_store(ref, rows, Block(sequence, head, first, group), pl.ds(first_dim, x.shape[1]))
+        return
 
-    def store(array, x, token, element, num_rows):
+    def store(array, x, token, element, num_rows, first_row):
         base, kind = _element_address(array, element)
         base = ops.plus(base, _times(token, num_heads * head_dim * utils.bitwidth(kind) // 8))
         warp, group, place = mma.thread()
         registers = x.registers.reshape(x.shape[1] // 8, 2)
         for half in range(2):
             row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), group), _i32(8 * half))
-            within, which = (f(row, _i32(rows_of_head)) for f in (arith.remui, arith.divui))
-            at = arith.addi(arith.muli(within, _i32(num_heads * head_dim)), arith.muli(which, _i32(head_dim)))
+            if group is None:
+                within, which = (f(row, _i32(rows_of_head)) for f in (arith.remui, arith.divui))
+                at = arith.addi(arith.muli(within, _i32(num_heads * head_dim)), arith.muli(which, _i32(head_dim)))
+            else:
+                within = arith.addi(row, first_row)
+                at = _of_group(within, group, num_heads * head_dim, head_dim)
             column = arith.muli(place, _i32(2))
             address = ops.plus(base, _times(arith.addi(at, column), utils.bitwidth(kind) // 8))
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, within, num_rows)):
@@ -216,7 +266,11 @@ def store_rows(ref, x, begin, *, first_dim) -> None:
                     to = ops.plus(address, ops.constant(8 * block * utils.bitwidth(kind) // 8))
                     mma.asm("st.global.b32 [$0], $1;", "", to, mma.element(word))
 
-    scalars = sequence * num_queries + first, head * head_dim + first_dim, num_queries - first
+    element = head * head_dim + first_dim
+    if group is None:
+        scalars = sequence * num_queries + first, element, num_queries - first, 0
+    else:
+        scalars = sequence * num_queries, element, num_queries * group, first
     _emit_store(store, ref, x, plgpu.Layout.WGMMA, *scalars)
 
 
@@ -243,28 +297,35 @@ def _emit_store(store, ref, x, layout, *scalars) -> None:
     emit(ref, x, *(jnp.asarray(scalar, jnp.int32) for scalar in scalars))
 
 
-def _store_pair(base, kind, pair, row, column, strides, limits) -> None:
+def _store_pair(base, kind, pair, row, column, strides, limits, group=None) -> None:
     """Emits the stores of two neighbouring columns, if within the limits of rows and columns, each maybe None."""
     (row_stride, column_stride), itemsize = strides, utils.bitwidth(kind) // 8
     max_row, max_column = limits
     is_less = lambda x, limit: arith.cmpi(arith.CmpIPredicate.slt, x, limit)
     conditions = [] if max_row is None else [is_less(row, max_row)]
-    at = arith.addi(arith.muli(row, _i32(row_stride)), arith.muli(column, _i32(column_stride)))
-    at = ops.plus(base, arith.extui(ops.i64(), arith.muli(at, _i32(itemsize))))
+    of_row = arith.muli(row, _i32(row_stride))
+    at = lambda of_column: ops.plus(
+        base, arith.extui(ops.i64(), arith.muli(arith.addi(of_row, of_column), _i32(itemsize)))
+    )
+    if group is None:
+        first = at(arith.muli(column, _i32(column_stride)))
+        addresses = [ops.plus(first, ops.constant(i * column_stride * itemsize)) for i in range(2)]
+    else:
+        size, stride_of_head = group
+        addresses = [at(_of_group(arith.addi(column, _i32(i)), size, column_stride, stride_of_head)) for i in range(2)]
     both = [mma.element(pair, i) for i in range(2)]
     if column_stride == 1 and itemsize == 4 and max_column is None:
         with _when(conditions):
-            mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", at, *both)
+            mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", addresses[0], *both)
         return
     for i, x in enumerate(both):
         within = conditions if max_column is None else [*conditions, is_less(arith.addi(column, _i32(i)), max_column)]
-        address = ops.plus(at, ops.constant(i * column_stride * itemsize))
         with _when(within):
             if itemsize == 4:
-                mma.asm("st.global.f32 [$0], $1;", "", address, x)
+                mma.asm("st.global.f32 [$0], $1;", "", addresses[i], x)
             else:
                 half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
-                mma.asm("st.global.b16 [$0], $1;", "", address, half)
+                mma.asm("st.global.b16 [$0], $1;", "", addresses[i], half)
 
 
 def _when(conditions):
@@ -289,8 +350,29 @@ def _i32(value: int):
     return arith.constant(ops.i32(), value)
 
 
-def _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen) -> None:
+def _interpreted_store(ref, rows, block, head_dims) -> None:
+    """Writes rows (t, g) of a block (`query_layout.Block`) to `[B, T, N, H]`, those that are there."""
+    for i in range(rows.shape[0]):
+        number = block.first + i
+
+        @pl.when(number < ref.shape[1] * block.group)
+        def _(i=i, number=number):
+            number = jnp.minimum(
+                number, ref.shape[1] * block.group - 1
+            )  # what is not written must not be out of bounds
+            ref[block.sequence, number // block.group, block.head + number % block.group, head_dims] = rows[i]
+
+
+def _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen, group) -> None:
     count, rows = ref.shape[1], tile.shape[0]
+    if group is not None:
+        num_dims = min(ref.shape[-1], tile.shape[1])
+        numbers = first + jnp.arange(rows)
+        loaded = ref[block, :, pl.ds(head, group), pl.ds(first_dim, num_dims)].reshape(count * group, num_dims)
+        is_seen = ((numbers >= seen[0]) & (numbers < seen[1]))[:, None]
+        found = loaded[jnp.clip(numbers, 0, count * group - 1)]
+        tile[:, pl.ds(0, num_dims)] = jnp.where(is_seen, found, 0).astype(tile.dtype)
+        return
     if table is None:
         part, blocks = rows, [block]
     else:

@@ -1,8 +1,12 @@
 """Queries, results and lse between `[B, T, N, H]` and the kernels' layouts, and where a block's queries lie.
 
-With `shape.tokens` None, the query columns (t, g) of a KV head are folded to `[output tiles, columns, H]`. Otherwise
-the kernels read and write `[B, T, N, H]` in place. A kernel's lse is `[output tiles, cols]` either way.
+With `shape.tokens` and `shape.group` None, the query columns (t, g) of a KV head are folded to
+`[output tiles, columns, H]`. Otherwise the kernels read and write `[B, T, N, H]` in place. A kernel's lse is
+`[output tiles, cols]` either way.
 """
+
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,9 +18,9 @@ from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, MAX_SPARE_COLUMNS, RO
 QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core reads
 
 
-def is_by_rows(queries_ref) -> bool:
-    """Returns whether threads move the rows of `[B, T, N, H]`: TMA moves tiles of 8."""
-    return queries_ref.shape[1] % QUERY_MULTIPLE > 0
+def is_by_rows(shape: LeanShape, queries_ref) -> bool:
+    """Returns whether threads move the rows of `[B, T, N, H]`: TMA moves tiles of 8, of one head."""
+    return shape.group is not None or queries_ref.shape[1] % QUERY_MULTIPLE > 0
 
 
 def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
@@ -26,17 +30,46 @@ def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
       num_columns: of a block in memory.
     """
     is_odd = shape.tokens is None and num_columns > QUERY_MULTIPLE and num_columns % QUERY_MULTIPLE > 0
-    return is_odd or not shape.target.is_hopper
+    return is_odd or shape.group is not None or not shape.target.is_hopper
 
 
 def stores_by_threads(shape: LeanShape, num_columns: int) -> bool:
-    """Returns whether threads write the results of such columns. The interpreter's TMA has no tiles, and does."""
-    return moves_by_rows(shape, num_columns) and not (shape.target.is_hopper and is_interpreted())
+    """Returns whether threads write the results of such columns.
+
+    The interpreter's TMA has no tiles, and writes any number of columns that lie together.
+    """
+    lie_together = shape.target.is_hopper and shape.group is None
+    return moves_by_rows(shape, num_columns) and not (lie_together and is_interpreted())
 
 
 def num_halves(shape: LeanShape, queries_ref) -> int:
     """Returns how many halves of a block of `MANY_QUERY_ROWS` hold rows of `[B, T, N, H]`: one of few queries."""
-    return 1 if shape.tokens == MANY_QUERY_ROWS and queries_ref.shape[1] <= ROWS else MANY_QUERY_ROWS // ROWS
+    num_rows = queries_ref.shape[1] * (shape.group or 1)
+    return 1 if shape.tokens == MANY_QUERY_ROWS and num_rows <= ROWS else MANY_QUERY_ROWS // ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Where a block of query columns or rows (t, g) begins in `[B, T, N, H]`, if `shape.group` is not None.
+
+    sequence:  its number
+    head:      the first query head of the KV head
+    first:     the block's first column, of T G
+    group:     G
+    """
+
+    sequence: Any
+    head: Any
+    first: Any
+    group: int
+
+
+def block_in_place(shape: LeanShape, output_tile) -> Block:
+    """Returns where the columns or rows of an output tile lie."""
+    sequence = lax.div(output_tile, shape.output_tiles_per_sequence)
+    within = lax.rem(output_tile, shape.output_tiles_per_sequence)
+    head, block = lax.div(within, shape.col_blocks), lax.rem(within, shape.col_blocks)
+    return Block(sequence, head * shape.group, block * shape.cols, shape.group)
 
 
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
@@ -50,12 +83,14 @@ def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
 def to_kernel_layout(query, shape: LeanShape, multiple: int = QUERY_MULTIPLE):
     """Returns `[B, T, N, H]` in the kernel's layout.
 
-    Few queries are folded to `[output tiles, columns, H]`. Many are read in place. If a block cannot hold whole groups,
-    the group is unrolled into the query axis, `[B, T G, K, H]`.
+    Few queries are folded to `[output tiles, columns, H]`, unless `shape.group`. Many are read in place. If a block
+    cannot hold whole groups, the group is unrolled into the query axis, `[B, T G, K, H]`.
 
     Args:
       multiple: of queries in place, to which they are padded.
     """
+    if shape.group is not None:
+        return query
     if shape.tokens is None:
         return _fold(query, shape)
     batch, num_queries, num_heads, head_dim = query.shape
@@ -67,9 +102,16 @@ def to_kernel_layout(query, shape: LeanShape, multiple: int = QUERY_MULTIPLE):
 
 
 def from_kernel_layout(out, query_shape, shape: LeanShape):
-    """Returns the inverse of `to_kernel_layout`, also for arrays without a head dim."""
+    """Returns the inverse of `to_kernel_layout`."""
+    if shape.group is not None:
+        return out
     if shape.tokens is None:
         return _unfold(out, query_shape, shape)
+    return _rolled(out, query_shape, shape)
+
+
+def _rolled(out, query_shape, shape: LeanShape):
+    """Returns queries in place, padded or of an unrolled group, as `query_shape`; also without a head dim."""
     batch, num_queries, num_heads = query_shape[:3]
     out = out[:, : num_queries * num_heads // out.shape[2]]
     if out.shape[2] == num_heads:
@@ -93,7 +135,7 @@ def lse_from_kernel_layout(lse, query_shape, shape: LeanShape):
         return _unfold(lse, query_shape, shape)
     blocks = lse.reshape(shape.batch, shape.num_kv_heads, shape.col_blocks, -1, shape.tokens).transpose(0, 2, 4, 1, 3)
     query_like = blocks.reshape(shape.batch, shape.col_blocks * shape.tokens, -1)
-    return from_kernel_layout(query_like, query_shape, shape)
+    return _rolled(query_like, query_shape, shape)
 
 
 def query_slices(shape: LeanShape, output_tile, first, count: int):

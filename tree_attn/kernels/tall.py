@@ -39,12 +39,12 @@ from tree_attn.kernels.lean_layout import (
     partial_of,
     scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import finish
+from tree_attn.kernels.lean_merge import finish, finished
 from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
-from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, num_halves, query_slices
+from tree_attn.kernels.plain_copies import copy_rows, store_rows
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, block_in_place, is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, WRITES_IN_PLACE, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_cut, merge_partials
 
@@ -89,7 +89,7 @@ def tall_attention(
         jax.ShapeDtypeStruct((count, COMPUTING, 2, ROWS), jnp.float32),
     )
     is_whole = has_whole_output_tiles(shape, config)
-    is_mixed = not is_whole and writes_uncut(shape, query.shape[1], merges_state=merge_with is not None)
+    is_mixed = not is_whole and writes_uncut(shape, query, merges_state=merge_with is not None)
     attended = launch(
         functools.partial(_attend_runs, tuple(tables), shape, config),
         out_type=results if is_whole else (*results, *partials) if is_mixed else partials,
@@ -107,13 +107,13 @@ def tall_attention(
     return merge_partials(attended, results, sequences, merge_with, shape, config)
 
 
-def writes_uncut(shape: LeanShape, num_queries: int, *, merges_state: bool) -> bool:
+def writes_uncut(shape: LeanShape, query, *, merges_state: bool) -> bool:
     """Returns whether the first kernel writes the results of output tiles that its runs hold whole.
 
-    It leaves partial states of the others beside them. TMA writes results, which 8 divides. Larger heads, and blocks of
-    more of them, take registers.
+    It leaves partial states of the others beside them. TMA writes results, which 8 divides, or threads those of few
+    queries. Larger heads, and blocks of more of them, take registers.
     """
-    is_able = not merges_state and num_queries % QUERY_MULTIPLE == 0
+    is_able = not merges_state and (shape.group is not None or query.shape[1] % QUERY_MULTIPLE == 0)
     is_able &= shape.head_dim <= 128 and shape.cols // shape.tokens <= 4
     return is_able and jax.__version_info__ >= WRITES_IN_PLACE
 
@@ -123,7 +123,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
     stages = config.num_stages
     key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
-    query_arrivals = ROWS // PART_ROWS if is_by_rows(query_ref) else max(1, ROWS // shape.tokens)
+    query_arrivals = ROWS // PART_ROWS if is_by_rows(shape, query_ref) else max(1, ROWS // shape.tokens)
     weights = {}
     if is_interpreted():
         transforms = tiling(shape.dtype, config.block_kv)
@@ -153,7 +153,7 @@ def _attend_runs_scoped(
 ):  # fmt: skip
     block_kv, stages = config.block_kv, config.num_stages
     warpgroup = lax.axis_index("warpgroup")
-    has_rows = is_by_rows(query_ref)
+    has_rows = is_by_rows(shape, query_ref)
     computing, moving = registers_of(shape, has_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
@@ -179,8 +179,9 @@ def _attend_runs_scoped(
             ((_, _, (sequence, rows, head)),) = query_slices(shape, output_tile.index, n * PART_ROWS, PART_ROWS)
             i, first = lax.div(n, ROWS // PART_ROWS), lax.rem(n, ROWS // PART_ROWS) * PART_ROWS
             part = query_smem.at[i, pl.ds(pl.multiple_of(first, PART_ROWS), PART_ROWS)]
-            seen, transforms = (0, query_ref.shape[1]), tiling(shape.dtype, shape.head_dim)
-            copy_rows(query_ref, part, transforms, query_full, i, rows.start, seen, block=sequence, head=head)
+            seen, transforms = (0, query_ref.shape[1] * (shape.group or 1)), tiling(shape.dtype, shape.head_dim)
+            options = {"block": sequence, "head": head * (shape.group or 1), "group": shape.group}
+            copy_rows(query_ref, part, transforms, query_full, i, rows.start, seen, **options)
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
@@ -269,9 +270,16 @@ def _attend_runs_scoped(
 
             def write():
                 out_ref, lse_ref = outputs[:2]
-                finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
-                for offset, size, where in query_slices(shape, output_tile.index, warpgroup * ROWS, ROWS):
-                    plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], out_ref.at[where])
+                if shape.group is None:
+                    finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
+                    for offset, size, where in query_slices(shape, output_tile.index, warpgroup * ROWS, ROWS):
+                        plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], out_ref.at[where])
+                else:
+                    out, stats_smem[warpgroup] = finished(acc, top, total, axis=0)
+                    block = block_in_place(shape, output_tile.index)
+                    begin = block.sequence, warpgroup * ROWS, block.head, ROWS
+                    store_rows(out_ref, out, begin, first_dim=0, group=shape.group)
+                    plgpu.commit_smem()
                 rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
                 plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], lse_ref.at[output_tile.index, rows])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place

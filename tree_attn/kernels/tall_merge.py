@@ -75,7 +75,7 @@ def _merge_partials(
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     transforms = tiling(out_ref.dtype, dims)
     block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=transforms)
-    has_rows = is_by_rows(out_ref)
+    has_rows = is_by_rows(shape, out_ref)
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
@@ -104,10 +104,11 @@ def _merge_partials(
             if other_smem is not None:
                 plgpu.barrier_wait(other_full.at[0])
                 state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
-            if has_rows and not is_interpreted():
+            if shape.group is not None or (has_rows and not is_interpreted()):
                 out, lse_smem[...] = finished(*state, axis=0)
                 (_, size, (sequence, queries, head)), *_ = slices  # the others follow
-                store_rows(out_ref, out, (sequence, queries.start, head, size), first_dim=block * dims)
+                begin = sequence, queries.start, head * (shape.group or 1), size
+                store_rows(out_ref, out, begin, first_dim=block * dims, group=shape.group)
                 plgpu.commit_smem()
             else:
                 finish(*state, out_smem, lse_smem, axis=0)
