@@ -87,6 +87,12 @@ MANY = [  # queries, which are then rows of the tensor core
         Call(layout=layout, page=page, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
         for layout, page in (("packed", 64), ("paged", 64), ("paged", 16))
     ),
+    # Of several KV heads: they are read and written in place.
+    Call(queries=8, group=8, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
+    Call(queries=5, group=11, kv_heads=3, slots=203, dtype="float16", options=CAUSAL, lengths=(200, 5)),
+    Call(
+        layout="packed", queries=7, group=16, slots=320, lengths=(0, 300, 20), options=CAUSAL | WINDOW, logit_size=1e4
+    ),
     # In columns too.
     Call(queries=20, slots=192, kv_heads=3, lengths=(100, 0)),
     Call(queries=30, slots=192, head_dim=80),
@@ -111,6 +117,7 @@ WHOLE = [  # output tiles that five CTAs share evenly
     Call(layout="paged", lengths=(120, 0, 31), slots=128, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(100, 128), slots=128, queries=40, kv_heads=1),
     Call(lengths=(100, 128), slots=128, queries=11, group=8),
+    Call(lengths=(100, 3), slots=128, queries=7, group=8, options=CAUSAL),
     Call(lengths=(100, 128), slots=128, queries=12, head_dim=80),
 ]
 
@@ -205,6 +212,11 @@ CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut o
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
     Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
+    # Few queries in place, as columns and as rows.
+    Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),
+    Call(lengths=(250, 0, 70, 180, 3), queries=5, group=8, head_dim=256, options=CAUSAL),  # in two blocks
+    Call(lengths=(500, 60, 3), slots=512, queries=7, group=8, head_dim=128, options=CAUSAL),
+    Call(lengths=(600, 60, 3), slots=640, queries=40, group=2),  # many queries
 ]
 
 
@@ -234,9 +246,10 @@ def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_ma
     check(call, num_kernels=2)
 
 
+@pytest.mark.parametrize("options", [{}, {"queries": 3, "group": 2}, {"queries": 8, "group": 7}], ids=str)
 @pytest.mark.parametrize("lengths", [None, (250, 70)], ids=str)
-def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths):
-    call = Call(batch=2, lengths=lengths, kv_heads=3)
+def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths, options):
+    call = Call(batch=2, lengths=lengths, kv_heads=3, **options)
     query, key, value, *rest = call.inputs()
     both = [jnp.stack([x, x * 0.5]) for x in (query, key, value)]
     with interpreter():

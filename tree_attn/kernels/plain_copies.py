@@ -212,11 +212,11 @@ def store_columns(
     def store(array, x, offset, first_column, *numbers):
         base, kind = _element_address(array, offset)
         limits = [None if is_all else number for is_all, number in zip(are_all, numbers)]
-        warp, group, place = mma.thread()
+        warp, quad, place = mma.thread()
         registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
         for block_row, block, half in itertools.product(*map(range, registers.shape)):
             first = 64 * block_row + 8 * half
-            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), group), _i32(first))
+            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), quad), _i32(first))
             column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
             column = column if group is None else arith.addi(column, first_column)
             _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits, group)
@@ -247,10 +247,10 @@ def store_rows(ref, x, begin, *, first_dim, group: int | None = None) -> None:
     def store(array, x, token, element, num_rows, first_row):
         base, kind = _element_address(array, element)
         base = ops.plus(base, _times(token, num_heads * head_dim * utils.bitwidth(kind) // 8))
-        warp, group, place = mma.thread()
+        warp, quad, place = mma.thread()
         registers = x.registers.reshape(x.shape[1] // 8, 2)
         for half in range(2):
-            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), group), _i32(8 * half))
+            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), quad), _i32(8 * half))
             if group is None:
                 within, which = (f(row, _i32(rows_of_head)) for f in (arith.remui, arith.divui))
                 at = arith.addi(arith.muli(within, _i32(num_heads * head_dim)), arith.muli(which, _i32(head_dim)))
@@ -279,8 +279,8 @@ def store_row(ref, x, offset) -> None:
 
     def store(array, x, offset):
         base, kind = _element_address(array, offset)
-        warp, group, place = mma.thread()
-        is_writer = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, group), _i32(0))
+        warp, quad, place = mma.thread()
+        is_writer = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, quad), _i32(0))
         with mgpu.when(is_writer):
             for block, pair in enumerate(x.registers.flat):
                 column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
