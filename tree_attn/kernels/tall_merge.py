@@ -20,6 +20,7 @@ from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 MERGED_AT_ONCE = 2  # partials of 64 head dims
+CTAS_OF_CUT = 4  # for each CTA of the attention, where only output tiles that runs cut are merged: most end at once
 
 
 def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, config: LeanConfig):
@@ -55,7 +56,8 @@ def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
     # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
     halves = num_halves(shape, out)  # of an output tile, each of which a warpgroup computed
     ctas = lambda dims: shape.num_output_tiles * halves * (shape.head_dim // dims)
-    dims = next((dims for dims in (64, 32) if ctas(dims) >= config.num_ctas), 16)
+    wanted = config.num_ctas * (1 if results else CTAS_OF_CUT)
+    dims = next((dims for dims in (64, 32) if ctas(dims) >= wanted), 16)
     return launch(
         functools.partial(_merge_partials, tuple(optional), dims, not results, shape, config),
         out_type=results,
