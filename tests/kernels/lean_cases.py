@@ -192,6 +192,15 @@ def variants() -> list[Call]:
             )
         ),
         Call(queries=8, group=4, head_dim=128, **lengths),
+        # Few queries in place: the most columns of one block, and two blocks.
+        *(
+            Call(queries=queries, group=group, head_dim=head_dim, slots=4096, lengths=(4000, 70), options=options)
+            for queries, group, head_dim, options in (
+                (8, 8, 256, {"is_causal": True}),
+                (8, 6, 128, {"is_causal": True, "logits_soft_cap": 30.0}),
+                (6, 8, 128, {"local_window_size": (70, 0)}),
+            )
+        ),
         # Few queries as rows, each with keys of its own; threads copy numbers that 8 does not divide.
         *(
             Call(queries=queries, group=group, head_dim=head_dim, lengths=(600, 70), **options)

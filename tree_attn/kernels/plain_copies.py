@@ -173,29 +173,18 @@ def store_result(out_ref, lse_ref, output_tile, result, *, block=None, first_dim
     num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
     lse_offset = output_tile * lse_ref.shape[1] + first_column
     if block is None:
-        offset = output_tile * (columns * head_dim) + first_column * head_dim + first_dim
-        options = {"strides": (1, head_dim), "num_columns": columns - first_column}
+        offset, num_columns = output_tile * (columns * head_dim) + first_column * head_dim, columns - first_column
+        options = {"strides": (1, head_dim), "num_rows": num_rows, "num_columns": num_columns}
+        store_columns(out_ref, out, offset + first_dim, **options)
     else:
-        offset = _first_element(out_ref, block, first_dim)
-        of_token = out_ref.shape[2] * head_dim
-        options = {"strides": (1, of_token), "num_columns": columns, "group": (block.group, head_dim)}
-        options["first_column"] = block.first + first_column
-    store_columns(out_ref, out, offset, num_rows=num_rows, **options)
+        store_group(out_ref, out, block, first_dim=first_dim, first_column=first_column, num_rows=num_rows)
 
     @pl.when(is_first)
     def _():
         store_row(lse_ref, lse, lse_offset)
 
 
-def _first_element(ref, block, first_dim):
-    """Returns the number of a block's first element in `[B, T, N, H]`, were `block.first` 0."""
-    _, num_queries, num_heads, head_dim = ref.shape
-    return block.sequence * (num_queries * num_heads * head_dim) + block.head * head_dim + first_dim
-
-
-def store_columns(
-    ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns, first_column=0, group=None
-) -> None:
+def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_columns) -> None:
     """Writes `[rows, cols]` float32 of the layout WGMMA to global memory, in the dtype of `ref`.
 
     Args:
@@ -203,13 +192,10 @@ def store_columns(
       offset: the first element's number.
       strides: from row to row, and from column to column, in elements.
       num_rows, num_columns: how many are written, numbers or scalars in the kernel.
-      group: `(G, stride)` if columns are (t, g): the stride from g to g, and `strides` has the one from t to t. Columns
-        then count from `first_column` on, and `num_columns` is the end of those that are written.
     """
     are_all = [isinstance(number, int) and number == size for number, size in zip((num_rows, num_columns), x.shape)]
-    are_all[1] &= group is None
 
-    def store(array, x, offset, first_column, *numbers):
+    def store(array, x, offset, *numbers):
         base, kind = _element_address(array, offset)
         limits = [None if is_all else number for is_all, number in zip(are_all, numbers)]
         warp, quad, place = mma.thread()
@@ -218,10 +204,47 @@ def store_columns(
             first = 64 * block_row + 8 * half
             row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), quad), _i32(first))
             column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
-            column = column if group is None else arith.addi(column, first_column)
-            _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits, group)
+            _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits)
 
-    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, first_column, num_rows, num_columns)
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows, num_columns)
+
+
+def store_group(ref, x, block, *, first_dim, first_column, num_rows) -> None:
+    """Writes `[head dims, cols]` float32 of the layout WGMMA to where its columns (t, g) lie in `[B, T, N, H]`.
+
+    Args:
+      ref: `[B, T, N, H]`, of a type of 16 bits.
+      block: `query_layout.Block` of the columns, of which those from `first_column` on are here.
+      first_dim: of these head dims.
+      num_rows: head dims that are written, a number or a scalar in the kernel.
+    """
+    _, num_queries, num_heads, head_dim = ref.shape
+    are_all = isinstance(num_rows, int) and num_rows == x.shape[0]
+
+    def store(array, x, sequence, element, first_column, num_rows):
+        base, kind = _element_address(array, element)
+        itemsize = utils.bitwidth(kind) // 8
+        base = ops.plus(base, _times(sequence, num_queries * num_heads * head_dim * itemsize))
+        warp, quad, _ = mma.thread()
+        row = arith.addi(arith.muli(warp, _i32(16)), quad)
+        base = ops.plus(base, _times(row, itemsize))
+        registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
+        # Column by column, for all columns' addresses at once take registers that are not there.
+        for of_columns, i in itertools.product(range(registers.shape[1]), range(2)):
+            _, _, place = mma.thread()
+            column = arith.addi(arith.addi(arith.muli(place, _i32(2)), _i32(8 * of_columns + i)), first_column)
+            at = _of_group(column, block.group, num_heads * head_dim, head_dim)
+            at = ops.plus(base, _times(at, itemsize))
+            with mgpu.when(_is_less(column, _i32(num_queries * block.group))):
+                for of_rows, half in itertools.product(range(registers.shape[0]), range(2)):
+                    first = 64 * of_rows + 8 * half
+                    conditions = [] if are_all else [_is_less(arith.addi(row, _i32(first)), num_rows)]
+                    with _when(conditions):
+                        address = ops.plus(at, ops.constant(first * itemsize))
+                        _store_half(kind, address, mma.element(registers[of_rows, of_columns, half], i))
+
+    scalars = block.sequence, block.head * head_dim + first_dim, block.first + first_column, num_rows
+    _emit_store(store, ref, x, plgpu.Layout.WGMMA, *scalars)
 
 
 def store_rows(ref, x, begin, *, first_dim, group: int | None = None) -> None:
@@ -297,35 +320,36 @@ def _emit_store(store, ref, x, layout, *scalars) -> None:
     emit(ref, x, *(jnp.asarray(scalar, jnp.int32) for scalar in scalars))
 
 
-def _store_pair(base, kind, pair, row, column, strides, limits, group=None) -> None:
+def _store_pair(base, kind, pair, row, column, strides, limits) -> None:
     """Emits the stores of two neighbouring columns, if within the limits of rows and columns, each maybe None."""
     (row_stride, column_stride), itemsize = strides, utils.bitwidth(kind) // 8
     max_row, max_column = limits
-    is_less = lambda x, limit: arith.cmpi(arith.CmpIPredicate.slt, x, limit)
-    conditions = [] if max_row is None else [is_less(row, max_row)]
-    of_row = arith.muli(row, _i32(row_stride))
-    at = lambda of_column: ops.plus(
-        base, arith.extui(ops.i64(), arith.muli(arith.addi(of_row, of_column), _i32(itemsize)))
-    )
-    if group is None:
-        first = at(arith.muli(column, _i32(column_stride)))
-        addresses = [ops.plus(first, ops.constant(i * column_stride * itemsize)) for i in range(2)]
-    else:
-        size, stride_of_head = group
-        addresses = [at(_of_group(arith.addi(column, _i32(i)), size, column_stride, stride_of_head)) for i in range(2)]
+    conditions = [] if max_row is None else [_is_less(row, max_row)]
+    at = arith.addi(arith.muli(row, _i32(row_stride)), arith.muli(column, _i32(column_stride)))
+    at = ops.plus(base, arith.extui(ops.i64(), arith.muli(at, _i32(itemsize))))
     both = [mma.element(pair, i) for i in range(2)]
     if column_stride == 1 and itemsize == 4 and max_column is None:
         with _when(conditions):
-            mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", addresses[0], *both)
+            mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", at, *both)
         return
     for i, x in enumerate(both):
-        within = conditions if max_column is None else [*conditions, is_less(arith.addi(column, _i32(i)), max_column)]
+        within = conditions if max_column is None else [*conditions, _is_less(arith.addi(column, _i32(i)), max_column)]
+        address = ops.plus(at, ops.constant(i * column_stride * itemsize))
         with _when(within):
             if itemsize == 4:
-                mma.asm("st.global.f32 [$0], $1;", "", addresses[i], x)
+                mma.asm("st.global.f32 [$0], $1;", "", address, x)
             else:
-                half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
-                mma.asm("st.global.b16 [$0], $1;", "", addresses[i], half)
+                _store_half(kind, address, x)
+
+
+def _store_half(kind, address, x) -> None:
+    """Emits the store of a float32 as a type of 16 bits."""
+    half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
+    mma.asm("st.global.b16 [$0], $1;", "", address, half)
+
+
+def _is_less(x, limit):
+    return arith.cmpi(arith.CmpIPredicate.slt, x, limit)
 
 
 def _when(conditions):

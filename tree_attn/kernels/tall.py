@@ -114,6 +114,7 @@ def writes_uncut(shape: LeanShape, query, *, merges_state: bool) -> bool:
     queries. Larger heads, and blocks of more of them, take registers.
     """
     is_able = not merges_state and (shape.group is not None or query.shape[1] % QUERY_MULTIPLE == 0)
+    is_able &= shape.group is not None or not shape.is_gathered  # with many masks it spills a register
     is_able &= shape.head_dim <= 128 and shape.cols // shape.tokens <= 4
     return is_able and jax.__version_info__ >= WRITES_IN_PLACE
 

@@ -81,10 +81,13 @@ def _merge_partials(
 
     def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
         output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
-        # Tables are older than the kernel before this one, which has read them too.
+        if is_in_place:  # under `jax.vmap` the kernel before this one may be what slices the table
+            await_previous_kernel()
+        # Otherwise tables are older than the kernel before, which has read them too.
         first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
         merges = count > 1 if is_in_place else True
-        await_previous_kernel()
+        if not is_in_place:
+            await_previous_kernel()
         begin_next_kernel()
         head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
         rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
