@@ -53,7 +53,7 @@ def test_few_queries_are_rows_where_they_are_many_columns(num_queries, group, nu
     key = jax.ShapeDtypeStruct((3, num_slots, 2, options["head_dim"]), jnp.dtype(options["stored"]))
     with targets.assumed(options["target"]):
         call = dict(num_slots=num_slots, scale=1.0, logits_soft_cap=None)
-        shape = lean_shape(query, key, **call, is_alone=True)
+        shape = lean_shape(query, key, **call, allows_rows=True)
         assert not lean_shape(query, key, **call).is_many_query, "an exchange is to end the kernel"
     assert shape.is_many_query == are_rows
     if are_rows:

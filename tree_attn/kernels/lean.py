@@ -43,7 +43,7 @@ from tree_attn.kernels.lean_results import results_of
 from tree_attn.kernels.lean_walk import run_of_cta
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel, overlaps
 from tree_attn.kernels.plain_copies import copy_rows
-from tree_attn.kernels.query_layout import block_in_place, column_index, moves_by_rows, stores_by_threads
+from tree_attn.kernels.query_layout import column_index, moves_by_rows, stores_by_threads
 from tree_attn.kernels.registers import WRITES_IN_PLACE, launch
 from tree_attn.kernels.tuning import MIN_SHARE_OF_CTAS, num_sms
 
@@ -237,16 +237,11 @@ def _attend_runs_scoped(
     def _move():
         def move_query(output_tile, place):
             if has_rows:
-                copy = functools.partial(
-                    copy_rows, query_ref, query_smem.at[place], query_tiling(shape, config), query_full, place
-                )
-                count = query_ref.shape[1]
-                if shape.group is None:
-                    copy(0, (0, count), block=output_tile.index)
-                else:
-                    block = block_in_place(shape, output_tile.index)
-                    group = shape.group
-                    copy(block.first, (0, count * group), block=block.sequence, head=block.head, group=group)
+                seen = 0, query_ref.shape[1]
+                copy_rows(
+                    query_ref, query_smem.at[place], query_tiling(shape, config), query_full, place, 0, seen,
+                    block=output_tile.index,
+                )  # fmt: skip
                 return
             # The copy fills what is out of bounds with zeros: fewer columns than 8, or queries beyond T.
             columns = query_ref.at[column_index(shape, output_tile.index)]

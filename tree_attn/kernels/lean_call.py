@@ -16,7 +16,6 @@ from tree_attn.kernels.lean_layout import (
     MANY_QUERY_GROUPS,
     MANY_QUERY_ROWS,
     MAX_QUERIES,
-    MAX_SPARE_COLUMNS,
     ROWS,
     SLOT_MULTIPLE,
     LeanConfig,
@@ -178,7 +177,7 @@ def plan_call(
     page_size = None if pages is None else key.shape[1]
     shape = lean_shape(
         query, key, num_slots=num_slots, scale=scale, logits_soft_cap=logits_soft_cap, page_size=page_size,
-        is_packed=is_packed, is_alone=leaves_whole,
+        is_packed=is_packed, allows_rows=leaves_whole,
     )  # fmt: skip
     config = config or tuning.lean_config(shape, is_static=spans is None, leaves_whole=leaves_whole)
     if page_size is not None and page_size % config.block_kv and page_size % ROWS == 0:
@@ -205,13 +204,12 @@ def plan_call(
 
 def lean_shape(
     query, key, *, num_slots: int, scale: float, logits_soft_cap: float | None, page_size: int | None = None,
-    is_packed: bool = False, is_alone: bool = False,
+    is_packed: bool = False, allows_rows: bool = False,
 ) -> LeanShape:  # fmt: skip
     """Returns the static part of a call with one span per sequence; arguments as in `plan_call`.
 
     Args:
-      is_alone: no state over other keys, or of other devices, is merged with the result. So few queries may be rows of
-        the many-query kernel, which cannot end in an exchange, and stay `[B, T, N, H]`.
+      allows_rows: few queries may be rows of the many-query kernel, which cannot end in an exchange.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]
@@ -219,24 +217,22 @@ def lean_shape(
     if page_size is not None and page_size % ROWS and not gathers(page_size):  # pages do not fill a KV tile
         target = dataclasses.replace(target, is_hopper=False)
     group = num_heads // num_kv_heads
-    columns = num_queries * group
+    columns, stays = num_queries * group, False
     if is_many_query(num_queries, group):
         cols = MANY_QUERY_ROWS
         heads_together = group if num_kv_heads > 1 and group in MANY_QUERY_GROUPS else 1  # in the rows of a block
         tokens = cols // heads_together
         blocks = pl.cdiv(columns // heads_together, tokens)
-    elif is_alone and is_few_query_rows(
+    elif allows_rows and is_few_query_rows(
         num_queries, group, head_dim, key.dtype != query.dtype, target,
         kv_tiles=pl.cdiv(num_slots, 128) * num_kv_heads * (1 if is_packed else batch) / tuning.num_sms(),
     ):  # fmt: skip
         blocks, cols, tokens = 1, MANY_QUERY_ROWS, MANY_QUERY_ROWS  # a row for each query and head
+        stays = num_kv_heads > 1  # of one KV head the rows lie together already
     else:
         is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)
         blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target, is_whole=is_whole)
         tokens = cols if num_queries > MAX_QUERIES else None
-    # With one query, or one KV head, nothing is transposed to fold them. Threads have registers for so many columns.
-    has_order = 1 < num_queries <= MAX_QUERIES and num_kv_heads > 1
-    stays = is_alone and has_order and (cols <= MAX_SPARE_COLUMNS or cols == MANY_QUERY_ROWS)
     return LeanShape(
         batch=batch,
         num_kv_heads=num_kv_heads,

@@ -94,8 +94,8 @@ class LeanShape:
     whole_output_tiles:  the table of runs cuts no output tile
     tokens:              queries of a block where queries stay `[B, T, N, H]`: columns are then (g, t) and
                          `cols = G * tokens`; None where they are folded to `[output tiles, columns, H]`, as (t, g)
-    group:               G, where few queries stay `[B, T, N, H]`: threads copy the columns or rows (t, g) of a block
-                         from there, and write results there; else None
+    group:               G, where few queries that are rows stay `[B, T, N, H]`: threads copy the rows (t, g) of a KV
+                         head from there, and write results there; else None
     dtype:               of the query, in which tensor cores multiply
     key_dtype:           of K and V as stored; float8_e4m3fn is widened in registers
     target:              what the GPU offers

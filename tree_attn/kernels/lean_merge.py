@@ -18,7 +18,7 @@ from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
-from tree_attn.kernels.query_layout import block_in_place, column_index, stores_by_threads
+from tree_attn.kernels.query_layout import column_index, stores_by_threads
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, quotient, remainder, run_start
 from tree_attn.kernels.tuning import num_sms
@@ -248,7 +248,6 @@ def _merge_scoped(
             first_dim = block * MERGE_HEAD_DIMS
             store_result(
                 out_ref, lse_ref, output_tile, finished(*state), first_dim=first_dim, is_first=block == 0,
-                block=None if shape.group is None else block_in_place(shape, output_tile),
                 first_column=0 if width == shape.cols else lax.axis_index("columns") * width,
             )  # fmt: skip
             return

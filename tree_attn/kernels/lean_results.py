@@ -19,7 +19,7 @@ from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.lean_merge import finish, finished
 from tree_attn.kernels.plain_copies import store_columns, store_result, store_row
-from tree_attn.kernels.query_layout import block_in_place, column_index
+from tree_attn.kernels.query_layout import column_index
 from tree_attn.kernels.registers import tiling
 
 
@@ -64,7 +64,7 @@ class CopiedResults:
     def write(self, output_tile, first_dim: int, state) -> None:
         """Writes part of out and lse of an output tile."""
         if self.out_smem is None:
-            _store_result(self.shape, self.outputs[:2], output_tile, first_dim, state)
+            _store_result(self.outputs[:2], output_tile, first_dim, state)
             return
         acc, top, total = state
         num_dims = acc.shape[0]
@@ -118,7 +118,7 @@ class StoredResults:
 
     def write(self, output_tile, first_dim: int, state) -> None:
         """Writes part of out and lse of an output tile."""
-        _store_result(self.shape, self.outputs[:2], output_tile, first_dim, state)
+        _store_result(self.outputs[:2], output_tile, first_dim, state)
 
     def leave(self, partial, first_dim: int, state) -> None:
         """Writes part of partial state number `partial`."""
@@ -128,12 +128,11 @@ class StoredResults:
         """Does nothing: the kernel's end shows what was written to the next."""
 
 
-def _store_result(shape: LeanShape, results, output_tile, first_dim: int, state) -> None:
+def _store_result(results, output_tile, first_dim: int, state) -> None:
     """Writes part of a result from registers; `results` are references of out and lse."""
     acc, top, total = state
     result = finished(acc, top, total())
-    block = None if shape.group is None else block_in_place(shape, output_tile)
-    store_result(*results, output_tile, result, block=block, first_dim=first_dim, is_first=first_dim == 0)
+    store_result(*results, output_tile, result, first_dim=first_dim, is_first=first_dim == 0)
 
 
 def _store_partial(shape: LeanShape, partials, partial, first_dim: int, state) -> None:

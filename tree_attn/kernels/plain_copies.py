@@ -5,7 +5,6 @@ and no page size is out of place, and a row that is no key's becomes zeros inste
 each thread once its copies have landed.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -22,7 +21,6 @@ from tree_attn.kernels import mlir as ops
 from tree_attn.kernels import mma
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.kv_parts import address_of_barriers
-from tree_attn.kernels.query_layout import Block
 
 CHUNK_BYTES = 16  # of one copy of a thread
 BARRIER_BYTES = 8
@@ -135,22 +133,20 @@ def _of_group(number, group: int, stride: int, stride_of_head: int):
     return arith.addi(arith.muli(token, _i32(stride)), arith.muli(head, _i32(stride_of_head)))
 
 
-def store_result(out_ref, lse_ref, output_tile, result, *, block=None, first_dim=0, first_column=0, is_first=True):
+def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=0, is_first=True) -> None:
     """Writes part of a result from registers.
 
     Args:
-      out_ref: `[output tiles, G', H]`, or `[B, T, N, H]` with `block`; lse_ref: `[output tiles, cols]`.
+      out_ref: `[output tiles, G', H]`; lse_ref: `[output tiles, cols]`.
       result: `(out, lse)`: `[head dims, cols]`, of the head dims from `first_dim` on, and `[cols]`.
-      block: where the output tile's columns lie (`query_layout.Block`), or None.
-      first_column: the first of these columns; the interpreter takes all without `block`.
+      first_column: the first of these columns; the interpreter takes all.
       is_first: whether lse is written.
     """
     out, lse = result
-    head_dim = out_ref.shape[-1]
-    columns = out_ref.shape[1] if block is None else out_ref.shape[1] * block.group
+    _, columns, head_dim = out_ref.shape
     num_rows = jnp.minimum(head_dim - first_dim, out.shape[0])
     if is_interpreted():
-        if out.shape[1] != lse_ref.shape[1] and block is None:
+        if out.shape[1] != lse_ref.shape[1]:
             raise NotImplementedError("the interpreter writes all columns of a result")
         part = math.gcd(head_dim, out.shape[0])
         for row in range(0, out.shape[0], part):
@@ -159,25 +155,17 @@ def store_result(out_ref, lse_ref, output_tile, result, *, block=None, first_dim
             def _(row=row):
                 rows = out[row : row + part, :columns].T.astype(out_ref.dtype)
                 first = jnp.minimum(first_dim + row, head_dim - part)  # what is not written must not be out of bounds
-                if block is None:
-                    out_ref[output_tile, :, pl.ds(first, part)] = rows
-                else:
-                    begin = dataclasses.replace(block, first=block.first + first_column)
-                    _interpreted_store(out_ref, rows, begin, pl.ds(first, part))
+                out_ref[output_tile, :, pl.ds(first, part)] = rows
 
         @pl.when(is_first)
         def _():
-            lse_ref[output_tile, pl.ds(first_column, lse.shape[0])] = lse
+            lse_ref[output_tile] = lse
 
         return
     num_rows = out.shape[0] if head_dim % 64 == 0 else num_rows
-    lse_offset = output_tile * lse_ref.shape[1] + first_column
-    if block is None:
-        offset, num_columns = output_tile * (columns * head_dim) + first_column * head_dim, columns - first_column
-        options = {"strides": (1, head_dim), "num_rows": num_rows, "num_columns": num_columns}
-        store_columns(out_ref, out, offset + first_dim, **options)
-    else:
-        store_group(out_ref, out, block, first_dim=first_dim, first_column=first_column, num_rows=num_rows)
+    offset = output_tile * (columns * head_dim) + first_column * head_dim + first_dim
+    lse_offset, num_columns = output_tile * lse_ref.shape[1] + first_column, columns - first_column
+    store_columns(out_ref, out, offset, strides=(1, head_dim), num_rows=num_rows, num_columns=num_columns)
 
     @pl.when(is_first)
     def _():
@@ -209,44 +197,6 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
     _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows, num_columns)
 
 
-def store_group(ref, x, block, *, first_dim, first_column, num_rows) -> None:
-    """Writes `[head dims, cols]` float32 of the layout WGMMA to where its columns (t, g) lie in `[B, T, N, H]`.
-
-    Args:
-      ref: `[B, T, N, H]`, of a type of 16 bits.
-      block: `query_layout.Block` of the columns, of which those from `first_column` on are here.
-      first_dim: of these head dims.
-      num_rows: head dims that are written, a number or a scalar in the kernel.
-    """
-    _, num_queries, num_heads, head_dim = ref.shape
-    are_all = isinstance(num_rows, int) and num_rows == x.shape[0]
-
-    def store(array, x, sequence, element, first_column, num_rows):
-        base, kind = _element_address(array, element)
-        itemsize = utils.bitwidth(kind) // 8
-        base = ops.plus(base, _times(sequence, num_queries * num_heads * head_dim * itemsize))
-        warp, quad, _ = mma.thread()
-        row = arith.addi(arith.muli(warp, _i32(16)), quad)
-        base = ops.plus(base, _times(row, itemsize))
-        registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
-        # Column by column, for all columns' addresses at once take registers that are not there.
-        for of_columns, i in itertools.product(range(registers.shape[1]), range(2)):
-            _, _, place = mma.thread()
-            column = arith.addi(arith.addi(arith.muli(place, _i32(2)), _i32(8 * of_columns + i)), first_column)
-            at = _of_group(column, block.group, num_heads * head_dim, head_dim)
-            at = ops.plus(base, _times(at, itemsize))
-            with mgpu.when(_is_less(column, _i32(num_queries * block.group))):
-                for of_rows, half in itertools.product(range(registers.shape[0]), range(2)):
-                    first = 64 * of_rows + 8 * half
-                    conditions = [] if are_all else [_is_less(arith.addi(row, _i32(first)), num_rows)]
-                    with _when(conditions):
-                        address = ops.plus(at, ops.constant(first * itemsize))
-                        _store_half(kind, address, mma.element(registers[of_rows, of_columns, half], i))
-
-    scalars = block.sequence, block.head * head_dim + first_dim, block.first + first_column, num_rows
-    _emit_store(store, ref, x, plgpu.Layout.WGMMA, *scalars)
-
-
 def store_rows(ref, x, begin, *, first_dim, group: int | None = None) -> None:
     """Writes 64 rows of a result of many queries from registers, those that are queries.
 
@@ -263,8 +213,7 @@ def store_rows(ref, x, begin, *, first_dim, group: int | None = None) -> None:
     if is_interpreted():
         if group is None:
             raise NotImplementedError("the interpreter writes rows (t, g) only")
-        rows = x.astype(ref.dtype)
-        _interpreted_store(ref, rows, Block(sequence, head, first, group), pl.ds(first_dim, x.shape[1]))
+        _interpreted_store(ref, x.astype(ref.dtype), sequence, first, head, group, first_dim)
         return
 
     def store(array, x, token, element, num_rows, first_row):
@@ -324,7 +273,8 @@ def _store_pair(base, kind, pair, row, column, strides, limits) -> None:
     """Emits the stores of two neighbouring columns, if within the limits of rows and columns, each maybe None."""
     (row_stride, column_stride), itemsize = strides, utils.bitwidth(kind) // 8
     max_row, max_column = limits
-    conditions = [] if max_row is None else [_is_less(row, max_row)]
+    is_less = lambda x, limit: arith.cmpi(arith.CmpIPredicate.slt, x, limit)
+    conditions = [] if max_row is None else [is_less(row, max_row)]
     at = arith.addi(arith.muli(row, _i32(row_stride)), arith.muli(column, _i32(column_stride)))
     at = ops.plus(base, arith.extui(ops.i64(), arith.muli(at, _i32(itemsize))))
     both = [mma.element(pair, i) for i in range(2)]
@@ -333,23 +283,14 @@ def _store_pair(base, kind, pair, row, column, strides, limits) -> None:
             mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", at, *both)
         return
     for i, x in enumerate(both):
-        within = conditions if max_column is None else [*conditions, _is_less(arith.addi(column, _i32(i)), max_column)]
+        within = conditions if max_column is None else [*conditions, is_less(arith.addi(column, _i32(i)), max_column)]
         address = ops.plus(at, ops.constant(i * column_stride * itemsize))
         with _when(within):
             if itemsize == 4:
                 mma.asm("st.global.f32 [$0], $1;", "", address, x)
             else:
-                _store_half(kind, address, x)
-
-
-def _store_half(kind, address, x) -> None:
-    """Emits the store of a float32 as a type of 16 bits."""
-    half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
-    mma.asm("st.global.b16 [$0], $1;", "", address, half)
-
-
-def _is_less(x, limit):
-    return arith.cmpi(arith.CmpIPredicate.slt, x, limit)
+                half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
+                mma.asm("st.global.b16 [$0], $1;", "", address, half)
 
 
 def _when(conditions):
@@ -374,17 +315,15 @@ def _i32(value: int):
     return arith.constant(ops.i32(), value)
 
 
-def _interpreted_store(ref, rows, block, head_dims) -> None:
-    """Writes rows (t, g) of a block (`query_layout.Block`) to `[B, T, N, H]`, those that are there."""
+def _interpreted_store(ref, rows, sequence, first, head, group, first_dim) -> None:
+    """Writes rows (t, g) to `[B, T, N, H]`, those that are there."""
+    count = ref.shape[1] * group
     for i in range(rows.shape[0]):
-        number = block.first + i
 
-        @pl.when(number < ref.shape[1] * block.group)
-        def _(i=i, number=number):
-            number = jnp.minimum(
-                number, ref.shape[1] * block.group - 1
-            )  # what is not written must not be out of bounds
-            ref[block.sequence, number // block.group, block.head + number % block.group, head_dims] = rows[i]
+        @pl.when(first + i < count)
+        def _(i=i):
+            number = jnp.minimum(first + i, count - 1)  # what is not written must not be out of bounds
+            ref[sequence, number // group, head + number % group, pl.ds(first_dim, rows.shape[1])] = rows[i]
 
 
 def _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen, group) -> None:

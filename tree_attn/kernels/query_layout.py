@@ -1,12 +1,8 @@
 """Queries, results and lse between `[B, T, N, H]` and the kernels' layouts, and where a block's queries lie.
 
-With `shape.tokens` and `shape.group` None, the query columns (t, g) of a KV head are folded to
-`[output tiles, columns, H]`. Otherwise the kernels read and write `[B, T, N, H]` in place. A kernel's lse is
-`[output tiles, cols]` either way.
+With `shape.tokens` None, the query columns (t, g) of a KV head are folded to `[output tiles, columns, H]`. Otherwise
+the kernels read and write `[B, T, N, H]` in place. A kernel's lse is `[output tiles, cols]` either way.
 """
-
-import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,46 +26,18 @@ def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
       num_columns: of a block in memory.
     """
     is_odd = shape.tokens is None and num_columns > QUERY_MULTIPLE and num_columns % QUERY_MULTIPLE > 0
-    return is_odd or shape.group is not None or not shape.target.is_hopper
+    return is_odd or not shape.target.is_hopper
 
 
 def stores_by_threads(shape: LeanShape, num_columns: int) -> bool:
-    """Returns whether threads write the results of such columns.
-
-    The interpreter's TMA has no tiles, and writes any number of columns that lie together.
-    """
-    lie_together = shape.target.is_hopper and shape.group is None
-    return moves_by_rows(shape, num_columns) and not (lie_together and is_interpreted())
+    """Returns whether threads write the results of such columns. The interpreter's TMA has no tiles, and does."""
+    return moves_by_rows(shape, num_columns) and not (shape.target.is_hopper and is_interpreted())
 
 
 def num_halves(shape: LeanShape, queries_ref) -> int:
     """Returns how many halves of a block of `MANY_QUERY_ROWS` hold rows of `[B, T, N, H]`: one of few queries."""
     num_rows = queries_ref.shape[1] * (shape.group or 1)
     return 1 if shape.tokens == MANY_QUERY_ROWS and num_rows <= ROWS else MANY_QUERY_ROWS // ROWS
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Where a block of query columns or rows (t, g) begins in `[B, T, N, H]`, if `shape.group` is not None.
-
-    sequence:  its number
-    head:      the first query head of the KV head
-    first:     the block's first column, of T G
-    group:     G
-    """
-
-    sequence: Any
-    head: Any
-    first: Any
-    group: int
-
-
-def block_in_place(shape: LeanShape, output_tile) -> Block:
-    """Returns where the columns or rows of an output tile lie."""
-    sequence = lax.div(output_tile, shape.output_tiles_per_sequence)
-    within = lax.rem(output_tile, shape.output_tiles_per_sequence)
-    head, block = lax.div(within, shape.col_blocks), lax.rem(within, shape.col_blocks)
-    return Block(sequence, head * shape.group, block * shape.cols, shape.group)
 
 
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
@@ -83,8 +51,8 @@ def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
 def to_kernel_layout(query, shape: LeanShape, multiple: int = QUERY_MULTIPLE):
     """Returns `[B, T, N, H]` in the kernel's layout.
 
-    Few queries are folded to `[output tiles, columns, H]`, unless `shape.group`. Many are read in place. If a block
-    cannot hold whole groups, the group is unrolled into the query axis, `[B, T G, K, H]`.
+    Few queries are folded to `[output tiles, columns, H]`. Many are read in place, and few with `shape.group`. If a
+    block cannot hold whole groups, the group is unrolled into the query axis, `[B, T G, K, H]`.
 
     Args:
       multiple: of queries in place, to which they are padded.

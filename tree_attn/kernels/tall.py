@@ -44,7 +44,7 @@ from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
-from tree_attn.kernels.query_layout import QUERY_MULTIPLE, block_in_place, is_by_rows, num_halves, query_slices
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, WRITES_IN_PLACE, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_cut, merge_partials
 
@@ -271,14 +271,15 @@ def _attend_runs_scoped(
 
             def write():
                 out_ref, lse_ref = outputs[:2]
+                slices = query_slices(shape, output_tile.index, warpgroup * ROWS, ROWS)
                 if shape.group is None:
                     finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
-                    for offset, size, where in query_slices(shape, output_tile.index, warpgroup * ROWS, ROWS):
+                    for offset, size, where in slices:
                         plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], out_ref.at[where])
                 else:
                     out, stats_smem[warpgroup] = finished(acc, top, total, axis=0)
-                    block = block_in_place(shape, output_tile.index)
-                    begin = block.sequence, warpgroup * ROWS, block.head, ROWS
+                    ((_, size, (sequence, queries, head)),) = slices
+                    begin = sequence, queries.start, head * shape.group, size
                     store_rows(out_ref, out, begin, first_dim=0, group=shape.group)
                     plgpu.commit_smem()
                 rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
