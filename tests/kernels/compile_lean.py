@@ -53,10 +53,13 @@ def main(chosen: str):
         padding = padding_bytes(shape, config, -(-config.num_ctas // sms)) if lean.begins_early(shape, config) else 0
         return max_smem_bytes(shape, config) + padding
 
+    def ctas_per_sm(shape, config):
+        return -(-config.num_ctas // (shape.streams * sms))
+
     calls = {"grouped": list, "9.0": variants}.get(chosen, variants_elsewhere)()
     with targets.assumed(capability):
         for call in calls:
-            compile(call, str(call), lambda: -(-planned[-1][1].num_ctas // sms))
+            compile(call, str(call), lambda: ctas_per_sm(*planned[-1]))
     for call in {"grouped": sparq_cases.COMPILED_GROUPED, "9.0": sparq_cases.COMPILED}.get(chosen, ()):
         compile(call, f"sparq {call}")
 

@@ -193,7 +193,7 @@ def plan_call(
         tables["columns"] = _column_table(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
     shape = shape.replace(whole_output_tiles=not leaves_partials and _keeps_output_tiles_whole(shape, config))
     per_sequence = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans)
-    leaves_whole = leaves_whole and lean.writes_uncut(shape)
+    leaves_whole = leaves_whole and (tall if shape.group is not None else lean).writes_uncut(shape)
     tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config, leaves_whole=leaves_whole)
     if num_slots <= config.block_kv and not (is_packed or leaves_partials or shape.is_gathered):
         # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths. It begins with slot 0, so of
@@ -217,7 +217,7 @@ def lean_shape(
     if page_size is not None and page_size % ROWS and not gathers(page_size):  # pages do not fill a KV tile
         target = dataclasses.replace(target, is_hopper=False)
     group = num_heads // num_kv_heads
-    columns, stays = num_queries * group, False
+    columns, are_rows = num_queries * group, False
     if is_many_query(num_queries, group):
         cols = MANY_QUERY_ROWS
         heads_together = group if num_kv_heads > 1 and group in MANY_QUERY_GROUPS else 1  # in the rows of a block
@@ -227,8 +227,8 @@ def lean_shape(
         num_queries, group, head_dim, key.dtype != query.dtype, target,
         kv_tiles=pl.cdiv(num_slots, 128) * num_kv_heads * (1 if is_packed else batch) / tuning.num_sms(),
     ):  # fmt: skip
-        blocks, cols, tokens = 1, MANY_QUERY_ROWS, MANY_QUERY_ROWS  # a row for each query and head
-        stays = num_kv_heads > 1  # of one KV head the rows lie together already
+        blocks, cols = 1, pl.cdiv(columns, ROWS) * ROWS  # a row for each query and head
+        tokens, are_rows = cols, True
     else:
         is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)
         blocks, cols = column_blocks(columns, head_dim, key.dtype != query.dtype, target, is_whole=is_whole)
@@ -244,7 +244,7 @@ def lean_shape(
         mask="span",
         num_slots=num_slots,
         tokens=tokens,
-        group=group if stays else None,
+        group=group if are_rows else None,
         dtype=query.dtype,
         key_dtype=key.dtype,
         page_size=page_size,

@@ -21,7 +21,7 @@ MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
 ROWS = 64  # of a tensor core's left operand
-MANY_QUERY_ROWS = 2 * ROWS  # query rows of a block of the many-query kernel; the lean kernel has at most 64 columns
+MANY_QUERY_ROWS = 2 * ROWS  # that a CTA of the many-query kernel has at once; the lean kernel has at most 64 columns
 
 # Columns of the table of sequences.
 FIRST_SLOT, NUM_KV_TILES, OFFSET, SPAN_START, SPAN_END, MAX_RUNS, ARE_WHOLE = range(7)
@@ -61,7 +61,8 @@ class LeanConfig:
 
     block_kv:    keys of a KV tile, a multiple of 64
     num_stages:  KV tiles of K, and of V, in flight per CTA
-    num_ctas:    CTAs, and so the most runs; the schedule is fair only if all are resident at once
+    num_ctas:    CTAs, or streams of all CTAs where they have several, and so the most runs; the schedule is fair only
+                 if all are resident at once
     """
 
     block_kv: int = 64
@@ -94,8 +95,8 @@ class LeanShape:
     whole_output_tiles:  the table of runs cuts no output tile
     tokens:              queries of a block where queries stay `[B, T, N, H]`: columns are then (g, t) and
                          `cols = G * tokens`; None where they are folded to `[output tiles, columns, H]`, as (t, g)
-    group:               G, where few queries that are rows stay `[B, T, N, H]`: threads copy the rows (t, g) of a KV
-                         head from there, and write results there; else None
+    group:               G, where few queries are rows of the many-query kernel: threads copy the rows (t, g) of a KV
+                         head from `[B, T, N, H]`, and write results there; else None
     dtype:               of the query, in which tensor cores multiply
     key_dtype:           of K and V as stored; float8_e4m3fn is widened in registers
     target:              what the GPU offers
@@ -125,7 +126,17 @@ class LeanShape:
     @property
     def is_many_query(self) -> bool:
         """Query columns are the rows of a tensor core: the call is the many-query kernel's (`tall.py`)."""
-        return self.cols == MANY_QUERY_ROWS
+        return self.cols == MANY_QUERY_ROWS or self.group is not None
+
+    @property
+    def streams(self) -> int:
+        """Runs that a CTA has at once, each with warpgroups and shared memory of its own: two of blocks of 64 rows."""
+        return MANY_QUERY_ROWS // self.cols if self.is_many_query else 1
+
+    @property
+    def query_places(self) -> int:
+        """Queries that a stream holds at most: the next is copied while one is attended to, if there is room for it."""
+        return self.streams if self.is_many_query else 2
 
     @property
     def is_widened(self) -> bool:
@@ -168,7 +179,9 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     itemsize = jnp.dtype(shape.dtype).itemsize
     kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
     stages = config.num_stages * kv_tile * shape.key_itemsize
-    queries = shape.cols * 2 * shape.head_dim * itemsize
+    queries = shape.cols * shape.query_places * shape.head_dim * itemsize
+    if shape.is_many_query:
+        return shape.streams * (stages + queries) + scratch_bytes(shape) + 2048
     states = 0
     if shape.target.is_hopper:
         states += shape.cols * (shape.padded_head_dim * itemsize + 4)
@@ -210,7 +223,7 @@ def lanes(shape: LeanShape, config: LeanConfig) -> int:
     Each lane has its own CTAs and all lanes are cut alike, because L divides the output tiles of a sequence and the
     CTAs. So at any moment L heads read the same keys, which memory serves faster than keys here and there.
     """
-    if MAX_SPARE_COLUMNS < shape.cols < MANY_QUERY_ROWS:
+    if shape.cols > MAX_SPARE_COLUMNS and not shape.is_many_query:
         return 1  # no register is left to count by lanes
     return math.gcd(shape.output_tiles_per_sequence, config.num_ctas)
 

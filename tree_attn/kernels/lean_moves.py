@@ -25,14 +25,16 @@ class Barriers(NamedTuple):
 
 
 def move_tiles(
-    tables, shape: LeanShape, config: LeanConfig, run: Run, move_query, num_queries: int, refs, smems, barriers
-) -> None:
+    tables, shape: LeanShape, config: LeanConfig, run: Run, move_query, num_queries: int, refs, smems, barriers,
+    stream=0,
+) -> None:  # fmt: skip
     """Moves the query of every output tile that the run touches, and all KV tiles of the run.
 
     Args:
       move_query: `(output_tile, place)`, begins the copy of its query.
       num_queries: places for queries.
       refs, smems: of keys and of values.
+      stream: which of `shape.streams` it is, each with places, stages and barriers of its own.
     """
     (key_ref, value_ref), (key_smem, value_smem) = refs, smems
     query_free, key_full, key_free, value_full, value_free = barriers
@@ -40,7 +42,7 @@ def move_tiles(
     value_dims, tilings = value_smem.shape[-1], kv_parts.kv_tilings(shape, config)
 
     def move_segment(output_tile, segment):
-        query_place = segment.query_place(num_queries)
+        query_place = segment.query_place(num_queries) + stream * num_queries
 
         @pl.when(segment.output_tiles_done >= num_queries)
         def _():
@@ -50,7 +52,7 @@ def move_tiles(
 
         def kv_tile_step(i, _):
             kv_tile = segment.kv_tiles_done + i
-            stage = stage_of(kv_tile, config)
+            stage = stage_of(kv_tile, config) + stream * stages
             first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
             if shape.is_gathered:
                 pages = _pages_of_tile(tables, shape, config, output_tile, first)
@@ -85,7 +87,7 @@ def move_tiles(
     num_output_tiles = walk(run, tables, shape, config, move_segment, is_first_to_read=True)
 
     def await_last(i, _):  # so that no arrival is left over
-        plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries)])
+        plgpu.barrier_wait(query_free.at[lax.rem(i, num_queries) + stream * num_queries])
 
     if num_queries > 1:
         lax.fori_loop(jnp.maximum(num_output_tiles - num_queries, 0), num_output_tiles, await_last, None)

@@ -89,9 +89,13 @@ class _Segment:
         return pl.when(num_places > 1 or self.kv_tiles_done + self.num_kv_tiles < run.num_kv_tiles)
 
 
-def run_of_cta(tables, shape: LeanShape, config: LeanConfig) -> Run:
-    """Returns this CTA's run, from the table of runs or, if the schedule is static, from the CTA's number."""
-    cta, count = lax.axis_index("cta"), lanes(shape, config)
+def run_of_cta(tables, shape: LeanShape, config: LeanConfig, cta=None) -> Run:
+    """Returns a CTA's run, from the table of runs or, if the schedule is static, from the CTA's number.
+
+    Args:
+      cta: its number; default: this CTA's.
+    """
+    cta, count = lax.axis_index("cta") if cta is None else cta, lanes(shape, config)
     lane, number = remainder(cta, count), quotient(cta, count)
     if shape.static_kv_tiles is None:
         sequence, place, kv_tile, num_kv_tiles = (tables["runs"][number, i] for i in range(4))

@@ -7,6 +7,9 @@ K and V then takes little time, and the tensor cores are to be kept busy. Per CT
   arrive;
 - the two take turns: while the tensor core multiplies for one, the other has its softmax;
 - the weights P go from registers to the tensor core.
+Where a block has 64 rows, the CTA has two streams instead: each has a run of its own, one warpgroup that moves and one
+that computes. While one waits for its next output tile, the other computes.
+
 Most shapes have fewer blocks of query rows than there are CTAs. So runs of KV tiles are equal here too, whatever output
 tiles they cut, and `tall_merge.py` merges the partial states.
 
@@ -18,6 +21,7 @@ Shapes in comments: `rows` query rows of a warpgroup, `kv` keys of a KV tile, H 
 Sources: Hydragen, section 3.2; LeanAttention, section 4.3, for the schedule; FlashAttention-3, section 3.1, for turns.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -44,7 +48,7 @@ from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
-from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, num_halves, query_slices
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, WRITES_IN_PLACE, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_cut, merge_partials
 
@@ -53,11 +57,13 @@ PART_ROWS = 16  # that threads copy at once; no block has fewer rows of a head
 
 
 def registers_of(shape: LeanShape, has_rows: bool) -> tuple[int, int]:
-    """Returns the registers per thread of a warpgroup that computes, and of the one that moves.
+    """Returns the registers per thread of a warpgroup that computes, and of one that moves.
 
-    Of 504 for all three, those that compute need most, for accumulators. To copy KV tiles in parts, from pages for few
-    queries, or queries row by row, takes more.
+    Of 504 for three, or 512 for four, those that compute need most, for accumulators. To copy KV tiles in parts, from
+    pages for few queries, or queries row by row, takes more.
     """
+    if shape.streams > 1:
+        return 200, 56
     is_paged = shape.page_size is not None and (shape.is_gathered or shape.mask == "columns")
     if not (has_broken_group(shape) or has_rows or is_paged):
         return 240, 24
@@ -85,17 +91,17 @@ def tall_attention(
     )
     count = num_partials(shape, config)
     partials = (
-        jax.ShapeDtypeStruct((count, COMPUTING, ROWS, shape.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((count, COMPUTING, 2, ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((count, shape.cols // ROWS, ROWS, shape.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((count, shape.cols // ROWS, 2, ROWS), jnp.float32),
     )
     is_whole = has_whole_output_tiles(shape, config)
-    is_mixed = not is_whole and writes_uncut(shape, query, merges_state=merge_with is not None)
+    is_mixed = not is_whole and merge_with is None and writes_uncut(shape, query.shape[1])
     attended = launch(
         functools.partial(_attend_runs, tuple(tables), shape, config),
         out_type=results if is_whole else (*results, *partials) if is_mixed else partials,
-        grid=(config.num_ctas,),
+        grid=(pl.cdiv(config.num_ctas, shape.streams),),
         grid_names=("cta",),
-        num_threads=COMPUTING + 1,
+        num_threads=COMPUTING + shape.streams,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
         name="tall_attention",
@@ -107,21 +113,22 @@ def tall_attention(
     return merge_partials(attended, results, sequences, merge_with, shape, config)
 
 
-def writes_uncut(shape: LeanShape, query, *, merges_state: bool) -> bool:
+def writes_uncut(shape: LeanShape, num_queries: int = QUERY_MULTIPLE) -> bool:
     """Returns whether the first kernel writes the results of output tiles that its runs hold whole.
 
-    It leaves partial states of the others beside them. TMA writes results, which 8 divides, or threads those of few
-    queries. Larger heads, and blocks of more of them, take registers.
+    It leaves partial states of the others beside them. TMA writes results, of which 8 divides `num_queries`, or threads
+    those of few queries. Larger heads, and blocks of more of them, take registers.
     """
-    is_able = not merges_state and (shape.group is not None or query.shape[1] % QUERY_MULTIPLE == 0)
-    is_able &= shape.group is not None or not shape.is_gathered  # with many masks it spills a register
-    is_able &= shape.head_dim <= 128 and shape.cols // shape.tokens <= 4
-    return is_able and jax.__version_info__ >= WRITES_IN_PLACE
+    is_able = shape.head_dim <= 128 and jax.__version_info__ >= WRITES_IN_PLACE
+    if shape.group is not None:
+        return is_able
+    is_able &= num_queries % QUERY_MULTIPLE == 0 and shape.cols // shape.tokens <= 4
+    return is_able and not shape.is_gathered  # with many masks it spills a register
 
 
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
-    stages = config.num_stages
+    stages, halves, queries = shape.streams * config.num_stages, shape.cols // ROWS, shape.streams * shape.query_places
     key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
     query_arrivals = ROWS // PART_ROWS if is_by_rows(shape, query_ref) else max(1, ROWS // shape.tokens)
@@ -131,16 +138,16 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
         weights["weights_smem"] = smem((COMPUTING, ROWS, config.block_kv), transforms=transforms)
     pl.run_scoped(
         functools.partial(_attend_runs_scoped, tables, shape, config, query_ref, key_ref, value_ref, *outputs),
-        query_smem=smem((COMPUTING, ROWS, shape.head_dim)),
+        query_smem=smem((queries * halves, ROWS, shape.head_dim)),
         key_smem=smem((stages, config.block_kv, shape.head_dim)),
         value_smem=smem((stages, config.block_kv, shape.head_dim)),
         stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
-        query_full=plgpu.Barrier(num_barriers=COMPUTING, num_arrivals=query_arrivals),
-        query_free=plgpu.Barrier(num_barriers=1, num_arrivals=COMPUTING),
+        query_full=plgpu.Barrier(num_barriers=queries * halves, num_arrivals=query_arrivals),
+        query_free=plgpu.Barrier(num_barriers=queries, num_arrivals=halves),
         key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
-        key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
+        key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=halves),
         value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=value_arrivals),
-        value_free=plgpu.Barrier(num_barriers=stages, num_arrivals=COMPUTING),
+        value_free=plgpu.Barrier(num_barriers=stages, num_arrivals=halves),
         turn=plgpu.Barrier(num_arrivals=COMPUTING),
         **weights,
         collective_axes="warpgroup",
@@ -152,33 +159,39 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, stats_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     turn, weights_smem=None,
 ):  # fmt: skip
-    block_kv, stages = config.block_kv, config.num_stages
-    warpgroup = lax.axis_index("warpgroup")
+    block_kv, stages, halves, places = config.block_kv, config.num_stages, shape.cols // ROWS, shape.query_places
+    warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
+    stream, half = 0, warpgroup  # the half only where it computes
+    if shape.streams > 1:
+        stream, half = jnp.where(warpgroup < COMPUTING, warpgroup, warpgroup - COMPUTING), 0
+        cta = cta * shape.streams + stream
     has_rows = is_by_rows(shape, query_ref)
     computing, moving = registers_of(shape, has_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
-    run = run_of_cta(tables, shape, config)
+    run = run_of_cta(tables, shape, config, jnp.minimum(cta, config.num_ctas - 1))
+    if config.num_ctas % shape.streams:  # the last CTA has a stream without a run
+        run = dataclasses.replace(run, num_kv_tiles=jnp.where(cta < config.num_ctas, run.num_kv_tiles, 0))
     # The scale joins the subtraction of the maximum in one multiply-add, unless something else is done to logits.
     is_plain = shape.logits_soft_cap is None and "scales" not in tables and shape.scale > 0
     factor = shape.scale * LOG2_E if is_plain else 1.0
 
-    @pl.when(warpgroup == COMPUTING)
+    @pl.when(warpgroup >= COMPUTING)
     def _move():
         plgpu.set_max_registers(moving, action="decrease")
 
-        def move_query(output_tile, _):
+        def move_query(output_tile, place):
             if has_rows:  # in a loop, for addresses of many copies at once take registers that are not there
-                lax.fori_loop(0, MANY_QUERY_ROWS // PART_ROWS, functools.partial(copy_part, output_tile), None)
+                lax.fori_loop(0, shape.cols // PART_ROWS, functools.partial(copy_part, output_tile, place), None)
                 return
-            for i in range(COMPUTING):
+            for i in range(halves):
                 for offset, size, where in query_slices(shape, output_tile.index, i * ROWS, ROWS):
                     part = query_smem.at[i, pl.ds(offset, size)]
                     plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
 
-        def copy_part(output_tile, n, _):
+        def copy_part(output_tile, place, n, _):
             ((_, _, (sequence, rows, head)),) = query_slices(shape, output_tile.index, n * PART_ROWS, PART_ROWS)
-            i, first = lax.div(n, ROWS // PART_ROWS), lax.rem(n, ROWS // PART_ROWS) * PART_ROWS
+            i, first = lax.div(n, ROWS // PART_ROWS) + place * halves, lax.rem(n, ROWS // PART_ROWS) * PART_ROWS
             part = query_smem.at[i, pl.ds(pl.multiple_of(first, PART_ROWS), PART_ROWS)]
             seen, transforms = (0, query_ref.shape[1] * (shape.group or 1)), tiling(shape.dtype, shape.head_dim)
             options = {"block": sequence, "head": head * (shape.group or 1), "group": shape.group}
@@ -186,25 +199,34 @@ def _attend_runs_scoped(
 
         barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
-        move_tiles(tables, shape, config, run, move_query, 1, refs, smems, barriers)
+        move_tiles(tables, shape, config, run, move_query, places, refs, smems, barriers, stream)
 
     @pl.when(warpgroup < COMPUTING)
     def _compute():
         plgpu.set_max_registers(computing, action="increase")
         per_row = plgpu.Layout.WGMMA.reduce(1)
-        own_query = query_smem.at[warpgroup]
 
         def take_turn():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+            give_turn()
+            await_turn()
+
+        def give_turn():
+            if halves > 1:
+                plgpu.barrier_arrive(turn)
+
+        def await_turn():
+            if halves > 1:
+                plgpu.barrier_wait(turn)
 
         def attend_segment(output_tile, segment):
-            plgpu.barrier_wait(query_full.at[warpgroup])
+            place = segment.query_place(places) + stream * places
+            own_query = query_smem.at[place * halves + half]
+            plgpu.barrier_wait(query_full.at[place * halves + half])
             if has_rows:
                 plgpu.commit_smem()  # tensor cores read through another proxy than threads copy
             # The second warpgroup is half a KV tile behind until the segment ends: the next query waits for both.
-            pl.when(warpgroup == 1)(take_turn)
-            first, end = visible = visible_slots(tables, shape, output_tile, warpgroup * ROWS, ROWS, per_row)
+            pl.when(half == 1)(take_turn)
+            first, end = visible = visible_slots(tables, shape, output_tile, half * ROWS, ROWS, per_row)
             shared_first, shared_end = shared_slots(tables, shape, output_tile) or visible
             span = span_of_keys(tables, output_tile)
             head_scales = (
@@ -215,7 +237,7 @@ def _attend_runs_scoped(
             def kv_tile_step(i, carry):
                 acc, top, total = carry
                 kv_tile = segment.kv_tiles_done + i
-                stage = lax.rem(kv_tile, stages)
+                stage = lax.rem(kv_tile, stages) + stream * stages
                 is_refilled = kv_tile + stages < run.num_kv_tiles  # else no warpgroup waits for it
 
                 plgpu.barrier_wait(key_full.at[stage])
@@ -244,11 +266,11 @@ def _attend_runs_scoped(
                 acc, total = acc * spread(decay, acc.shape, axis=0), total * decay + weights.sum(axis=1)
                 weights = weights.astype(shape.dtype)
                 acc, total, new_top, weights = lax.optimization_barrier((acc, total, new_top, weights))
-                plgpu.barrier_arrive(turn)
+                give_turn()
                 plgpu.barrier_wait(value_full.at[stage])
-                plgpu.barrier_wait(turn)
+                await_turn()
 
-                @pl.when(warpgroup == 0)
+                @pl.when(half == 0)
                 def _():  # its product is the first with them: the other warpgroup's turn comes after
                     zero_garbage(value_smem.at[stage], span, first_slot, shape, is_trimmed=False)
 
@@ -266,12 +288,12 @@ def _attend_runs_scoped(
                 full(0.0, (ROWS,), per_row),
             )
             acc, top, total = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, empty)
-            pl.when(warpgroup == 0)(take_turn)
+            pl.when(half == 0)(take_turn)
             acc = acc if value_scale is None else acc * value_scale
 
             def write():
                 out_ref, lse_ref = outputs[:2]
-                slices = query_slices(shape, output_tile.index, warpgroup * ROWS, ROWS)
+                slices = query_slices(shape, output_tile.index, half * ROWS, ROWS)
                 if shape.group is None:
                     finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
                     for offset, size, where in slices:
@@ -282,19 +304,16 @@ def _attend_runs_scoped(
                     begin = sequence, queries.start, head * shape.group, size
                     store_rows(out_ref, out, begin, first_dim=0, group=shape.group)
                     plgpu.commit_smem()
-                rows = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
+                rows = pl.ds(pl.multiple_of(half * ROWS, ROWS) if halves > 1 else 0, ROWS)
                 plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], lse_ref.at[output_tile.index, rows])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
 
             def leave():
                 accs_ref, stats_ref = outputs[-2:]
-                partial = partial_of(shape, config, lax.axis_index("cta"), output_tile.index)
-
-                @pl.when(warpgroup < num_halves(shape, query_ref))
-                def _():
-                    accs_ref[partial, warpgroup] = acc
-                    stats_ref[partial, warpgroup, 0] = top
-                    stats_ref[partial, warpgroup, 1] = total
+                partial = partial_of(shape, config, cta, output_tile.index)
+                accs_ref[partial, half] = acc
+                stats_ref[partial, half, 0] = top
+                stats_ref[partial, half, 1] = total
 
             if has_whole_output_tiles(shape, config):
                 write()
@@ -305,9 +324,9 @@ def _attend_runs_scoped(
                 pl.when(is_uncut)(write)
                 pl.when(~is_uncut)(leave)
 
-            @segment.if_query_is_awaited(run, num_places=1)
+            @segment.if_query_is_awaited(run, num_places=places)
             def _():
-                plgpu.barrier_arrive(query_free.at[0])
+                plgpu.barrier_arrive(query_free.at[place])
 
         walk(run, tables, shape, config, attend_segment)
         plgpu.wait_smem_to_gmem(0)

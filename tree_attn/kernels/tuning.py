@@ -53,7 +53,8 @@ def table_key(shape: LeanShape, sms: int, is_static: bool) -> str:
     lengths = "short" if _is_short(shape, sms, is_static) else "even" if is_static else "ragged"
     # A Hopper GPU runs the other GPUs' kernel too, for comparison.
     products = "" if shape.target.is_hopper else " mma.sync"
-    return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} cols {shape.cols} {lengths} {rows}{products}"
+    cols = f"{'rows' if shape.is_many_query else 'cols'} {shape.cols}"
+    return f"{jnp.dtype(shape.key_dtype).name} head_dim {shape.head_dim} {cols} {lengths} {rows}{products}"
 
 
 def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = False) -> LeanConfig:
@@ -64,9 +65,9 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
     an SM there is one, or two of one stage for many output tiles. KV tiles of widened K and V have 128 keys, or there
     are four stages.
     """
-    if shape.is_many_query:  # the registers of a whole SM
-        block_kv = 128 if shape.head_dim <= 128 else 64
-        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, sms, is_static))
+    if shape.is_many_query:  # the registers and the shared memory of a whole SM
+        block_kv = 128 if shape.head_dim * shape.streams <= 128 else 64
+        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, shape.streams * sms, is_static))
     is_short = _is_short(shape, sms, is_static)
     orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     # There is no memory for partial states, then: `lean_call._keeps_output_tiles_whole`.
