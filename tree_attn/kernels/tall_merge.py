@@ -70,64 +70,67 @@ def _merge_partials(
     names, dims: int, is_in_place: bool, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs
 ):
     """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
-    optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
-    transforms = tiling(out_ref.dtype, dims)
-    block_smem = plgpu.SMEM((ROWS, dims), out_ref.dtype, transforms=transforms)
-    has_rows = is_by_rows(shape, out_ref)
-
-    def scoped(out_smem, lse_smem, other_smem=None, other_full=None):
-        output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
-        # Tables are older than the kernel before, which has read them too; but in place, `jax.vmap` may have sliced them.
-        if is_in_place:
-            await_previous_kernel()
-        first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
-        if not is_in_place:
-            await_previous_kernel()
-        begin_next_kernel()
-        head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
-        rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
-        slices = list(query_slices(shape, output_tile, half * ROWS, ROWS))
-        if other_smem is not None:  # on its way while partials are folded
-            for offset, size, where in slices:
-                part = other_smem.at[pl.ds(offset, size)]
-                if has_rows:
-                    sequence, queries, head = where
-                    copy_rows(
-                        optional["other_out"], part, transforms, other_full, 0, queries.start, (0, out_ref.shape[1]),
-                        block=sequence, head=head, first_dim=block * dims,
-                    )  # fmt: skip
-                else:
-                    plgpu.copy_gmem_to_smem(optional["other_out"].at[*where, head_dims], part, other_full.at[0])
-            other_lse = load(optional["other_lse"].at[output_tile, rows], plgpu.Layout.WGMMA.reduce(1))
-
-        def end(state):
-            if other_smem is not None:
-                plgpu.barrier_wait(other_full.at[0])
-                state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
-            if shape.group is not None or (has_rows and not is_interpreted()):
-                out, lse_smem[...] = finished(*state, axis=0)
-                (_, size, (sequence, queries, head)), *_ = slices  # the others follow
-                begin = sequence, queries.start, head * (shape.group or 1), size
-                store_rows(out_ref, out, begin, first_dim=block * dims, group=shape.group)
-                plgpu.commit_smem()
-            else:
-                finish(*state, out_smem, lse_smem, axis=0)
-                for offset, size, where in slices:
-                    plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
-
-            @pl.when(block == 0)
-            def _():
-                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, rows])
-
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when((count > 1) | (not is_in_place))
-        def _():
-            partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
-            fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
-
+    optional, results = dict(zip(names, refs)), refs[len(names) :]
+    block_smem = plgpu.SMEM((ROWS, dims), results[0].dtype, transforms=tiling(results[0].dtype, dims))
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((ROWS,), jnp.float32)}
     if "other_out" in optional:
         arrivals = max(1, ROWS // shape.tokens)
         scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier(num_barriers=1, num_arrivals=arrivals)}
-    pl.run_scoped(scoped, **scratch, collective_axes="warpgroup")
+    merge = functools.partial(_merge_scoped, optional, dims, is_in_place, shape, config, accs_ref, stats_ref, *results)
+    pl.run_scoped(merge, **scratch, collective_axes="warpgroup")
+
+
+def _merge_scoped(
+    optional, dims: int, is_in_place: bool, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref,
+    *, out_smem, lse_smem, other_smem=None, other_full=None,
+):  # fmt: skip
+    has_rows, transforms = is_by_rows(shape, out_ref), tiling(out_ref.dtype, dims)
+    output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
+    # Tables are older than the kernel before, which has read them too; in place, `jax.vmap` may have sliced them.
+    if is_in_place:
+        await_previous_kernel()
+    first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
+    if not is_in_place:
+        await_previous_kernel()
+    begin_next_kernel()
+    head_dims = pl.ds(pl.multiple_of(block * dims, dims), dims)
+    rows = pl.ds(pl.multiple_of(half * ROWS, ROWS), ROWS)
+    slices = list(query_slices(shape, output_tile, half * ROWS, ROWS))
+    if other_smem is not None:  # on its way while partials are folded
+        for offset, size, where in slices:
+            part = other_smem.at[pl.ds(offset, size)]
+            if has_rows:
+                sequence, queries, head = where
+                copy_rows(
+                    optional["other_out"], part, transforms, other_full, 0, queries.start, (0, out_ref.shape[1]),
+                    block=sequence, head=head, first_dim=block * dims,
+                )  # fmt: skip
+            else:
+                plgpu.copy_gmem_to_smem(optional["other_out"].at[*where, head_dims], part, other_full.at[0])
+        other_lse = load(optional["other_lse"].at[output_tile, rows], plgpu.Layout.WGMMA.reduce(1))
+
+    def end(state):
+        if other_smem is not None:
+            plgpu.barrier_wait(other_full.at[0])
+            state = fold_state(state, load(other_smem, plgpu.Layout.WGMMA), other_lse, axis=0)
+        if shape.group is not None or (has_rows and not is_interpreted()):
+            out, lse_smem[...] = finished(*state, axis=0)
+            (_, size, (sequence, queries, head)), *_ = slices  # the others follow
+            begin = sequence, queries.start, head * (shape.group or 1), size
+            store_rows(out_ref, out, begin, first_dim=block * dims, group=shape.group)
+            plgpu.commit_smem()
+        else:
+            finish(*state, out_smem, lse_smem, axis=0)
+            for offset, size, where in slices:
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
+
+        @pl.when(block == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, rows])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when((count > 1) | (not is_in_place))
+    def _():
+        partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
+        fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)
