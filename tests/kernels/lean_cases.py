@@ -192,15 +192,6 @@ def variants() -> list[Call]:
             )
         ),
         Call(queries=8, group=4, head_dim=128, **lengths),
-        # Few queries in place: the most columns of one block, and two blocks.
-        *(
-            Call(queries=queries, group=group, head_dim=head_dim, slots=4096, lengths=(4000, 70), options=options)
-            for queries, group, head_dim, options in (
-                (8, 8, 256, {"is_causal": True}),
-                (8, 6, 128, {"is_causal": True, "logits_soft_cap": 30.0}),
-                (6, 8, 128, {"local_window_size": (70, 0)}),
-            )
-        ),
         # Few queries as rows, each with keys of its own; threads copy numbers that 8 does not divide.
         *(
             Call(queries=queries, group=group, head_dim=head_dim, lengths=(600, 70), **options)
@@ -211,6 +202,25 @@ def variants() -> list[Call]:
                 (8, 16, {"slots": 640, "layout": "paged", "page": 16, "options": {"is_causal": True}}),
             )
         ),
+        # The same in two streams.
+        *(
+            Call(
+                queries=queries,
+                group=group,
+                head_dim=128,
+                lengths=(300, 70),
+                options={"is_causal": True} | options,
+                **place,
+            )
+            for queries, group, place, options in (
+                (8, 8, {"slots": 320}, {"logits_soft_cap": 30.0, "local_window_size": (70, 0)}),
+                (5, 11, {"slots": 315}, {}),
+                (4, 16, {"slots": 320, "layout": "paged", "page": 32}, {"logits_soft_cap": 30.0}),
+                (4, 16, {"slots": 320, "layout": "packed"}, {}),
+            )
+        ),
+        # A float8 sequence in one KV tile of 128.
+        Call(head_dim=256, slots=103, lengths=(100, 70), **few),
         # 40 and 48 query columns, whose merge is the kernel's too; and fewer than a copy moves.
         *(
             Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True})

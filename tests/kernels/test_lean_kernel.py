@@ -87,7 +87,7 @@ MANY = [  # queries, which are then rows of the tensor core
         Call(layout=layout, page=page, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
         for layout, page in (("packed", 64), ("paged", 64), ("paged", 16))
     ),
-    # Of several KV heads: they are read and written in place.
+    # Of several KV heads.
     Call(queries=8, group=8, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(queries=5, group=11, kv_heads=3, slots=203, dtype="float16", options=CAUSAL, lengths=(200, 5)),
     Call(
@@ -212,10 +212,11 @@ CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut o
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
     Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
-    # Few queries in place, as columns and as rows.
+    # Few queries, as columns and as rows: in two streams, and in half a block.
     Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),
     Call(lengths=(250, 0, 70, 180, 3), queries=5, group=8, head_dim=256, options=CAUSAL),  # in two blocks
     Call(lengths=(500, 60, 3), slots=512, queries=7, group=8, head_dim=128, options=CAUSAL),
+    Call(lengths=(600, 60, 3), slots=640, queries=7, group=8, head_dim=128, options=CAUSAL),
     Call(lengths=(600, 60, 3), slots=640, queries=40, group=2),  # many queries
 ]
 

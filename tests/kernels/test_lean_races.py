@@ -100,12 +100,34 @@ def leave_out_of_moving(barrier: str, monkeypatch):
     monkeypatch.setattr(lean_kernel, "lean_attention", changed.lean_attention)
 
 
-@pytest.mark.parametrize("barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[warpgroup]"])
-def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, monkeypatch):
-    set_layout(monkeypatch, num_ctas=1)
+STREAMS = Call(kv_heads=3, queries=8, group=8, slots=256, batch=2, options={"is_causal": True})
+SHORT_STREAMS = Call(kv_heads=3, queries=8, group=8, slots=64, batch=2, options={"is_causal": True})
+
+
+@pytest.mark.parametrize("call", [Call(queries=40, kv_heads=1), STREAMS], ids=["many", "streams"])
+@pytest.mark.parametrize(
+    "barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[place * halves + half]"]
+)
+def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, call, monkeypatch):
+    set_layout(monkeypatch, num_ctas=1 if call is not STREAMS else 2)
     changed = mutant(tall_kernel, f"plgpu.barrier_wait({barrier})")
     monkeypatch.setattr(tall_kernel, "tall_attention", changed.tall_attention)
-    assert has_race(Call(queries=40, kv_heads=1))
+    assert has_race(call, or_is_unawaited=call is STREAMS and barrier.startswith("query"))
+
+
+@pytest.mark.parametrize(
+    "barrier, call",
+    [
+        ("key_free.at[stage]", STREAMS),
+        ("value_free.at[stage]", STREAMS),
+        ("query_free.at[query_place]", SHORT_STREAMS),  # otherwise a KV tile waits for what the query does
+    ],
+)
+def test_a_wait_that_is_left_out_is_found_where_streams_move(barrier, call, monkeypatch):
+    set_layout(monkeypatch, num_ctas=2)
+    leave_out_of_moving(barrier, monkeypatch)
+    monkeypatch.setattr(tall_kernel, "tall_attention", mutant(tall_kernel, None).tall_attention)
+    assert has_race(call, or_is_unawaited=call is SHORT_STREAMS)
 
 
 def test_a_wait_that_is_left_out_is_found_where_warpgroups_merge(monkeypatch):

@@ -26,6 +26,7 @@ from tree_attn.kernels.lean_layout import (
     is_many_query,
     lanes,
     num_partials,
+    rows_of_few_queries,
 )
 from tree_attn.kernels.query_layout import (
     QUERY_MULTIPLE,
@@ -227,7 +228,7 @@ def lean_shape(
         num_queries, group, head_dim, key.dtype != query.dtype, target,
         kv_tiles=pl.cdiv(num_slots, 128) * num_kv_heads * (1 if is_packed else batch) / tuning.num_sms(),
     ):  # fmt: skip
-        blocks, cols = 1, pl.cdiv(columns, ROWS) * ROWS  # a row for each query and head
+        blocks, cols = 1, rows_of_few_queries(num_queries, group, head_dim, num_slots)  # a row for each query and head
         tokens, are_rows = cols, True
     else:
         is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)

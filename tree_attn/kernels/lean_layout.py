@@ -17,6 +17,9 @@ MAX_QUERIES, MAX_GROUP = 8, 16
 # With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
 MAX_LEAN_COLUMNS = 32
 MIN_KV_TILES_OF_ROWS = 32  # with which up to 48 columns of few queries are faster so too
+MAX_SLOTS_OF_STREAMS = (
+    512  # of heads of 128, with which two streams are faster than one; narrower ones have them always
+)
 MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
@@ -53,6 +56,16 @@ def is_few_query_rows(
     is_able = target.is_hopper and not is_widened and head_dim in MANY_QUERY_HEAD_DIMS and head_dim <= 128
     max_lean_columns = MAX_LEAN_COLUMNS if kv_tiles >= MIN_KV_TILES_OF_ROWS else MAX_SPARE_COLUMNS
     return is_able and num_queries <= MAX_QUERIES and max_lean_columns < num_queries * group <= MANY_QUERY_ROWS
+
+
+def rows_of_few_queries(num_queries: int, group: int, head_dim: int, num_slots: int) -> int:
+    """Returns the rows of a block of few queries (`is_few_query_rows`): 64 where they fit and streams are faster.
+
+    Two streams hide the wait for each next output tile. But their runs cut more output tiles, and the larger heads have
+    KV tiles of 64 keys, which are read more slowly (docs/log/lean.md).
+    """
+    is_fast = head_dim < 128 or num_slots <= MAX_SLOTS_OF_STREAMS
+    return ROWS if num_queries * group <= ROWS and is_fast else MANY_QUERY_ROWS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_layout import MAX_SPARE_COLUMNS, LeanShape
+from tree_attn.kernels.lean_layout import MAX_SPARE_COLUMNS, ROWS, LeanShape
 
 QUERY_MULTIPLE = 8  # TMA moves multiples of it to the tiles that a tensor core reads
 
@@ -32,6 +32,12 @@ def moves_by_rows(shape: LeanShape, num_columns: int) -> bool:
 def stores_by_threads(shape: LeanShape, num_columns: int) -> bool:
     """Returns whether threads write the results of such columns. The interpreter's TMA has no tiles, and does."""
     return moves_by_rows(shape, num_columns) and not (shape.target.is_hopper and is_interpreted())
+
+
+def num_halves(shape: LeanShape, queries_ref) -> int:
+    """Returns how many halves of 64 rows of a block of the many-query kernel hold rows: of few queries maybe one."""
+    num_rows = shape.cols if shape.group is None else queries_ref.shape[1] * shape.group
+    return pl.cdiv(num_rows, ROWS)
 
 
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:

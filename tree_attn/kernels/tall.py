@@ -48,7 +48,7 @@ from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
-from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, query_slices
+from tree_attn.kernels.query_layout import QUERY_MULTIPLE, is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import LOG2_E, LOWEST, WRITES_IN_PLACE, full, launch, scaled_logits, spread, tiling
 from tree_attn.kernels.tall_merge import merge_cut, merge_partials
 
@@ -104,7 +104,7 @@ def tall_attention(
         num_threads=COMPUTING + shape.streams,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
-        name="tall_attention",
+        name="tall_attention" if shape.streams == 1 else "tall_streams",
     )(query, key, value, *tables.values())
     if is_whole:
         return attended
@@ -311,9 +311,12 @@ def _attend_runs_scoped(
             def leave():
                 accs_ref, stats_ref = outputs[-2:]
                 partial = partial_of(shape, config, cta, output_tile.index)
-                accs_ref[partial, half] = acc
-                stats_ref[partial, half, 0] = top
-                stats_ref[partial, half, 1] = total
+
+                @pl.when(half < num_halves(shape, query_ref))
+                def _():
+                    accs_ref[partial, half] = acc
+                    stats_ref[partial, half, 0] = top
+                    stats_ref[partial, half, 1] = total
 
             if has_whole_output_tiles(shape, config):
                 write()

@@ -16,7 +16,7 @@ from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, partials_
 from tree_attn.kernels.lean_merge import finish, finished, fold_partials, fold_state
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
-from tree_attn.kernels.query_layout import is_by_rows, query_slices
+from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 MERGED_AT_ONCE = 2  # partials of 64 head dims
@@ -28,7 +28,7 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
     other_out, other_lse = merge_with or (None, None)
     optional = {"sequences": sequences, "other_out": other_out, "other_lse": other_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
-    return _launch(optional, results, shape, config)(*partials, *optional.values())
+    return _launch(optional, results, results[0], shape, config)(*partials, *optional.values())
 
 
 def merge_cut(partials, written, sequences, shape: LeanShape, config: LeanConfig):
@@ -38,7 +38,7 @@ def merge_cut(partials, written, sequences, shape: LeanShape, config: LeanConfig
       partials, sequences: as in `merge_partials`; written: out and lse.
     """
     optional = {} if sequences is None else {"sequences": sequences}
-    launched = _launch(optional, (), shape, config)
+    launched = _launch(optional, (), written[0], shape, config)
 
     @jax.custom_batching.sequential_vmap  # what writes in place has no rule for `jax.vmap`
     def merge(*arrays):
@@ -47,10 +47,14 @@ def merge_cut(partials, written, sequences, shape: LeanShape, config: LeanConfig
     return merge(*partials, *optional.values(), *written)
 
 
-def _launch(optional, results, shape: LeanShape, config: LeanConfig):
-    """Returns the kernel; with no `results` it merges in place, and only output tiles that runs cut."""
+def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
+    """Returns the kernel; with no `results` it merges in place, and only output tiles that runs cut.
+
+    Args:
+      out: the result's shape.
+    """
     # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
-    halves = shape.cols // ROWS  # of an output tile, each of which a warpgroup computed
+    halves = num_halves(shape, out)  # of an output tile, each of which a warpgroup computed
     ctas = lambda dims: shape.num_output_tiles * halves * (shape.head_dim // dims)
     wanted = config.num_ctas * (1 if results else CTAS_OF_CUT)
     dims = next((dims for dims in (64, 32) if ctas(dims) >= wanted), 16)
