@@ -85,22 +85,6 @@ def test_few_widened_keys_have_small_kv_tiles(head_dim, batch, slots, layout):
     assert (-(-config.num_ctas // 132), config.block_kv, config.num_stages) == layout
 
 
-@pytest.mark.parametrize(
-    "slots, leaves_whole, layout",
-    [
-        (64, True, (1, 64, 4)),
-        (65, True, (2, 128, 1)),
-        (128, True, (2, 128, 1)),
-        (128, False, (1, 64, 4)),  # a state over other keys is merged
-        (129, True, (1, 128, 2)),
-    ],
-)
-def test_a_widened_sequence_of_the_largest_heads_is_one_kv_tile(slots, leaves_whole, layout):
-    float8 = {"key_dtype": jnp.dtype("float8_e4m3fn"), "cols": 8, "head_dim": 256, "num_kv_heads": 16, "batch": 300}
-    config = formula(SHAPE.replace(num_slots=slots, **float8), 132, is_static=False, leaves_whole=leaves_whole)
-    assert (-(-config.num_ctas // 132), config.block_kv, config.num_stages) == layout
-
-
 def test_other_gpus_keep_their_layouts_where_keys_are_few():
     """None of them timed another."""
     float8 = {"key_dtype": jnp.dtype("float8_e4m3fn"), "cols": 8, "head_dim": 128, "num_kv_heads": 32, "batch": 8}

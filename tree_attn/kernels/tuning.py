@@ -69,10 +69,9 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
         block_kv = 128 if shape.head_dim * shape.streams <= 128 else 64
         return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, shape.streams * sms, is_static))
     is_short = _is_short(shape, sms, is_static)
+    orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     # There is no memory for partial states, then: `lean_call._keeps_output_tiles_whole`.
-    is_whole = is_short and leaves_whole
-    as_planned = shape.replace(whole_output_tiles=True) if is_whole else shape
-    orders = _mma_orders(shape, sms, is_short, is_whole) if shape.uses_mma else _orders(shape, sms, is_short)
+    as_planned = shape.replace(whole_output_tiles=True) if is_short and leaves_whole else shape
     for ctas_per_sm, block_kv, stages in orders:
         num_ctas = even_ctas(shape, ctas_per_sm * sms, is_static, block_kv if leaves_whole else None)
         config = LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=num_ctas)
@@ -109,12 +108,8 @@ def _orders(shape: LeanShape, sms: int, is_short: bool):
     return ((3, 64, 2), *orders) if is_short and shape.cols == 8 else orders
 
 
-def _mma_orders(shape: LeanShape, sms: int, is_short: bool, is_whole: bool):
-    """Returns the same for products by `mma.sync`. A KV tile of widened K and V is half as large, so there are more.
-
-    Args:
-      is_whole: no run cuts an output tile, and nothing is merged.
-    """
+def _mma_orders(shape: LeanShape, sms: int, is_short: bool):
+    """Returns the same for products by `mma.sync`. A KV tile of widened K and V is half as large, so there are more."""
     accumulators = shape.cols * shape.padded_head_dim
     is_in_small_pages = shape.page_size is not None and shape.page_size % 128 > 0
     # To widen without the instruction, and for more addresses than newer GPUs need.
@@ -126,11 +121,8 @@ def _mma_orders(shape: LeanShape, sms: int, is_short: bool, is_whole: bool):
     is_large = shape.is_widened and has_many and accumulators <= MAX_WIDENED_OF_128_KEYS
     is_large &= not (is_short or is_in_small_pages)
     stages = (3, 2) if not shape.is_widened else (4, 2) if has_many else (2,)
-    orders = *itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), stages), (1, 64, 1)
-    # A sequence in one KV tile leaves registers for two CTAs of larger heads, of which one computes while one waits.
-    is_one_tile = is_whole and ROWS < shape.num_slots <= 128 and not (is_in_small_pages or takes_registers)
-    is_one_tile &= MAX_WIDENED_OF_TWO_CTAS < accumulators <= MAX_WIDENED_OF_128_KEYS
-    return ((2, 128, 1), *orders) if shape.is_widened and is_one_tile else orders
+    orders = itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), stages)
+    return *orders, (1, 64, 1)
 
 
 def _is_short(shape: LeanShape, sms: int, is_static: bool) -> bool:
