@@ -7,7 +7,7 @@ import pytest
 
 from tree_attn.kernels import targets
 from tree_attn.kernels.lean_call import lean_shape
-from tree_attn.kernels.query_layout import from_kernel_layout, to_kernel_layout
+from tree_attn.kernels.query_layout import from_kernel_layout, num_halves, to_kernel_layout
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,27 @@ def test_few_queries_are_rows_where_they_are_many_columns(num_queries, group, nu
         # One block: of 64 rows, of which a CTA has two at once, where they fit and sequences are short; or of 128.
         rows = 64 if num_queries * group <= 64 and num_slots <= 512 else 128
         assert (shape.tokens, shape.cols, shape.col_blocks, shape.streams) == (rows, rows, 1, 128 // rows)
+
+
+@pytest.mark.parametrize(
+    "num_queries, num_heads, num_kv_heads, num_slots, halves",
+    [
+        (40, 8, 8, 4096, 1),  # of one head in a block
+        (64, 1, 1, 4096, 1),
+        (65, 1, 1, 4096, 2),
+        (40, 8, 4, 4096, 2),  # each half holds a head
+        (8, 16, 2, 4096, 1),  # few queries: half of a block of 128 rows
+        (8, 32, 2, 4096, 2),
+        (8, 16, 2, 512, 1),  # all of a block of 64 rows
+    ],
+)
+def test_halves_of_a_block_without_rows_leave_no_partial_states(
+    num_queries, num_heads, num_kv_heads, num_slots, halves
+):
+    query = jax.ShapeDtypeStruct((2, num_queries, num_heads, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, num_slots, num_kv_heads, 128), jnp.bfloat16)
+    with targets.assumed("9.0"):
+        shape = lean_shape(query, key, num_slots=num_slots, scale=1.0, logits_soft_cap=None, allows_rows=True)
+    in_kernel = jax.eval_shape(lambda x: to_kernel_layout(x, shape), query)
+    assert shape.is_many_query == (num_queries * num_heads // num_kv_heads > 48 or num_queries > 8)
+    assert num_halves(shape, in_kernel) == halves

@@ -35,9 +35,10 @@ def stores_by_threads(shape: LeanShape, num_columns: int) -> bool:
 
 
 def num_halves(shape: LeanShape, queries_ref) -> int:
-    """Returns how many halves of 64 rows of a block of the many-query kernel hold rows: of few queries maybe one."""
-    num_rows = shape.cols if shape.group is None else queries_ref.shape[1] * shape.group
-    return pl.cdiv(num_rows, ROWS)
+    """Returns how many halves of 64 rows of a block of the many-query kernel hold rows: of few queries one maybe."""
+    of_one_head = shape.tokens == shape.cols
+    num_rows = queries_ref.shape[1] * (shape.group or 1) if of_one_head else shape.cols
+    return pl.cdiv(min(num_rows, shape.cols), ROWS)
 
 
 def is_padded(query_shape, shape: LeanShape, multiple: int) -> bool:
@@ -110,7 +111,8 @@ def query_slices(shape: LeanShape, output_tile, first, count: int):
     """Yields where the query columns `first .. first + count` of an output tile lie, if `shape.tokens` is not None.
 
     Each is `(offset, size, index)`: the offset is from `first`, and `query[index]` of `[B, T, N, H]` is `[size, H]`. It
-    may reach beyond T: copies fill that with zeros, and do not write there.
+    may reach beyond T: copies fill that with zeros, and do not write there. With `shape.group` the index has the KV
+    head, and numbers of rows (t, g) instead of queries.
 
     Args:
       output_tile: its number, of `shape.num_output_tiles`.

@@ -11,7 +11,8 @@ Where a block has 64 rows, the CTA has two streams instead: each has a run of it
 that computes. While one waits for its next output tile, the other computes.
 
 Most shapes have fewer blocks of query rows than there are CTAs. So runs of KV tiles are equal here too, whatever output
-tiles they cut, and `tall_merge.py` merges the partial states.
+tiles they cut, and `tall_merge.py` merges the partial states. Output tiles that a run holds whole are written at once,
+where there are registers for that (`writes_uncut`).
 
 A few queries of a large group are rows too (`lean_layout.is_few_query_rows`). Each then has a range of keys of its own.
 The kernel looks at it only in KV tiles that some row does not see whole.
@@ -116,7 +117,7 @@ def tall_attention(
 def writes_uncut(shape: LeanShape, num_queries: int = QUERY_MULTIPLE) -> bool:
     """Returns whether the first kernel writes the results of output tiles that its runs hold whole.
 
-    It leaves partial states of the others beside them. TMA writes results, of which 8 divides `num_queries`, or threads
+    It leaves partial states of the others beside them. TMA writes results if 8 divides `num_queries`. Threads write
     those of few queries. Larger heads, and blocks of more of them, take registers.
     """
     is_able = shape.head_dim <= 128 and jax.__version_info__ >= WRITES_IN_PLACE
@@ -164,13 +165,13 @@ def _attend_runs_scoped(
     stream, half = 0, warpgroup  # the half only where it computes
     if shape.streams > 1:
         stream, half = jnp.where(warpgroup < COMPUTING, warpgroup, warpgroup - COMPUTING), 0
-        cta = cta * shape.streams + stream
+        cta += stream * pl.cdiv(config.num_ctas, shape.streams)  # the first runs go to CTAs of their own
     has_rows = is_by_rows(shape, query_ref)
     computing, moving = registers_of(shape, has_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
     run = run_of_cta(tables, shape, config, jnp.minimum(cta, config.num_ctas - 1))
-    if config.num_ctas % shape.streams:  # the last CTA has a stream without a run
+    if config.num_ctas % shape.streams:  # the last stream has no run
         run = dataclasses.replace(run, num_kv_tiles=jnp.where(cta < config.num_ctas, run.num_kv_tiles, 0))
     # The scale joins the subtraction of the maximum in one multiply-add, unless something else is done to logits.
     is_plain = shape.logits_soft_cap is None and "scales" not in tables and shape.scale > 0
@@ -186,8 +187,8 @@ def _attend_runs_scoped(
                 return
             for i in range(halves):
                 for offset, size, where in query_slices(shape, output_tile.index, i * ROWS, ROWS):
-                    part = query_smem.at[i, pl.ds(offset, size)]
-                    plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[i])
+                    part = query_smem.at[place * halves + i, pl.ds(offset, size)]
+                    plgpu.copy_gmem_to_smem(query_ref.at[where], part, query_full.at[place * halves + i])
 
         def copy_part(output_tile, place, n, _):
             ((_, _, (sequence, rows, head)),) = query_slices(shape, output_tile.index, n * PART_ROWS, PART_ROWS)
