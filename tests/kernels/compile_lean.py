@@ -50,7 +50,8 @@ def main(chosen: str):
         print(json.dumps(line | {"planned_smem_bytes": planned_bytes(*planned[-1]) if planned else 0}), flush=True)
 
     def planned_bytes(shape, config):
-        padding = padding_bytes(shape, config, -(-config.num_ctas // sms)) if lean.begins_early(shape, config) else 0
+        is_padded = not shape.is_many_query and lean.begins_early(shape, config)
+        padding = padding_bytes(shape, config, -(-config.num_ctas // sms)) if is_padded else 0
         return max_smem_bytes(shape, config) + padding
 
     def ctas_per_sm(shape, config):

@@ -199,28 +199,21 @@ def variants() -> list[Call]:
             for queries, group, options in (
                 (8, 8, {"slots": 640, "options": {"is_causal": True, "logits_soft_cap": 30.0}}),
                 (5, 11, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
+                (7, 11, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
                 (8, 16, {"slots": 640, "layout": "paged", "page": 16, "options": {"is_causal": True}}),
             )
         ),
         # The same in two streams.
         *(
-            Call(
-                queries=queries,
-                group=group,
-                head_dim=128,
-                lengths=(300, 70),
-                options={"is_causal": True} | options,
-                **place,
-            )
-            for queries, group, place, options in (
-                (8, 8, {"slots": 320}, {"logits_soft_cap": 30.0, "local_window_size": (70, 0)}),
-                (5, 11, {"slots": 315}, {}),
-                (4, 16, {"slots": 320, "layout": "paged", "page": 32}, {"logits_soft_cap": 30.0}),
-                (4, 16, {"slots": 320, "layout": "packed"}, {}),
+            Call(queries=queries, group=group, head_dim=head_dim, lengths=(300, 70), **options)
+            for queries, group, head_dim, options in (
+                (8, 8, 128, {"slots": 320, "options": {"logits_soft_cap": 30.0, "local_window_size": (70, 0)}}),
+                (5, 11, 128, {"slots": 315, "options": {"is_causal": True}}),
+                (4, 16, 128, {"slots": 320, "layout": "paged", "page": 32, "options": {"is_causal": True}}),
+                (4, 16, 128, {"slots": 320, "layout": "packed", "options": {"is_causal": True}}),
+                (4, 16, 64, {"slots": 320, "layout": "paged", "page": 32, "options": {"is_causal": True}}),
             )
         ),
-        # A float8 sequence in one KV tile of 128.
-        Call(head_dim=256, slots=103, lengths=(100, 70), **few),
         # 40 and 48 query columns, whose merge is the kernel's too; and fewer than a copy moves.
         *(
             Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True})

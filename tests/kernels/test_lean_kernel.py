@@ -10,6 +10,7 @@ from lean_interpreter import check, interpreted, interpreter, needs_interpreter,
 
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import lean_call, lean_layout, lean_products
+from tree_attn.kernels import tall as tall_kernel
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
@@ -233,17 +234,24 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
         (CUT[1], 6),
         (CUT[3], 5),
         (CUT[4], 6),
-        (Call(lengths=(190, 250), kv_heads=2), 8),
-    ],  # 1, 3, 1, 2, 2 lanes
+        (Call(lengths=(190, 250), kv_heads=2), 8),  # 1, 3, 1, 2, 2 lanes
+        # Few queries as rows: in two streams, of which one has no run, and in blocks of 128.
+        (Call(lengths=(250, 0, 70, 180, 3), slots=320, queries=8, group=8, options=CAUSAL), 5),
+        (
+            Call(layout="paged", page=16, lengths=(250, 70), slots=320, queries=8, group=8, kv_heads=3, options=CAUSAL),
+            13,
+        ),
+        (Call(lengths=(650, 70, 0), slots=700, queries=8, group=16, head_dim=128, options=CAUSAL), 5),
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("fresh_traces")
 def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_may_be_cut(call, num_ctas, monkeypatch):
     """Only the device knows whether runs cut them. So the kernel that merges is launched, and has nothing to do."""
     set_layout(monkeypatch, merge_kv_tiles=1000, num_ctas=num_ctas)
-    merge = lean_kernel.merge_cut
-    garbage = lambda partials: [jnp.full_like(x, jnp.nan) for x in partials]
-    monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, *rest: merge(garbage(partials), *rest))
+    kernel = tall_kernel if call.are_rows else lean_kernel
+    merge, garbage = kernel.merge_cut, lambda partials: [jnp.full_like(x, jnp.nan) for x in partials]
+    monkeypatch.setattr(kernel, "merge_cut", lambda partials, *rest: merge(garbage(partials), *rest))
     check(call, num_kernels=2)
 
 
@@ -260,15 +268,26 @@ def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths, options):
         assert_attention([x[i] for x in jax.tree.leaves(states)], *(jnp.nan_to_num(x) for x in arrays), **options)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"queries": 8, "group": 8, "options": CAUSAL},
+        {"queries": 8, "group": 16, "options": CAUSAL},
+        {"queries": 40},
+    ],
+    ids=["columns", "streams", "rows", "many"],
+)
 @pytest.mark.usefixtures("fresh_traces")
-def test_only_output_tiles_that_runs_cut_wait_for_the_merge(monkeypatch):
-    monkeypatch.setattr(lean_kernel, "merge_cut", lambda partials, written, *rest: written)
-    call = Call(lengths=(60, 500), slots=512, kv_heads=1, head_dim=128)  # the first has one KV tile, the second eight
+def test_only_output_tiles_that_runs_cut_wait_for_the_merge(options, monkeypatch):
+    call = Call(lengths=(60, 500), slots=512, kv_heads=1, head_dim=128, **options)  # of one KV tile, and of eight
+    kernel = tall_kernel if call.are_rows else lean_kernel
+    monkeypatch.setattr(kernel, "merge_cut", lambda partials, written, *rest: written)
     state = interpreted(call, num_kernels=1)
     expected = [x[:1] for x in call.arrays()]
-    assert_attention([x[:1] for x in state], *expected, key_value_seq_lengths=np.array([60]))
+    assert_attention([x[:1] for x in state], *expected, key_value_seq_lengths=np.array([60]), **call.options)
     with pytest.raises(AssertionError):
-        assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.lengths))
+        assert_attention(state, *call.arrays(), key_value_seq_lengths=np.array(call.lengths), **call.options)
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def lean_shape(
         num_queries, group, head_dim, key.dtype != query.dtype, target,
         kv_tiles=pl.cdiv(num_slots, 128) * num_kv_heads * (1 if is_packed else batch) / tuning.num_sms(),
     ):  # fmt: skip
-        blocks, cols = 1, rows_of_few_queries(num_queries, group, head_dim, num_slots)  # a row for each query and head
+        slots = num_slots // batch if is_packed else num_slots
+        blocks, cols = 1, rows_of_few_queries(num_queries, group, head_dim, slots)  # a row for each query and head
         tokens, are_rows = cols, True
     else:
         is_whole = num_slots % SLOT_MULTIPLE == 0 if page_size is None else not gathers(page_size)

@@ -17,9 +17,8 @@ MAX_QUERIES, MAX_GROUP = 8, 16
 # With more query columns the many-query kernel is as fast or faster, if all of a sequence's queries see the same keys.
 MAX_LEAN_COLUMNS = 32
 MIN_KV_TILES_OF_ROWS = 32  # with which up to 48 columns of few queries are faster so too
-MAX_SLOTS_OF_STREAMS = (
-    512  # of heads of 128, with which two streams are faster than one; narrower ones have them always
-)
+# Of a sequence, with which two streams are faster than one for head dims of 128; for 64 they always are.
+MAX_SLOTS_OF_STREAMS = 512
 MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
 GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
@@ -63,6 +62,9 @@ def rows_of_few_queries(num_queries: int, group: int, head_dim: int, num_slots: 
 
     Two streams hide the wait for each next output tile. But their runs cut more output tiles, and the larger heads have
     KV tiles of 64 keys, which are read more slowly (docs/log/lean.md).
+
+    Args:
+      num_slots: of a sequence, of packed ones on average.
     """
     is_fast = head_dim < 128 or num_slots <= MAX_SLOTS_OF_STREAMS
     return ROWS if num_queries * group <= ROWS and is_fast else MANY_QUERY_ROWS
@@ -73,7 +75,7 @@ class LeanConfig:
     """The tuned part of a call, per device.
 
     block_kv:    keys of a KV tile, a multiple of 64
-    num_stages:  KV tiles of K, and of V, in flight per CTA
+    num_stages:  KV tiles of K, and of V, in flight per CTA, or per stream
     num_ctas:    CTAs, or streams of all CTAs where they have several, and so the most runs; the schedule is fair only
                  if all are resident at once
     """
@@ -107,7 +109,8 @@ class LeanShape:
     is_packed:           K and V hold all sequences end to end
     whole_output_tiles:  the table of runs cuts no output tile
     tokens:              queries of a block where queries stay `[B, T, N, H]`: columns are then (g, t) and
-                         `cols = G * tokens`; None where they are folded to `[output tiles, columns, H]`, as (t, g)
+                         `cols = G * tokens`, or with `group` rows (t, g), `cols = tokens` of them; None where they are
+                         folded to `[output tiles, columns, H]`, as (t, g)
     group:               G, where few queries are rows of the many-query kernel: threads copy the rows (t, g) of a KV
                          head from `[B, T, N, H]`, and write results there; else None
     dtype:               of the query, in which tensor cores multiply
@@ -188,7 +191,10 @@ class LeanShape:
 
 
 def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns an upper bound on the shared memory of one CTA of the first kernel (`lean._attend_runs` allocates it)."""
+    """Returns an upper bound on the shared memory of one CTA of the first kernel.
+
+    `_attend_runs` of `lean.py` and `tall.py` allocate it.
+    """
     itemsize = jnp.dtype(shape.dtype).itemsize
     kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)
     stages = config.num_stages * kv_tile * shape.key_itemsize
@@ -249,7 +255,7 @@ def static_runs(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
 
 
 def num_partials(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns an upper bound on partial states: each CTA and each output tile ends at most one."""
+    """Returns an upper bound on partial states: each run and each output tile ends at most one."""
     return config.num_ctas + shape.num_output_tiles
 
 

@@ -20,7 +20,7 @@ from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
 from tree_attn.kernels.registers import launch, load, tiling
 
 MERGED_AT_ONCE = 2  # partials of 64 head dims
-CTAS_OF_CUT = 4  # for each CTA of the attention, where only output tiles that runs cut are merged: most end at once
+CTAS_OF_CUT = 4  # merging CTAs for each run, where those of uncut output tiles return at once
 
 
 def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, config: LeanConfig):
