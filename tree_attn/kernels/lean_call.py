@@ -194,7 +194,10 @@ def plan_call(
         tables["columns"] = _column_table(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
     shape = shape.replace(whole_output_tiles=not leaves_partials and _keeps_output_tiles_whole(shape, config))
     per_sequence = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in spans)
-    leaves_whole = leaves_whole and (tall if shape.group is not None else lean).writes_uncut(shape)
+    if shape.group is not None:
+        leaves_whole = leaves_whole and tall.writes_uncut(shape, num_queries)
+    else:
+        leaves_whole = leaves_whole and lean.writes_uncut(shape)
     tables["sequences"], tables["runs"] = schedule_tables(*per_sequence, shape, config, leaves_whole=leaves_whole)
     if num_slots <= config.block_kv and not (is_packed or leaves_partials or shape.is_gathered):
         # One KV tile holds a sequence: no run cuts an output tile, whatever the lengths. It begins with slot 0, so of

@@ -152,7 +152,7 @@ class LeanShape:
     @property
     def query_places(self) -> int:
         """Queries that a stream holds at most: the next is copied while one is attended to, if there is room for it."""
-        return self.streams if self.is_many_query else 2
+        return 1 if self.is_many_query and self.streams == 1 else 2
 
     @property
     def is_widened(self) -> bool:

@@ -114,7 +114,7 @@ def tall_attention(
     return merge_partials(attended, results, sequences, merge_with, shape, config)
 
 
-def writes_uncut(shape: LeanShape, num_queries: int = QUERY_MULTIPLE) -> bool:
+def writes_uncut(shape: LeanShape, num_queries: int) -> bool:
     """Returns whether the first kernel writes the results of output tiles that its runs hold whole.
 
     It leaves partial states of the others beside them. TMA writes results if 8 divides `num_queries`. Threads write
@@ -292,32 +292,15 @@ def _attend_runs_scoped(
             pl.when(half == 0)(take_turn)
             acc = acc if value_scale is None else acc * value_scale
 
-            def write():
-                out_ref, lse_ref = outputs[:2]
-                slices = query_slices(shape, output_tile.index, half * ROWS, ROWS)
-                if shape.group is None:
-                    finish(acc, top, total, own_query, stats_smem.at[warpgroup], axis=0)
-                    for offset, size, where in slices:
-                        plgpu.copy_smem_to_gmem(own_query.at[pl.ds(offset, size)], out_ref.at[where])
-                else:
-                    out, stats_smem[warpgroup] = finished(acc, top, total, axis=0)
-                    ((_, size, (sequence, queries, head)),) = slices
-                    begin = sequence, queries.start, head * shape.group, size
-                    store_rows(out_ref, out, begin, first_dim=0, group=shape.group)
-                    plgpu.commit_smem()
-                rows = pl.ds(pl.multiple_of(half * ROWS, ROWS) if halves > 1 else 0, ROWS)
-                plgpu.copy_smem_to_gmem(stats_smem.at[warpgroup], lse_ref.at[output_tile.index, rows])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
+            place_of = output_tile.index, half
+            own_smem = own_query, stats_smem.at[warpgroup]
+            write = functools.partial(_write_results, shape, outputs[:2], place_of, own_smem, (acc, top, total))
 
             def leave():
-                accs_ref, stats_ref = outputs[-2:]
                 partial = partial_of(shape, config, cta, output_tile.index)
-
-                @pl.when(half < num_halves(shape, query_ref))
-                def _():
-                    accs_ref[partial, half] = acc
-                    stats_ref[partial, half, 0] = top
-                    stats_ref[partial, half, 1] = total
+                pl.when(half < num_halves(shape, query_ref))(
+                    functools.partial(_leave_partials, outputs[-2:], (partial, half), (acc, top, total))
+                )
 
             if has_whole_output_tiles(shape, config):
                 write()
@@ -334,6 +317,40 @@ def _attend_runs_scoped(
 
         walk(run, tables, shape, config, attend_segment)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _write_results(shape: LeanShape, results, where, smem, state) -> None:
+    """Writes the results of half an output tile: by TMA from the query's place, or rows of few queries by threads.
+
+    Args:
+      results: references of out and lse.
+      where: the output tile's number, and which half.
+      smem: places of the half's query, and of its lse.
+      state: acc, max and sum of the half's rows, in registers.
+    """
+    (out_ref, lse_ref), (output_tile, half), (query_smem, lse_smem) = results, where, smem
+    slices = query_slices(shape, output_tile, half * ROWS, ROWS)
+    if shape.group is None:
+        finish(*state, query_smem, lse_smem, axis=0)
+        for offset, size, index in slices:
+            plgpu.copy_smem_to_gmem(query_smem.at[pl.ds(offset, size)], out_ref.at[index])
+    else:
+        out, lse_smem[...] = finished(*state, axis=0)
+        ((_, size, (sequence, rows, head)),) = slices
+        begin = sequence, rows.start, head * shape.group, size
+        store_rows(out_ref, out, begin, first_dim=0, group=shape.group)
+        plgpu.commit_smem()
+    first_row = pl.multiple_of(half * ROWS, ROWS) if shape.streams == 1 else 0
+    plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[output_tile, pl.ds(first_row, ROWS)])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next query takes its place
+
+
+def _leave_partials(partials, where, state) -> None:
+    """Writes the partial state of half an output tile; `where` is its number, and which half."""
+    (accs_ref, stats_ref), (acc, top, total) = partials, state
+    accs_ref[*where] = acc
+    stats_ref[*where, 0] = top
+    stats_ref[*where, 1] = total
 
 
 def _masked(logits, first_slot, first, end, is_edge):
