@@ -1,12 +1,15 @@
 """Queries in the lean kernel's layout: padded where threads cannot copy what 8 does not divide, and found again."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tree_attn.kernels import targets
+from tree_attn.kernels import tall, targets
 from tree_attn.kernels.lean_call import lean_shape
+from tree_attn.kernels.lean_layout import LeanConfig
 from tree_attn.kernels.query_layout import from_kernel_layout, num_halves, to_kernel_layout
 
 
@@ -83,3 +86,15 @@ def test_halves_of_a_block_without_rows_leave_no_partial_states(
     in_kernel = jax.eval_shape(lambda x: to_kernel_layout(x, shape), query)
     assert shape.is_many_query
     assert num_halves(shape, in_kernel) == halves
+
+
+@pytest.mark.parametrize("num_runs", [5, 264])
+def test_the_first_runs_of_streams_have_a_cta_each(num_runs):
+    """Runs without KV tiles come last. Beside one another they would leave SMs without work."""
+    query, key = (jax.ShapeDtypeStruct((2, n, heads, 64), jnp.bfloat16) for n, heads in ((8, 16), (512, 2)))
+    with targets.assumed("9.0"):
+        shape = lean_shape(query, key, num_slots=512, scale=1.0, logits_soft_cap=None, allows_rows=True)
+    ctas, config = -(-num_runs // shape.streams), LeanConfig(num_ctas=num_runs)
+    runs = [[tall.run_number(cta, stream, shape, config) for cta in range(ctas)] for stream in range(shape.streams)]
+    assert runs[0] == list(range(ctas))
+    assert sorted(itertools.chain(*runs))[:num_runs] == list(range(num_runs))

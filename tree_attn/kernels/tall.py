@@ -127,6 +127,11 @@ def writes_uncut(shape: LeanShape, num_queries: int) -> bool:
     return is_able and not shape.is_gathered  # with many masks it spills a register
 
 
+def run_number(cta, stream, shape: LeanShape, config: LeanConfig):
+    """Returns the number of a stream's run; from `config.num_ctas` on there is none. The first runs have a CTA each."""
+    return cta + stream * pl.cdiv(config.num_ctas, shape.streams)
+
+
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     stages, halves, queries = shape.streams * config.num_stages, shape.cols // ROWS, shape.streams * shape.query_places
@@ -165,7 +170,7 @@ def _attend_runs_scoped(
     stream, half = 0, warpgroup  # the half only where it computes
     if shape.streams > 1:
         stream, half = jnp.where(warpgroup < COMPUTING, warpgroup, warpgroup - COMPUTING), 0
-        cta += stream * pl.cdiv(config.num_ctas, shape.streams)  # the first runs go to CTAs of their own
+        cta = run_number(cta, stream, shape, config)
     has_rows = is_by_rows(shape, query_ref)
     computing, moving = registers_of(shape, has_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
