@@ -152,7 +152,7 @@ class LeanShape:
     @property
     def query_places(self) -> int:
         """Queries that a stream holds at most: the next is copied while one is attended to, if there is room for it."""
-        return 1 if self.is_many_query and self.streams == 1 else 2
+        return 2 if not self.is_many_query or self.head_dim <= 128 else 1  # of 256 there is no room for two
 
     @property
     def is_widened(self) -> bool:
