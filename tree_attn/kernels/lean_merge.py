@@ -42,7 +42,7 @@ def merge_partials(partials, results, tables, merge_with, shape: LeanShape, conf
     other_out, other_lse = merge_with or (None, None)
     optional = {"sequences": tables.get("sequences"), "other_out": other_out, "other_lse": other_lse}
     optional = {name: x for name, x in optional.items() if x is not None}
-    launched = _launch_merge(optional, results, shape.num_output_tiles, _output_tile, shape, config)
+    launched = _launch_merge(optional, results, shape.num_output_tiles, every_output_tile, shape, config)
     return launched(*partials, *optional.values())
 
 
@@ -56,7 +56,7 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
     by_run = shape.num_output_tiles > config.num_ctas
     names = ("sequences", "runs") if by_run else ("sequences",)
     optional = {name: tables[name] for name in names if tables.get(name) is not None}
-    count, of_place = (config.num_ctas, _first_cut) if by_run else (shape.num_output_tiles, _if_cut)
+    count, of_place = (config.num_ctas, first_cut) if by_run else (shape.num_output_tiles, if_cut)
     launched = _launch_merge(optional, (), count, of_place, shape, config)
 
     @jax.custom_batching.sequential_vmap  # what writes in place has no rule for `jax.vmap`
@@ -151,18 +151,18 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
     )
 
 
-def _output_tile(tables, place, shape: LeanShape, config: LeanConfig):
+def every_output_tile(tables, place, shape: LeanShape, config: LeanConfig):
     """Returns the output tile of that number, which is merged."""
     return place, True
 
 
-def _if_cut(tables, place, shape: LeanShape, config: LeanConfig):
+def if_cut(tables, place, shape: LeanShape, config: LeanConfig):
     """Returns the output tile of that number, and whether runs cut it."""
     _, count = partials_of(shape, config, tables.get("sequences"), place)
     return place, count > 1
 
 
-def _first_cut(tables, place, shape: LeanShape, config: LeanConfig):
+def first_cut(tables, place, shape: LeanShape, config: LeanConfig):
     """Returns the output tile that CTA `place`'s run begins within, and whether it is the first to begin there."""
     count = lanes(shape, config)
     lane, run = remainder(place, count), quotient(place, count)

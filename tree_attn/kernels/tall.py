@@ -110,7 +110,7 @@ def tall_attention(
     if is_whole:
         return attended
     if is_mixed:
-        return merge_cut(attended[2:], attended[:2], sequences, shape, config)
+        return merge_cut(attended[2:], attended[:2], sequences, runs, shape, config)
     return merge_partials(attended, results, sequences, merge_with, shape, config)
 
 

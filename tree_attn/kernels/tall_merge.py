@@ -13,7 +13,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
-from tree_attn.kernels.lean_merge import finish, finished, fold_partials, fold_state
+from tree_attn.kernels.lean_merge import (
+    every_output_tile,
+    finish,
+    finished,
+    first_cut,
+    fold_partials,
+    fold_state,
+    if_cut,
+)
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import copy_rows, store_rows
 from tree_attn.kernels.query_layout import is_by_rows, num_halves, query_slices
@@ -31,13 +39,13 @@ def merge_partials(partials, results, sequences, merge_with, shape: LeanShape, c
     return _launch(optional, results, results[0], shape, config)(*partials, *optional.values())
 
 
-def merge_cut(partials, written, sequences, shape: LeanShape, config: LeanConfig):
+def merge_cut(partials, written, sequences, runs, shape: LeanShape, config: LeanConfig):
     """Launches the merge of the output tiles that runs cut, into the results, which hold the others already.
 
     Args:
-      partials, sequences: as in `merge_partials`; written: out and lse.
+      partials, sequences: as in `merge_partials`; written: out and lse; runs: as in `lean.lean_attention`.
     """
-    optional = {} if sequences is None else {"sequences": sequences}
+    optional = {} if sequences is None else {"sequences": sequences, "runs": runs}
     launched = _launch(optional, (), written[0], shape, config)
 
     @jax.custom_batching.sequential_vmap  # what writes in place has no rule for `jax.vmap`
@@ -55,14 +63,18 @@ def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
     """
     # Reading partials is what takes an SM's time, so few output tiles are shared among many CTAs.
     halves = num_halves(shape, out)  # of an output tile, each of which a warpgroup computed
-    ctas = lambda dims: shape.num_output_tiles * halves * (shape.head_dim // dims)
+    # In place, no more output tiles are merged than there are runs.
+    by_run = not results and shape.num_output_tiles > config.num_ctas
+    places = config.num_ctas if by_run else shape.num_output_tiles
+    of_place = first_cut if by_run else every_output_tile if results else if_cut
+    ctas = lambda dims: places * halves * (shape.head_dim // dims)
     wanted = config.num_ctas * (1 if results else CTAS_OF_CUT)
     dims = next((dims for dims in (64, 32) if ctas(dims) >= wanted), 16)
     return launch(
-        functools.partial(_merge_partials, tuple(optional), dims, not results, shape, config),
+        functools.partial(_merge_partials, tuple(optional), dims, of_place, shape, config),
         out_type=results,
-        grid=(shape.num_output_tiles, halves, shape.head_dim // dims),
-        grid_names=("output_tile", "half", "head_dims"),
+        grid=(places, halves, shape.head_dim // dims),
+        grid_names=("place", "half", "head_dims"),
         num_threads=1,
         thread_name="warpgroup",
         scratch_bytes=scratch_bytes(shape),
@@ -70,9 +82,7 @@ def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
     )
 
 
-def _merge_partials(
-    names, dims: int, is_in_place: bool, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs
-):
+def _merge_partials(names, dims: int, of_place, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     """Folds the partials of 64 rows, `dims` head dims of them, in the order of their keys."""
     optional, results = dict(zip(names, refs)), refs[len(names) :]
     block_smem = plgpu.SMEM((ROWS, dims), results[0].dtype, transforms=tiling(results[0].dtype, dims))
@@ -80,19 +90,21 @@ def _merge_partials(
     if "other_out" in optional:
         arrivals = max(1, ROWS // shape.tokens)
         scratch |= {"other_smem": block_smem, "other_full": plgpu.Barrier(num_barriers=1, num_arrivals=arrivals)}
-    merge = functools.partial(_merge_scoped, optional, dims, is_in_place, shape, config, accs_ref, stats_ref, *results)
+    merge = functools.partial(_merge_scoped, optional, dims, of_place, shape, config, accs_ref, stats_ref, *results)
     pl.run_scoped(merge, **scratch, collective_axes="warpgroup")
 
 
 def _merge_scoped(
-    optional, dims: int, is_in_place: bool, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, out_ref, lse_ref,
-    *, out_smem, lse_smem, other_smem=None, other_full=None,
+    optional, dims: int, of_place, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref,
+    out_ref, lse_ref, *, out_smem, lse_smem, other_smem=None, other_full=None,
 ):  # fmt: skip
     has_rows, transforms = is_by_rows(shape, out_ref), tiling(out_ref.dtype, dims)
-    output_tile, half, block = (lax.axis_index(name) for name in ("output_tile", "half", "head_dims"))
+    place, half, block = (lax.axis_index(name) for name in ("place", "half", "head_dims"))
     # Tables are older than the kernel before, which has read them too; in place, `jax.vmap` may have sliced them.
+    is_in_place = of_place is not every_output_tile
     if is_in_place:
         await_previous_kernel()
+    output_tile, merges = of_place(optional, place, shape, config)
     first, count = partials_of(shape, config, optional.get("sequences"), output_tile)
     if not is_in_place:
         await_previous_kernel()
@@ -134,7 +146,7 @@ def _merge_scoped(
 
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when((count > 1) | (not is_in_place))
+    @pl.when(merges)
     def _():
         partial_of = lambda i: (accs_ref.at[first + i, half, :, head_dims], stats_ref.at[first + i, half])
         fold_partials(count, partial_of, end, (ROWS, dims), at_once=MERGED_AT_ONCE * 64 // dims, axis=0)

@@ -69,7 +69,9 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
         block_kv = 128 if shape.head_dim * shape.streams <= 128 else 64
         # 128 KiB of K and V on their way to each SM.
         stages = 4 if shape.head_dim * shape.cols <= ROWS * MANY_QUERY_ROWS and shape.streams == 1 else 2
-        return LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=even_ctas(shape, shape.streams * sms, is_static))
+        return LeanConfig(
+            block_kv=block_kv, num_stages=stages, num_ctas=even_ctas(shape, shape.streams * sms, is_static)
+        )
     is_short = _is_short(shape, sms, is_static)
     orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     # There is no memory for partial states, then: `lean_call._keeps_output_tiles_whole`.
