@@ -21,7 +21,7 @@ MIN_KV_TILES_OF_ROWS = 32  # with which up to 48 columns of few queries are fast
 MAX_SLOTS_OF_STREAMS = 512
 MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
-GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
+GRAIN = 16  # slots whose values are zeroed together, where some are no keys
 ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # that a CTA of the many-query kernel has at once; the lean kernel has at most 64 columns
 

@@ -9,7 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels import kv_parts
-from tree_attn.kernels.lean_layout import GRAIN, MAX_SPARE_COLUMNS, LeanConfig, LeanShape, has_whole_output_tiles
+from tree_attn.kernels.lean_layout import (
+    MAX_SPARE_COLUMNS,
+    SLOT_MULTIPLE,
+    LeanConfig,
+    LeanShape,
+    has_whole_output_tiles,
+)
 from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slots, walk
 from tree_attn.kernels.plain_copies import copy_rows
 
@@ -131,7 +137,7 @@ def _copy_tile(
 
     Args:
       place: from `_locate`.
-      num_seen: visible slots; fewer than `GRAIN` more are read. None: all slots of the KV tile are.
+      num_seen: visible slots; fewer than 8 more are read. None: all slots of the KV tile are.
       ref, smem, barriers, transforms: of keys or values; shared memory and barriers have an axis of stages.
       columns: index of the head dims.
       zeros_from: a slot out of bounds, from which the rest is filled with zeros by a second copy. None: the rest of
@@ -201,10 +207,10 @@ def _copy_seen(ref_of, smem, barrier, start, num_seen, zeros_from) -> None:
     if num_seen is None:
         copy(start, 0, block_kv)
         return
-    grains = jnp.clip(pl.cdiv(num_seen, GRAIN), 1, block_kv // GRAIN)
-    for size in range(GRAIN, block_kv + 1, GRAIN):
+    groups = jnp.clip(pl.cdiv(num_seen, SLOT_MULTIPLE), 1, block_kv // SLOT_MULTIPLE)
+    for size in range(SLOT_MULTIPLE, block_kv + 1, SLOT_MULTIPLE):
 
-        @pl.when(grains == size // GRAIN)
+        @pl.when(groups == size // SLOT_MULTIPLE)
         def _(size=size):
             if zeros_from is None:
                 copy(start, 0, size)

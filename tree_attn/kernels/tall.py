@@ -316,7 +316,7 @@ def _attend_runs_scoped(
                 pl.when(is_uncut)(write)
                 pl.when(~is_uncut)(leave)
 
-            @segment.if_query_is_awaited(run, num_places=places)
+            @pl.when(segment.is_query_awaited(run, num_places=places))
             def _():
                 plgpu.barrier_arrive(query_free.at[place])
 
