@@ -182,11 +182,6 @@ def variants() -> list[Call]:
         *(Call(head_dim=head_dim, **float8, **scaled) for head_dim in (64, 80, 256)),
         *(Call(head_dim=head_dim, **float8, **lengths | wide) for head_dim in (64, 128, 256)),
         *(Call(head_dim=head_dim, **few, **lengths | wide) for head_dim in (128, 256)),
-        # One KV tile holds a sequence, and two CTAs fit an SM.
-        *(
-            Call(slots=slots, head_dim=256, **float8, lengths=(slots, 70), options=head_scales(600) | window)
-            for slots, window in ((103, {}), (104, {"logits_soft_cap": 30.0, "local_window_size": (70, 0)}))
-        ),
         Call(head_dim=80, dtype="float16"),
         Call(head_dim=128, dtype="float16", **float8, **lengths),
         *(

@@ -85,24 +85,6 @@ def test_few_widened_keys_have_small_kv_tiles(head_dim, batch, slots, layout):
     assert (-(-config.num_ctas // 132), config.block_kv, config.num_stages) == layout
 
 
-@pytest.mark.parametrize(
-    "slots, leaves_whole, mask, layout",
-    [
-        (64, True, "span", (1, 64, 4)),
-        (65, True, "span", (2, 128, 1)),
-        (128, True, "span", (2, 128, 1)),
-        (128, False, "span", (1, 64, 4)),  # a state over other keys is merged
-        (128, True, "columns", (1, 64, 4)),  # it takes more than 128 registers
-        (129, True, "span", (1, 128, 2)),
-    ],
-)
-def test_a_widened_sequence_of_the_largest_heads_is_one_kv_tile(slots, leaves_whole, mask, layout):
-    float8 = {"key_dtype": jnp.dtype("float8_e4m3fn"), "cols": 8, "head_dim": 256, "num_kv_heads": 16, "batch": 300}
-    shape = SHAPE.replace(num_slots=slots, mask=mask, **float8)
-    config = formula(shape, 132, is_static=False, leaves_whole=leaves_whole)
-    assert (-(-config.num_ctas // 132), config.block_kv, config.num_stages) == layout
-
-
 def test_other_gpus_keep_their_layouts_where_keys_are_few():
     """None of them timed another."""
     float8 = {"key_dtype": jnp.dtype("float8_e4m3fn"), "cols": 8, "head_dim": 128, "num_kv_heads": 32, "batch": 8}

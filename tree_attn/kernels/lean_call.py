@@ -180,8 +180,6 @@ def plan_call(
         query, key, num_slots=num_slots, scale=scale, logits_soft_cap=logits_soft_cap, page_size=page_size,
         is_packed=is_packed, allows_rows=leaves_whole,
     )  # fmt: skip
-    has_columns = spans is not None and num_queries > 1 and max(x.shape[1] for x in spans) > 1
-    shape = shape.replace(mask="columns") if has_columns else shape
     config = config or tuning.lean_config(shape, is_static=spans is None, leaves_whole=leaves_whole)
     if page_size is not None and page_size % config.block_kv and page_size % ROWS == 0:
         config = dataclasses.replace(config, block_kv=ROWS)  # a KV tile lies within one page
@@ -190,7 +188,8 @@ def plan_call(
         mask = "none" if num_slots % config.block_kv == 0 else "span"
         shape = shape.replace(mask=mask, static_kv_tiles=pl.cdiv(num_slots, config.block_kv))
         return LeanCall(query_shape=query.shape, shape=shape, config=config, tables=tables)
-    if has_columns:
+    if num_queries > 1 and max(x.shape[1] for x in spans) > 1:
+        shape = shape.replace(mask="columns")
         group = num_heads // shape.num_kv_heads
         tables["columns"] = _column_table(*(jnp.broadcast_to(x, (batch, num_queries)) for x in spans), group, shape)
     shape = shape.replace(whole_output_tiles=not leaves_partials and _keeps_output_tiles_whole(shape, config))

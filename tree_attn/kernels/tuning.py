@@ -8,7 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_bytes
+from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, LeanShape, max_smem_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import MERGE_KV_TILES, MIN_KV_TILES_PER_RUN, longest_run
 
@@ -67,11 +67,13 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
     """
     if shape.is_many_query:  # the registers and the shared memory of a whole SM
         block_kv = 128 if shape.head_dim * shape.streams <= 128 else 64
-        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, shape.streams * sms, is_static))
+        # 128 KiB of K and V on their way to each SM.
+        stages = 4 if shape.head_dim * shape.cols <= ROWS * MANY_QUERY_ROWS and shape.streams == 1 else 2
+        return LeanConfig(
+            block_kv=block_kv, num_stages=stages, num_ctas=even_ctas(shape, shape.streams * sms, is_static)
+        )
     is_short = _is_short(shape, sms, is_static)
     orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
-    if leaves_whole and _is_one_large_tile(shape, sms):
-        orders = (2, 128, 1), *orders
     # There is no memory for partial states, then: `lean_call._keeps_output_tiles_whole`.
     as_planned = shape.replace(whole_output_tiles=True) if is_short and leaves_whole else shape
     for ctas_per_sm, block_kv, stages in orders:
@@ -125,17 +127,6 @@ def _mma_orders(shape: LeanShape, sms: int, is_short: bool):
     stages = (3, 2) if not shape.is_widened else (4, 2) if has_many else (2,)
     orders = itertools.product(ctas_per_sm, (128, 64) if is_large else (64,), stages)
     return *orders, (1, 64, 1)
-
-
-def _is_one_large_tile(shape: LeanShape, sms: int) -> bool:
-    """Returns whether one KV tile holds a float8 sequence of the largest heads, and two CTAs fit an SM so.
-
-    One computes while the other waits. More query columns, or ranges of slots for each, take more than 128 registers.
-    """
-    is_able = shape.is_widened and shape.target.is_hopper and shape.head_dim == 256 and shape.cols == 8
-    is_able &= shape.mask != "columns" and not shape.is_packed
-    is_one_page = shape.page_size is None or shape.page_size % 128 == 0
-    return is_able and is_one_page and ROWS < shape.num_slots <= 128 and shape.num_output_tiles > 2 * sms
 
 
 def _is_short(shape: LeanShape, sms: int, is_static: bool) -> bool:
