@@ -8,7 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, ROWS, LeanConfig, LeanShape, max_smem_bytes
+from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_bytes
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import MERGE_KV_TILES, MIN_KV_TILES_PER_RUN, longest_run
 
@@ -67,11 +67,7 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
     """
     if shape.is_many_query:  # the registers and the shared memory of a whole SM
         block_kv = 128 if shape.head_dim * shape.streams <= 128 else 64
-        # 128 KiB of K and V on their way to each SM.
-        stages = 4 if shape.head_dim * shape.cols <= ROWS * MANY_QUERY_ROWS and shape.streams == 1 else 2
-        return LeanConfig(
-            block_kv=block_kv, num_stages=stages, num_ctas=even_ctas(shape, shape.streams * sms, is_static)
-        )
+        return LeanConfig(block_kv=block_kv, num_stages=2, num_ctas=even_ctas(shape, shape.streams * sms, is_static))
     is_short = _is_short(shape, sms, is_static)
     orders = _mma_orders(shape, sms, is_short) if shape.uses_mma else _orders(shape, sms, is_short)
     # There is no memory for partial states, then: `lean_call._keeps_output_tiles_whole`.
