@@ -4,7 +4,7 @@ import pytest
 from lean_cases import HEAD_SCALES, Call, MergedWith
 from lean_interpreter import check, needs_interpreter
 
-from tree_attn.kernels import lean_products, mma
+from tree_attn.kernels import lean_compute
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 CAUSAL = {"is_causal": True}
@@ -43,6 +43,5 @@ def test_it_is_exact_and_has_no_race(call, num_kernels):
 @pytest.mark.usefixtures("fresh_traces")
 def test_parts_that_no_query_sees_are_not_read(call, monkeypatch):
     """They hold NaN, for which the kernel puts zeros otherwise."""
-    monkeypatch.setattr(lean_products, "zero_garbage", lambda *args: None)
-    monkeypatch.setattr(mma, "zero_garbage", lambda *args: None)
+    monkeypatch.setattr(lean_compute, "zero_garbage", lambda *args: None)
     check(call, num_kernels=1)

@@ -10,7 +10,7 @@ from tree_attn.kernels import mma
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape
 from tree_attn.kernels.lean_products import query_tiling
-from tree_attn.kernels.targets import AMPERE, TARGETS
+from tree_attn.kernels.targets import AMPERE, HOPPER, TARGETS
 
 
 def shape_of(head_dim, cols, dtype, key_dtype, target=AMPERE):
@@ -91,15 +91,17 @@ def test_fragments_multiply_what_they_should(memory, head_dim, cols, dtype, key_
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("start", "end"), [(-3, 37), (5, 200), (70, 101), (0, 0)])
-def test_garbage_is_zeroed_and_nothing_else(memory, head_dim, start, end):
-    shape = shape_of(head_dim, 8, "bfloat16", "float8_e4m3fn")
+@pytest.mark.parametrize("key_dtype", ["float8_e4m3fn", "bfloat16"])
+def test_garbage_is_zeroed_and_nothing_else(memory, key_dtype, head_dim, start, end):
+    shape = shape_of(head_dim, 8, "bfloat16", key_dtype, HOPPER)
     _, transforms = kv_tilings(shape, LeanConfig(block_kv=128))
     value = np.random.default_rng(0).normal(size=(128, shape.padded_head_dim)).astype(shape.key_dtype)
     ref = memory.put(value, transforms)
     mma.zero_others(ref, transforms, *(mma_threads.scalar(x) for x in (start, end)), shape)
     is_key = (np.arange(128) >= start) & (np.arange(128) < end)
     expected = memory.put(np.where(is_key[:, None], value, 0).astype(value.dtype), transforms)
-    np.testing.assert_array_equal(memory.get(ref, np.uint8), memory.get(expected, np.uint8))
+    bits = {1: np.uint8, 2: np.uint16}[shape.key_itemsize]
+    np.testing.assert_array_equal(memory.get(ref, bits), memory.get(expected, bits))
 
 
 def test_float8_is_widened_alike_with_and_without_the_instruction(memory):

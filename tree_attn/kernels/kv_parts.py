@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_layout import SLOT_MULTIPLE, LeanConfig, LeanShape
+from tree_attn.kernels.lean_layout import GRAIN, SLOT_MULTIPLE, LeanConfig, LeanShape
 from tree_attn.kernels.registers import tiling
 
 BARRIER_BYTES = 8
@@ -56,15 +56,14 @@ def num_arrivals(config: LeanConfig) -> int:
     return config.block_kv // SLOT_MULTIPLE if is_interpreted() else 1
 
 
-def copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms, *, fills: bool) -> None:
+def copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms) -> None:
     """Begins the copy of a KV tile of an array with a broken group.
 
     Args:
       ref: `[B, S, K, H]`; smem: `[stages, kv, H]`, with `transforms`; barriers: of each stage.
       place: `(block, start, head)`, where the KV tile begins. 8 divides `start`, or the KV tile ends with the array.
-      num_seen: slots to copy, from a KV tile that 8 divides; fewer than 8 more are. None: all.
+      num_seen: slots to copy, from a KV tile that 8 divides; fewer than `GRAIN` more are. None: all.
       columns: index of the head dims.
-      fills: the rest of `smem` becomes zeros; otherwise it stays as it is.
     """
     tile = smem.at[stage]
     block_kv, slots = tile.shape[0], ref.shape[1]
@@ -84,17 +83,13 @@ def copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms,
         emit = functools.partial(_emit_parts, transforms, parts)
         return plgpu.inline_mgpu(arg_types=types)(emit)(ref, tile, *scalars)
 
-    def seen(size):
-        rest = [_Part(_WHOLE, size, block_kv - size, is_beyond=True)] if fills and size < block_kv else []
-        copy(_Part(_WHOLE, 0, size), *rest)
-
     def first_slots():
         if num_seen is None:
-            seen(block_kv)
+            copy(_Part(_WHOLE, 0, block_kv))
             return
-        groups = jnp.clip(pl.cdiv(num_seen, SLOT_MULTIPLE), 1, block_kv // SLOT_MULTIPLE)
-        for size in range(SLOT_MULTIPLE, block_kv + 1, SLOT_MULTIPLE):
-            pl.when(groups == size // SLOT_MULTIPLE)(functools.partial(seen, size))
+        grains = jnp.clip(pl.cdiv(num_seen, GRAIN), 1, block_kv // GRAIN)
+        for size in range(GRAIN, block_kv + 1, GRAIN):
+            pl.when(grains == size // GRAIN)(functools.partial(copy, _Part(_WHOLE, 0, size)))
 
     if not transforms:
         copy(_Part(_WHOLE, 0, block_kv))

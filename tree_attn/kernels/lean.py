@@ -177,7 +177,7 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=query_tiling(shape, config))
     stored = functools.partial(plgpu.SMEM, dtype=shape.key_dtype)
     key_tiling, value_tiling = kv_tilings(shape, config)
-    key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
+    kv_arrivals = num_arrivals(shape, config)
     # An output tile's query is copied while the one before it is attended to, where there are registers for that.
     has_registers = has_whole_output_tiles(shape, config) or shape.cols <= MAX_SPARE_COLUMNS
     num_queries = 2 if epilogue is None and has_registers else 1
@@ -210,9 +210,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_re
         value_smem=stored((stages, block_kv, shape.padded_head_dim), transforms=value_tiling),
         query_full=plgpu.Barrier(num_barriers=num_queries),
         query_free=plgpu.Barrier(num_barriers=num_queries),
-        key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
+        key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=kv_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages),
-        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=value_arrivals),
+        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=kv_arrivals),
         value_free=plgpu.Barrier(num_barriers=stages),
         **products_smem,
         **results_smem,

@@ -13,9 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels.kv_parts import kv_tilings
+from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, lanes, partial_of
 from tree_attn.kernels.lean_merge import merge_last
-from tree_attn.kernels.lean_moves import Barriers, stage_of, trims_tiles
+from tree_attn.kernels.lean_moves import Barriers, stage_of
 from tree_attn.kernels.lean_products import PER_COLUMN
 from tree_attn.kernels.lean_walk import Run, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.registers import scaled_logits, spread
@@ -176,8 +178,7 @@ class RunCompute:
             total = products.added(total, decay, weights)
             weights = products.ready(weights)
             values = self.stages.values(kv_tile)
-            is_trimmed = trims_tiles(tables, shape, config) and (own_slot is first_slot or own_slot == first_slot)
-            products.zero_garbage(values, span, first_slot, is_trimmed)
+            zero_garbage(values, kv_tilings(shape, config)[1], span, first_slot, shape)
             acc = products.updated(acc, decay, weights, values)
             self.stages.release_values(kv_tile)
             return acc, new_top, total

@@ -21,7 +21,8 @@ MIN_KV_TILES_OF_ROWS = 32  # with which up to 48 columns of few queries are fast
 MAX_SLOTS_OF_STREAMS = 512
 MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
-GRAIN = 16  # slots whose values are zeroed together, where some are no keys
+GRAIN = 8  # slots; a short output tile's last KV tile is read up to a multiple of them
+MIN_GATHERED_PAGE = 16  # keys
 ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # that a CTA of the many-query kernel has at once; the lean kernel has at most 64 columns
 
@@ -35,7 +36,7 @@ RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END = range(4, 7)
 
 def gathers(page_size: int) -> bool:
     """Returns whether TMA copies a KV tile from several pages of so many keys: a copy for each, 4 or 2 of 64 keys."""
-    return page_size % GRAIN == 0 and ROWS % page_size == 0 and page_size < ROWS
+    return page_size % MIN_GATHERED_PAGE == 0 and ROWS % page_size == 0 and page_size < ROWS
 
 
 def is_many_query(num_queries: int, group: int) -> bool:

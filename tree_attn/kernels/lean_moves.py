@@ -10,8 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels import kv_parts
 from tree_attn.kernels.lean_layout import (
+    GRAIN,
     MAX_SPARE_COLUMNS,
-    SLOT_MULTIPLE,
     LeanConfig,
     LeanShape,
     has_whole_output_tiles,
@@ -84,9 +84,7 @@ def move_tiles(
                 plgpu.barrier_wait(value_free.at[stage])
 
             columns = slice(None) if value_dims == shape.head_dim else pl.ds(output_tile.index * 0, value_dims)
-            # A weight of zero does not make zero of what may be NaN, so what is not read of values is zero.
-            beyond = value_ref.shape[1] + output_tile.index * 0
-            copy(value_ref, value_smem, value_full, tilings[1], columns, zeros_from=beyond)
+            copy(value_ref, value_smem, value_full, tilings[1], columns)
 
         lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
 
@@ -108,8 +106,8 @@ def stage_of(kv_tile, config: LeanConfig):
 def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     """Returns whether an output tile's last KV tile is read up to the last visible slot only.
 
-    That saves much where output tiles are short. Kernels with many query columns, or with an exchange, have no
-    registers for it.
+    That saves much where output tiles are short. Values that are not read are made zero (`lean_garbage.py`). Kernels
+    with many query columns, or with an exchange, have no registers for it.
     """
     if "sequences" not in tables or shape.is_many_query or not shape.target.is_hopper:
         return False
@@ -118,38 +116,30 @@ def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
     return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_SPARE_COLUMNS and "spans" not in tables)
 
 
-def num_arrivals(tables, shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
-    """Returns how many copies arrive at the barrier of a KV tile of keys, and at that of values."""
-    if not shape.target.is_hopper:
-        return 1, 1
+def num_arrivals(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns how many copies arrive at the barrier of a KV tile of keys, or of values."""
     if shape.is_gathered:
-        return (config.block_kv // shape.page_size,) * 2
-    if kv_parts.has_broken_group(shape):
-        return (kv_parts.num_arrivals(config),) * 2
-    return 1, 1 + trims_tiles(tables, shape, config)
+        return config.block_kv // shape.page_size
+    return kv_parts.num_arrivals(config) if kv_parts.has_broken_group(shape) else 1
 
 
 def _copy_tile(
-    shape: LeanShape, config: LeanConfig, place, stage, num_seen, ref, smem, barriers, transforms, columns,
-    zeros_from=None,
-) -> None:  # fmt: skip
+    shape: LeanShape, config: LeanConfig, place, stage, num_seen, ref, smem, barriers, transforms, columns
+) -> None:
     """Begins the copy of a KV tile.
 
     Args:
       place: from `_locate`.
-      num_seen: visible slots; fewer than 8 more are read. None: all slots of the KV tile are.
+      num_seen: visible slots; fewer than `GRAIN` more are read. None: all slots of the KV tile are.
       ref, smem, barriers, transforms: of keys or values; shared memory and barriers have an axis of stages.
       columns: index of the head dims.
-      zeros_from: a slot out of bounds, from which the rest is filled with zeros by a second copy. None: the rest of
-        `smem` stays as it is.
     """
     block, start, head = place
     if kv_parts.has_broken_group(shape):
-        fills = zeros_from is not None
-        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms, fills=fills)
+        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms)
     else:
         ref_of = lambda slots: ref.at[block, slots, head, columns]
-        _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen, zeros_from)
+        _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen)
 
 
 def _pages_of_tile(tables, shape: LeanShape, config: LeanConfig, output_tile: OutputTile, first):
@@ -166,9 +156,7 @@ def _pages_of_tile(tables, shape: LeanShape, config: LeanConfig, output_tile: Ou
     return found
 
 
-def _copy_pages(
-    shape: LeanShape, pages, head, stage, ref, smem, barriers, transforms, columns, zeros_from=None
-) -> None:
+def _copy_pages(shape: LeanShape, pages, head, stage, ref, smem, barriers, transforms, columns) -> None:
     """Begins the copy of a KV tile from its pages; what is out of bounds becomes zeros.
 
     Args:
@@ -182,7 +170,7 @@ def _copy_pages(
 
 def _copy_rows(
     tables, shape: LeanShape, config: LeanConfig, output_tile, first, stage, ref, smem, barriers, transforms,
-    columns=None, zeros_from=None,
+    columns=None,
 ) -> None:  # fmt: skip
     """Begins the copy of a KV tile without TMA; arguments as in `_copy_tile`, `first` its first slot."""
     seen = span_of_keys(tables, output_tile) or (0, shape.num_slots)
@@ -198,28 +186,16 @@ def _copy_rows(
     copy_rows(ref, smem.at[stage], transforms, barriers, stage, first, seen, **options)
 
 
-def _copy_seen(ref_of, smem, barrier, start, num_seen, zeros_from) -> None:
+def _copy_seen(ref_of, smem, barrier, start, num_seen) -> None:
     """Begins the copy of a KV tile from slot `start` on; arguments as in `_copy_tile`."""
     block_kv = smem.shape[0]
-    copy = lambda start, at, size: plgpu.copy_gmem_to_smem(
-        ref_of(pl.ds(start, size)), smem.at[pl.ds(at, size)], barrier
-    )
+    copy = lambda size: plgpu.copy_gmem_to_smem(ref_of(pl.ds(start, size)), smem.at[pl.ds(0, size)], barrier)
     if num_seen is None:
-        copy(start, 0, block_kv)
+        copy(block_kv)
         return
-    groups = jnp.clip(pl.cdiv(num_seen, SLOT_MULTIPLE), 1, block_kv // SLOT_MULTIPLE)
-    for size in range(SLOT_MULTIPLE, block_kv + 1, SLOT_MULTIPLE):
-
-        @pl.when(groups == size // SLOT_MULTIPLE)
-        def _(size=size):
-            if zeros_from is None:
-                copy(start, 0, size)
-            elif size < block_kv:
-                copy(start, 0, size)
-                copy(zeros_from, size, block_kv - size)
-            else:  # two, for the barrier's sake
-                copy(start, 0, block_kv // 2)
-                copy(start + block_kv // 2, block_kv // 2, block_kv // 2)
+    grains = jnp.clip(pl.cdiv(num_seen, GRAIN), 1, block_kv // GRAIN)
+    for size in range(GRAIN, block_kv + 1, GRAIN):
+        pl.when(grains == size // GRAIN)(functools.partial(copy, size))
 
 
 def _locate(tables, shape: LeanShape, config: LeanConfig, output_tile: OutputTile, slot):

@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels import mma
 from tree_attn.kernels.kv_parts import kv_tilings
-from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape
 from tree_attn.kernels.lean_merge import fold_partials
 from tree_attn.kernels.registers import LOWEST, full, spread, store_transposed, tiling
@@ -83,10 +82,6 @@ class WgmmaProducts:
         plgpu.commit_smem()
         return self.weights_smem
 
-    def zero_garbage(self, values, span, first_slot, is_trimmed) -> None:
-        """Puts zeros in place of values that are no keys'; arguments as in `lean_garbage.zero_garbage`."""
-        zero_garbage(values, span, first_slot, self.shape, is_trimmed)
-
     def updated(self, acc, decay, weights, values):
         """Returns the new weighted values."""
 
@@ -148,10 +143,6 @@ class MmaProducts:
     def ready(self, weights):
         """Returns the weights: they stay in registers."""
         return weights
-
-    def zero_garbage(self, values, span, first_slot, is_trimmed) -> None:
-        """Puts zeros in place of values that are no keys'; each warp does so for its own rows."""
-        mma.zero_garbage(values, kv_tilings(self.shape, self.config)[1], span, first_slot, self.shape)
 
     def updated(self, acc, decay, weights, values):
         """Returns the new weighted values of each warp."""

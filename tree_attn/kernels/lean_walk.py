@@ -120,39 +120,28 @@ def walk(run: Run, tables, shape: LeanShape, config: LeanConfig, attend_segment,
     """Calls `attend_segment(output_tile, segment)` for every output tile that the run touches, in order.
 
     Args:
-      is_first_to_read: nothing hides how long a table takes to read. So what the table of runs has of the first output
-        tile is not read from the other one, and what that has of the next is read before `attend_segment`. Output tiles
-        have `span_end`, if there are tables.
+      is_first_to_read: nothing hides how long a table takes to read. So what is known of the first output tile from
+        the table of runs is not read from the other one; and output tiles have `span_end`, if there are tables.
     Returns:
       How many output tiles those are.
     """
 
-    is_static, reads_ahead = shape.static_kv_tiles is not None, is_first_to_read and "sequences" in tables
-
-    def of_sequence(sequence):
-        """Returns the first slot, KV tiles, and end of the visible slots of a sequence, as far as tables have them."""
-        columns = () if is_static else (FIRST_SLOT, NUM_KV_TILES)
-        columns += (SPAN_END,) if reads_ahead else ()
-        return tuple(tables["sequences"][sequence, i] for i in columns)
-
-    def of_first():
-        if not reads_ahead:
-            return ()
-        if is_static:
-            return of_sequence(jnp.minimum(run.sequence, shape.batch - 1))  # of a CTA without a run
-        return tuple(run.table[run.row, i] for i in (RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END))
+    def of_sequence(sequence, kv_tiles_done):
+        read = lambda *columns: tuple(tables["sequences"][sequence, i] for i in columns)
+        if shape.static_kv_tiles is not None:
+            span_end = read(SPAN_END)[0] if is_first_to_read and "sequences" in tables else None
+            return 0, shape.static_kv_tiles, span_end
+        if not is_first_to_read:
+            return *read(FIRST_SLOT, NUM_KV_TILES), None
+        of_run = lambda: tuple(run.table[run.row, i] for i in (RUN_FIRST_SLOT, RUN_NUM_KV_TILES, RUN_SPAN_END))
+        return lax.cond(kv_tiles_done == 0, of_run, lambda: read(FIRST_SLOT, NUM_KV_TILES, SPAN_END))
 
     def is_left(carry):
         return carry[3] < run.num_kv_tiles
 
     def step(carry):
-        sequence, within, kv_tile, kv_tiles_done, *known = carry
-        known = known if reads_ahead else of_sequence(sequence)
-        first_slot, kv_tiles = (0, shape.static_kv_tiles) if is_static else known[:2]
-        span_end = known[-1] if reads_ahead else None
-        is_last = within >= shape.output_tiles_per_sequence - count
-        next_sequence = jnp.where(is_last, sequence + 1, sequence)
-        following = of_sequence(jnp.minimum(next_sequence, shape.batch - 1)) if reads_ahead else ()
+        sequence, within, kv_tile, kv_tiles_done = carry
+        first_slot, kv_tiles, span_end = of_sequence(sequence, kv_tiles_done)
         num_kv_tiles = jnp.minimum(run.num_kv_tiles - kv_tiles_done, kv_tiles - kv_tile)
         index = sequence * shape.output_tiles_per_sequence + within
         attend_segment(
@@ -172,14 +161,16 @@ def walk(run: Run, tables, shape: LeanShape, config: LeanConfig, attend_segment,
                 output_tiles_done=quotient(index - first_index, count),
             ),
         )
+        is_last = within >= shape.output_tiles_per_sequence - count
+        next_sequence = jnp.where(is_last, sequence + 1, sequence)
         first_within = within + (count - shape.output_tiles_per_sequence) if count > 1 else 0
         next_within = jnp.where(is_last, first_within, within + count)
-        return next_sequence, next_within, jnp.int32(0), kv_tiles_done + num_kv_tiles, *following
+        return next_sequence, next_within, jnp.int32(0), kv_tiles_done + num_kv_tiles
 
     # Output tiles are counted by their numbers, not in the loop: some kernels have no register left for a count.
     count = lanes(shape, config)
     first_index = run.first_output_tile(shape)
-    begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0), *of_first())
+    begin = (run.sequence, run.output_tile, run.kv_tile, jnp.int32(0))
     sequence, within, *_ = lax.while_loop(is_left, step, begin)
     return quotient(sequence * shape.output_tiles_per_sequence + within - first_index, count)
 

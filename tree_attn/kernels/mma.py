@@ -25,7 +25,6 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -177,30 +176,11 @@ def accumulated(acc, weights, value_smem, transforms, shape: LeanShape):
     return emit(acc, weights, value_smem)
 
 
-def zero_garbage(value_smem, transforms, span, first_slot, shape: LeanShape) -> None:
-    """Puts zeros in place of the values of a KV tile that are not the sequence's; each warp those that it reads.
-
-    A weight of zero does not make zero of what may be NaN. Arguments as in `lean_garbage.zero_garbage`.
-    """
-    if span is None or not shape.target.is_hopper:  # `plain_copies` brings zeros
-        return
-    kv = value_smem.shape[0]
-    # Only if packed does another sequence's end come before the span.
-    start = span[0] - first_slot if shape.is_packed else jnp.int32(0)
-    end = span[1] - first_slot
-
-    @pl.when((start > 0) | (end < kv))
-    def _():
-        if is_interpreted():
-            rows = jnp.arange(kv)[:, None]
-            value_smem[...] = jnp.where((rows >= start) & (rows < end), value_smem[...], 0).astype(value_smem.dtype)
-            plgpu.commit_smem()
-            return
-        zero_others(value_smem, transforms, start, end, shape)
-
-
 def zero_others(value_smem, transforms, start, end, shape: LeanShape) -> None:
-    """Puts zeros in place of the rows of a KV tile before `start` and from `end` on; each warp those that it reads."""
+    """Puts zeros in place of the rows of a KV tile before `start` and from `end` on.
+
+    Each warp does so for the rows that it reads in products by `mma.sync`. For others the caller awaits all warps.
+    """
     scalar = plgpu.Layout.WG_SPLAT
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), scalar, scalar))
@@ -208,20 +188,25 @@ def zero_others(value_smem, transforms, start, end, shape: LeanShape) -> None:
         warp, group, place = thread()
         lane = arith.addi(arith.muli(group, _i32(4)), place)
         start, end = (x.registers.item() for x in (start, end))
-        chunks = shape.padded_head_dim * shape.key_itemsize // 16
+        tiled, itemsize = ir.MemRefType(values.type), shape.key_itemsize
+        chunks = shape.padded_head_dim * itemsize // 16
+        # Tiles of head dims lie at constant distances, so that few addresses take registers.
+        chunks_of_tile = chunks if len(tiled.shape) == 2 else itemsize * tiled.shape[-1] // 16
+        tile_bytes = itemsize * tiled.get_strides_and_offset()[0][1]
         for block_kv in range(0, value_smem.shape[0], 64):
             row = arith.addi(arith.muli(warp, _i32(KEYS)), arith.andi(lane, _i32(15)))
             row = arith.addi(row, _i32(block_kv))
             is_before = arith.cmpi(arith.CmpIPredicate.slt, row, start)
             is_beyond = arith.cmpi(arith.CmpIPredicate.sge, row, end)
             with mgpu.when(arith.ori(is_before, is_beyond)):
-                for chunk in range(0, chunks, 2):
+                for chunk in range(0, chunks_of_tile, 2):
                     chunk_of_lane = arith.addi(_i32(chunk), arith.shrui(lane, _i32(4)))
-                    offset = swizzled(ir.MemRefType(values.type), shape.key_itemsize, row, chunk_of_lane)
-                    address = arith.addi(_address(values), offset)
-                    asm("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", "", address, _i32(0))
-        # A copy may follow, and the warp's other threads read.
-        asm("fence.proxy.async.shared::cta; bar.warp.sync -1;", "")
+                    address = arith.addi(_address(values), swizzled(tiled, itemsize, row, chunk_of_lane))
+                    for tile in range(chunks // chunks_of_tile):
+                        at = arith.addi(address, _i32(tile * tile_bytes))
+                        asm("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", "", at, _i32(0))
+        if shape.uses_mma:  # a copy may follow, and the warp's other threads read
+            asm("fence.proxy.async.shared::cta; bar.warp.sync -1;", "")
 
     emit(value_smem, start, end)
 

@@ -135,7 +135,7 @@ def run_number(cta, stream, shape: LeanShape, config: LeanConfig):
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     stages, halves, queries = shape.streams * config.num_stages, shape.cols // ROWS, shape.streams * shape.query_places
-    key_arrivals, value_arrivals = num_arrivals(tables, shape, config)
+    kv_arrivals = num_arrivals(shape, config)
     smem = functools.partial(plgpu.SMEM, dtype=shape.dtype, transforms=tiling(shape.dtype, shape.head_dim))
     query_arrivals = ROWS // PART_ROWS if is_by_rows(shape, query_ref) else max(1, ROWS // shape.tokens)
     weights = {}
@@ -150,9 +150,9 @@ def _attend_runs(names, shape: LeanShape, config: LeanConfig, query_ref, key_ref
         stats_smem=plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         query_full=plgpu.Barrier(num_barriers=queries * halves, num_arrivals=query_arrivals),
         query_free=plgpu.Barrier(num_barriers=queries, num_arrivals=halves),
-        key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=key_arrivals),
+        key_full=plgpu.Barrier(num_barriers=stages, num_arrivals=kv_arrivals),
         key_free=plgpu.Barrier(num_barriers=stages, num_arrivals=halves),
-        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=value_arrivals),
+        value_full=plgpu.Barrier(num_barriers=stages, num_arrivals=kv_arrivals),
         value_free=plgpu.Barrier(num_barriers=stages, num_arrivals=halves),
         turn=plgpu.Barrier(num_arrivals=COMPUTING),
         **weights,
@@ -171,7 +171,7 @@ def _attend_runs_scoped(
     if shape.streams > 1:
         stream, half = jnp.where(warpgroup < COMPUTING, warpgroup, warpgroup - COMPUTING), 0
         cta = run_number(cta, stream, shape, config)
-    has_rows = is_by_rows(shape, query_ref)
+    has_rows, transforms = is_by_rows(shape, query_ref), tiling(shape.dtype, shape.head_dim)
     computing, moving = registers_of(shape, has_rows)
     # The merge does not begin early: its CTAs would crowd on the few SMs that this kernel leaves registers on.
     await_previous_kernel()
@@ -199,7 +199,7 @@ def _attend_runs_scoped(
             ((_, _, (sequence, rows, head)),) = query_slices(shape, output_tile.index, n * PART_ROWS, PART_ROWS)
             i, first = lax.div(n, ROWS // PART_ROWS) + place * halves, lax.rem(n, ROWS // PART_ROWS) * PART_ROWS
             part = query_smem.at[i, pl.ds(pl.multiple_of(first, PART_ROWS), PART_ROWS)]
-            seen, transforms = (0, query_ref.shape[1] * (shape.group or 1)), tiling(shape.dtype, shape.head_dim)
+            seen = 0, query_ref.shape[1] * (shape.group or 1)
             options = {"block": sequence, "head": head * (shape.group or 1), "group": shape.group}
             copy_rows(query_ref, part, transforms, query_full, i, rows.start, seen, **options)
 
@@ -278,7 +278,7 @@ def _attend_runs_scoped(
 
                 @pl.when(half == 0)
                 def _():  # its product is the first with them: the other warpgroup's turn comes after
-                    zero_garbage(value_smem.at[stage], span, first_slot, shape, is_trimmed=False)
+                    zero_garbage(value_smem.at[stage], transforms, span, first_slot, shape)
 
                 acc = _add_product(acc, weights, value_smem.at[stage], weights_smem, warpgroup)
 
