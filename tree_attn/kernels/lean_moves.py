@@ -20,6 +20,9 @@ from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slot
 from tree_attn.kernels.plain_copies import copy_rows
 
 
+MAX_TRIMMED_ACCUMULATORS = 8192  # query columns times padded head dims, with which registers are spilled
+
+
 class Barriers(NamedTuple):
     """Barriers between moving and computing warpgroups: one per query in flight, and one per stage of K and of V."""
 
@@ -113,6 +116,8 @@ def trims_tiles(tables, shape: LeanShape, config: LeanConfig) -> bool:
         return False
     if shape.is_gathered:  # page by page, which takes none
         return True
+    if shape.padded_head_dim * shape.cols >= MAX_TRIMMED_ACCUMULATORS:
+        return False
     return has_whole_output_tiles(shape, config) or (shape.cols <= MAX_SPARE_COLUMNS and "spans" not in tables)
 
 
