@@ -159,11 +159,6 @@ class RunCompute:
             kv_tile = segment.kv_tiles_done + i
             logits = products.logits(self.stages.keys(kv_tile), query)  # [kv, cols]
             self.stages.release_keys(kv_tile)
-
-            @pl.when((i == segment.num_kv_tiles - 1) & segment.is_query_awaited(self.run, num_queries))
-            def _():  # now, so that the next one, and keys behind it, are on their way while the rest is computed
-                plgpu.barrier_arrive(self.query_free.at[query_place])
-
             logits = scaled_logits(logits, shape.scale, shape.logits_soft_cap, key_scale)
             first_slot, own_slot = tile_slots(shape, config, output_tile, segment.kv_tile + i)
             if shape.mask != "none":
@@ -184,6 +179,11 @@ class RunCompute:
             return acc, new_top, total
 
         state = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, products.empty())
+
+        @pl.when(segment.is_query_awaited(self.run, num_queries))
+        def _():
+            plgpu.barrier_arrive(self.query_free.at[query_place])
+
         self._end_segment(step, output_tile, segment, state)
 
     def _head_scale(self, of: int, output_tile):
