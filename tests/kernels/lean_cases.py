@@ -172,6 +172,7 @@ def variants() -> list[Call]:
     float8 = few | {"kv_heads": 600}  # so many that KV tiles are large
     scaled = {"options": head_scales(600)}
     wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
+    masked = {"options": {"is_causal": True, "logits_soft_cap": 30.0}}
     long = {"slots": 704, "first": 640, "lengths": (700, 70)}
     return [
         *(
@@ -182,6 +183,8 @@ def variants() -> list[Call]:
         *(Call(head_dim=head_dim, **float8, **scaled) for head_dim in (64, 80, 256)),
         *(Call(head_dim=head_dim, **float8, **lengths | wide) for head_dim in (64, 128, 256)),
         *(Call(head_dim=head_dim, **few, **lengths | wide) for head_dim in (128, 256)),
+        # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
+        *(Call(kv_heads=1200, head_dim=head_dim, **lengths | {"queries": 3} | masked) for head_dim in (128, 256)),
         Call(head_dim=80, dtype="float16"),
         Call(head_dim=128, dtype="float16", **float8, **lengths),
         *(

@@ -12,7 +12,6 @@ from lean_interpreter import check, interpreted, interpreter, needs_interpreter,
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import lean_call, lean_compute, lean_layout
 from tree_attn.kernels import tall as tall_kernel
-from tree_attn.kernels.lean_layout import GRAIN
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 SINKS = {"sinks": np.array([0.5, -1.0, 30.0, 0.0], np.float32)}
@@ -174,23 +173,24 @@ def test_pages_before_a_window_are_not_read(options, page, lengths, slots):
 
 
 @pytest.mark.usefixtures("fresh_traces")
-def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot(monkeypatch):
-    """The rest may be memory that was never written; few slots beyond the last visible one are read."""
+@pytest.mark.parametrize("num_ctas, grain", [(8, 16), (2, 8)], ids=["few of a CTA", "many of a CTA"])
+def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot(num_ctas, grain, monkeypatch):
+    """The rest may be memory that was never written."""
+    set_layout(monkeypatch, num_ctas=num_ctas)
     mark = 2.0**100  # of values that are not to be read; zeros stand in place of others, for no copy writes there
 
     def zero_unmarked(values, transforms, span, first_slot, shape):
         slots = first_slot + jnp.arange(values.shape[0])[:, None]
+        is_near = slots < -(-jnp.maximum(span[1], 1) // grain) * grain
         unread = jnp.where(values[...] == mark, jnp.nan, 0)
-        values[...] = jnp.where(slots < -(-jnp.maximum(span[1], 1) // GRAIN) * GRAIN, values[...], unread).astype(
-            values.dtype
-        )
+        values[...] = jnp.where(is_near, values[...], unread).astype(values.dtype)
         plgpu.commit_smem()
 
     monkeypatch.setattr(lean_compute, "zero_garbage", zero_unmarked)
     call = Call(lengths=(3, 20, 0, 64), slots=72, head_dim=128)
     query, key, value = call.arrays()
     lengths = np.array(call.lengths)
-    is_far = (np.arange(72)[None, :] >= -(-np.maximum(call.lengths, 1)[:, None] // GRAIN) * GRAIN)[..., None, None]
+    is_far = (np.arange(72)[None, :] >= -(-np.maximum(call.lengths, 1)[:, None] // grain) * grain)[..., None, None]
     unreadable = jnp.where(is_far, jnp.nan, key), jnp.where(is_far, mark, value)
     with interpreter():
         state = jax.jit(call.run)(query, *unreadable, lengths)

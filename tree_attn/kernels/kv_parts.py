@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_layout import GRAIN, SLOT_MULTIPLE, LeanConfig, LeanShape
+from tree_attn.kernels.lean_layout import SLOT_MULTIPLE, LeanConfig, LeanShape
 from tree_attn.kernels.registers import tiling
 
 BARRIER_BYTES = 8
@@ -56,13 +56,14 @@ def num_arrivals(config: LeanConfig) -> int:
     return config.block_kv // SLOT_MULTIPLE if is_interpreted() else 1
 
 
-def copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms) -> None:
+def copy_slots(ref, smem, barriers, stage, place, num_seen, grain: int, columns, transforms) -> None:
     """Begins the copy of a KV tile of an array with a broken group.
 
     Args:
       ref: `[B, S, K, H]`; smem: `[stages, kv, H]`, with `transforms`; barriers: of each stage.
       place: `(block, start, head)`, where the KV tile begins. 8 divides `start`, or the KV tile ends with the array.
-      num_seen: slots to copy, from a KV tile that 8 divides; fewer than `GRAIN` more are. None: all.
+      num_seen: slots to copy, from a KV tile that 8 divides; fewer than `grain` more are. None: all.
+      grain: of `lean_layout.grain_of`.
       columns: index of the head dims.
     """
     tile = smem.at[stage]
@@ -87,9 +88,9 @@ def copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms)
         if num_seen is None:
             copy(_Part(_WHOLE, 0, block_kv))
             return
-        grains = jnp.clip(pl.cdiv(num_seen, GRAIN), 1, block_kv // GRAIN)
-        for size in range(GRAIN, block_kv + 1, GRAIN):
-            pl.when(grains == size // GRAIN)(functools.partial(copy, _Part(_WHOLE, 0, size)))
+        grains = jnp.clip(pl.cdiv(num_seen, grain), 1, block_kv // grain)
+        for size in range(grain, block_kv + 1, grain):
+            pl.when(grains == size // grain)(functools.partial(copy, _Part(_WHOLE, 0, size)))
 
     if not transforms:
         copy(_Part(_WHOLE, 0, block_kv))

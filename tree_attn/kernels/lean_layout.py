@@ -21,7 +21,10 @@ MIN_KV_TILES_OF_ROWS = 32  # with which up to 48 columns of few queries are fast
 MAX_SLOTS_OF_STREAMS = 512
 MAX_SPARE_COLUMNS = 48  # query columns with which the lean kernel has registers to spare; with 56 more of it spills
 SLOT_MULTIPLE = 8  # K and V lie in shared memory in groups of 8 slots
-GRAIN = 16  # slots; a short output tile's last KV tile is read up to a multiple of them
+# Slots; an output tile's last KV tile is read up to a multiple of them. The finer one takes code, for which few output
+# tiles of each CTA do not make up (docs/log/lean.md).
+GRAIN, FINE_GRAIN = 16, SLOT_MULTIPLE
+OUTPUT_TILES_OF_FINE_GRAIN = 4  # of a CTA, of head dims from 128 on
 MIN_GATHERED_PAGE = 16  # keys
 ROWS = 64  # of a tensor core's left operand
 MANY_QUERY_ROWS = 2 * ROWS  # that a CTA of the many-query kernel has at once; the lean kernel has at most 64 columns
@@ -227,6 +230,12 @@ def padding_bytes(shape: LeanShape, config: LeanConfig, ctas_per_sm: int) -> int
 def scratch_bytes(shape: LeanShape) -> int:
     """Returns the shared memory that reductions over keys need, because they cross warps."""
     return 4 * 4 * 8 * shape.cols
+
+
+def grain_of(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns the slots of which a multiple is read of an output tile's last KV tile."""
+    has_many = shape.num_output_tiles >= OUTPUT_TILES_OF_FINE_GRAIN * config.num_ctas
+    return FINE_GRAIN if has_many and shape.head_dim >= 128 and not shape.uses_mma else GRAIN
 
 
 def has_whole_output_tiles(shape: LeanShape, config: LeanConfig) -> bool:

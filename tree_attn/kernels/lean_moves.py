@@ -10,15 +10,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels import kv_parts
 from tree_attn.kernels.lean_layout import (
-    GRAIN,
     MAX_SPARE_COLUMNS,
     LeanConfig,
     LeanShape,
+    grain_of,
     has_whole_output_tiles,
 )
 from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slots, walk
 from tree_attn.kernels.plain_copies import copy_rows
-
 
 MAX_TRIMMED_ACCUMULATORS = 8192  # query columns times padded head dims, with which registers are spilled
 
@@ -135,16 +134,16 @@ def _copy_tile(
 
     Args:
       place: from `_locate`.
-      num_seen: visible slots; fewer than `GRAIN` more are read. None: all slots of the KV tile are.
+      num_seen: visible slots; fewer than `grain_of` more are read. None: all slots of the KV tile are.
       ref, smem, barriers, transforms: of keys or values; shared memory and barriers have an axis of stages.
       columns: index of the head dims.
     """
-    block, start, head = place
+    (block, start, head), grain = place, grain_of(shape, config)
     if kv_parts.has_broken_group(shape):
-        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_seen, columns, transforms)
+        kv_parts.copy_slots(ref, smem, barriers, stage, place, num_seen, grain, columns, transforms)
     else:
         ref_of = lambda slots: ref.at[block, slots, head, columns]
-        _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen)
+        _copy_seen(ref_of, smem.at[stage], barriers.at[stage], start, num_seen, grain)
 
 
 def _pages_of_tile(tables, shape: LeanShape, config: LeanConfig, output_tile: OutputTile, first):
@@ -191,16 +190,16 @@ def _copy_rows(
     copy_rows(ref, smem.at[stage], transforms, barriers, stage, first, seen, **options)
 
 
-def _copy_seen(ref_of, smem, barrier, start, num_seen) -> None:
+def _copy_seen(ref_of, smem, barrier, start, num_seen, grain: int) -> None:
     """Begins the copy of a KV tile from slot `start` on; arguments as in `_copy_tile`."""
     block_kv = smem.shape[0]
     copy = lambda size: plgpu.copy_gmem_to_smem(ref_of(pl.ds(start, size)), smem.at[pl.ds(0, size)], barrier)
     if num_seen is None:
         copy(block_kv)
         return
-    grains = jnp.clip(pl.cdiv(num_seen, GRAIN), 1, block_kv // GRAIN)
-    for size in range(GRAIN, block_kv + 1, GRAIN):
-        pl.when(grains == size // GRAIN)(functools.partial(copy, size))
+    grains = jnp.clip(pl.cdiv(num_seen, grain), 1, block_kv // grain)
+    for size in range(grain, block_kv + 1, grain):
+        pl.when(grains == size // grain)(functools.partial(copy, size))
 
 
 def _locate(tables, shape: LeanShape, config: LeanConfig, output_tile: OutputTile, slot):
