@@ -142,6 +142,8 @@ class LeanCall:
             return False
         if self.config.num_ctas <= tuning.num_sms():
             return True
+        if shape.mask == "columns" and shape.padded_head_dim > 128:
+            return False  # ranges of slots for each column leave no registers for two CTAs of an SM
         is_static = shape.static_kv_tiles is not None  # tables of lengths take registers
         if shape.uses_mma:
             return shape.cols <= 8 and (is_static or accumulators <= MAX_SHARED_ACCUMULATORS)
