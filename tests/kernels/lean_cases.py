@@ -185,6 +185,8 @@ def variants() -> list[Call]:
         *(Call(head_dim=head_dim, **few, **lengths | wide) for head_dim in (128, 256)),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
         *(Call(kv_heads=1200, head_dim=head_dim, **lengths | {"queries": 3} | masked) for head_dim in (128, 256)),
+        Call(kv_heads=1200, head_dim=256, slots=251, **lengths),
+        Call(kv_heads=1200, head_dim=128, layout="packed", **lengths | {"queries": 3} | masked),
         Call(head_dim=80, dtype="float16"),
         Call(head_dim=128, dtype="float16", **float8, **lengths),
         *(
@@ -284,10 +286,7 @@ def variants() -> list[Call]:
             Call(kv_heads=140, head_dim=256, **options)
             for options in ({"batch": 2}, lengths | causal, {"slots": 251, **lengths})
         ),
-        *(
-            Fused(kv_heads=140, head_dim=256, slots=1024, **options)
-            for options in ({"batch": 2}, {"lengths": (1000, 70)} | causal | {"queries": 3})
-        ),
+        Fused(kv_heads=140, head_dim=256, slots=1024, batch=2),
         Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
         Call(layout="paged", kv_heads=140, head_dim=256, **lengths, options={"local_window_size": (70, 0)}),
         Call(layout="packed", kv_heads=140, head_dim=256, **lengths | causal),
@@ -337,6 +336,7 @@ def exchanges() -> list[Call]:
         Fused(queries=5, group=3, head_dim=256, kv_heads=1, slots=1024),  # 8 does not divide its columns
         Fused(head_dim=128, group=8, **float8, **long),
         Fused(queries=2, group=6, **long, options={"is_causal": True}),
+        Fused(queries=3, kv_heads=140, head_dim=256, **long, options={"is_causal": True}),
     ]
 
 

@@ -227,6 +227,6 @@ def test_every_thread_arrives_with_its_share_of_a_tile_that_is_copied_in_parts(m
     lowered(call.run, *call.shapes())
     of_parts = [(num_bytes, options) for num_bytes, options in arrivals if isinstance(num_bytes, int)]
     slots = {128 * num_bytes // (128 * 2) for num_bytes, _ in of_parts}
-    # Values fill a KV tile; of keys no more is read than 16 slots beyond the last.
+    # No more is read than 16 slots beyond the last.
     assert slots in (set(range(16, 65, 16)), set(range(16, 129, 16)))
     assert all(options.get("predicate") is None for _, options in of_parts)

@@ -62,7 +62,7 @@ def copy_slots(ref, smem, barriers, stage, place, num_seen, grain: int, columns,
     Args:
       ref: `[B, S, K, H]`; smem: `[stages, kv, H]`, with `transforms`; barriers: of each stage.
       place: `(block, start, head)`, where the KV tile begins. 8 divides `start`, or the KV tile ends with the array.
-      num_seen: slots to copy, from a KV tile that 8 divides; fewer than `grain` more are. None: all.
+      num_seen: slots to copy; fewer than `grain` more are, if `start` is a multiple of 8, else all. None: all.
       grain: of `lean_layout.grain_of`.
       columns: index of the head dims.
     """

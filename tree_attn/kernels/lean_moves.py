@@ -19,7 +19,7 @@ from tree_attn.kernels.lean_layout import (
 from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slots, walk
 from tree_attn.kernels.plain_copies import copy_rows
 
-MAX_TRIMMED_ACCUMULATORS = 8192  # query columns times padded head dims, with which registers are spilled
+MAX_TRIMMED_ACCUMULATORS = 8192  # query columns times padded head dims, from which on a register is spilled
 
 
 class Barriers(NamedTuple):

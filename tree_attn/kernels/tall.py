@@ -230,7 +230,7 @@ def _attend_runs_scoped(
             plgpu.barrier_wait(query_full.at[place * halves + half])
             if has_rows:
                 plgpu.commit_smem()  # tensor cores read through another proxy than threads copy
-            # The second warpgroup is half a KV tile behind until the segment ends: the next query waits for both.
+            # The second warpgroup is half a KV tile behind until the segment ends.
             pl.when(half == 1)(take_turn)
             first, end = visible = visible_slots(tables, shape, output_tile, half * ROWS, ROWS, per_row)
             shared_first, shared_end = shared_slots(tables, shape, output_tile) or visible
