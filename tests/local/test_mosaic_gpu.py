@@ -67,7 +67,7 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
     jax.__version_info__ < mosaic_gpu.OLDEST_JAX, reason="runs with JAX 0.11 or newer: no kernel runs with an older one"
 )
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("call, launches", list(zip(exchanges(), (1, 1, 1, 2, 2), strict=True)), ids=str)
+@pytest.mark.parametrize("call, launches", list(zip(exchanges(), (1, 1, 1, 2, 2, 2), strict=True)), ids=str)
 def test_an_exchange_ends_the_kernel_where_registers_allow(call, launches):
     assert len(re.findall(r"custom_call @mosaic_gpu", lowered(call.run, *call.shapes()))) == launches
 

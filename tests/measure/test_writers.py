@@ -30,6 +30,7 @@ OTHER_JSON = {
     "scripts/sweep_flashinfer.py": "messages to a worker, whose replies become rows",
     "scripts/sweep_flashinfer_worker.py": "those replies",
     "scripts/sweep_programs.py": "messages to processes that compile",
+    "scripts/warp_stalls.py": "what rows say of a run",
     "tree_attn/cluster/channel.py": "messages between processes",
     "tree_attn/cluster/facts.py": "facts that processes compare",
     "tree_attn/commands/terminal.py": "documents of --json",
