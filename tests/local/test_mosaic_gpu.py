@@ -15,6 +15,7 @@ from lean_cases import WHOLE, Call, Fused, exchanges, variants
 from tree_attn import Shard, attend, lean_decode, make_mesh, paged_decode, tree_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.kernels.lean_call import column_blocks
+from tree_attn.kernels.lean_layout import MANY_QUERY_ROWS, MAX_QUERIES, rows_of_few_queries
 from tree_attn.kernels.targets import HOPPER
 from tree_attn.local import mosaic_gpu
 from tree_attn.masking import visibility
@@ -46,7 +47,9 @@ def test_variants_lower_to_one_kernel_and_a_merge(call):
         _, cols = column_blocks(columns, call.head_dim, True, HOPPER)
         has_wide_tiles = slots > WHOLE and cols * -(-call.head_dim // 64) * 64 <= 2048 and call.layout != "paged"
     elif call.are_rows:
-        has_wide_tiles = call.head_dim <= 128
+        is_few = call.queries <= MAX_QUERIES
+        rows = rows_of_few_queries(call.queries, call.group, call.head_dim, slots) if is_few else MANY_QUERY_ROWS
+        has_wide_tiles = call.head_dim * (MANY_QUERY_ROWS // rows) <= 128  # a block of 64 rows has two streams
     else:
         has_wide_tiles = call.head_dim == 64 and (call.lengths is None or columns <= 16)
     if call.lengths is None:
