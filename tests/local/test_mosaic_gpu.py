@@ -1,6 +1,5 @@
 """The wrapper of the lean kernel: every variant lowers for CUDA, and what it cannot do it names. No GPU needed."""
 
-import os
 import re
 from functools import partial
 
@@ -31,9 +30,6 @@ def lowered(function, *shapes) -> str:
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(
-    "TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="runs where test_lean_compiled, which lowers them too, does not"
-)
 @pytest.mark.skipif(
     jax.__version_info__ < mosaic_gpu.OLDEST_JAX, reason="runs with JAX 0.11 or newer: no kernel runs with an older one"
 )
