@@ -17,6 +17,7 @@ import csv
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterable
 
 MIN_SHARE = 0.02  # of a kernel's samples, for an instruction to have a place in its row
@@ -40,6 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file of rows, with --source")
     args = parser.parse_args(arguments)
     if args.run is not None:
+        if not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", args.run):
+            parser.error(f"--run: must be SEED:CASE of each step, as 31:99,31:51, got {args.run}")
         run(args.run.split(","), args.origin)
         return
     if args.out is None or args.details is None:
@@ -49,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     writer, origin = MeasuredRows(args.out), json.loads(args.origin.read_text())
     titles, kernels = origin.pop("steps"), read(args.source.read_text().splitlines())
     details = read_details(args.details.read_text().splitlines())
-    if len(kernels) % len(titles) or len(kernels) != len(details):
+    if not kernels or len(kernels) % len(titles) or len(kernels) != len(details):
         parser.error(
             f"--source: must have as many kernels for each of {len(titles)} steps, and those of --details, "
             f"got {len(kernels)} and {len(details)}"
@@ -85,7 +88,7 @@ def read(lines: Iterable[str]) -> list[tuple[str, list[dict]]]:
     """Returns the kernels of Nsight Compute's source page: their names, and a dict for each instruction."""
     kernels: list[tuple[str, list[dict]]] = []
     head: list[str] = []
-    for cells in filter(None, csv.reader(lines)):
+    for cells in filter(None, csv.reader(line for line in lines if not line.startswith("=="))):
         if cells[0] == "Kernel Name":
             kernels.append((cells[1], []))
         elif cells[0] == "Address":

@@ -60,6 +60,22 @@ def test_each_kernel_has_a_row_with_its_step_and_where_warps_wait(arguments, cap
     assert "99.0% long_sb" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("run", ["31", "31:99,", "31:a"])
+def test_a_step_that_is_no_seed_and_case_is_refused(run, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        warp_stalls.main(["--run", run, "--origin", str(tmp_path / "origin.json")])
+    assert f"--run: must be SEED:CASE of each step, as 31:99,31:51, got {run}\n" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_without_kernels_is_refused(arguments, tmp_path, capsys):
+    (tmp_path / "source.csv").write_text("==WARNING== no kernels were profiled\n")
+    (tmp_path / "details.csv").write_text("==WARNING== no kernels were profiled\n")
+    with pytest.raises(SystemExit):
+        warp_stalls.main(arguments[0])
+    assert "got 0 and 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("steps, lines", [(["a", "b", "c"], None), (["a", "b"], -1)], ids=["steps", "details"])
 def test_kernels_that_are_not_as_many_for_each_step_are_refused(steps, lines, arguments, tmp_path, capsys):
     (tmp_path / "origin.json").write_text(json.dumps({"steps": steps}))
