@@ -49,6 +49,7 @@ class Ref:
     shape: tuple
     itemsize: int
     tiled: tuple = ()
+    dtype: object = None
 
     @property
     def type(self):
@@ -58,11 +59,15 @@ class Ref:
 
 
 class Memory:
-    """Shared memory, and which threads write."""
+    """Shared memory, and which threads write.
+
+    Since the last barrier of all warps, no warp may read what another one wrote, or write what another one read.
+    """
 
     def __init__(self):
         self.bytes, self.end, self.is_writing = np.zeros(1 << 20, np.uint8), 1024, np.ones(THREADS, bool)
         self.array_of = np.zeros(1 << 20, np.int32)  # the address of the array that a byte is of, or 0
+        self.has_written, self.has_read = (np.zeros((WARPS, 1 << 20), bool) for _ in range(2))
 
     def allocate(self, count: int) -> int:
         address, self.end = self.end, self.end + -(-count // 1024) * 1024
@@ -72,11 +77,24 @@ class Memory:
     def words(self, address):
         return self.bytes[address[:, None] + np.arange(4)].copy().view(np.int32)[:, 0]
 
+    def barrier(self):
+        self.has_written[:], self.has_read[:] = False, False
+
+    def access(self, at, count: int, is_write: bool):
+        """Notes that threads read or write `count` bytes from `at` on, `[128]`; -1 is no access."""
+        for warp in range(WARPS):
+            touched = at[(warp == WARP) & (at >= 0)][:, None] + np.arange(count)
+            others = [self.has_written[i] | (self.has_read[i] & is_write) for i in range(WARPS) if i != warp]
+            assert not np.any([x[touched] for x in others]), "warps meet without a barrier"
+        for warp in range(WARPS):
+            touched = at[(warp == WARP) & (at >= 0)][:, None] + np.arange(count)
+            (self.has_written if is_write else self.has_read)[warp][touched] = True
+
     def put(self, array, transforms):
         """Writes `[rows, columns]` as a TMA copy does, and returns its reference."""
         rows = len(array)
         raw = array.view(np.uint8).reshape(rows, -1)
-        ref = Ref(self.allocate(raw.size), array.shape, array.itemsize)
+        ref = Ref(self.allocate(raw.size), array.shape, array.itemsize, dtype=array.dtype)
         if transforms:
             width = transforms[1].swizzle
             tiles = raw.reshape(rows // 8, 8, -1, width).swapaxes(1, 2)
@@ -116,10 +134,12 @@ class Instructions:
         for pattern, run in {
             r"mov\.u32 \$0, %tid\.x": lambda _: [np.arange(THREADS, dtype=np.int32)],
             r"ld\.shared\.b32": lambda _, at: [self.memory.words(at)],
+            r"ld\.shared\.v2\.f32": self._load,
             r"st\.shared\.v2": self._store,
             r"st\.shared\.v4\.b32 \[\$0\], \{\$1, \$1, \$1, \$1\}": lambda m, at, x: self._store(m, at, x, x, x, x),
             r"fence\.proxy\.async\.shared::cta; bar\.warp\.sync": lambda _: [],
             r"ldmatrix\.sync\.aligned\.m8n8\.x([24])\.(trans\.)?shared": self._ldmatrix,
+            r"stmatrix\.sync\.aligned\.m8n8\.x([24])\.trans\.shared": self._stmatrix,
             r"shfl\.sync\.idx": lambda _, x, lane: [x[WARP * 32 + lane]],
             r"shfl\.sync\.bfly\.b32 \$0, \$1, (\d+)": lambda m, x: [x[np.arange(THREADS) ^ int(m[1])]],
             r"cvt\.rn\.(f16|bf16)x2\.f32 \$0, \$2, \$1": self._narrow,
@@ -134,7 +154,12 @@ class Instructions:
                 return run(match, *operands)
         raise NotImplementedError(text)
 
+    def _load(self, _, at):
+        self.memory.access(at, 8, is_write=False)
+        return [self.memory.words(at + 4 * i).view(np.float32) for i in range(2)]
+
     def _store(self, _, at, *pair):
+        self.memory.access(np.where(self.memory.is_writing, at, -1), 4 * len(pair), is_write=True)
         for i, x in enumerate(pair):
             for address, value in zip(at[self.memory.is_writing], x[self.memory.is_writing]):
                 self.memory.bytes[address + 4 * i : address + 4 * i + 4] = np.array([value]).view(np.uint8)
@@ -152,6 +177,17 @@ class Instructions:
             matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
         words = matrices.view(np.int32).reshape(WARPS, count, 32)
         return [words[:, i].reshape(THREADS) for i in range(count)]
+
+    def _stmatrix(self, match, at, *words):
+        count = int(match[1])
+        assert len(words) == count
+        rows = _by_warp(at).reshape(WARPS, 4, 8)[:, :count]
+        assert (rows % 16 == 0).all()
+        self.memory.access(np.where(8 * count > LANE, at, -1), 16, is_write=True)
+        matrices = np.stack([_halves(_by_warp(x), np.int16).reshape(WARPS, 8, 8) for x in words], axis=1)
+        raw = np.ascontiguousarray(matrices.swapaxes(2, 3)).view(np.uint8)  # [warp, count, 8, 16]
+        self.memory.bytes[rows[..., None] + np.arange(16)] = raw
+        return []
 
     def _narrow(self, match, low, high):
         return [_packed(np.stack([low, high], -1), np.float16 if match[1] == "f16" else ml_dtypes.bfloat16)]
@@ -243,6 +279,7 @@ def threads(monkeypatch):
             when=when, FragmentedArray=lambda _registers, _layout, _is_signed: Fragments(_registers, _layout)
         ),
         "asm": emitted,
+        "utils": types.SimpleNamespace(warpgroup_barrier=memory.barrier),
         "_address": lambda ref: Value("i32", np.full(THREADS, ref.address, np.int32)),
         "element": lambda x, i=0: Value(x.kind, x.array[:, i] if x.array.ndim > 1 else x.array),
         "_pair": lambda *xs: Value(xs[0].kind, np.stack([x.array for x in xs], -1)),

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_same_bits
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith
 from lean_interpreter import check, interpreted, interpreter, needs_interpreter, set_layout
 
@@ -179,12 +178,11 @@ def test_a_short_output_tile_reads_little_beyond_the_last_visible_slot(num_ctas,
     set_layout(monkeypatch, num_ctas=num_ctas)
     mark = 2.0**100  # of values that are not to be read; zeros stand in place of others, for no copy writes there
 
-    def zero_unmarked(values, transforms, span, first_slot, shape):
+    def zero_unmarked(values, transforms, span, first_slot, shape, *, commits):
         slots = first_slot + jnp.arange(values.shape[0])[:, None]
         is_near = slots < -(-jnp.maximum(span[1], 1) // grain) * grain
         unread = jnp.where(values[...] == mark, jnp.nan, 0)
         values[...] = jnp.where(is_near, values[...], unread).astype(values.dtype)
-        plgpu.commit_smem()
 
     monkeypatch.setattr(lean_compute, "zero_garbage", zero_unmarked)
     call = Call(lengths=(3, 20, 0, 64), slots=72, head_dim=128)

@@ -1,5 +1,7 @@
 """Products by `mma.sync`, thread by thread in NumPy, against plain products."""
 
+import math
+
 import jax.numpy as jnp
 import ml_dtypes
 import mma_threads
@@ -9,6 +11,7 @@ import pytest
 from tree_attn.kernels import mma
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape
+from tree_attn.kernels.lean_merge import result_tiling
 from tree_attn.kernels.lean_products import query_tiling
 from tree_attn.kernels.targets import AMPERE, HOPPER, TARGETS
 
@@ -87,6 +90,65 @@ def test_fragments_multiply_what_they_should(memory, head_dim, cols, dtype, key_
     stats = memory.get(stats, np.float32)
     np.testing.assert_array_equal(stats[:, 0], tops)
     np.testing.assert_allclose(stats[:, 1], by_warp(weights).sum(axis=(0, 2)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [64, 128, 192])
+@pytest.mark.parametrize("cols", [8, 24, 64])
+def test_columns_are_reduced_over_all_warps(memory, rows, cols):
+    rng = np.random.default_rng(0)
+    smem = mma_threads.Ref(memory.allocate(2 * 16 * cols), (2, 4, cols), 4)
+    for number, is_sum in ((1, True), (0, False)):
+        x = rng.normal(size=(rows, cols)).astype(np.float32)
+        x[rng.integers(rows, size=3), rng.integers(cols, size=3)] = -np.inf
+        found = mma_threads.per_warp(mma.reduced(mma_threads.split(x), smem, number, is_sum=is_sum))
+        expected = x.sum(axis=0, dtype=np.float64) if is_sum else x.max(axis=0)
+        np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), atol=1e-5 if is_sum else 0)
+
+
+def test_a_place_of_reductions_needs_a_barrier_before_its_next(memory):
+    smem, x = mma_threads.Ref(memory.allocate(2 * 16 * 8), (2, 4, 8), 4), mma_threads.split(np.ones((64, 8)))
+    mma.reduced(x, smem, 0, is_sum=False)
+    with pytest.raises(AssertionError, match="without a barrier"):
+        mma.reduced(x, smem, 0, is_sum=False)
+    memory.barrier()
+    mma.reduced(x, smem, 0, is_sum=False)
+
+
+@pytest.mark.parametrize(("head_dim", "rows", "first_row"), [(64, 64, 0), (128, 128, 0), (256, 64, 128), (80, 128, 0)])
+@pytest.mark.parametrize("cols", [8, 24, 32])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_columns_are_stored_as_rows(memory, dtype, cols, head_dim, rows, first_row):
+    shape = shape_of(head_dim, cols, dtype, dtype, HOPPER)
+    x = np.random.default_rng(0).normal(size=(rows, cols)).astype(np.float32)
+    before = np.full((cols, shape.padded_head_dim), 7, jnp.dtype(dtype))
+    ref, transforms = memory.put(before, result_tiling(shape)), result_tiling(shape)
+    mma.store_transposed(ref, transforms, mma_threads.split(x), first_row=first_row)
+    before[:, first_row : first_row + rows] = x.T.astype(before.dtype)
+    expected = memory.put(before, transforms)
+    np.testing.assert_array_equal(memory.get(ref, np.uint16), memory.get(expected, np.uint16))
+
+
+@pytest.mark.parametrize("block_kv", [64, 128])
+@pytest.mark.parametrize(("head_dim", "cols"), [(64, 8), (80, 8), (128, 40), (256, 16)])
+def test_weights_are_stored_as_rows(memory, head_dim, cols, block_kv):
+    shape, config = shape_of(head_dim, cols, "bfloat16", "bfloat16", HOPPER), LeanConfig(block_kv=block_kv)
+    x = np.random.default_rng(0).uniform(size=(block_kv, cols)).astype(np.float32)
+    transforms = query_tiling(shape, config)
+    ref = memory.put(np.zeros((cols, block_kv), ml_dtypes.bfloat16), transforms)
+    mma.store_transposed(ref, transforms, mma_threads.split(x))
+    expected = memory.put(np.ascontiguousarray(x.T).astype(ml_dtypes.bfloat16), transforms)
+    np.testing.assert_array_equal(memory.get(ref, np.uint16), memory.get(expected, np.uint16))
+
+
+@pytest.mark.parametrize(("size", "number"), [((24,), 0), ((2, 24), 1)])
+def test_one_value_per_column_is_stored(memory, size, number):
+    smem = mma_threads.Ref(memory.allocate(4 * math.prod(size)), size, 4)
+    x = np.random.default_rng(0).normal(size=24).astype(np.float32)
+    pairs = mma_threads.split(np.broadcast_to(x, (64, 24))).registers.reshape(3, 2)[:, 0]  # as all rows have them
+    mma.store_per_column(smem, mma_threads.Fragments(pairs, None, (24,)), number)
+    expected = np.zeros(size, np.float32)
+    expected.reshape(-1, 24)[number] = x
+    np.testing.assert_array_equal(memory.get(smem, np.float32), expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

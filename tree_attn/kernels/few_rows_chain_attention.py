@@ -102,8 +102,8 @@ def attention_scratch(shape: LeanShape) -> dict[str, plgpu.SMEM]:
     config = LeanConfig(block_kv=keys_of_stage(shape.head_dim))
     size, transforms = (QUERY_PLACES, shape.cols, shape.head_dim), query_tiling(shape, config)
     query = plgpu.SMEM(size, shape.dtype, transforms=transforms)
-    softmax = products_of(shape).scratch(shape, config)["weights_smem"]
-    return {"query_smem": query, "softmax_smem": softmax, "new_smem": new_scratch(shape.head_dim, shape.dtype)}
+    products = products_of(shape).scratch(shape, config)
+    return {"query_smem": query, "new_smem": new_scratch(shape.head_dim, shape.dtype)} | products
 
 
 def attention_barriers() -> dict[str, plgpu.Barrier]:
@@ -135,7 +135,8 @@ class CtaAttention:
     exchange_step: Any
     kv_smem: Any
     query_smem: Any
-    softmax_smem: Any
+    weights_smem: Any
+    columns_smem: Any
     new_smem: Any
     query_full: Any
     query_free: Any
@@ -203,7 +204,8 @@ class CtaAttention:
         shape, config, broadcast = self.layout.shape, self.layout.config, self.broadcast
         is_alone = self.layout.buffers is None
         tables = self.refs | ({"rank": broadcast.words_ref} if is_alone else {})
-        products = products_of(shape)(shape=shape, config=config, weights_smem=self.softmax_smem)
+        smem = {"weights_smem": self.weights_smem, "columns_smem": self.columns_smem}
+        products = products_of(shape)(shape=shape, config=config, **smem)
         RunCompute(
             tables=tables, shape=shape, config=config, run=self.run,
             epilogue=self.layout.end(broadcast.buffers), products=products, results=None,

@@ -175,7 +175,7 @@ class CtaChain:
 
     def _attention(self, options: dict) -> CtaAttention:
         await_previous_kernel()  # it may have made the tables
-        names = ("query_smem", "softmax_smem", "new_smem", *attention_barriers())
+        names = ("query_smem", "weights_smem", "columns_smem", "new_smem", *attention_barriers())
         return CtaAttention(
             layout=self.attention, refs=self.named,
             run=run_of_cta(self.named, self.attention.shape, self.attention.config),

@@ -34,7 +34,6 @@ from tree_attn.kernels.lean_layout import (
     num_partials,
     padding_bytes,
     partial_spans,
-    scratch_bytes,
 )
 from tree_attn.kernels.lean_merge import merge_cut, merge_partials, merged_at_once, merges_in_launch
 from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
@@ -125,7 +124,6 @@ def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
-        scratch_bytes=scratch_bytes(shape),
         name="lean_attention" if epilogue is None else "lean_exchange",
     )(query, key, value, *tables.values())
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels import mma
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, lanes, partial_of
@@ -171,9 +172,9 @@ class RunCompute:
             decay = jnp.exp2(top - new_top)
             weights = jnp.exp2(logits - spread(new_top, logits.shape))
             total = products.added(total, decay, weights)
-            weights = products.ready(weights)
+            weights = products.kept(weights)
             values = self.stages.values(kv_tile)
-            zero_garbage(values, kv_tilings(shape, config)[1], span, first_slot, shape)
+            zero_garbage(values, kv_tilings(shape, config)[1], span, first_slot, shape, commits=False)
             acc = products.updated(acc, decay, weights, values)
             self.stages.release_values(kv_tile)
             return acc, new_top, total
@@ -195,11 +196,11 @@ class RunCompute:
             value_scale = self._head_scale(1, output_tile)  # read here, for it takes a register
             part = first_dim, (acc if value_scale is None else acc * value_scale, *stats)
             partial = partial_of(shape, self.config, lax.axis_index("cta"), output_tile.index)
+            if first_dim == 0:  # sums of weights may pass through shared memory, so both of these are a barrier
+                mma.await_warps() if epilogue is not None else results.await_memory()
             if epilogue is not None:
                 epilogue.leave(self.tables.get("rank"), step, partial, *part, self.columns, shape.padded_head_dim)
                 continue
-            if first_dim == 0:
-                results.await_memory()
             if has_whole_output_tiles(shape, self.config):
                 results.write(output_tile.index, *part)
             elif not self.writes_results:

@@ -9,10 +9,11 @@ from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
 
 
-def zero_garbage(values, transforms, span, first_slot, shape: LeanShape) -> None:
+def zero_garbage(values, transforms, span, first_slot, shape: LeanShape, *, commits: bool = True) -> None:
     """Puts zeros in place of the values of a KV tile that are not the sequence's: beyond its end, if packed before it.
 
-    A weight of zero does not make zero of what may be NaN. Only tiles at an end are written.
+    A weight of zero does not make zero of what may be NaN. Only tiles at an end are written. Without `commits`, the
+    caller commits what is to be read by products by `wgmma`.
 
     Args:
       values: `[kv, Hp]`, in shared memory with `transforms`, as stored. All of a warpgroup's threads call this.
@@ -33,5 +34,5 @@ def zero_garbage(values, transforms, span, first_slot, shape: LeanShape) -> None
             values[...] = jnp.where((rows >= start) & (rows < end), values[...], 0).astype(values.dtype)
         else:
             mma.zero_others(values, transforms, start, end, shape)
-        if is_interpreted() or not shape.uses_mma:
+        if is_interpreted() if shape.uses_mma else commits:
             plgpu.commit_smem()

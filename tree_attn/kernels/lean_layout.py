@@ -204,19 +204,20 @@ def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     stages = config.num_stages * kv_tile * shape.key_itemsize
     queries = shape.cols * shape.query_places * shape.head_dim * itemsize
     if shape.is_many_query:
-        return shape.streams * (stages + queries) + scratch_bytes(shape) + 2048
+        return shape.streams * (stages + queries) + 2048
     states = 0
     if shape.target.is_hopper:
         states += shape.cols * (shape.padded_head_dim * itemsize + 4)
         if not has_whole_output_tiles(shape, config):
             states += shape.cols * (shape.padded_head_dim + 2) * 4
     if shape.uses_mma:
-        states += shape.cols * (ROWS + 2) * 4 * 4  # of four warps
+        states += shape.cols * (ROWS + 2) * 4 * 4 + 1024  # of four warps, in two arrays that are aligned
     else:
         queries += shape.cols * config.block_kv * itemsize
+        states += -(-32 * shape.cols // 1024) * 1024  # of reductions over keys
     gaps = 2048 if shape.target.is_hopper else 1024  # of arrays that are aligned, and barriers
     gaps += 1024 if shape.target.is_hopper and not has_whole_output_tiles(shape, config) else 0
-    return stages + queries + states + scratch_bytes(shape) + gaps
+    return stages + queries + states + gaps
 
 
 def padding_bytes(shape: LeanShape, config: LeanConfig, ctas_per_sm: int) -> int:
@@ -225,11 +226,6 @@ def padding_bytes(shape: LeanShape, config: LeanConfig, ctas_per_sm: int) -> int
     wanted = shape.target.smem_bytes_per_sm // (ctas_per_sm + 1) - config.num_stages * kv_tile
     room = shape.target.smem_bytes_per_sm // ctas_per_sm - 1024 - max_smem_bytes(shape, config)
     return max(0, min(wanted, room))
-
-
-def scratch_bytes(shape: LeanShape) -> int:
-    """Returns the shared memory that reductions over keys need, because they cross warps."""
-    return 4 * 4 * 8 * shape.cols
 
 
 def grain_of(shape: LeanShape, config: LeanConfig) -> int:

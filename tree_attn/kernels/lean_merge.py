@@ -12,14 +12,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels import mma
 from tree_attn.kernels.arrivals import arrive, reset
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.launch_order import runs_kernels_in_order
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, scratch_bytes, static_runs
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, static_runs
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index, stores_by_threads
-from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, store_transposed, tiling
+from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, tiling
 from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, quotient, remainder, run_start
 from tree_attn.kernels.tuning import num_sms
 
@@ -146,7 +147,6 @@ def _launch_merge(optional, results, count: int, of_place, shape: LeanShape, con
         grid_names=("place", "head_dims", "columns"),
         num_threads=groups,
         thread_name="warpgroup",
-        scratch_bytes=scratch_bytes(shape),
         name="lean_merge",
     )
 
@@ -202,8 +202,7 @@ def _merge_layout(shape: LeanShape, config: LeanConfig, optional) -> tuple[int, 
 def _merge_partials(names, of_place, layout, shape: LeanShape, config: LeanConfig, accs_ref, stats_ref, *refs):
     optional, (out_ref, lse_ref) = dict(zip(names, refs)), refs[len(names) :]
     groups, width = layout
-    transforms = tiling(out_ref.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
-    block_smem = plgpu.SMEM((width, MERGE_HEAD_DIMS), out_ref.dtype, transforms=transforms)
+    block_smem = plgpu.SMEM((width, MERGE_HEAD_DIMS), out_ref.dtype, transforms=result_tiling(shape))
     scratch = {"out_smem": block_smem, "lse_smem": plgpu.SMEM((width,), jnp.float32)}
     scratch = {} if stores_by_threads(shape, out_ref.shape[1]) else scratch
     if groups > 1:
@@ -251,7 +250,8 @@ def _merge_scoped(
                 first_column=0 if width == shape.cols else lax.axis_index("columns") * width,
             )  # fmt: skip
             return
-        finish(*state, out_smem, lse_smem)
+        finish(*state, out_smem, lse_smem, shape)
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, block_of(out_ref))
 
         @pl.when(block == 0)
@@ -352,13 +352,25 @@ def finished(acc, top, total, *, axis: int = 1):
     return acc * spread(inverse, acc.shape, axis), jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2_E))
 
 
-def finish(acc, top, total, out_smem, lse_smem, *, axis: int = 1) -> None:
-    """Writes `finished` to shared memory, with queries as rows."""
-    out, lse = finished(acc, top, total, axis=axis)
-    out = out.astype(out_smem.dtype)
-    if axis == 1:
-        store_transposed(out_smem, out)
-    else:
-        out_smem[...] = out
+def result_tiling(shape):
+    """Returns the transforms of a result in shared memory, for a `LeanShape` or a `SparqShape`."""
+    return tiling(shape.dtype, math.gcd(shape.head_dim, MERGE_HEAD_DIMS))
+
+
+def finish(acc, top, total, out_smem, lse_smem, shape, *, first_dim: int = 0) -> None:
+    """Writes `finished` of queries that are columns to shared memory, out as rows. The caller commits it.
+
+    Args:
+      out_smem: `[queries, head dims]` with `result_tiling(shape)`, of which `acc` has those from `first_dim` on.
+    """
+    out, lse = finished(acc, top, total)
+    mma.store_transposed(out_smem, result_tiling(shape), out, first_row=first_dim)
+    mma.store_per_column(lse_smem, lse)
+
+
+def finish_rows(acc, top, total, out_smem, lse_smem) -> None:
+    """Writes `finished` of queries that are rows to shared memory, and commits it."""
+    out, lse = finished(acc, top, total, axis=0)
+    out_smem[...] = out.astype(out_smem.dtype)
     lse_smem[...] = lse
     plgpu.commit_smem()

@@ -17,7 +17,7 @@ from tree_attn.kernels import mma
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape
 from tree_attn.kernels.lean_merge import fold_partials
-from tree_attn.kernels.registers import LOWEST, full, spread, store_transposed, tiling
+from tree_attn.kernels.registers import LOWEST, full, spread, tiling
 
 PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
@@ -39,12 +39,13 @@ class WgmmaProducts:
     shape: LeanShape
     config: LeanConfig
     weights_smem: Any
+    columns_smem: Any
 
     @staticmethod
     def scratch(shape: LeanShape, config: LeanConfig) -> dict[str, Any]:
         """Returns the shared memory that the products need beside their operands, by the names of fields."""
-        transforms = query_tiling(shape, config)
-        return {"weights_smem": plgpu.SMEM((shape.cols, config.block_kv), shape.dtype, transforms=transforms)}
+        weights = plgpu.SMEM((shape.cols, config.block_kv), shape.dtype, transforms=query_tiling(shape, config))
+        return {"weights_smem": weights, "columns_smem": plgpu.SMEM((2, mma.WARPS, shape.cols), jnp.float32)}
 
     def begin(self, query_ref):
         """Returns the query for `logits`, and what these are to be multiplied by, `[kv, cols]` or None."""
@@ -70,20 +71,21 @@ class WgmmaProducts:
 
     def top_of(self, logits):
         """Returns the exponent, `[cols]`, beyond which a weight is to be no larger than the largest."""
-        return logits.max(axis=0)
+        return mma.reduced(logits, self.columns_smem, 0, is_sum=False)  # `updated` has the barrier after it
 
     def added(self, total, decay, weights):
         """Returns the new sums of weights. They are summed over keys at the end only: such a sum crosses warps."""
         return total * spread(decay, total.shape) + weights  # [kv, cols]
 
-    def ready(self, weights):
-        """Returns the weights for `updated`; where they pass through shared memory, they are there then."""
-        store_transposed(self.weights_smem, weights.astype(self.shape.dtype))
-        plgpu.commit_smem()
+    def kept(self, weights):
+        """Returns the weights for `updated`, where they pass to it: through shared memory."""
+        # All have read those of the last KV tile, for `top_of` has had a barrier since.
+        mma.store_transposed(self.weights_smem, query_tiling(self.shape, self.config), weights)
         return self.weights_smem
 
     def updated(self, acc, decay, weights, values):
-        """Returns the new weighted values."""
+        """Returns the new weighted values. It commits what threads have written of weights, and of `values`."""
+        plgpu.commit_smem()
 
         def weighted(acc_ref):
             plgpu.wgmma(acc_ref, values.transpose((1, 0)), weights.transpose((1, 0)))
@@ -98,7 +100,8 @@ class WgmmaProducts:
         That is weighted values `[head dims, cols]`, largest logits `[cols]`, and a function that returns the sums of
         weights over keys, `[cols]`: it takes registers, so it is called when the values have theirs no more.
         """
-        yield 0, (acc, top, lambda: total.sum(axis=0))
+        # All have read the last segment's sums, for `lean_compute` has a barrier before it asks for these.
+        yield 0, (acc, top, lambda: mma.reduced(total, self.columns_smem, 1, is_sum=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,12 +143,12 @@ class MmaProducts:
         """Returns the new sums of weights, `[cols]`, of each thread's keys."""
         return total * decay + mma.sums(weights, self.shape)
 
-    def ready(self, weights):
+    def kept(self, weights):
         """Returns the weights: they stay in registers."""
         return weights
 
     def updated(self, acc, decay, weights, values):
-        """Returns the new weighted values of each warp."""
+        """Returns the new weighted values of each warp, of `values` that are committed."""
         acc = acc * spread(decay, acc.shape)
         return mma.accumulated(acc, weights, values, kv_tilings(self.shape, self.config)[1], self.shape)
 

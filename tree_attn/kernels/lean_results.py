@@ -8,19 +8,18 @@ A state comes in parts of some head dims, as the products' `parts` yield them.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels import mma
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
-from tree_attn.kernels.lean_merge import finish, finished
+from tree_attn.kernels.lean_merge import finish, finished, result_tiling
 from tree_attn.kernels.plain_copies import store_columns, store_result, store_row
 from tree_attn.kernels.query_layout import column_index
-from tree_attn.kernels.registers import tiling
 
 
 def results_of(shape: LeanShape):
@@ -49,8 +48,7 @@ class CopiedResults:
         cols, padded = shape.cols, shape.padded_head_dim
         result, partial = {}, {}
         if has_results:
-            transforms = tiling(shape.dtype, math.gcd(shape.head_dim, 64))
-            out = plgpu.SMEM((cols, padded), shape.dtype, transforms=transforms)
+            out = plgpu.SMEM((cols, padded), shape.dtype, transforms=result_tiling(shape))
             result = {"out_smem": out, "lse_smem": plgpu.SMEM((cols,), jnp.float32)}
         if has_partials:
             acc = plgpu.SMEM((padded, cols), jnp.float32)
@@ -67,12 +65,10 @@ class CopiedResults:
             _store_result(self.outputs[:2], output_tile, first_dim, state)
             return
         acc, top, total = state
-        num_dims = acc.shape[0]
-        is_all = num_dims == self.shape.padded_head_dim
-        part = self.out_smem if is_all else self.out_smem.at[:, pl.ds(first_dim, num_dims)]
-        finish(acc, top, total(), part, self.lse_smem)
-        if first_dim + num_dims < self.shape.padded_head_dim:
+        finish(acc, top, total(), self.out_smem, self.lse_smem, self.shape, first_dim=first_dim)
+        if first_dim + acc.shape[0] < self.shape.padded_head_dim:
             return
+        plgpu.commit_smem()
         # Columns beyond G' and head dims beyond H are out of bounds, and not written.
         head_dims = pl.ds(output_tile * 0, self.shape.padded_head_dim)
         out_ref, lse_ref = self.outputs[:2]
@@ -89,8 +85,8 @@ class CopiedResults:
         self.acc_smem[... if is_all else pl.ds(first_dim, acc.shape[0])] = acc
         if first_dim + acc.shape[0] < self.shape.padded_head_dim:
             return
-        self.stats_smem[0] = top
-        self.stats_smem[1] = total()
+        for i, x in enumerate((top, total())):
+            mma.store_per_column(self.stats_smem, x, i)
         plgpu.commit_smem()
         accs_ref, stats_ref = self.outputs[-2:]
         plgpu.copy_smem_to_gmem(self.acc_smem, accs_ref.at[partial])

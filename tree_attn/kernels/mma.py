@@ -176,6 +176,107 @@ def accumulated(acc, weights, value_smem, transforms, shape: LeanShape):
     return emit(acc, weights, value_smem)
 
 
+def reduced(x, smem, number: int, *, is_sum: bool):
+    """Returns the sum of each column of `[kv, cols]` over all warps' keys, or the largest, `[cols]`.
+
+    Pallas' reductions have two barriers for each 8 columns. Here is one: what is read after it stays until another
+    barrier, which the caller has before it reduces to the same place again.
+
+    Args:
+      smem: float32 `[places, 4, cols]`, in shared memory; number: of the place that this reduction takes.
+    """
+    if is_interpreted():
+        return x.sum(axis=0) if is_sum else x.max(axis=0)
+    _, cols = x.shape
+    result = plgpu.ShapeDtypeStruct((cols,), jnp.float32, layout=_PER_COLUMN)
+
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT, plgpu.RefType()), return_type=result)
+    def emit(_, x, smem):
+        combine = arith.addf if is_sum else arith.maximumf
+        warp, group, place = thread()
+        # Of a thread's two columns in each 8, of warp 0.
+        first = arith.addi(_address(smem), arith.muli(place, _i32(8)))
+        first = arith.addi(first, _i32(4 * WARPS * cols * number))
+        of_warp = arith.addi(first, arith.muli(warp, _i32(4 * cols)))
+        pairs = [_across_groups(both, combine) for both in _of_thread(x, combine)]
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, group, _i32(0))):
+            for block, pair in enumerate(pairs):
+                _store_floats(arith.addi(of_warp, _i32(32 * block)), pair)
+        utils.warpgroup_barrier()
+        out = []
+        for block in range(cols // 8):
+            at = [arith.addi(first, _i32(4 * cols * i + 32 * block)) for i in range(WARPS)]
+            read = [asm("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", x) for x in at]
+            out.append(_pair(*(functools.reduce(combine, both) for both in zip(*read))))
+        return _fragmented(out, (cols,), _PER_COLUMN)
+
+    return emit(x, smem)
+
+
+def store_transposed(ref, transforms, x, *, first_row: int = 0) -> None:
+    """Stores `x^T` from column `first_row` on, rounded to the 16 bits of `ref`, in shared memory: without a barrier.
+
+    Args:
+      ref: `[cols, rows]`, with `transforms`.
+      x: float32 `[rows, cols]`, of the layout WGMMA.
+    """
+    rows, cols = x.shape
+    if is_interpreted():
+        ref[:, first_row : first_row + rows] = x.T.astype(ref.dtype)
+        return
+    dtype = "bf16" if ref.dtype == jnp.bfloat16 else "f16"
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _LAYOUT))
+    def emit(_, ref, x):
+        tiled = ir.MemRefType(ref.type)
+        warp, group, place = thread()
+        lane = arith.addi(arith.muli(group, _i32(4)), place)
+        # Each thread names a row of 8 elements of a matrix, which is transposed: one column's of 8 rows of x.
+        column, matrix = arith.andi(lane, _i32(7)), arith.shrui(lane, _i32(3))
+        half, second = arith.andi(matrix, _i32(1)), arith.shrui(matrix, _i32(1))
+        first_chunk = arith.addi(arith.muli(warp, _i32(2)), half)
+        registers = x.registers.reshape(rows // 64, cols // 8, 2)
+        blocks = [(row, block) for block in range(cols // 8) for row in range(rows // 64)]
+        for (row, block), *other in (blocks[i : i + 2] for i in range(0, len(blocks), 2)):
+            pairs = [pair for at in ((row, block), *other) for pair in registers[at]]
+            words = [_halves(element(pair, 0), element(pair, 1), dtype) for pair in pairs]
+            column_of, chunk_of = column, first_chunk
+            for next_row, next_block in other:
+                column_of = arith.addi(column_of, arith.muli(second, _i32(8 * (next_block - block))))
+                chunk_of = arith.addi(chunk_of, arith.muli(second, _i32(8 * (next_row - row))))
+            column_of = arith.addi(column_of, _i32(8 * block))
+            chunk_of = arith.addi(chunk_of, _i32((64 * row + first_row) // 8))
+            address = arith.addi(_address(ref), swizzled(tiled, 2, column_of, chunk_of))
+            of_words = ", ".join(f"${i + 1}" for i in range(len(words)))
+            text = f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [$0], {{{of_words}}};"
+            asm(text, "", address, *words)
+
+    emit(ref, x)
+
+
+def store_per_column(ref, x, number: int = 0) -> None:
+    """Stores float32 `[cols]`, alike in all warps, to row `number` of `ref`, in shared memory: without a barrier.
+
+    Args:
+      ref: `[rows, cols]` or `[cols]`.
+    """
+    (cols,) = x.shape
+    if is_interpreted():
+        at = ref if ref.ndim == 1 else ref.at[number]
+        at[...] = x
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _PER_COLUMN))
+    def emit(_, ref, x):
+        warp, group, place = thread()
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, arith.addi(warp, group), _i32(0))):
+            for block, pair in enumerate(x.registers.flat):
+                at = arith.addi(arith.muli(place, _i32(8)), _i32(4 * cols * number + 32 * block))
+                _store_floats(arith.addi(_address(ref), at), pair)
+
+    emit(ref, x)
+
+
 def zero_others(value_smem, transforms, start, end, shape: LeanShape) -> None:
     """Puts zeros in place of the rows of a KV tile before `start` and from `end` on.
 
@@ -233,10 +334,9 @@ def leave_states(acc, top, total, first_dim: int, accs_smem, stats_smem, shape: 
         warp, group, place = thread()
         blocks, cols = shape.cols // 8, shape.cols
 
-        def store(ref, offset, pair, column, predicate=None):
+        def store(ref, offset, pair, column):
             column = arith.addi(arith.muli(place, _i32(2)), _i32(column))
-            address = arith.addi(_address(ref), arith.muli(_i32(4), arith.addi(offset, column)))
-            asm("st.shared.v2.f32 [$0], {$1, $2};", "", address, *(element(pair, i) for i in range(2)))
+            _store_floats(arith.addi(_address(ref), arith.muli(_i32(4), arith.addi(offset, column))), pair)
 
         registers = acc.registers.reshape(shape.padded_head_dim // 16, blocks, 2)
         registers = registers[first_dim // 16 : (first_dim + PART) // 16]
@@ -343,6 +443,10 @@ def asm(text: str, results: str, *operands, moves: bool = False):
     if len(kinds) <= 1:
         return [out]
     return [llvm.extractvalue(kind, out, [i]) for i, kind in enumerate(kinds)]
+
+
+def _store_floats(address, pair) -> None:
+    asm("st.shared.v2.f32 [$0], {$1, $2};", "", address, *(element(pair, i) for i in range(2)))
 
 
 def _shuffled(x, lane, plus):

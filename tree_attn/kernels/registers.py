@@ -18,8 +18,11 @@ RESERVED_SMEM_BYTES = 1024  # per CTA, by the hardware
 WRITES_IN_PLACE = (0, 11)  # JAX, in whose kernels results can be arguments
 
 
-def launch(body, *, scratch_bytes: int, name: str, **options):
-    """Returns `plgpu.kernel` of `body` with the settings of all kernels here; `scratch_bytes` are for reductions."""
+def launch(body, *, scratch_bytes: int = 0, name: str, **options):
+    """Returns `plgpu.kernel` of `body` with the settings of all kernels here; `scratch_bytes` are for reductions.
+
+    Only Pallas' own reductions that cross warps take them.
+    """
     params = plgpu.CompilerParams(
         approx_math=True,  # ex2.approx and lg2.approx: 2 ulp, far below the rounding of bf16 products
         reduction_scratch_bytes=scratch_bytes,

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_merge import finish
+from tree_attn.kernels.lean_merge import finish, result_tiling
 from tree_attn.kernels.mlir import asm
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, store_transposed, tiling
 from tree_attn.kernels.sparq_shape import COLS, REDUCTION_BYTES, WARPS, SparqShape, ctas_for
@@ -71,7 +71,7 @@ def _attend(shape: SparqShape, *refs):
         key_smem=smem((STAGES, TILE, shape.head_dim)),
         value_smem=smem((STAGES, TILE, shape.padded_head_dim)),
         weights_smem=smem((COLS, TILE)),
-        out_smem=smem((COLS, shape.padded_head_dim), transforms=tiling(shape.dtype, math.gcd(shape.head_dim, 64))),
+        out_smem=smem((COLS, shape.padded_head_dim), transforms=result_tiling(shape)),
         lse_smem=plgpu.SMEM((COLS,), jnp.float32),
         query_full=plgpu.Barrier(num_barriers=2),
         collective_axes="warpgroup",
@@ -148,7 +148,8 @@ def _attend_scoped(
         total = total.sum(axis=0)
         acc = jnp.where(spread(total, padded) == 0, 0.0, acc)  # with none kept slot 0 was copied, whatever it holds
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last choice's result has left
-        finish(acc, top, total, out_smem, lse_smem)
+        finish(acc, top, total, out_smem, lse_smem, shape)
+        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, out_ref.at[choice, columns, pl.ds(cta * 0, padded)])
         plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[choice])
 

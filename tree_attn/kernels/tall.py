@@ -42,9 +42,8 @@ from tree_attn.kernels.lean_layout import (
     has_whole_output_tiles,
     num_partials,
     partial_of,
-    scratch_bytes,
 )
-from tree_attn.kernels.lean_merge import finish, finished
+from tree_attn.kernels.lean_merge import finish_rows, finished
 from tree_attn.kernels.lean_moves import Barriers, move_tiles, num_arrivals
 from tree_attn.kernels.lean_walk import run_of_cta, shared_slots, span_of_keys, tile_slots, visible_slots, walk
 from tree_attn.kernels.overlap import await_previous_kernel
@@ -104,7 +103,6 @@ def tall_attention(
         grid_names=("cta",),
         num_threads=COMPUTING + shape.streams,
         thread_name="warpgroup",
-        scratch_bytes=scratch_bytes(shape),
         name="tall_attention" if shape.streams == 1 else "tall_streams",
     )(query, key, value, *tables.values())
     if is_whole:
@@ -336,7 +334,7 @@ def _write_results(shape: LeanShape, results, where, smem, state) -> None:
     (out_ref, lse_ref), (output_tile, half), (query_smem, lse_smem) = results, where, smem
     slices = query_slices(shape, output_tile, half * ROWS, ROWS)
     if shape.group is None:
-        finish(*state, query_smem, lse_smem, axis=0)
+        finish_rows(*state, query_smem, lse_smem)
         for offset, size, index in slices:
             plgpu.copy_smem_to_gmem(query_smem.at[pl.ds(offset, size)], out_ref.at[index])
     else:

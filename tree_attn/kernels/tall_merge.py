@@ -12,10 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, partials_of, scratch_bytes
+from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, partials_of
 from tree_attn.kernels.lean_merge import (
     every_output_tile,
-    finish,
+    finish_rows,
     finished,
     first_cut,
     fold_partials,
@@ -77,7 +77,6 @@ def _launch(optional, results, out, shape: LeanShape, config: LeanConfig):
         grid_names=("place", "half", "head_dims"),
         num_threads=1,
         thread_name="warpgroup",
-        scratch_bytes=scratch_bytes(shape),
         name="tall_merge",
     )
 
@@ -136,7 +135,7 @@ def _merge_scoped(
             store_rows(out_ref, out, begin, first_dim=block * dims, group=shape.group)
             plgpu.commit_smem()
         else:
-            finish(*state, out_smem, lse_smem, axis=0)
+            finish_rows(*state, out_smem, lse_smem)
             for offset, size, where in slices:
                 plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(offset, size)], out_ref.at[*where, head_dims])
 
