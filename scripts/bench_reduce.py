@@ -4,8 +4,9 @@
     python3 scripts/bench_reduce.py --devices 4 --out ...                                               # one process
 
 Rows of "exchange": one reduction of a state of `elements`. Rows of "step": one step of tree_decode; `reduction` "none"
-leaves the local results unmerged, and the others add to it. Rows of "transfer" (`--parts transfer`): every device sends
-`bytes` to the next one, as in a ring's hop, at `gb_per_s`; `nccl` has NCCL's settings.
+leaves the local results unmerged, and the others add to it. Rows of "ragged" (`--parts ragged`): a step of several
+sequences of drawn lengths, in blocks of slots that devices take in turn. Rows of "transfer" (`--parts transfer`): every
+device sends `bytes` to the next one, as in a ring's hop, at `gb_per_s`; `nccl` has NCCL's settings.
 
 `us_median` is by the host's clock: the time of a program of `long_calls` dependent calls less that of one of `calls`,
 over their difference. `program_us` is the rest of a program. The profiler gives, in other runs of the shorter program,
@@ -26,6 +27,7 @@ UNROLLED = 8  # exchanges in a turn of the loop: its counter's kernel is then a 
 ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024))
 KEYS_PER_DEVICE = (10_240, 80_000, 640_000)
 TRANSFER_BYTES = tuple(round(mb * 1e6) for mb in (1, 2, 4.2, 8.4, 16.8, 42, 84, 168, 328, 655))
+RAGGED_BATCHES, RAGGED_KEYS, RAGGED_HEADS, RAGGED_BLOCK = (8, 16, 32), 20_480, (32, 8), 512
 REDUCTIONS = ("allreduce", "gather", "fused", None)
 
 
@@ -49,7 +51,7 @@ def main() -> int:
     from tree_attn.measure.rows import MeasuredRows
 
     mesh, writer = make_mesh({"seq": args.devices}), MeasuredRows(args.out)
-    parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads)}
+    parts = {"exchange": exchanges, "step": functools.partial(steps, heads=args.heads), "ragged": ragged}
     for part in args.parts.split(","):
         if part == "transfer":
             for row in transfers(mesh, args.iters):
@@ -131,6 +133,30 @@ def steps(mesh, heads: int):
             yield labels, step, arrays, counts
 
 
+def ragged(mesh):
+    """Yields whole steps of decoding for sequences of up to `RAGGED_KEYS` keys, all lengths equally likely."""
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import PartitionSpec as P
+
+    from tree_attn import tree_decode
+
+    num_heads, num_kv_heads = RAGGED_HEADS
+    for batch in RAGGED_BATCHES:
+        lengths = np.random.default_rng(0).integers(1, RAGGED_KEYS + 1, batch).astype(np.int32)
+        cache = (batch, RAGGED_KEYS, num_kv_heads, HEAD_DIM)
+        query = sharded(mesh, P(), (batch, 1, num_heads, HEAD_DIM), jnp.bfloat16)
+        arrays = [query, *(sharded(mesh, P(None, "seq"), cache, jnp.bfloat16) for _ in range(2))]
+        for reduction in REDUCTIONS:
+            step = functools.partial(
+                tree_decode, key_value_seq_lengths=lengths, block_size=RAGGED_BLOCK, axis_name="seq", mesh=mesh,
+                reduction=reduction,
+            )  # fmt: skip
+            labels = {"reduction": reduction, "batch": batch, "keys_per_device": RAGGED_KEYS // mesh.devices.size}
+            labels |= {"heads": num_heads, "kv_heads": num_kv_heads, "block_size": RAGGED_BLOCK}
+            yield labels | {"num_keys": int(lengths.sum())}, step, arrays, dict(chain=16, calls_per_turn=1, warmup=10)
+
+
 def sharded(mesh, spec, shape, dtype):
     """Returns random values; each device's part is made on it."""
     import jax
@@ -188,7 +214,7 @@ def write(row: dict, writer, num_devices: int) -> None:
     if row["what"] == "transfer":
         print(f"transfer {row['bytes']:11,d} bytes {row['gb_per_s'] or 0:6.1f} GB/s", flush=True)
         return
-    size = row.get("elements") or row.get("keys_per_device")
+    size = row.get("elements") or row.get("num_keys") or row.get("keys_per_device")
     values = row.get("error") or f"{row['us_median']:8.1f} us, on the device {row['device_us']:8.1f}"
     print(f"{row['what']:9s} {size:8d} {row['reduction'] or 'picked'!s:10s} {values}", flush=True)
 
