@@ -4,8 +4,10 @@ import functools
 import math
 import os
 import pathlib
+import signal
 import socket
 import subprocess
+import sys
 
 COORDINATOR_TIMEOUT_S = 120
 
@@ -41,7 +43,8 @@ def has_gpu() -> bool:
 def spawn(command: list[str], count: int) -> int:
     """Runs `command` in one process per device, each with the option `--worker`; returns the worst exit status.
 
-    GPUs are the first of CUDA_VISIBLE_DEVICES, if that is set.
+    GPUs are the first of CUDA_VISIBLE_DEVICES, if that is set. SIGTERM ends the processes too: they would keep the GPUs
+    busy that the next run is timed on.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(rank) for rank in range(count)] if visible is None else visible.split(",")
@@ -50,11 +53,17 @@ def spawn(command: list[str], count: int) -> int:
         port = probe.getsockname()[1]
     if has_gpu() and len(gpus) < count:
         raise ValueError(f"CUDA_VISIBLE_DEVICES must name {count} GPUs or more, got {visible!r}")
-    workers = []
-    for rank in range(count):
-        env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[rank]} if has_gpu() else {})
-        workers.append(subprocess.Popen([*command, "--worker", f"127.0.0.1:{port},{count},{rank}"], env=env))
-    return max(worker.wait() for worker in workers)
+    before, workers = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)), []
+    try:
+        for rank in range(count):
+            env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[rank]} if has_gpu() else {})
+            workers.append(subprocess.Popen([*command, "--worker", f"127.0.0.1:{port},{count},{rank}"], env=env))
+        return max(worker.wait() for worker in workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def join(worker: str) -> None:
