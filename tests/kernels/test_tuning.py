@@ -20,7 +20,6 @@ from tree_attn.kernels.lean_layout import (
     max_smem_bytes,
     padding_bytes,
     partial_spans,
-    scratch_bytes,
 )
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import lean_schedule
@@ -116,9 +115,7 @@ def test_the_bound_on_shared_memory_holds_for_the_arrays_of_the_kernel(head_dim,
     lean._attend_runs(("sequences",), shape, config, None, query, *[None] * (3 + num_outputs))
     arrays = [x for name, x in scratch.items() if name.endswith("_smem") and name != "unused_smem"]
     allocated = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
-    assert len(arrays) >= (6 if target is HOPPER else 5) and 0 < allocated <= max_smem_bytes(
-        shape, config
-    ) - scratch_bytes(shape)
+    assert len(arrays) >= (6 if target is HOPPER else 5) and 0 < allocated <= max_smem_bytes(shape, config)
 
 
 @pytest.mark.parametrize(
