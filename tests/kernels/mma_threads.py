@@ -6,6 +6,7 @@ instruction does what NVIDIA's manual says of its fragments. Shared memory is by
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import types
 
@@ -82,13 +83,14 @@ class Memory:
 
     def access(self, at, count: int, is_write: bool):
         """Notes that threads read or write `count` bytes from `at` on, `[128]`; -1 is no access."""
+        touched = [at[(warp == WARP) & (at >= 0)][:, None] + np.arange(count) for warp in range(WARPS)]
+        for warp, other in itertools.permutations(range(WARPS), 2):
+            is_taken = self.has_written[other][touched[warp]]
+            if is_write:
+                is_taken |= self.has_read[other][touched[warp]]
+            assert not is_taken.any(), "warps meet without a barrier"
         for warp in range(WARPS):
-            touched = at[(warp == WARP) & (at >= 0)][:, None] + np.arange(count)
-            others = [self.has_written[i] | (self.has_read[i] & is_write) for i in range(WARPS) if i != warp]
-            assert not np.any([x[touched] for x in others]), "warps meet without a barrier"
-        for warp in range(WARPS):
-            touched = at[(warp == WARP) & (at >= 0)][:, None] + np.arange(count)
-            (self.has_written if is_write else self.has_read)[warp][touched] = True
+            (self.has_written if is_write else self.has_read)[warp][touched[warp]] = True
 
     def put(self, array, transforms):
         """Writes `[rows, columns]` as a TMA copy does, and returns its reference."""
