@@ -62,7 +62,8 @@ class Ref:
 class Memory:
     """Shared memory, and which threads write.
 
-    Since the last barrier of all warps, no warp may read what another one wrote, or write what another one read.
+    Since the last barrier of all warps, no warp may read what another one wrote, or write what another one read. Of
+    reads only those of two floats are watched.
     """
 
     def __init__(self):

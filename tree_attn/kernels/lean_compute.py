@@ -196,7 +196,7 @@ class RunCompute:
             value_scale = self._head_scale(1, output_tile)  # read here, for it takes a register
             part = first_dim, (acc if value_scale is None else acc * value_scale, *stats)
             partial = partial_of(shape, self.config, lax.axis_index("cta"), output_tile.index)
-            if first_dim == 0:  # sums of weights may pass through shared memory, so both of these are a barrier
+            if first_dim == 0:  # sums by `wgmma` pass through shared memory: on Hopper both of these are a barrier
                 mma.await_warps() if epilogue is not None else results.await_memory()
             if epilogue is not None:
                 epilogue.leave(self.tables.get("rank"), step, partial, *part, self.columns, shape.padded_head_dim)

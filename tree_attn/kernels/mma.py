@@ -17,6 +17,9 @@ so that those of 2^-29 have all of float16's bits.
 A warp's values are in arrays that Pallas takes for a warpgroup's: `[cols]` may differ from warp to warp. So they go
 through elementwise operations and the functions here only.
 
+Products by `wgmma` use `reduced`, `store_transposed`, `store_per_column` and `zero_others` of these functions, for
+columns and values that pass through shared memory.
+
 Shapes in comments: t a thread's place in a group of four, g the group's in the warp.
 """
 
