@@ -28,6 +28,7 @@ ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024))
 KEYS_PER_DEVICE = (10_240, 80_000, 640_000)
 TRANSFER_BYTES = tuple(round(mb * 1e6) for mb in (1, 2, 4.2, 8.4, 16.8, 42, 84, 168, 328, 655))
 RAGGED_BATCHES, RAGGED_KEYS, RAGGED_HEADS, RAGGED_BLOCK = (8, 16, 32), 20_480, (32, 8), 512
+PARTS = ("exchange", "step", "ragged", "transfer")
 REDUCTIONS = ("allreduce", "gather", "fused", None)
 
 
@@ -36,12 +37,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
-    parser.add_argument("--parts", default="exchange,step")
+    parser.add_argument("--parts", default="exchange,step", help=f"of {', '.join(PARTS)} (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=16, help="query and key heads of a step")
     parser.add_argument("--iters", type=int, default=32, help="timed samples per row")
     parser.add_argument("--process-per-device", action="store_true", help="one process per device (jax.distributed)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # coordinator,count,rank
     args = parser.parse_args()
+    if unknown := set(args.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts: must name parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     if args.process_per_device:
         words = [word for word in sys.argv[1:] if word != "--process-per-device"]
         return spawn([sys.executable, __file__, *words], args.devices)
