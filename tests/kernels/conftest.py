@@ -1,6 +1,7 @@
 """Fixtures of tests that run kernels in Mosaic GPU's interpreter."""
 
 import jax
+import mma_threads
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_interpreter import set_layout
@@ -40,3 +41,10 @@ def watched_products(monkeypatch, fresh_traces):
         wgmma(acc_ref, left, right)
 
     monkeypatch.setattr(plgpu, "wgmma", watched)
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Shared memory of 128 threads in NumPy, which run what kernels emit."""
+    with mma_threads.threads(monkeypatch) as memory:
+        yield memory

@@ -1,4 +1,4 @@
-"""The threads of a warpgroup in NumPy: what `tree_attn.kernels.mma` emits is carried out instead of compiled.
+"""The threads of a warpgroup in NumPy: what `mma`, `columns` and `warps` emit is carried out instead of compiled.
 
 Pallas' interpreter knows no inline PTX. Here each emitted operation acts on the values of all 128 threads, and each PTX
 instruction does what NVIDIA's manual says of its fragments. Shared memory is bytes, swizzled as a TMA copy leaves them.
@@ -10,11 +10,14 @@ import itertools
 import re
 import types
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import mma
+from tree_attn.kernels import columns, mma, warps
+from tree_attn.kernels.lean_layout import LeanShape
+from tree_attn.kernels.targets import AMPERE
 
 THREADS, WARPS = 128, 4
 LANE, WARP = np.arange(THREADS) % 32, np.arange(THREADS) // 32
@@ -231,15 +234,9 @@ def _unsigned(function):
 
 @contextlib.contextmanager
 def threads(monkeypatch):
-    """Has `tree_attn.kernels.mma` run on threads in NumPy; yields their shared memory."""
+    """Has `mma`, `columns` and `warps` of `tree_attn.kernels` run on threads in NumPy; yields their shared memory."""
     memory = Memory()
     instructions = Instructions(memory)
-
-    def inline_asm(kind, operands, text, constraints, has_side_effects):
-        return instructions.run(text, *(x.array for x in operands)), kind
-
-    def extractvalue(kind, out, place):
-        return Value(kind, out[0][place[0]])
 
     def emitted(text, results, *operands, moves=False):
         kinds = {"r": "i32", "f": "f32"}
@@ -268,7 +265,6 @@ def threads(monkeypatch):
         index_cast=lambda kind, x: x,
     )  # fmt: skip
     ir = types.SimpleNamespace(
-        IntegerType=types.SimpleNamespace(get_signless=lambda bits: f"i{bits}"),
         F32Type=types.SimpleNamespace(get=lambda: "f32"),
         MemRefType=lambda ref: ref,
     )
@@ -281,17 +277,30 @@ def threads(monkeypatch):
         "mgpu": types.SimpleNamespace(
             when=when, FragmentedArray=lambda _registers, _layout, _is_signed: Fragments(_registers, _layout)
         ),
-        "asm": emitted,
+        "asm_results": emitted,
+        "i32": lambda: "i32",
+        "int32": lambda number: Value("i32", np.full(THREADS, number, np.int32)),
         "utils": types.SimpleNamespace(warpgroup_barrier=memory.barrier),
-        "_address": lambda ref: Value("i32", np.full(THREADS, ref.address, np.int32)),
+        "address_of": lambda ref: Value("i32", np.full(THREADS, ref.address, np.int32)),
         "element": lambda x, i=0: Value(x.kind, x.array[:, i] if x.array.ndim > 1 else x.array),
-        "_pair": lambda *xs: Value(xs[0].kind, np.stack([x.array for x in xs], -1)),
-        "_bagged": lambda words: Fragments(np.array(words, dtype=object), None),
+        "pair_of": lambda *xs: Value(xs[0].kind, np.stack([x.array for x in xs], -1)),
+        "bagged": lambda words: Fragments(np.array(words, dtype=object), None),
     }
     for name, fake in fakes.items():
-        monkeypatch.setattr(mma, name, fake)
+        users = [module for module in (mma, columns, warps) if hasattr(module, name)]
+        assert users, name
+        for module in users:
+            monkeypatch.setattr(module, name, fake)
     monkeypatch.setattr(plgpu, "inline_mgpu", lambda **_: lambda emit: lambda *args: emit(None, *args))
     yield memory
+
+
+def shape_of(head_dim, cols, dtype, key_dtype, target=AMPERE):
+    """Returns a shape of the lean kernel: one sequence, one KV head and 128 slots."""
+    return LeanShape(
+        batch=1, num_kv_heads=1, col_blocks=1, cols=cols, head_dim=head_dim, scale=1.0, logits_soft_cap=None,
+        mask="none", num_slots=128, dtype=jnp.dtype(dtype), key_dtype=jnp.dtype(key_dtype), target=target,
+    )  # fmt: skip
 
 
 def split(array):

@@ -144,7 +144,7 @@ def clear(smem) -> None:
         base = shared_address(smem)
         loop = scf.ForOp(thread(), at(num_bytes // chunk), at(THREADS))
         with ir.InsertionPoint(loop.body):
-            offset = arith.muli(arith.index_cast(ops.i32(), loop.induction_variable), _i32(chunk))
+            offset = arith.muli(arith.index_cast(ops.i32(), loop.induction_variable), ops.int32(chunk))
             text = "{ .reg .b32 zero; mov.b32 zero, 0; st.shared.v4.b32 [$0], {zero, zero, zero, zero}; }"
             ops.asm(text, None, arith.addi(base, offset))
             scf.YieldOp([])
@@ -209,7 +209,7 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
             scf.YieldOp([x for half in zip(*again) for x in half])
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
         for x, (block, row) in zip(until.results[:count], _words_of_stage(shape, config), strict=True):
-            target = arith.addi(base, place_in_tiles(_i32(block * shape.columns + row), column, config.block_in))
+            target = arith.addi(base, place_in_tiles(ops.int32(block * shape.columns + row), column, config.block_in))
             write_shared(target, arith.bitcast(ir.F32Type.get(), x))
         ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
@@ -258,9 +258,9 @@ def count_steps(broadcast: Broadcast, num_ctas: int) -> None:
 def place_in_tiles(row, column, columns: int):
     """Returns the bytes before an element of bfloat16 `[rows, columns]` in tiles of 8 rows and 128 bytes, swizzled."""
     row_bytes, of_tile = 128, 64
-    times, plus = lambda x, factor: arith.muli(x, _i32(factor)), arith.addi
-    tile = plus(times(arith.divui(row, _i32(GRAIN)), columns // of_tile), arith.divui(column, _i32(of_tile)))
-    row, within = arith.remui(row, _i32(GRAIN)), times(arith.remui(column, _i32(of_tile)), 2)
+    times, plus = lambda x, factor: arith.muli(x, ops.int32(factor)), arith.addi
+    tile = plus(times(arith.divui(row, ops.int32(GRAIN)), columns // of_tile), arith.divui(column, ops.int32(of_tile)))
+    row, within = arith.remui(row, ops.int32(GRAIN)), times(arith.remui(column, ops.int32(of_tile)), 2)
     return plus(times(tile, GRAIN * row_bytes), plus(times(row, row_bytes), arith.xori(within, times(row, 16))))
 
 
@@ -271,10 +271,6 @@ def _transforms(smem):
 def thread():
     """Returns the thread's number in its warpgroup, an index."""
     return arith.remui(gpu.thread_id(gpu.Dimension.x), arith.constant(ir.IndexType.get(), THREADS))
-
-
-def _i32(value: int):
-    return arith.constant(ops.i32(), value)
 
 
 def shared_address(ref):

@@ -45,10 +45,10 @@ def receive_heads(broadcast: Broadcast, first, query_smem, new_smem, *, group: i
         bases = shared_address(query), shared_address(new)
         for element, is_wanted, (x,) in zip(elements, are_wanted, received, strict=True):
             element = arith.index_cast(ops.i32(), element)
-            member, feature = (f(element, _i32(head_dim)) for f in (arith.divui, arith.remui))
+            member, feature = (f(element, ops.int32(head_dim)) for f in (arith.divui, arith.remui))
             of_query = arith.addi(bases[0], place_in_tiles(member, feature, head_dim))
-            of_new = arith.addi(bases[1], arith.muli(arith.subi(element, _i32(group * head_dim)), _i32(2)))
-            is_query = arith.cmpi(arith.CmpIPredicate.ult, member, _i32(group))
+            of_new = arith.addi(bases[1], arith.muli(arith.subi(element, ops.int32(group * head_dim)), ops.int32(2)))
+            is_query = arith.cmpi(arith.CmpIPredicate.ult, member, ops.int32(group))
             with mgpu.when(is_wanted):
                 write_shared(arith.select(is_query, of_query, of_new), x)
         ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
@@ -69,12 +69,12 @@ def write_over(new_smem, kv_smem, rows) -> None:
         utils.warpgroup_barrier()  # other threads have received what this one writes
         source, target = shared_address(new), shared_address(kv)
         for start in range(0, 2 * head_dim, THREADS):
-            element = arith.addi(arith.index_cast(ops.i32(), thread()), _i32(start))
-            is_key = arith.cmpi(arith.CmpIPredicate.ult, element, _i32(head_dim))
+            element = arith.addi(arith.index_cast(ops.i32(), thread()), ops.int32(start))
+            is_key = arith.cmpi(arith.CmpIPredicate.ult, element, ops.int32(head_dim))
             row = arith.select(is_key, *(row.registers.item() for row in rows))
-            place = arith.addi(target, place_in_tiles(row, arith.remui(element, _i32(head_dim)), head_dim))
+            place = arith.addi(target, place_in_tiles(row, arith.remui(element, ops.int32(head_dim)), head_dim))
             text = "{ .reg .b16 x; ld.shared.b16 x, [$1]; st.shared.b16 [$0], x; }"
-            ops.asm(text, None, place, arith.addi(source, arith.muli(element, _i32(2))))
+            ops.asm(text, None, place, arith.addi(source, arith.muli(element, ops.int32(2))))
         ops.asm("fence.proxy.async.shared::cta;", None)
         utils.warpgroup_barrier()  # all have read it: the next output tile's may come
 
@@ -83,7 +83,3 @@ def write_over(new_smem, kv_smem, rows) -> None:
 
 def _index(value: int):
     return arith.constant(ir.IndexType.get(), value)
-
-
-def _i32(value: int):
-    return arith.constant(ops.i32(), value)

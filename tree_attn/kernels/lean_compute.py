@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import mma
+from tree_attn.kernels import warps
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, lanes, partial_of
@@ -197,7 +197,7 @@ class RunCompute:
             part = first_dim, (acc if value_scale is None else acc * value_scale, *stats)
             partial = partial_of(shape, self.config, lax.axis_index("cta"), output_tile.index)
             if first_dim == 0:  # sums by `wgmma` pass through shared memory: on Hopper both of these are a barrier
-                mma.await_warps() if epilogue is not None else results.await_memory()
+                warps.await_all() if epilogue is not None else results.await_memory()
             if epilogue is not None:
                 epilogue.leave(self.tables.get("rank"), step, partial, *part, self.columns, shape.padded_head_dim)
                 continue

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import mma
+from tree_attn.kernels import columns
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
 
@@ -33,6 +33,6 @@ def zero_garbage(values, transforms, span, first_slot, shape: LeanShape, *, comm
             rows = jnp.arange(kv)[:, None]
             values[...] = jnp.where((rows >= start) & (rows < end), values[...], 0).astype(values.dtype)
         else:
-            mma.zero_others(values, transforms, start, end, shape)
+            columns.zero_others(values, transforms, start, end, shape)
         if is_interpreted() if shape.uses_mma else commits:
             plgpu.commit_smem()

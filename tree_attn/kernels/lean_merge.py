@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import mma
+from tree_attn.kernels import columns
 from tree_attn.kernels.arrivals import arrive, reset
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.launch_order import runs_kernels_in_order
@@ -364,8 +364,8 @@ def finish(acc, top, total, out_smem, lse_smem, shape, *, first_dim: int = 0) ->
       out_smem: `[queries, head dims]` with `result_tiling(shape)`, of which `acc` has those from `first_dim` on.
     """
     out, lse = finished(acc, top, total)
-    mma.store_transposed(out_smem, result_tiling(shape), out, first_row=first_dim)
-    mma.store_per_column(lse_smem, lse)
+    columns.store_transposed(out_smem, result_tiling(shape), out, first_row=first_dim)
+    columns.store_per_column(lse_smem, lse)
 
 
 def finish_rows(acc, top, total, out_smem, lse_smem) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import mma
+from tree_attn.kernels import columns, mma, warps
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape
 from tree_attn.kernels.lean_merge import fold_partials
@@ -45,7 +45,7 @@ class WgmmaProducts:
     def scratch(shape: LeanShape, config: LeanConfig) -> dict[str, Any]:
         """Returns the shared memory that the products need beside their operands, by the names of fields."""
         weights = plgpu.SMEM((shape.cols, config.block_kv), shape.dtype, transforms=query_tiling(shape, config))
-        return {"weights_smem": weights, "columns_smem": plgpu.SMEM((2, mma.WARPS, shape.cols), jnp.float32)}
+        return {"weights_smem": weights, "columns_smem": plgpu.SMEM((2, warps.WARPS, shape.cols), jnp.float32)}
 
     def begin(self, query_ref):
         """Returns the query for `logits`, and what these are to be multiplied by, `[kv, cols]` or None."""
@@ -71,7 +71,7 @@ class WgmmaProducts:
 
     def top_of(self, logits):
         """Returns the exponent, `[cols]`, beyond which a weight is to be no larger than the largest."""
-        return mma.reduced(logits, self.columns_smem, 0, is_sum=False)  # `updated` has the barrier after it
+        return columns.reduced(logits, self.columns_smem, 0, is_sum=False)  # `updated` has the barrier after it
 
     def added(self, total, decay, weights):
         """Returns the new sums of weights. They are summed over keys at the end only: such a sum crosses warps."""
@@ -80,7 +80,7 @@ class WgmmaProducts:
     def kept(self, weights):
         """Returns the weights for `updated`, where they pass to it: through shared memory."""
         # All have read those of the last KV tile, for `top_of` has had a barrier since.
-        mma.store_transposed(self.weights_smem, query_tiling(self.shape, self.config), weights)
+        columns.store_transposed(self.weights_smem, query_tiling(self.shape, self.config), weights)
         return self.weights_smem
 
     def updated(self, acc, decay, weights, values):
@@ -101,7 +101,7 @@ class WgmmaProducts:
         weights over keys, `[cols]`: it takes registers, so it is called when the values have theirs no more.
         """
         # All have read the last segment's sums, for `lean_compute` has a barrier before it asks for these.
-        yield 0, (acc, top, lambda: mma.reduced(total, self.columns_smem, 1, is_sum=True))
+        yield 0, (acc, top, lambda: columns.reduced(total, self.columns_smem, 1, is_sum=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ class MmaProducts:
     def scratch(shape: LeanShape, config: LeanConfig) -> dict[str, Any]:
         """Returns the shared memory of what each warp leaves for the others."""
         return {
-            "warp_accs_smem": plgpu.SMEM((mma.WARPS, mma.PART, shape.cols), jnp.float32),
-            "warp_stats_smem": plgpu.SMEM((mma.WARPS, 2, shape.cols), jnp.float32),
+            "warp_accs_smem": plgpu.SMEM((warps.WARPS, mma.PART, shape.cols), jnp.float32),
+            "warp_stats_smem": plgpu.SMEM((warps.WARPS, 2, shape.cols), jnp.float32),
         }
 
     def begin(self, query_ref):
@@ -155,13 +155,13 @@ class MmaProducts:
     def parts(self, acc, top, total):
         """Yields the state of the four warps together, `mma.PART` head dims at a time."""
         for first_dim in range(0, self.shape.padded_head_dim, mma.PART):
-            mma.await_warps()  # one may still read what was left last
+            warps.await_all()  # one may still read what was left last
             mma.leave_states(acc, top, total, first_dim, self.warp_accs_smem, self.warp_stats_smem, self.shape)
-            mma.await_warps()
+            warps.await_all()
             state = []
             fold_partials(
-                jnp.int32(mma.WARPS), lambda i: (self.warp_accs_smem.at[i], self.warp_stats_smem.at[i]), state.extend,
-                (mma.PART, self.shape.cols), at_once=mma.WARPS, axis=1,
+                jnp.int32(warps.WARPS), lambda i: (self.warp_accs_smem.at[i], self.warp_stats_smem.at[i]), state.extend,
+                (mma.PART, self.shape.cols), at_once=warps.WARPS, axis=1,
             )  # fmt: skip
             *values_and_top, sums = state
             yield first_dim, (*values_and_top, lambda sums=sums: sums)

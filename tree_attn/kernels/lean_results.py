@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import mma
+from tree_attn.kernels import columns
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.lean_merge import finish, finished, result_tiling
@@ -86,7 +86,7 @@ class CopiedResults:
         if first_dim + acc.shape[0] < self.shape.padded_head_dim:
             return
         for i, x in enumerate((top, total())):
-            mma.store_per_column(self.stats_smem, x, i)
+            columns.store_per_column(self.stats_smem, x, i)
         plgpu.commit_smem()
         accs_ref, stats_ref = self.outputs[-2:]
         plgpu.copy_smem_to_gmem(self.acc_smem, accs_ref.at[partial])

@@ -9,17 +9,33 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 WORD_BYTES = 8  # of a word that is exchanged: 4 of payload, 4 of the step's number
+_LETTERS = {"i16": "h", "i32": "r", "i64": "l", "f32": "f"}  # of the types in PTX's constraints
 
 
 def asm(text: str, result: ir.Type | None, *operands: ir.Value) -> ir.Value:
     """Emits the PTX `text`, in which `$0`, `$1`, ... stand for the result, if there is one, and the operands in order.
 
-    The compiler neither moves it nor leaves it out. Types are i32, i64 and f32.
+    The compiler neither moves it nor leaves it out. Types are i16, i32, i64 and f32.
     """
-    letters = {"i32": "r", "i64": "l", "f32": "f"}
-    constraints = ([] if result is None else [f"={letters[str(result)]}"]) + [letters[str(x.type)] for x in operands]
-    result = ir.Type.parse("!llvm.void") if result is None else result
-    return llvm.inline_asm(result, list(operands), text, ",".join(constraints), has_side_effects=True)
+    (out,) = asm_results(text, "" if result is None else _LETTERS[str(result)], *operands)
+    return out
+
+
+def asm_results(text: str, results: str, *operands: ir.Value, moves: bool = False) -> list:
+    """Emits PTX as `asm` does, with a result for each letter of `results`; with `moves` the compiler may move it.
+
+    Letters are PTX's constraints: "h" for i16, "r" for i32, "l" for i64, "f" for f32.
+    """
+    kinds = [ir.Type.parse({letter: name for name, letter in _LETTERS.items()}[x]) for x in results]
+    constraints = ",".join([f"={x}" for x in results] + [_LETTERS[str(x.type)] for x in operands])
+    if len(kinds) == 0:
+        kind = ir.Type.parse("!llvm.void")
+    else:
+        kind = kinds[0] if len(kinds) == 1 else llvm.StructType.get_literal(kinds)
+    out = llvm.inline_asm(kind, list(operands), text, constraints, has_side_effects=not moves)
+    if len(kinds) <= 1:
+        return [out]
+    return [llvm.extractvalue(kind, out, [i]) for i, kind in enumerate(kinds)]
 
 
 def exp2(x):
@@ -64,6 +80,11 @@ def i64():
 def constant(value: int):
     """Returns an i64."""
     return arith.constant(i64(), value)
+
+
+def int32(value: int):
+    """Returns an i32."""
+    return arith.constant(i32(), value)
 
 
 def plus(*addresses):

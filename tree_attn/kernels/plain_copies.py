@@ -18,9 +18,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from tree_attn.kernels import mlir as ops
-from tree_attn.kernels import mma
+from tree_attn.kernels import warps
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.kv_parts import address_of_barriers
+from tree_attn.kernels.mlir import int32
 
 CHUNK_BYTES = 16  # of one copy of a thread
 BARRIER_BYTES = 8
@@ -80,7 +81,6 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
         num_rows, num_dims = num_rows * tiled.shape[2], num_dims * tiled.shape[3]
     chunks = min(head_dim, num_dims) * itemsize // CHUNK_BYTES
     base = ops.plus(_global_address(source), _times(head, head_dim * itemsize), _times(first_dim, itemsize))
-    i32 = lambda x: arith.constant(ops.i32(), x)
     if group is not None:
         base = ops.plus(base, _times(block, rows_of_block * row_bytes))
     elif table is None:
@@ -89,12 +89,11 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
     else:
         pages = ir.MemRefType(table.type).shape[1]
         table_base = ops.plus(_global_address(table), _times(sequence, 4 * pages))
-    (thread,) = mma.asm("mov.u32 $0, %tid.x;", "r")
-    thread = arith.andi(thread, i32(mma.THREADS - 1))
-    smem = llvm.ptrtoint(ops.i32(), utils.memref_ptr(tile))
+    thread = arith.andi(ops.asm("mov.u32 $0, %tid.x;", ops.i32()), int32(warps.THREADS - 1))
+    smem = warps.address_of(tile)
 
     def copy(number):
-        row, chunk = arith.divui(number, i32(chunks)), arith.remui(number, i32(chunks))
+        row, chunk = arith.divui(number, int32(chunks)), arith.remui(number, int32(chunks))
         slot = arith.addi(first, row)
         is_seen = arith.andi(
             arith.cmpi(arith.CmpIPredicate.sge, slot, start), arith.cmpi(arith.CmpIPredicate.slt, slot, end)
@@ -102,35 +101,37 @@ def _emit_copy(source, tile, table, address, block, head, first_dim, sequence, f
         if group is not None:
             at = _of_group(slot, group, row_bytes, head_dim * itemsize)
         elif table is None:
-            at = arith.muli(row, i32(row_bytes))
+            at = arith.muli(row, int32(row_bytes))
         else:
             # What is not seen may lie beyond the table.
-            which = arith.select(is_seen, arith.divui(slot, i32(rows_of_block)), i32(0))
+            which = arith.select(is_seen, arith.divui(slot, int32(rows_of_block)), int32(0))
             page = ops.load(ops.plus(table_base, _times(which, 4)))
-            at = arith.addi(_times(page, rows_of_block), arith.extsi(ops.i64(), arith.remui(slot, i32(rows_of_block))))
+            at = arith.addi(
+                _times(page, rows_of_block), arith.extsi(ops.i64(), arith.remui(slot, int32(rows_of_block)))
+            )
             at = arith.muli(at, ops.constant(row_bytes))
         at = at if at.type == ops.i64() else arith.extui(ops.i64(), at)
-        source_address = ops.plus(base, at, arith.extui(ops.i64(), arith.muli(chunk, i32(CHUNK_BYTES))))
-        destination = arith.addi(smem, mma.swizzled(tiled, itemsize, row, chunk))
-        size = arith.select(is_seen, i32(CHUNK_BYTES), i32(0))
+        source_address = ops.plus(base, at, arith.extui(ops.i64(), arith.muli(chunk, int32(CHUNK_BYTES))))
+        destination = arith.addi(smem, warps.swizzled(tiled, itemsize, row, chunk))
+        size = arith.select(is_seen, int32(CHUNK_BYTES), int32(0))
         text = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
-        mma.asm(text, "", destination, source_address, size)
+        ops.asm(text, None, destination, source_address, size)
 
     total = num_rows * chunks
-    for i in range(0, total, mma.THREADS):
-        number = arith.addi(thread, i32(i))
-        if i + mma.THREADS <= total:
+    for i in range(0, total, warps.THREADS):
+        number = arith.addi(thread, int32(i))
+        if i + warps.THREADS <= total:
             copy(number)
         else:
-            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, number, i32(total))):
+            with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, number, int32(total))):
                 copy(number)
-    mma.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "", address)
+    ops.asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", None, address)
 
 
 def _of_group(number, group: int, stride: int, stride_of_head: int):
     """Returns where (t, g) of that number begins: t strides and g of a head."""
-    token, head = (f(number, _i32(group)) for f in (arith.divui, arith.remui))
-    return arith.addi(arith.muli(token, _i32(stride)), arith.muli(head, _i32(stride_of_head)))
+    token, head = (f(number, int32(group)) for f in (arith.divui, arith.remui))
+    return arith.addi(arith.muli(token, int32(stride)), arith.muli(head, int32(stride_of_head)))
 
 
 def store_result(out_ref, lse_ref, output_tile, result, *, first_dim=0, first_column=0, is_first=True) -> None:
@@ -186,12 +187,12 @@ def store_columns(ref, x, offset, *, strides: tuple[int, int], num_rows, num_col
     def store(array, x, offset, *numbers):
         base, kind = _element_address(array, offset)
         limits = [None if is_all else number for is_all, number in zip(are_all, numbers)]
-        warp, quad, place = mma.thread()
+        warp, quad, place = warps.thread()
         registers = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 8, 2)
         for block_row, block, half in itertools.product(*map(range, registers.shape)):
             first = 64 * block_row + 8 * half
-            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), quad), _i32(first))
-            column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
+            row = arith.addi(arith.addi(arith.muli(warp, int32(16)), quad), int32(first))
+            column = arith.addi(arith.muli(place, int32(2)), int32(8 * block))
             _store_pair(base, kind, registers[block_row, block, half], row, column, strides, limits)
 
     _emit_store(store, ref, x, plgpu.Layout.WGMMA, offset, num_rows, num_columns)
@@ -219,24 +220,24 @@ def store_rows(ref, x, begin, *, first_dim, group: int | None = None) -> None:
     def store(array, x, token, element, num_rows, first_row):
         base, kind = _element_address(array, element)
         base = ops.plus(base, _times(token, num_heads * head_dim * utils.bitwidth(kind) // 8))
-        warp, quad, place = mma.thread()
+        warp, quad, place = warps.thread()
         registers = x.registers.reshape(x.shape[1] // 8, 2)
         for half in range(2):
-            row = arith.addi(arith.addi(arith.muli(warp, _i32(16)), quad), _i32(8 * half))
+            row = arith.addi(arith.addi(arith.muli(warp, int32(16)), quad), int32(8 * half))
             if group is None:
-                within, which = (f(row, _i32(rows_of_head)) for f in (arith.remui, arith.divui))
-                at = arith.addi(arith.muli(within, _i32(num_heads * head_dim)), arith.muli(which, _i32(head_dim)))
+                within, which = (f(row, int32(rows_of_head)) for f in (arith.remui, arith.divui))
+                at = arith.addi(arith.muli(within, int32(num_heads * head_dim)), arith.muli(which, int32(head_dim)))
             else:
                 within = arith.addi(row, first_row)
                 at = _of_group(within, group, num_heads * head_dim, head_dim)
-            column = arith.muli(place, _i32(2))
+            column = arith.muli(place, int32(2))
             address = ops.plus(base, _times(arith.addi(at, column), utils.bitwidth(kind) // 8))
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, within, num_rows)):
                 for block, pair in enumerate(registers[:, half]):
                     narrow = arith.truncf(ir.VectorType.get((2,), kind), pair)
                     word = vector.bitcast(ir.VectorType.get((1,), ops.i32()), narrow)
                     to = ops.plus(address, ops.constant(8 * block * utils.bitwidth(kind) // 8))
-                    mma.asm("st.global.b32 [$0], $1;", "", to, mma.element(word))
+                    ops.asm("st.global.b32 [$0], $1;", None, to, warps.element(word))
 
     element = head * head_dim + first_dim
     if group is None:
@@ -251,12 +252,12 @@ def store_row(ref, x, offset) -> None:
 
     def store(array, x, offset):
         base, kind = _element_address(array, offset)
-        warp, quad, place = mma.thread()
-        is_writer = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, quad), _i32(0))
+        warp, quad, place = warps.thread()
+        is_writer = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, quad), int32(0))
         with mgpu.when(is_writer):
             for block, pair in enumerate(x.registers.flat):
-                column = arith.addi(arith.muli(place, _i32(2)), _i32(8 * block))
-                _store_pair(base, kind, pair, _i32(0), column, (0, 1), (None, None))
+                column = arith.addi(arith.muli(place, int32(2)), int32(8 * block))
+                _store_pair(base, kind, pair, int32(0), column, (0, 1), (None, None))
 
     _emit_store(store, ref, x, plgpu.Layout.WGMMA.reduce(0), offset)
 
@@ -275,22 +276,22 @@ def _store_pair(base, kind, pair, row, column, strides, limits) -> None:
     max_row, max_column = limits
     is_less = lambda x, limit: arith.cmpi(arith.CmpIPredicate.slt, x, limit)
     conditions = [] if max_row is None else [is_less(row, max_row)]
-    at = arith.addi(arith.muli(row, _i32(row_stride)), arith.muli(column, _i32(column_stride)))
-    at = ops.plus(base, arith.extui(ops.i64(), arith.muli(at, _i32(itemsize))))
-    both = [mma.element(pair, i) for i in range(2)]
+    at = arith.addi(arith.muli(row, int32(row_stride)), arith.muli(column, int32(column_stride)))
+    at = ops.plus(base, arith.extui(ops.i64(), arith.muli(at, int32(itemsize))))
+    both = [warps.element(pair, i) for i in range(2)]
     if column_stride == 1 and itemsize == 4 and max_column is None:
         with _when(conditions):
-            mma.asm("st.global.v2.f32 [$0], {$1, $2};", "", at, *both)
+            ops.asm("st.global.v2.f32 [$0], {$1, $2};", None, at, *both)
         return
     for i, x in enumerate(both):
-        within = conditions if max_column is None else [*conditions, is_less(arith.addi(column, _i32(i)), max_column)]
+        within = conditions if max_column is None else [*conditions, is_less(arith.addi(column, int32(i)), max_column)]
         address = ops.plus(at, ops.constant(i * column_stride * itemsize))
         with _when(within):
             if itemsize == 4:
-                mma.asm("st.global.f32 [$0], $1;", "", address, x)
+                ops.asm("st.global.f32 [$0], $1;", None, address, x)
             else:
                 half = arith.bitcast(ir.IntegerType.get_signless(16), arith.truncf(kind, x))
-                mma.asm("st.global.b16 [$0], $1;", "", address, half)
+                ops.asm("st.global.b16 [$0], $1;", None, address, half)
 
 
 def _when(conditions):
@@ -309,10 +310,6 @@ def _global_address(ref):
 def _times(x, factor: int):
     """Returns an i32 times a number, as i64."""
     return arith.muli(arith.extsi(ops.i64(), x), ops.constant(factor))
-
-
-def _i32(value: int):
-    return arith.constant(ops.i32(), value)
 
 
 def _interpreted_store(ref, rows, sequence, first, head, group, first_dim) -> None:
