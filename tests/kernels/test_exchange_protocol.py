@@ -8,6 +8,8 @@ import pytest
 from epilogue_model import Meeting
 from exchange_model import Protocol, failures
 
+from tree_attn.kernels.exchange import exchanging_ctas
+
 
 @pytest.mark.parametrize(
     "protocol",
@@ -133,3 +135,9 @@ def test_the_model_finds_that_no_cta_attends():
 def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken, broadcasts):
     found = chain_exchange_model.failures(chain_exchange_model.Exchanges(**broken, broadcasts=broadcasts))
     assert "a word of step 0 was overwritten before it was read" in found
+
+
+@pytest.mark.parametrize(("sms", "ctas"), [(None, 64), (65, 64), (128, 64), (129, 128), (132, 128)])
+def test_one_cta_more_than_exchange_fits_a_device(sms, ctas):
+    assert exchanging_ctas(sms) == ctas
+    assert sms is None or ctas < sms

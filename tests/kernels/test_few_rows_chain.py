@@ -239,7 +239,7 @@ def test_words_lie_in_shared_memory_as_copies_would(columns, monkeypatch):
         remui=whole(operator.mod),
     )  # fmt: skip
     monkeypatch.setattr(few_rows_broadcast, "arith", integers)
-    monkeypatch.setattr(few_rows_broadcast, "_i32", int)
+    monkeypatch.setattr(few_rows_broadcast, "ops", types.SimpleNamespace(int32=int))
     place_of = few_rows_broadcast.place_in_tiles
     places = np.array([[place_of(row, column, columns) for column in range(columns)] for row in range(24)])
     assert sorted(places.flat) == list(range(0, 24 * columns * 2, 2))

@@ -17,9 +17,9 @@ from jaxlib.mlir.dialects import arith, gpu, memref, scf
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.exchange import (
     LOWEST,
-    NUM_CTAS,
     Buffers,
     Place,
+    await_words,
     both_ways,
     count_step,
     locate,
@@ -42,8 +42,8 @@ class Epilogue:
     A merging thread reads each until the number is there, so no CTA waits for another CTA or a copy to end.
 
     Each of `num_ctas` CTAs begins, leaves its partial states, if any, and ends, all in its first warpgroup. The first
-    `NUM_CTAS` exchange: they wait for the other CTAs' partial states, and those wait for none. So `NUM_CTAS + 1` CTAs
-    must fit at a time, which `tree_attn.reduce.peer_memory.check_platform` sees to.
+    `buffers.num_ctas` exchange: they wait for the other CTAs' partial states, and those wait for none. So one CTA more
+    must fit at a time, which `tree_attn.reduce.fused` sees to.
 
     The argument `rank_ref` of all methods is the reference of `exchange`'s rank, or None.
     """
@@ -114,14 +114,16 @@ class Epilogue:
         shape, *_ = results
         merged = self.merged(place, step, spans_ref, shape, padded_head_dim)
         count, place_of, receive = merged_results(*results)
-        exchanges = arith.cmpi(arith.CmpIPredicate.ult, gpu.block_id(gpu.Dimension.x), _index(NUM_CTAS))
+        num_ctas = min(self.buffers.num_ctas, self.num_ctas)
+        exchanges = arith.cmpi(arith.CmpIPredicate.ult, gpu.block_id(gpu.Dimension.x), _index(num_ctas))
         with mgpu.when(exchanges):
-            sent = lambda element: merged(*place_of(element))
-            for way in both_ways(count, sent, receive, self.buffers, place, step):
+            sent = lambda elements: merged(list(map(place_of, elements)))
+            sent_at_once = PARTIALS_AT_ONCE // _partials_at_once(self.num_ctas, shape)
+            for way in both_ways(count, sent, receive, self.buffers, place, step, num_ctas, sent_at_once):
                 way()
 
     def merged(self, place: Place, step, spans_ref, shape, padded_head_dim: int):
-        """Returns a function of `(output tile, column, head dim, is_lse)` that merges partial states."""
+        """Returns a function of `(output tile, column, head dim, is_lse)`, several, that merges partial states."""
         words = functools.partial(_partial_words, self.buffers, place, head_dim=padded_head_dim)
         return _merging_partials(words, padded_head_dim, self.num_ctas, step, spans_ref, shape)
 
@@ -151,50 +153,68 @@ def begin_step(buffers: Buffers, rank_ref):
     return inline(buffers, emit, rank_ref, returned=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
 
 
+def _partials_at_once(num_ctas: int, shape) -> int:
+    """Returns how many partial states of an output tile a thread reads before it waits for one.
+
+    That is about as many as an output tile of equally long ones has.
+    """
+    return min(-(-num_ctas // shape[0]) + 1, PARTIALS_AT_ONCE)
+
+
 def _merging_partials(words, head_dim: int, num_ctas: int, step, spans_ref, shape):
-    """Returns a function that merges an output tile's partial states, each thread for its element.
+    """Returns a function that merges output tiles' partial states, each thread for its elements.
 
     `words(partial, columns=...)` is the address of a partial state's words; each is read until it bears `step`.
     """
-    i1, f32, index = ir.IntegerType.get_signless(1), ir.F32Type.get(), ir.IndexType.get()
+    f32, index = ir.F32Type.get(), ir.IndexType.get()
     at = functools.partial(arith.constant, index)
     real = functools.partial(arith.constant, f32)
-    output_tiles, columns, _ = shape
-    at_once = min(-(-num_ctas // output_tiles) + 1, PARTIALS_AT_ONCE)
+    _, columns, _ = shape
+    at_once = _partials_at_once(num_ctas, shape)
 
-    def merged(output_tile, column, dim, is_lse):
-        first, end = (arith.index_cast(index, memref.load(spans_ref, [output_tile, at(i)])) for i in range(2))
-        loop = scf.ForOp(first, end, at(at_once), [real(LOWEST), real(0.0), real(0.0)])
+    def merged(wheres):
+        spans = [
+            [arith.index_cast(index, memref.load(spans_ref, [output_tile, at(i)])) for i in range(2)]
+            for output_tile, *_ in wheres
+        ]
+        longest = functools.reduce(arith.maxui, [arith.subi(end, first) for first, end in spans])
+        nothing = (real(LOWEST), real(0.0), real(0.0))
+        loop = scf.ForOp(at(0), longest, at(at_once), list(nothing) * len(wheres))
         with ir.InsertionPoint(loop.body):
-            top, total, acc = loop.inner_iter_args
-            are_parts, addresses = [], []
-            for i in range(at_once):
-                partial = arith.addi(loop.induction_variable, at(i))
-                are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, partial, end))
-                first_word = words(partial, columns=columns)
-                three = (arith.addi(arith.muli(d, at(columns)), column) for d in (at(head_dim), at(head_dim + 1), dim))
-                addresses.append([ops.plus(first_word, ops.words(word)) for word in three])
-            until = scf.WhileOp([ops.i64()] * 3 * at_once, [])
-            with ir.InsertionPoint(until.before.blocks.append()):
-                found = [ops.load_relaxed(address) for three in addresses for address in three]
-                is_missing = arith.constant(i1, 0)
-                for i, word in enumerate(found):
-                    number = arith.trunci(ops.i32(), arith.shrui(word, ops.constant(32)))
-                    is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
-                    is_missing = arith.ori(is_missing, arith.andi(is_old, are_parts[i // 3]))
-                scf.ConditionOp(is_missing, found)
-            with ir.InsertionPoint(until.after.blocks.append(*[ops.i64()] * 3 * at_once)):
-                scf.YieldOp([])
-            payloads = [arith.bitcast(f32, arith.trunci(ops.i32(), word)) for word in until.results]
-            nothing = (real(LOWEST), real(0.0), real(0.0))
+            states = _in_groups(loop.inner_iter_args, 3)
+            addresses, are_parts = [], []
+            for (first, end), (_, column, dim, _) in zip(spans, wheres, strict=True):
+                # Another element may have more of them. Of this one those behind the last are read, and left out.
+                partial = arith.minui(arith.addi(first, loop.induction_variable), end)
+                for i in range(at_once):
+                    following = arith.addi(partial, at(i))
+                    are_parts.append(arith.cmpi(arith.CmpIPredicate.ult, following, end))
+                    first_word = words(following, columns=columns)
+                    for d in (at(head_dim), at(head_dim + 1), dim):
+                        word = arith.addi(arith.muli(d, at(columns)), column)
+                        addresses.append(ops.plus(first_word, ops.words(word)))
+            of_words = [is_part for is_part in are_parts for _ in range(3)]
+            payloads = await_words(addresses, of_words, step, ops.load_relaxed)
             parts = [
-                [arith.select(is_part, x, other) for x, other in zip(payloads[3 * i : 3 * i + 3], nothing)]
-                for i, is_part in enumerate(are_parts)
+                [arith.select(is_part, x, other) for x, other in zip(three, nothing)]
+                for is_part, three in zip(are_parts, _in_groups(payloads, 3), strict=True)
             ]
-            scf.YieldOp(_folded(parts, top, total, acc))
-        return _finished(*loop.results, is_lse)
+            folded = [
+                x
+                for state, of_element in zip(states, _in_groups(parts, at_once), strict=True)
+                for x in _folded(of_element, *state)
+            ]
+            scf.YieldOp(folded)
+        sums = _in_groups(loop.results, 3)
+        return [_finished(*state, is_lse) for state, (*_, is_lse) in zip(sums, wheres, strict=True)]
 
     return merged
+
+
+def _in_groups(values, size: int) -> list:
+    """Returns values in groups of `size`, in their order."""
+    values = list(values)
+    return [values[first : first + size] for first in range(0, len(values), size)]
 
 
 def _folded(parts, top, total, acc):

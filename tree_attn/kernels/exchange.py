@@ -14,6 +14,9 @@ A step's number is 1 + the number of exchanges before it, which each device coun
 2. It reads each element of every slot until its number is the step's, and merges (or adds) them in the order of ranks.
    So all devices get the same bits.
 
+A thread takes several elements at once, and reads all their words before it waits for one: a read takes longer than all
+arithmetic.
+
 Two buffer slots per rank suffice. A device is in step n only if all others had begun step n - 1. They had then ended
 step n - 2, whose slots step n overwrites. `tests/kernels/exchange_model.py` explores all interleavings.
 """
@@ -35,11 +38,13 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
 from tree_attn.kernels import mlir as ops
 
-NUM_CTAS = 64  # CTAs that exchange, but in a product's end; attention's other CTAs only leave partial states
+# CTAs that exchange, but in a product's end, by the GPU; attention's other CTAs only leave partial states.
+MIN_CTAS, MAX_EXCHANGING_CTAS = 64, 128
 MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128
-WORDS_AT_ONCE = 16  # that a thread of a product's end reads before it waits for one
+WORDS_AT_ONCE = 16  # that a thread reads before it waits for one
+ELEMENTS_AT_ONCE = 4  # that a thread sends, where they are loaded from arrays
 LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -50,6 +55,7 @@ class Buffers:
     table:          address, in host memory, of the addresses of all ranks' buffers and of this process's rank,
                     uint64 `[num_ranks + 1]`; None: there is one rank, and a kernel gets its buffer as an argument
     capacity:       elements of one slot
+    num_ctas:       CTAs that exchange; one more must fit a device, so there are more multiprocessors
     partial_words:  for the device's partial states
 
     A buffer is `2 * num_ranks` slots of `capacity` words of 8 bytes. Then comes the number of exchanges so far, once
@@ -59,6 +65,7 @@ class Buffers:
     table: int | None
     num_ranks: int
     capacity: int
+    num_ctas: int = MIN_CTAS
     partial_words: int = PARTIAL_WORDS
 
     replace = dataclasses.replace
@@ -77,6 +84,11 @@ class Buffers:
     def num_bytes(self) -> int:
         """Size of a buffer."""
         return self.partials_offset + self.partial_words * ops.WORD_BYTES
+
+
+def exchanging_ctas(sms: int | None) -> int:
+    """Returns how many CTAs exchange on a GPU of so many multiprocessors, None if unknown: a power of two."""
+    return MAX_EXCHANGING_CTAS if sms is not None and sms > MAX_EXCHANGING_CTAS else MIN_CTAS
 
 
 @functools.partial(jax.jit, static_argnames="buffers")
@@ -121,7 +133,7 @@ def _exchanged(name: str, purpose, arrays, results, rank, buffers: Buffers):
     return plgpu.kernel(
         body,
         out_type=results,
-        grid=(NUM_CTAS,),
+        grid=(buffers.num_ctas,),
         grid_names=("cta",),
         compiler_params=params,
         kernel_name=name,
@@ -132,18 +144,16 @@ def _exchange(purpose, has_rank: bool, buffers: Buffers, *refs):
     """Emits an exchange.
 
     Args:
-      purpose: `purpose(*refs)` returns `(count, sent, receive)`: how many elements there are, `sent(element)`, the
-        float32 of an element to send, and `receive(element, received)`, which writes the result. There,
-        `received(element)` returns the float32 of all ranks, in their order.
+      purpose: `purpose(*refs)` returns `(count, sent, receive)`, as `both_ways` takes them.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def emit(_, *refs):
         place = locate(buffers, refs[0] if has_rank else None)
         step = step_number(buffers, place)
-        send, receive = both_ways(*purpose(*refs[has_rank:]), buffers, place, step)
+        send, receive = both_ways(*purpose(*refs[has_rank:]), buffers, place, step, buffers.num_ctas)
         send()
-        count_step(buffers, place, step, NUM_CTAS)
+        count_step(buffers, place, step, buffers.num_ctas)
         receive()
 
     emit(*refs)
@@ -202,19 +212,17 @@ def count_step(buffers: Buffers, place: Place, step, num_ctas: int) -> None:
 
 
 class Transport(NamedTuple):
-    """Functions of an element, an index.
+    """Functions of an element, an index, or of several.
 
-    send:              `send(element, x)` writes to all devices
-    address:           `address(element)` returns where the first rank's word is received
-    received:          `received(element)` waits, and returns the float32 of all ranks, in their order
-    received_of_many:  `received_of_many(elements, are_wanted)` yields the same for each, and waits for several at once;
-                       of those that are not wanted it yields anything
+    send:      `send(element, x)` writes to all devices
+    address:   `address(element)` returns where the first rank's word is received
+    received:  `received(elements, are_wanted)` yields the float32 of all ranks, in their order, for each; it waits for
+               several at once, and of those that are not wanted it yields anything
     """
 
     send: Callable
     address: Callable
     received: Callable
-    received_of_many: Callable
 
 
 def transport(buffers: Buffers, place: Place, step) -> Transport:
@@ -235,28 +243,29 @@ def transport(buffers: Buffers, place: Place, step) -> Transport:
             ops.plus(place.local_base, slots, ops.constant(r * slot_bytes), words) for r in range(buffers.num_ranks)
         ]
 
-    def received(element):
-        return [ops.receive(address, step) for address in addresses(element)]
-
-    def received_of_many(elements, are_wanted):
+    def received(elements, are_wanted):
         last = arith.constant(ir.IndexType.get(), buffers.capacity - 1)
         both, size = list(zip(elements, are_wanted, strict=True)), max(1, WORDS_AT_ONCE // buffers.num_ranks)
         for first in range(0, len(both), size):
             some = both[first : first + size]
             words = [address for element, _ in some for address in addresses(arith.minui(element, last))]
             wanted = [is_wanted for _, is_wanted in some for _ in range(buffers.num_ranks)]
-            found = iter(_await_words(words, wanted, step))
+            found = iter(await_words(words, wanted, step, ops.load_from_peers))
             for _ in some:
                 yield list(itertools.islice(found, buffers.num_ranks))
 
-    return Transport(send, lambda element: addresses(element)[0], received, received_of_many)
+    return Transport(send, lambda element: addresses(element)[0], received)
 
 
-def _await_words(addresses, are_wanted, step) -> list:
-    """Waits until the wanted words bear the number `step`, and returns the payloads of all, float32."""
+def await_words(addresses, are_wanted, step, load) -> list:
+    """Waits until the wanted words bear the number `step`, and returns the payloads of all, float32.
+
+    Args:
+      load: `ops.load_from_peers`, or `ops.load_relaxed` of words that this device writes.
+    """
     until = scf.WhileOp([ops.i64()] * len(addresses), [])
     with ir.InsertionPoint(until.before.blocks.append()):
-        found = [ops.load_from_peers(address) for address in addresses]
+        found = list(map(load, addresses))
         is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
         for word, is_wanted in zip(found, are_wanted, strict=True):
             number = arith.trunci(ops.i32(), arith.shrui(word, ops.constant(32)))
@@ -268,21 +277,44 @@ def _await_words(addresses, are_wanted, step) -> list:
     return [arith.bitcast(ir.F32Type.get(), arith.trunci(ops.i32(), word)) for word in until.results]
 
 
-def both_ways(count: int, sent, receive, buffers: Buffers, place: Place, step):
-    """Returns two functions: one emits the sending of an exchange, the other the receiving."""
+def both_ways(
+    count: int, sent, receive, buffers: Buffers, place: Place, step, num_ctas: int, sent_at_once: int = ELEMENTS_AT_ONCE
+):
+    """Returns two functions: one emits the sending of an exchange, the other the receiving.
+
+    Args:
+      count: of elements.
+      sent: `sent(elements)` returns the float32 to send of each.
+      receive: `receive(elements, are_inside, received)` writes the results of those that are inside, where
+        `received` is that of `Transport`.
+      num_ctas: that exchange, the first ones.
+      sent_at_once: elements that a thread sends at once, at the most.
+    """
     at = functools.partial(arith.constant, ir.IndexType.get())
     thread, cta = gpu.thread_id(gpu.Dimension.x), gpu.block_id(gpu.Dimension.x)
-    send, _, received, _ = transport(buffers, place, step)
+    exchange, stride = transport(buffers, place, step), num_ctas * THREADS
 
-    def each_element(body):
+    def each_few(at_once: int, body):
+        at_once = max(1, min(at_once, -(-count // stride)))
         first = arith.addi(thread, arith.muli(cta, at(THREADS)))
-        loop = scf.ForOp(first, at(count), at(NUM_CTAS * THREADS))
+        loop = scf.ForOp(first, at(count), at(stride * at_once))
         with ir.InsertionPoint(loop.body):
-            body(loop.induction_variable)
+            elements = [arith.addi(loop.induction_variable, at(i * stride)) for i in range(at_once)]
+            are_inside = [arith.cmpi(arith.CmpIPredicate.ult, element, at(count)) for element in elements]
+            body([arith.minui(element, at(count - 1)) for element in elements], are_inside)
             scf.YieldOp([])
 
-    return lambda: each_element(lambda element: send(element, sent(element))), lambda: each_element(
-        functools.partial(receive, received=received)
+    def send_few(elements, are_inside):
+        for element, is_inside, x in zip(elements, are_inside, sent(elements), strict=True):
+            with mgpu.when(is_inside):
+                exchange.send(element, x)
+
+    return (
+        functools.partial(each_few, sent_at_once, send_few),
+        # An element may need another's words, as those of `out` need the lse's.
+        functools.partial(
+            each_few, WORDS_AT_ONCE // (2 * buffers.num_ranks), functools.partial(receive, received=exchange.received)
+        ),
     )
 
 
@@ -290,12 +322,12 @@ def _merging(out_ref, lse_ref, merged_ref, merged_lse_ref):
     """Returns the purpose that merges states."""
     count, place, receive = merged_results(*writing(merged_ref, merged_lse_ref))
 
-    def sent(element):
+    def sent_of(element):
         output_tile, column, dim, is_lse = place(element)
         x = ops.widened(memref.load(out_ref, [output_tile, column, dim]))
         return arith.select(is_lse, memref.load(lse_ref, [output_tile, column]), x)
 
-    return count, sent, receive
+    return count, lambda elements: list(map(sent_of, elements)), receive
 
 
 def writing(merged_ref, merged_lse_ref):
@@ -327,11 +359,22 @@ def merged_results(shape, write, write_lse):
         is_lse = arith.cmpi(arith.CmpIPredicate.eq, dim, at(head_dim))
         return output_tile, column, arith.minui(dim, at(head_dim - 1)), is_lse
 
-    def receive(element, received):
-        output_tile, column, dim, is_lse = place(element)
-        xs = received(element)
+    def lse_of(where):
+        """Returns the element that is the lse of an element's row."""
+        output_tile, column, *_ = where
         lse_dim = arith.addi(arith.muli(output_tile, at(head_dim + 1)), at(head_dim))
-        lses = received(arith.addi(arith.muli(lse_dim, at(columns)), column))
+        return arith.addi(arith.muli(lse_dim, at(columns)), column)
+
+    def receive(elements, are_inside, received):
+        wheres = list(map(place, elements))
+        both = [x for element, where in zip(elements, wheres) for x in (element, lse_of(where))]
+        words = received(both, [is_inside for is_inside in are_inside for _ in range(2)])
+        for where, is_inside in zip(wheres, are_inside, strict=True):
+            xs, lses = next(words), next(words)
+            with mgpu.when(is_inside):
+                write_merged(xs, lses, *where)
+
+    def write_merged(xs, lses, output_tile, column, dim, is_lse):
         top = functools.reduce(arith.maximumf, lses)
         # A finite stand-in where no rank has a key: exp(-inf - -inf) would be NaN.
         lowest = arith.constant(f32, LOWEST)
@@ -361,20 +404,31 @@ def _adding(x_ref, *refs):
     """Returns the purpose that adds, and adds the result to a residual if there is one."""
     *residual_refs, total_ref = refs
 
-    def receive(element, received):
-        residuals = [ops.widened(memref.load(ref, [element])) for ref in residual_refs]
-        total = functools.reduce(arith.addf, [*received(element), *residuals])
-        memref.store(ops.narrowed(total, total_ref), total_ref, [element])
+    def receive(elements, are_inside, received):
+        residuals = [_loaded(ref)(elements) for ref in residual_refs]
+        of_ranks = received(elements, are_inside)
+        for element, is_inside, xs, *residual in zip(elements, are_inside, of_ranks, *residuals, strict=True):
+            with mgpu.when(is_inside):
+                total = functools.reduce(arith.addf, [*xs, *residual])
+                memref.store(ops.narrowed(total, total_ref), total_ref, [element])
 
-    return *ir.MemRefType(x_ref.type).shape, lambda element: ops.widened(memref.load(x_ref, [element])), receive
+    return *ir.MemRefType(x_ref.type).shape, _loaded(x_ref), receive
 
 
 def _gathering(x_ref, gathered_ref):
     """Returns the purpose that keeps the numbers of all ranks."""
 
-    def receive(element, received):
-        for r, x in enumerate(received(element)):
-            rank = arith.constant(ir.IndexType.get(), r)
-            memref.store(ops.narrowed(x, gathered_ref), gathered_ref, [rank, element])
+    def receive(elements, are_inside, received):
+        of_ranks = received(elements, are_inside)
+        for element, is_inside, xs in zip(elements, are_inside, of_ranks, strict=True):
+            with mgpu.when(is_inside):
+                for r, x in enumerate(xs):
+                    rank = arith.constant(ir.IndexType.get(), r)
+                    memref.store(ops.narrowed(x, gathered_ref), gathered_ref, [rank, element])
 
-    return *ir.MemRefType(x_ref.type).shape, lambda element: ops.widened(memref.load(x_ref, [element])), receive
+    return *ir.MemRefType(x_ref.type).shape, _loaded(x_ref), receive
+
+
+def _loaded(ref):
+    """Returns the function that loads elements to send, as float32."""
+    return lambda elements: [ops.widened(memref.load(ref, [element])) for element in elements]

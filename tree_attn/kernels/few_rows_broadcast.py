@@ -119,7 +119,8 @@ class BroadcastEnd(Epilogue):
             with ir.InsertionPoint(loop.body):
                 column, dim = (f(loop.induction_variable, at(head_dim)) for f in (arith.divui, arith.remui))
                 output_tile, column = (f(column, at(columns)) for f in (arith.divui, arith.remui))
-                send(loop.induction_variable, merged(output_tile, column, dim, is_lse))
+                (x,) = merged([(output_tile, column, dim, is_lse)])
+                send(loop.induction_variable, x)
                 scf.YieldOp([])
 
         operands = [(step, SCALAR), (spans_ref, plgpu.RefType()), *broadcast.operands]

@@ -39,7 +39,7 @@ def receive_heads(broadcast: Broadcast, first, query_smem, new_smem, *, group: i
         elements = [arith.addi(thread(), _index(start)) for start in range(0, count, THREADS)]
         are_wanted = [arith.cmpi(arith.CmpIPredicate.ult, element, _index(count)) for element in elements]
         first = arith.index_cast(ir.IndexType.get(), first.registers.item())
-        received = broadcast.transport(words, step).received_of_many(
+        received = broadcast.transport(words, step).received(
             [arith.addi(first, element) for element in elements], are_wanted
         )
         bases = shared_address(query), shared_address(new)

@@ -145,7 +145,7 @@ def write_heads(
                 exchange.send(write.element(where), x)
 
         result.foreach(send_own)
-        of_ranks = exchange.received_of_many(map(write.element, wheres), map(write.is_inside, wheres))
+        of_ranks = exchange.received(map(write.element, wheres), map(write.is_inside, wheres))
         for where, parts in zip(wheres, of_ranks, strict=True):
             write(write.take_slot(), where, parts)
 

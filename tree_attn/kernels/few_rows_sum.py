@@ -86,7 +86,7 @@ class SumEnd:
 
             result.foreach(send_own)
             are_inside = [is_inside(*where) for where in wheres]
-            of_ranks = exchange.received_of_many(map(element, wheres), are_inside)
+            of_ranks = exchange.received(map(element, wheres), are_inside)
             for where, inside, parts in zip(wheres, are_inside, of_ranks, strict=True):
                 added = [residuals.pop(0)] if residual else []
                 with utils.when(inside):

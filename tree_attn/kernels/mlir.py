@@ -120,15 +120,3 @@ def store(address, x):
 def send(address, x, step):
     """Writes payload and step number as one word of 8 bytes, which a reader sees whole or not at all."""
     asm("{ .reg .b64 word; mov.b64 word, {$1, $2}; st.relaxed.sys.global.b64 [$0], word; }", None, address, x, step)
-
-
-def receive(address, step):
-    """Waits until the word at `address` bears the number `step`, and returns its payload."""
-    return asm(
-        "{ .reg .pred is_old; .reg .b32 number; .reg .b64 word; "
-        "AGAIN: ld.relaxed.sys.global.b64 word, [$1]; mov.b64 {$0, number}, word; "
-        "setp.ne.u32 is_old, number, $2; @is_old bra AGAIN; }",
-        ir.F32Type.get(),
-        address,
-        step,
-    )

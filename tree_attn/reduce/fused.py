@@ -57,7 +57,7 @@ class Exchange:
         words = (num_partials + epilogue.PARTIALS_AT_ONCE) * (padded_head_dim + 2) * columns
         elements = math.prod(output_tiles) * columns * (head_dim + 1)
         has_room = elements <= self.buffers.capacity and words <= exchange.PARTIAL_WORDS
-        if not has_room or not exchange.NUM_CTAS <= num_ctas <= exchange.MAX_CTAS:
+        if not has_room or not exchange.MIN_CTAS <= num_ctas <= exchange.MAX_CTAS:
             return None
         return epilogue.Epilogue(self.buffers, num_ctas)
 
@@ -136,7 +136,7 @@ def meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[ja
 
 def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Any]:
     """Returns the first group of devices that meet along `axes`, and the buffers of all groups."""
-    from tree_attn.kernels.exchange import Buffers
+    from tree_attn.kernels.exchange import Buffers, exchanging_ctas
     from tree_attn.kernels.launch_order import runs_kernels_in_order
     from tree_attn.reduce import peer_memory
 
@@ -150,7 +150,8 @@ def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> t
     if elements > MAX_ELEMENTS:
         raise NotImplementedError(f"fused exchanges up to {MAX_ELEMENTS} elements, got {elements}")
     groups = _groups(axes, mesh)
-    buffers = Buffers(table=0, num_ranks=len(groups[0]), capacity=MAX_ELEMENTS)
+    num_ctas = exchanging_ctas(getattr(groups[0][0], "core_count", None))
+    buffers = Buffers(table=0, num_ranks=len(groups[0]), capacity=MAX_ELEMENTS, num_ctas=num_ctas)
     return groups[0], buffers.replace(table=peer_memory.peer_memory(groups, buffers.num_bytes))
 
 

@@ -62,7 +62,7 @@ def check_platform(devices: Sequence[jax.Device]) -> None:
     """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and for which the exchange is written."""
     if (runtime := runtime_of(devices[0])) != "cuda":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
-    from tree_attn.kernels.exchange import NUM_CTAS
+    from tree_attn.kernels.exchange import MIN_CTAS
     from tree_attn.kernels.targets import TARGETS
 
     capability = getattr(devices[0], "compute_capability", "9.0")  # devices to compile for have none
@@ -71,8 +71,8 @@ def check_platform(devices: Sequence[jax.Device]) -> None:
             f"fused is written for compute capability {', '.join(TARGETS)}, this GPU has {capability}"
         )
     # CTAs that exchange wait for one other to come and go (`tree_attn.kernels.epilogue`).
-    if (sms := getattr(devices[0], "core_count", None)) is not None and sms <= NUM_CTAS:
-        raise PeerMemoryError(f"fused needs a GPU of more than {NUM_CTAS} multiprocessors, this GPU has {sms}")
+    if (sms := getattr(devices[0], "core_count", None)) is not None and sms <= MIN_CTAS:
+        raise PeerMemoryError(f"fused needs a GPU of more than {MIN_CTAS} multiprocessors, this GPU has {sms}")
 
 
 @functools.cache  # failures too: another attempt would allocate again
