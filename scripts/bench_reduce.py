@@ -24,7 +24,7 @@ from process_per_device import environment, join, spawn
 
 HEAD_DIM = 128
 UNROLLED = 8  # exchanges in a turn of the loop: its counter's kernel is then a small part, and compiling takes seconds
-ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024))
+ELEMENTS = tuple(heads * (HEAD_DIM + 1) for heads in (16, 64, 256, 1024, 2032))
 KEYS_PER_DEVICE = (10_240, 80_000, 640_000)
 TRANSFER_BYTES = tuple(round(mb * 1e6) for mb in (1, 2, 4.2, 8.4, 16.8, 42, 84, 168, 328, 655))
 RAGGED_BATCHES, RAGGED_KEYS, RAGGED_HEADS, RAGGED_BLOCK = (8, 16, 32), 20_480, (32, 8), 512

@@ -160,7 +160,7 @@ def scores_of_sparse_attentions(task: str = "needle") -> dict:
     return {**curves, "dense": dense, "unit": first["unit"], "title": title, "source": source("a CPU", rows)}
 
 
-SHARES = "sweep_h200/table.jsonl"
+SHARES = "sweep_h200/fixed.jsonl"
 
 
 def shares_of_the_limit(rows: list[dict] | None = None) -> dict:

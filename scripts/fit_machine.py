@@ -38,17 +38,20 @@ RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 KIND = "NVIDIA H200"
 MEMORY_BYTES = 141_000_000_000  # the datasheet's
 
-REDUCE, ONE = "reduce_2xh200/bench_reduce.jsonl", "compare_1xh200/results.jsonl"
+REDUCE, FUSED, ONE = (
+    "reduce_2xh200/bench_reduce.jsonl",
+    "reduce_2xh200/exchange.jsonl",
+    "compare_1xh200/results.jsonl",
+)
 TWO = "compare_2xh200_2processes/results.jsonl"
 DOCTOR = "doctor_2xh200/machine.json"
-# The rows that constants are fitted to. Of the `fused` of two launches only the exchanges alone are among them.
+# The rows that constants are fitted to. `fused` is fitted to exchanges alone, of a later kernel than the other rows'.
 FITTED: dict[str, Callable[[dict], bool]] = {
-    REDUCE: lambda row: (
-        row["reduction"] in ("none", *COLLECTIVES) if row["what"] == "step" else row["reduction"] == "fused"
-    ),
+    REDUCE: lambda row: row["what"] == "step" and row["reduction"] in ("none", *COLLECTIVES),
+    FUSED: lambda row: row["reduction"] == "fused",
     ONE: lambda row: row["error"] is None and row["strategy"] == "tree",
     TWO: lambda row: row["error"] is None and row["strategy"] == "ring_overlapped",
-    DOCTOR: lambda point: True,
+    DOCTOR: lambda point: point["kind"] != "fused",
 }
 # The folders whose rows are predicted: steps by `compare`, and what exchanges add to the steps of `bench_reduce.py`.
 PREDICTED = (
@@ -83,7 +86,7 @@ def fit(rows_of: Callable[[str], list[dict]] = lines) -> Machine:
     """
     found = {path: [row for row in rows_of(path) if keep(row)] for path, keep in FITTED.items()}
     read_bytes_per_s, local_us = _local(found)
-    steps = [row for row in found[REDUCE] if row["what"] == "step"]
+    steps = found[REDUCE]
     alone = {row["keys_per_device"]: row["us_median"] for row in steps if row["reduction"] == "none"}
     points = [
         Point(exchange=row["kind"], **{name: row[name] for name in ("size", "payload_bytes", "us")})
@@ -94,7 +97,7 @@ def fit(rows_of: Callable[[str], list[dict]] = lines) -> Machine:
         for row in steps
         if row["reduction"] != "none"
     ]
-    points += [_point("fused", row["elements"], row["us_median"]) for row in found[REDUCE] if row["what"] == "exchange"]
+    points += [_point("fused", row["elements"], row["us_median"]) for row in found[FUSED]]
     collective_us, costs = fit_collectives({"device": points}, round_us=NCCL_ROUND_US)
     transfers = [point for point in points if point.exchange == "neighbour"]
     for row in found[TWO]:  # within a ring a transfer shares the memory with the attention beside it
@@ -128,8 +131,8 @@ PROVENANCE = {
     "collective_us, allreduce, gather": "what reductions add to steps of two GPUs, at 4 kB, 8 kB and 1 MB",
     "round_us of allreduce and gather": "NCCL 2.28's source, src/graph/tuning.cc: LL over NVLink. Two GPUs cannot tell "
     "it from a launch",
-    "fused": "what the exchange adds to steps of two GPUs, and exchanges alone of 8 to 528 kB, with 1 us of the "
-    "chain's own kernels; more devices send 2 (p - 1) payloads at this rate",
+    "fused": "exchanges alone of two GPUs, of 8 kB to 1 MB, with 1 us of the chain's own kernels; at the end of the "
+    "attention's kernel a small one adds less; more devices send 2 (p - 1) payloads at this rate",
     "neighbour": "bare transfers between two GPUs, and those of overlapped rings of two, which are 8 % slower; all "
     "with NCCL_P2P_NVL_CHUNKSIZE=65536",
     "memory_bytes": "the datasheet's 141 GB",
@@ -147,7 +150,7 @@ def _local(found: dict[str, list[dict]]) -> tuple[float, float]:
     times = [
         (4 * row["keys_per_device"] * row["heads"] * 128, row["us_median"])
         for row in found[REDUCE]
-        if row["what"] == "step" and row["reduction"] == "none"
+        if row["reduction"] == "none"
     ]
     by_length: dict[int, list[float]] = {}  # on one GPU every reduction is the same program
     for row in found[ONE]:

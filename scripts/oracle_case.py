@@ -83,6 +83,8 @@ EXCHANGED_SHAPES = (
     dict(num_queries=3, num_heads=8, num_kv_heads=2, head_dim=128, num_keys=3840),
     dict(num_queries=1, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=3840),
     dict(num_queries=1, num_heads=8, num_kv_heads=2, head_dim=128, num_keys=3840, stored_dtype="float8_e4m3fn"),
+    # So many elements that a thread exchanges several at once.
+    dict(num_queries=1, num_heads=160, num_kv_heads=40, head_dim=128, num_keys=3840),
 )
 
 

@@ -2,6 +2,7 @@
 
     python3 scripts/results_table.py --keys 640000 docs/results/compare_8xh200_8processes/results.jsonl
     python3 scripts/results_table.py docs/results/reduce_8xh200/steps.jsonl
+    python3 scripts/results_table.py docs/results/reduce_2xh200/ragged.jsonl
     python3 scripts/results_table.py docs/results/llama_h200/{eight_gpus_8processes,one_gpu}.jsonl
     python3 scripts/results_table.py docs/results/llama_h200/{samples,levels}_7b.jsonl
     python3 scripts/results_table.py docs/results/chain_h100/{tokens,peer}.jsonl
@@ -50,7 +51,7 @@ def steps_table(rows: list[dict]) -> str:
 
     The share is what the step without a reduction reaches of reading K and V at the datasheet's rate.
     """
-    rows = [row for row in rows if "keys_per_device" in row]  # others are of exchanges alone
+    rows = [row for row in rows if row["what"] == "step"]  # others are of exchanges alone
     reductions = list(dict.fromkeys(row["reduction"] for row in rows))
     named = ["local only" if name == "none" else name or "picked" for name in reductions]
     lines = [
@@ -65,6 +66,30 @@ def steps_table(rows: list[dict]) -> str:
         shown = [*(us[name] for name in reductions), us["fused"] - us["none"], limit]
         share = f"{limit / us['none']:.0%}"
         lines.append("| " + " | ".join([f"{gpus}", f"{keys:,}", *(f"{x:,.1f}" for x in shown), share, commit]) + " |")
+    return "\n".join(lines)
+
+
+def ragged_table(rows: list[dict]) -> str:
+    """Returns a Markdown table: steps of several sequences of unlike lengths, by each reduction.
+
+    The last column but one is the time of the picked reduction over that of the fastest by name.
+    """
+    reductions = [name for name in ("allreduce", "gather", "fused", None) if any(r["reduction"] == name for r in rows)]
+    named = [name or "picked" for name in reductions]
+    lines = [
+        "| "
+        + " | ".join(["GPUs", "sequences", "keys", *named, "reading K and V", "picked over fastest", "commit"])
+        + " |",
+        "|---" * (len(named) + 6) + "|",
+    ]
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        same = [row for row in rows if row["batch"] == batch]
+        us, first = {row["reduction"]: row["us_median"] for row in same}, same[0]
+        elements = 2 * first["num_keys"] * first["kv_heads"] * HEAD_DIM / first["n_devices"]
+        times = [*(us[name] for name in reductions), 2 * elements / READ_GB_PER_S / 1e3]
+        cells = [f"{first['n_devices']}", f"{batch}", f"{first['num_keys']:,}", *(f"{x:,.1f}" for x in times)]
+        ratio = us[None] / min(x for name, x in us.items() if name is not None)
+        lines.append("| " + " | ".join([*cells, f"{ratio:.2f}", first["git_commit"][:7]]) + " |")
     return "\n".join(lines)
 
 
@@ -167,6 +192,9 @@ def main() -> None:
     table_of = {"per_token_ms_median": llama_table, "keys_per_device": steps_table, "strategy": compare_table}
     if any("way" in row and "per_token_ms_median" in row for row in rows):  # of the peer
         print(token_table(rows))
+        return
+    if rows[0].get("what") == "ragged":
+        print(ragged_table(rows))
         return
     print(next(make for field, make in table_of.items() if field in rows[0])(rows))
 

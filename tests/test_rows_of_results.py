@@ -78,7 +78,7 @@ INCOMPLETE = [
     "slow_link/results.jsonl",
     "sparq_2xh200/gpu_check.jsonl",
     "sparq_h200/gpu_check.jsonl",
-    "sparq_h200/table.jsonl",
+    "sparq_h200/kernels.jsonl",
 ]
 FILES = sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.jsonl"))
 

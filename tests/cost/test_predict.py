@@ -1,6 +1,7 @@
 """Predictions of memory, traffic and time, against sums done by hand; the choice of a reduction; wrong calls."""
 
 import math
+import pathlib
 
 import pytest
 from fake_machine import make_machine
@@ -8,6 +9,9 @@ from steps import make_step
 
 from tree_attn.cost import equations, machine, predict
 from tree_attn.cost.predict import cheapest_reduction
+from tree_attn.measure.rows import read
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_grouped_queries_send_less_in_rings_only():
@@ -90,17 +94,24 @@ def test_the_cheapest_reduction_depends_on_size_and_links():
     )
     levels = ["allreduce", "gather", "fused"]
     assert choose(levels, 2064, (4,)) == "fused"
-    assert choose(levels, 100_000, (4,)) == "gather"  # 8 bytes for 4 cost more than a launch
+    assert choose(["allreduce", "gather"], 2064, (4,)) == "gather"
     assert choose(levels, 10**9, (4,)) == "allreduce"  # which sends least
     across = [*levels, "hierarchical", ("fused", "gather")]
     assert choose(across, 2064, (8, 16)) == ("fused", "gather")  # fused alone cannot leave the node: passed over
 
 
-@pytest.mark.parametrize("elements, best", [(2064, "fused"), (8256, "fused"), (33_024, "fused"), (132_096, "gather")])
-def test_two_h200s_take_what_was_measured_to_be_fastest(elements, best):
-    """docs/results/reduce_2xh200, rows of "exchange"."""
-    options = dict(elements=elements, axis_sizes=(2,), machine=machine.load("NVIDIA H200"))
-    assert cheapest_reduction(["allreduce", "gather", "fused"], **options) == best
+@pytest.mark.parametrize("file", ["ragged.jsonl", "large.jsonl"])
+def test_two_h200s_take_what_was_measured_to_be_fastest(file):
+    """The picked reduction takes at most 3 % more."""
+    measured: dict[int, dict[str, float]] = {}
+    for row in read(ROOT / "docs" / "results" / "reduce_2xh200" / file):
+        elements = row.get("elements") or row["batch"] * row["heads"] * 129
+        if row["reduction"] is not None:
+            measured.setdefault(elements, {})[row["reduction"]] = row["us_median"]
+    assert len(measured) >= 3
+    for elements, us in measured.items():
+        options = dict(elements=elements, axis_sizes=(2,), machine=machine.load("NVIDIA H200"))
+        assert us[cheapest_reduction(list(us), **options)] <= 1.03 * min(us.values()), elements
 
 
 def test_of_equals_the_first_is_taken_and_one_device_costs_nothing():

@@ -94,9 +94,9 @@ def test_none_picks_what_runs_here_and_says_why(axis_sizes, picked, caplog):
     [
         ({"seq": 4}, 16 * 129, ["fused", "gather"]),  # small: fused is cheapest, and cannot run here
         ({"seq": 4}, 1 << 20, ["allreduce"]),  # large: it sends least
-        ({"device": 4, "node": 2}, 16 * 129, ["gather"]),  # one launch over both, with one hop between nodes
+        ({"device": 4, "node": 2}, 8 * 129, ["gather"]),  # one launch over both, with one hop between nodes
         ({"device": 4, "node": 2}, 160 * 129, [("fused", "gather"), "gather"]),  # less to send between nodes
-        ({"device": 4, "node": 2}, 512 * 129, [("gather", "gather")]),
+        ({"device": 4, "node": 2}, 512 * 129, [("fused", "gather"), ("gather", "gather")]),
     ],
     ids=str,
 )

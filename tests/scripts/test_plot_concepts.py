@@ -56,7 +56,7 @@ def test_rows_of_the_sweep_take_the_place_of_older_ones(tmp_path, monkeypatch):
     assert "8 x 16k, 32/8 of 128, 4 queries" in numbers["steps"] and "abcdef0" in numbers["source"]
     monkeypatch.setattr(concept_numbers, "RESULTS", tmp_path)
     (tmp_path / "sweep_h200").mkdir()
-    (tmp_path / "sweep_h200" / "table.jsonl").write_text("\n".join(map(json.dumps, sweep_rows())))
+    (tmp_path / "sweep_h200" / "fixed.jsonl").write_text("\n".join(map(json.dumps, sweep_rows())))
     plot_concepts.draw("shares", tmp_path / "shares.png")
     with Image.open(tmp_path / "shares.png") as picture:
         assert picture.text["Description"] == plot_concepts.digest(numbers)

@@ -64,7 +64,7 @@ EXCHANGES = {
         rounds=_one_round,
         payloads_sent=lambda p: 2 * (p - 1),
         is_collective=False,
-        max_elements=1 << 18,
+        max_elements=1 << 19,
     ),
     # Every device to the next: one hop of a ring.
     "neighbour": ExchangePattern(num_exchanges=1, rounds=_one_round, payloads_sent=lambda p: 1),
