@@ -141,7 +141,7 @@ def test_fused_stays_in_a_node_and_among_small_states(capsys):
     alone = "fused writes to the memory of other GPUs, which it can inside a node only"
     assert planned(capsys, *CLUSTER)["left_out"]["tree fused"] == alone
     left_out = planned(capsys, "--gpus-per-node", "4", "--keys", "8", "--batch", "1000")["left_out"]
-    assert left_out == {"tree fused": "fused exchanges up to 262,144 elements, and this state has 2,064,000"}
+    assert left_out == {"tree fused": "fused exchanges up to 524,288 elements, and this state has 2,064,000"}
 
 
 def test_one_gpu_exchanges_nothing(capsys):
