@@ -88,10 +88,13 @@ class Call:
         return query, key, value, *([] if self.lengths is None else [jnp.asarray(lengths)])
 
     def shapes(self, sharding=None):
-        return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            for x in self.inputs(draw=lambda size: np.zeros(size, np.float32))
-        ]
+        """The shapes of `inputs`; arrays of one KV head are made for them, since those of a thousand take a second."""
+        draw = lambda size: np.zeros(size, np.float32)
+        query, key, value, *rest = dataclasses.replace(self, kv_heads=1).inputs(draw)
+        for x in (query, key, value):
+            *others, heads, last = x.shape
+            yield jax.ShapeDtypeStruct((*others, heads * self.kv_heads, last), x.dtype, sharding=sharding)
+        yield from (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in rest)
 
     def run(self, query, key, value, *rest):
         options = self.options | {"implementation": "mosaic_gpu"}

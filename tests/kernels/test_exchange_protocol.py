@@ -137,7 +137,7 @@ def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken, broa
     assert "a word of step 0 was overwritten before it was read" in found
 
 
-@pytest.mark.parametrize(("sms", "ctas"), [(None, 64), (65, 64), (128, 64), (129, 128), (132, 128)])
-def test_one_cta_more_than_exchange_fits_a_device(sms, ctas):
+@pytest.mark.parametrize(("sms", "ctas"), [(None, 64), (65, 64), (127, 64), (128, 96), (132, 96)])
+def test_more_ctas_than_exchange_fit_a_device(sms, ctas):
     assert exchanging_ctas(sms) == ctas
     assert sms is None or ctas < sms

@@ -51,6 +51,11 @@ class Epilogue:
     buffers: Buffers
     num_ctas: int
 
+    @property
+    def num_exchanging(self) -> int:
+        """Returns how many CTAs exchange."""
+        return min(self.buffers.num_ctas, self.num_ctas)
+
     def begin(self, rank_ref):
         """Returns the number of the step, which the other methods take."""
         return begin_step(self.buffers, rank_ref)
@@ -114,7 +119,7 @@ class Epilogue:
         shape, *_ = results
         merged = self.merged(place, step, spans_ref, shape, padded_head_dim)
         count, place_of, receive = merged_results(*results)
-        num_ctas = min(self.buffers.num_ctas, self.num_ctas)
+        num_ctas = self.num_exchanging
         exchanges = arith.cmpi(arith.CmpIPredicate.ult, gpu.block_id(gpu.Dimension.x), _index(num_ctas))
         with mgpu.when(exchanges):
             sent = lambda elements: merged(list(map(place_of, elements)))

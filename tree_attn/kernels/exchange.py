@@ -38,12 +38,14 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, memref, scf
 
 from tree_attn.kernels import mlir as ops
 
-# CTAs that exchange, but in a product's end, by the GPU; attention's other CTAs only leave partial states.
-MIN_CTAS, MAX_EXCHANGING_CTAS = 64, 128
+# CTAs that exchange, but in a product's end, by the GPU; attention's other CTAs only leave partial states. They hold
+# their multiprocessors while they wait for peers. A collective of NCCL on another stream waits too, by up to 32 CTAs:
+# both must fit a GPU, or two GPUs can wait for each other for ever.
+MIN_CTAS, MAX_EXCHANGING_CTAS, OTHER_WAITING_CTAS = 64, 96, 32
 MAX_CTAS = 1024  # of a kernel that ends in an exchange
 PARTIAL_WORDS = 1 << 21
 THREADS = 128
-WORDS_AT_ONCE = 16  # that a thread reads before it waits for one
+WORDS_AT_ONCE = 16  # from peers, that a thread reads before it waits for one
 ELEMENTS_AT_ONCE = 4  # that a thread sends, where they are loaded from arrays
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -87,8 +89,9 @@ class Buffers:
 
 
 def exchanging_ctas(sms: int | None) -> int:
-    """Returns how many CTAs exchange on a GPU of so many multiprocessors, None if unknown: a power of two."""
-    return MAX_EXCHANGING_CTAS if sms is not None and sms > MAX_EXCHANGING_CTAS else MIN_CTAS
+    """Returns how many CTAs exchange on a GPU of so many multiprocessors, None if unknown."""
+    has_room = sms is not None and sms >= MAX_EXCHANGING_CTAS + OTHER_WAITING_CTAS
+    return MAX_EXCHANGING_CTAS if has_room else MIN_CTAS
 
 
 @functools.partial(jax.jit, static_argnames="buffers")

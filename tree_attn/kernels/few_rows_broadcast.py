@@ -29,7 +29,16 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, SCALAR, Epilogue, inline
-from tree_attn.kernels.exchange import THREADS, WORDS_AT_ONCE, Buffers, Transport, count_step, locate, transport
+from tree_attn.kernels.exchange import (
+    MIN_CTAS,
+    THREADS,
+    WORDS_AT_ONCE,
+    Buffers,
+    Transport,
+    count_step,
+    locate,
+    transport,
+)
 from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.registers import tiling
 
@@ -90,6 +99,14 @@ class BroadcastEnd(Epilogue):
 
     result: tuple[int, int, int]
     num_kv_heads: int
+
+    @property
+    def num_exchanging(self) -> int:
+        """Returns how many CTAs exchange: each must have a part of the output product, or its words may be overwritten.
+
+        It also reads what other devices keep. Only its part of the sum that follows says that it has.
+        """
+        return min(MIN_CTAS, self.num_ctas)
 
     def end(self, rank_ref, step, spans_ref, broadcast: Broadcast, padded_head_dim: int) -> None:
         """Merges, and broadcasts; a step with other devices is counted by the caller.
