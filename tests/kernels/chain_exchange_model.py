@@ -7,6 +7,9 @@ has a place for each element. Both are in one of two slots by the step's parity.
 
 With attention the first exchange is that of heads. CTAs that attend wait for all of them, and the others for none. The
 second is that of the merge. Its CTAs wait for those that attend.
+
+In a merge CTAs also read what other devices keep, and broadcast nothing of that. With `working` the first exchange is
+such a merge for the CTAs from that number on, and they have no part of the others.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ class Exchanges:
     meets:       whether CTAs meet after an exchange, or get what is broadcast
     broadcasts:  whether results are broadcast
     attending:   how many CTAs attend after the first exchange; None: there is no attention
+    working:     how many CTAs have a part of all exchanges; None: all
     """
 
     devices: int = 2
@@ -30,6 +34,7 @@ class Exchanges:
     meets: bool = True
     broadcasts: bool = False
     attending: int | None = None
+    working: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,10 @@ def _following(exchanges: Exchanges, state: State) -> Iterator[State | str]:
 def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: int, step: int, operation: int):
     element, slot = (cta + step // 2) % exchanges.ctas, step % exchanges.slots
     attends = exchanges.attending is not None and step < 2
+    working = range(exchanges.ctas if exchanges.working is None else exchanges.working)
+    if cta not in working and (step > 0 or operation in (COUNT, MEET)):
+        yield after
+        return
     if attends and step == 0 and operation == MEET and cta >= exchanges.attending:
         yield after
     elif attends and step == 1 and operation == SEND and not _have_attended(exchanges, state.done[device]):
@@ -93,7 +102,8 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
     elif exchanges.broadcasts and operation == COUNT:
         yield dataclasses.replace(after, flying=state.flying | {((device, slot, OWN, element), step + 1)})
     elif exchanges.broadcasts and exchanges.meets:
-        yield from _received(state, after, step, [(device, slot, OWN, element) for element in range(exchanges.ctas)])
+        elements = [(other + step // 2) % exchanges.ctas for other in working]
+        yield from _received(state, after, step, [(device, slot, OWN, element) for element in elements])
     elif operation == COUNT:
         counts = state.met[device]
         yield dataclasses.replace(after, met=_with(state.met, device, _with(counts, step, counts[step] + 1)))

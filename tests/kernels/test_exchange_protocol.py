@@ -130,6 +130,11 @@ def test_the_model_finds_that_no_cta_attends():
     assert "all wait" in chain_exchange_model.failures(exchanges)
 
 
+def test_the_model_finds_that_a_cta_merges_and_has_no_part_of_the_products():
+    exchanges = chain_exchange_model.Exchanges(broadcasts=True, working=1)
+    assert "a word of step 0 was overwritten before it was read" in chain_exchange_model.failures(exchanges)
+
+
 @pytest.mark.parametrize("broadcasts", [False, True])
 @pytest.mark.parametrize("broken", [{"meets": False}, {"slots": 1}], ids=str)
 def test_the_model_of_a_chain_s_exchanges_finds_what_would_be_wrong(broken, broadcasts):
