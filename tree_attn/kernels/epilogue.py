@@ -31,6 +31,7 @@ from tree_attn.kernels.exchange import (
 # Partial states that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With
 # more, a kernel with this end would need more than the 128 registers that let two CTAs share an SM.
 PARTIALS_AT_ONCE = 9
+MERGED_AT_ONCE = 2  # elements whose partial states a thread reads together; by three some take 150 registers and more
 SCALAR = plgpu.Layout.WG_SPLAT
 
 
@@ -123,7 +124,7 @@ class Epilogue:
         exchanges = arith.cmpi(arith.CmpIPredicate.ult, gpu.block_id(gpu.Dimension.x), _index(num_ctas))
         with mgpu.when(exchanges):
             sent = lambda elements: merged(list(map(place_of, elements)))
-            sent_at_once = PARTIALS_AT_ONCE // _partials_at_once(self.num_ctas, shape)
+            sent_at_once = min(MERGED_AT_ONCE, PARTIALS_AT_ONCE // _partials_at_once(self.num_ctas, shape))
             for way in both_ways(count, sent, receive, self.buffers, place, step, num_ctas, sent_at_once):
                 way()
 
