@@ -12,7 +12,7 @@ from few_rows_cases import H200_SMS, Chain, chains_of_models
 from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves
-from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.exchange import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
 from tree_attn.kernels.few_rows_cta import CtaProduct
@@ -228,6 +228,13 @@ def test_a_device_sends_what_its_output_product_reads(monkeypatch):
     buffers = Buffers(table=0, num_ranks=2, capacity=4096)
     end = few_rows_broadcast.BroadcastEnd(buffers, 132, (8, 4, 64), num_kv_heads=4)
     assert [tile for tile in range(8) if end._is_of_rank(tile, 1)] == [2, 3, 6, 7]
+
+
+def test_no_more_ctas_of_a_chain_merge_than_have_a_part_of_its_products():
+    """A product of 4,608 features has 116 CTAs on 132 multiprocessors; `chain_exchange_model.py` has what goes wrong."""
+    buffers = Buffers(table=0, num_ranks=2, capacity=4096, num_ctas=96)
+    end = few_rows_broadcast.BroadcastEnd(buffers, 132, (8, 4, 64), num_kv_heads=4)
+    assert end.num_exchanging == MIN_CTAS
 
 
 @pytest.mark.parametrize("columns", [64, 128])
