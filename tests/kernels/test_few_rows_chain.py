@@ -231,7 +231,7 @@ def test_a_device_sends_what_its_output_product_reads(monkeypatch):
 
 
 def test_no_more_ctas_of_a_chain_merge_than_have_a_part_of_its_products():
-    """A product of 4,608 features has 116 CTAs on 132 multiprocessors; `chain_exchange_model.py` has what goes wrong."""
+    """A product of 4,608 features has 116 CTAs on 132 multiprocessors; `chain_exchange_model.py` says why."""
     buffers = Buffers(table=0, num_ranks=2, capacity=4096, num_ctas=96)
     end = few_rows_broadcast.BroadcastEnd(buffers, 132, (8, 4, 64), num_kv_heads=4)
     assert end.num_exchanging == MIN_CTAS
