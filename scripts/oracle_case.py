@@ -55,7 +55,7 @@ LEAN_SHAPES = (
     dict(num_queries=3, num_heads=4, num_kv_heads=2, head_dim=256, num_keys=8192),
 )
 # Sequences that share their first keys: as query columns, as query rows of one and of several heads, and in two blocks;
-# numbers that eight does not divide, and groups whose heads do not share a tile.
+# numbers that eight does not divide, and groups whose heads do not share a tile, with sequences in two blocks of rows.
 PREFIX_SHAPES = tuple(
     dict(zip(("batch", "num_queries", "num_heads", "num_kv_heads", "head_dim", "shared", "num_keys"), sizes))
     for sizes in (
@@ -72,6 +72,9 @@ PREFIX_SHAPES = tuple(
         (43, 1, 16, 2, 128, 1000, 1072),
         (45, 1, 8, 2, 64, 1000, 1072),
         (133, 1, 2, 1, 128, 600, 664),
+        (26, 1, 14, 2, 128, 2000, 2072),
+        (30, 3, 10, 2, 64, 1000, 1104),
+        (7, 1, 8, 1, 64, 3000, 3200),
     )
 )
 # Special cases of an exchange at the end of the lean kernel: many partial states of an output tile, padded head dims,

@@ -34,7 +34,7 @@ from tree_attn.arguments import (
     takes_options,
 )
 from tree_attn.array_axes import BATCH, HEADS, option_specs
-from tree_attn.local import attend_shard
+from tree_attn.local import ShardAttention, attend_after, attend_shard, shard_attention
 from tree_attn.masking import add_sinks
 from tree_attn.mesh import AxisName, axis_tuple
 from tree_attn.placement import UNNAMED, Placement, Shard, named_block_size
@@ -49,7 +49,7 @@ from tree_attn.sharded import (
     over_shards,
     pad_keys,
 )
-from tree_attn.state import SoftmaxState, empty_like, merge_state
+from tree_attn.state import SoftmaxState, empty_like, merge_state, of_batch
 
 
 @overload
@@ -265,11 +265,16 @@ class _DecodeWithPrefixes:
 
     def __call__(self, query, key, value, options: AttentionOptions, levels) -> SoftmaxState:
         shard = local_shard(self.axes, self.block_size)
-        suffix = _attend_suffixes_of_shard if self.by_batch else attend_shard
-        state = suffix(query, key, value, options, shard)
-        for level in reversed(levels):
-            placed = dataclasses.replace(shard, block_size=level.block_size)
-            state = _merge_level(state, query, level, options, placed, self.batch_axes)
+        nodes_of = functools.partial(_nodes, query, options=options, shard=shard, batch_axes=self.batch_axes)
+        *others, last = [found for level in levels if (found := nodes_of(level)) is not None] or [None]
+        if self.by_batch:
+            state = _attend_suffixes_of_shard(query, key, value, options, shard)
+        elif last is not None and last.is_in_order:
+            state, last = attend_after(last.attention, shard_attention(query, key, value, options, shard)), None
+        else:
+            state = attend_shard(query, key, value, options, shard)
+        for nodes in (*([] if last is None else [last]), *reversed(others)):
+            state = nodes.merged(state)
         if self.axes:
             state = reduce_state(state, self.axes, self.reduction, self.mesh)
         return add_sinks(state, options.sinks)
@@ -282,21 +287,44 @@ def _check_batch(query, num_devices: int) -> None:
         )
 
 
-def _merge_level(
-    state: SoftmaxState,
-    query,
-    level: PrefixLevel,
-    options: AttentionOptions,
-    shard: Shard,
-    batch_axes: tuple[str, ...] = (),
-) -> SoftmaxState:
-    """Merges `state` `[B, T, N]` with the attention of each sequence to its node of this level, if it has one."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Nodes:
+    """The attention of a level's nodes, each with the queries of the sequences that it serves.
+
+    is_in_order:  these are all sequences, in their order
+    places:       of each sequence among those of all nodes, int32 `[B]`
+    """
+
+    attention: ShardAttention
+    is_in_order: bool
+    places: AnyArray
+
+    def merged(self, state: SoftmaxState) -> SoftmaxState:
+        """Returns `state` `[B, T, N]`, merged with the attention of each sequence to its node, if it has one."""
+        batch, num_nodes = state.lse.shape[0], self.attention.query.shape[0]
+        if self.is_in_order:
+            return of_batch(self.attention.run(merge_with=of_batch(state, num_nodes)), batch)
+        num_queries = state.lse.shape[1]
+        split = lambda x: x.reshape(-1, num_queries, *x.shape[2:])
+        out, lse = jax.tree.map(split, self.attention.run())
+        take = functools.partial(jnp.take, indices=self.places, axis=0, mode="fill")
+        return merge_state(state, SoftmaxState(take(out, fill_value=0), take(lse, fill_value=-jnp.inf)))
+
+
+def _nodes(
+    query, level: PrefixLevel, *, options: AttentionOptions, shard: Shard, batch_axes: tuple[str, ...]
+) -> _Nodes | None:
+    """Returns the nodes of a level, or None if they serve none of this device's sequences.
+
+    Args:
+      shard: of the suffixes; the level's keys have a placement of their own.
+    """
     batch, num_queries, *heads = query.shape
     parts = jax.lax.axis_size(batch_axes) if batch_axes else 1
     sequences, places = level.node_tables(batch, parts)
     _, num_nodes, share = sequences.shape
     if share == 0:
-        return state
+        return None
     is_in_order = num_nodes * share == batch and bool((places == np.arange(batch)).all())
     of_part = lambda table: jnp.asarray(table)[jax.lax.axis_index(batch_axes)] if batch_axes else table[0]
     sequences, places = of_part(sequences), of_part(places)
@@ -309,16 +337,10 @@ def _merge_level(
         key_scale=options.key_scale if level.key_scale is None else level.key_scale,
         value_scale=options.value_scale if level.value_scale is None else level.value_scale,
     )
-    attend_nodes = functools.partial(
-        attend_shard, node_query.reshape(num_nodes, share * num_queries, *heads), level.key, level.value, options, shard
-    )
-    by_sequence = functools.partial(jax.tree.map, lambda x: x.reshape(num_nodes * share, num_queries, *x.shape[2:]))
-    if is_in_order:
-        node_state = jax.tree.map(lambda x: x.reshape(num_nodes, -1, *x.shape[2:]), state)
-        return by_sequence(attend_nodes(merge_with=node_state))
-    out, lse = by_sequence(attend_nodes())
-    take = functools.partial(jnp.take, indices=places, axis=0, mode="fill")
-    return merge_state(state, SoftmaxState(take(out, fill_value=0), take(lse, fill_value=-jnp.inf)))
+    node_query = node_query.reshape(num_nodes, share * num_queries, *heads)
+    shard = dataclasses.replace(shard, block_size=level.block_size)
+    attention = shard_attention(node_query, level.key, level.value, options, shard)
+    return _Nodes(attention=attention, is_in_order=is_in_order, places=places)
 
 
 def _attend_suffixes_of_shard(query, key, value, options: AttentionOptions, shard: Shard) -> SoftmaxState:

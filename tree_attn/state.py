@@ -170,6 +170,11 @@ def from_sums(numerator: Array, denominator: Array, max_lse: Array, dtype: jnp.d
     return SoftmaxState((numerator / safe[..., None]).astype(dtype), lse)
 
 
+def of_batch(state: SoftmaxState, batch: int) -> SoftmaxState:
+    """Returns `[B, T, N]` as the state of `batch` sequences, which have the same queries one after another."""
+    return jax.tree.map(lambda x: x.reshape(batch, -1, *x.shape[2:]), state)
+
+
 def _larger_lse_first(a: SoftmaxState, b: SoftmaxState) -> tuple[SoftmaxState, SoftmaxState]:
     """Orders two states by content, so that a compiler cannot tell `merge(a, b)` from `merge(b, a)`.
 

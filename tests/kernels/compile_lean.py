@@ -22,7 +22,7 @@ from gpus import GPUS, target_config
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from lean_cases import variants, variants_elsewhere
+from lean_cases import AfterPrefix, variants, variants_elsewhere
 
 from tree_attn.kernels import lean, lean_merge, targets, tuning
 from tree_attn.kernels.lean_layout import max_smem_bytes, padding_bytes
@@ -46,7 +46,9 @@ def main(chosen: str):
     def compile(call, title, ctas_per_sm=lambda: 0):
         launched.clear()
         jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
-        line = {"call": title, "ctas_per_sm": ctas_per_sm(), "smem_bytes": launched[:1]}  # of the first of its kernels
+        # Of the first of its kernels; after a prefix of the last.
+        smem_bytes = launched[-1:] if isinstance(call, AfterPrefix) else launched[:1]
+        line = {"call": title, "ctas_per_sm": ctas_per_sm(), "smem_bytes": smem_bytes}
         print(json.dumps(line | {"planned_smem_bytes": planned_bytes(*planned[-1]) if planned else 0}), flush=True)
 
     def planned_bytes(shape, config):

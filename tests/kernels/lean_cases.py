@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from attention_cases import rounded
 
-from tree_attn import Shard, attend, lean_decode, paged_decode
+from tree_attn import PrefixLevel, Shard, attend, hydragen_decode, lean_decode, paged_decode
 from tree_attn.arguments import AttentionOptions
 from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.lean_layout import is_few_query_rows, is_many_query
@@ -127,6 +127,38 @@ class MergedWith(Call):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AfterPrefix(Call):
+    """A call whose sequences share their first 192 keys with the others of their node, and hold them once.
+
+    `spare_slots` of garbage follow a node's keys, whose number is then an array.
+    """
+
+    first: int = 192
+    nodes: int = 1
+    spare_slots: int = 0
+
+    def arrays(self, garbage: float = 0.0, draw=None):
+        query, *stored = super().arrays(garbage, draw)
+        share = len(self.valid) // self.nodes
+        shared = lambda x: jnp.concatenate([jnp.repeat(x[::share, : self.first], share, axis=0), x[:, self.first :]], 1)
+        return query, *map(shared, stored)
+
+    def run(self, query, key, value, *lengths):
+        of_suffix = {"key_value_seq_lengths": lengths[0] - self.first} if lengths else {}
+        share = query.shape[0] // self.nodes
+        slots = [(0, 0), (0, self.spare_slots), (0, 0), (0, 0)]
+        of_nodes = lambda x: jnp.pad(x[::share, : self.first], slots, constant_values=GARBAGE)
+        level = PrefixLevel(
+            key=of_nodes(key),
+            value=of_nodes(value),
+            lengths=jnp.full(self.nodes, self.first, jnp.int32) if self.spare_slots else None,
+            sequences=tuple(tuple(range(node * share, (node + 1) * share)) for node in range(self.nodes)),
+        )
+        options = of_suffix | self.options | {"implementation": "mosaic_gpu"}
+        return hydragen_decode(query, [level], key[:, self.first :], value[:, self.first :], return_lse=True, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchanged(Call):
     """A call, and its own `tree_attn.local.Exchange`, between no devices, which cannot end the attention's kernel.
 
@@ -177,6 +209,7 @@ def variants() -> list[Call]:
     wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
     masked = {"options": {"is_causal": True, "logits_soft_cap": 30.0}}
     long = {"slots": 704, "first": 640, "lengths": (700, 70)}
+    after = {"lengths": (1040,) * 20, "spare_slots": 70}
     return [
         *(
             Call(head_dim=head_dim, **options)
@@ -301,6 +334,12 @@ def variants() -> list[Call]:
         Call(kv_heads=300, slots=1024),  # the kernel before it ends first
         Call(head_dim=128, slots=200),
         Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),
+        # Output tiles that begin with a prefix's states: one, two and three CTAs of an SM, and rows that blocks cut.
+        AfterPrefix(batch=20, slots=1064, first=1000, kv_heads=8, group=4, head_dim=128),
+        AfterPrefix(slots=1364, first=1000, kv_heads=8, group=7, head_dim=128, **after),
+        AfterPrefix(slots=1049, first=1000, kv_heads=40, group=8, **after),
+        AfterPrefix(slots=1300, first=1000, kv_heads=16, group=16, head_dim=128, **after),
+        AfterPrefix(batch=40, slots=1096, first=1000, kv_heads=4, group=2, head_dim=256),
         *in_parts(),
         *exchanges(),
     ]

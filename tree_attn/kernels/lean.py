@@ -93,6 +93,17 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
     return merge_cut((accs, stats), written, tables, shape, config)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def lean_partials(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables):
+    """Computes the partial states of all output tiles, some of which runs cut; arguments of `lean_attention`.
+
+    Returns:
+      float32 `[partial states, Hp, cols]`, sums of values weighted by `2^(x - max)`, x logits in base 2; and `[partial
+      states, 2, cols]`, max and the sum of those weights. `lean_layout.partials_of` says which are an output tile's.
+    """
+    return _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "config", "epilogue", "result"))
 def lean_exchange(query, key, value, rank, *, shape: LeanShape, config: LeanConfig, epilogue, result, **tables):
     """Computes `lean_attention` of output tiles that runs cut, merged with other devices' states, in one launch.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from tree_attn.kernels import lean, tall, targets, tuning
+from tree_attn.kernels import lean, lean_prefix, tall, targets, tuning
 from tree_attn.kernels.lean_layout import (
     MANY_QUERY_GROUPS,
     MANY_QUERY_ROWS,
@@ -107,6 +107,38 @@ class LeanCall:
         if merge_with is not None and not merges_state:
             state = merge_state(state, merge_with)
         return state if exchange is None else exchange.merge(state)
+
+    def why_not_after(self, prefix: "LeanCall") -> str | None:
+        """Returns why `run_after` cannot be called with that prefix, or None."""
+        if self.tables.get("scales") is not None or prefix.tables.get("scales") is not None:
+            return "keys and values have scales"
+        return self._prefix(prefix).why_not(self.shape, self.config)
+
+    def run_after(self, prefix: "LeanCall", prefix_arrays, query, key, value) -> SoftmaxState:
+        """Runs the kernels of a prefix, whose sequences are nodes, and of these sequences' own keys: over all keys.
+
+        Args:
+          prefix_arrays: query, key and value of `prefix`.
+        """
+        prefix_query, *others = prefix_arrays
+        tables = {name: prefix.tables.get(name) for name in ("sequences", "runs")}
+        leave = tall.tall_partials if prefix.shape.is_many_query else lean.lean_partials
+        accs, stats = leave(
+            prefix._in_kernel_layout(prefix_query), *others, shape=prefix.shape, config=prefix.config, **tables
+        )
+        after = {lean_prefix.ACCS: accs, lean_prefix.STATS: stats, lean_prefix.SEQUENCES: tables["sequences"]}
+        shape = self.shape.replace(prefix=self._prefix(prefix))
+        out = lean.lean_attention(
+            self._in_kernel_layout(query), key, value, shape=shape, config=self.config, **self.tables, **after
+        )
+        return self._state(*out)
+
+    def _prefix(self, prefix: "LeanCall") -> lean_prefix.Prefix:
+        batch, num_queries, num_heads, _ = self.query_shape
+        return lean_prefix.Prefix(
+            shape=prefix.shape, config=prefix.config, share=batch // prefix.query_shape[0], num_queries=num_queries,
+            group=num_heads // self.shape.num_kv_heads,
+        )  # fmt: skip
 
     @property
     def _query_multiple(self) -> int:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import warps
+from tree_attn.kernels import lean_prefix, warps
 from tree_attn.kernels.kv_parts import kv_tilings
 from tree_attn.kernels.lean_garbage import zero_garbage
 from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, has_whole_output_tiles, lanes, partial_of
@@ -147,6 +147,7 @@ class RunCompute:
         # Beside an exchange there are too few registers to keep them from KV tile to KV tile.
         seen = visible() if self.epilogue is None else None
         span = span_of_keys(tables, output_tile)
+        begun = self._begun(output_tile, segment)
         plgpu.barrier_wait(self.query_full.at[query_place])
         if self.fences_query:
             plgpu.commit_smem()
@@ -179,13 +180,20 @@ class RunCompute:
             self.stages.release_values(kv_tile)
             return acc, new_top, total
 
-        state = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, products.empty())
+        state = lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, begun)
 
         @pl.when(segment.is_query_awaited(self.run, num_queries))
         def _():
             plgpu.barrier_arrive(self.query_free.at[query_place])
 
         self._end_segment(step, output_tile, segment, state)
+
+    def _begun(self, output_tile, segment):
+        """Returns the state before the segment: over a prefix of the output tile's queries, or over nothing."""
+        if self.shape.prefix is None:
+            return self.products.empty()
+        state = lean_prefix.begun(self.tables, self.shape, self.config, output_tile, is_first=segment.kv_tile == 0)
+        return self.products.begun(*state)
 
     def _head_scale(self, of: int, output_tile):
         return self.tables["scales"][of, output_tile.head] if "scales" in self.tables else None

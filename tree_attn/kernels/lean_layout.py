@@ -7,7 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tree_attn.kernels.schedule import num_runs, partials_of_output_tile, quotient, remainder
+from tree_attn.kernels.schedule import (
+    MIN_KV_TILES_PER_RUN,
+    num_runs,
+    partials_of_output_tile,
+    quotient,
+    remainder,
+)
 from tree_attn.kernels.targets import HOPPER, Target
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -120,6 +126,7 @@ class LeanShape:
     dtype:               of the query, in which tensor cores multiply
     key_dtype:           of K and V as stored; float8_e4m3fn is widened in registers
     target:              what the GPU offers
+    prefix:              with whose states output tiles begin (`lean_prefix.Prefix`), or None
     """
 
     batch: int
@@ -140,6 +147,7 @@ class LeanShape:
     dtype: Any
     key_dtype: Any
     target: Target = HOPPER
+    prefix: Any = None
 
     replace = dataclasses.replace
 
@@ -263,6 +271,16 @@ def static_runs(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
 def num_partials(shape: LeanShape, config: LeanConfig) -> int:
     """Returns an upper bound on partial states: each run and each output tile ends at most one."""
     return config.num_ctas + shape.num_output_tiles
+
+
+def most_partials(shape: LeanShape, config: LeanConfig) -> int:
+    """Returns about how many partial states an output tile has at most, before it is known where runs begin."""
+    of_lane = lanes(shape, config)
+    runs, output_tiles = config.num_ctas // of_lane, shape.num_output_tiles // of_lane
+    if shape.static_kv_tiles is not None or shape.batch == 1:  # output tiles of one length
+        runs = -(-runs // output_tiles)
+    most_kv_tiles = -(-shape.num_slots // config.block_kv)
+    return min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
 
 
 def partial_of(shape: LeanShape, config: LeanConfig, cta, output_tile):

@@ -16,12 +16,12 @@ from tree_attn.kernels import columns
 from tree_attn.kernels.arrivals import arrive, reset
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.launch_order import runs_kernels_in_order
-from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, partials_of, static_runs
+from tree_attn.kernels.lean_layout import LeanConfig, LeanShape, lanes, most_partials, partials_of, static_runs
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.plain_copies import store_result
 from tree_attn.kernels.query_layout import column_index, stores_by_threads
 from tree_attn.kernels.registers import LOG2_E, LOWEST, full, launch, load, spread, tiling
-from tree_attn.kernels.schedule import MIN_KV_TILES_PER_RUN, quotient, remainder, run_start
+from tree_attn.kernels.schedule import quotient, remainder, run_start
 from tree_attn.kernels.tuning import num_sms
 
 MERGE_HEAD_DIMS = 64  # of one merging CTA
@@ -84,13 +84,7 @@ def merges_in_launch(shape: LeanShape, config: LeanConfig, at_once: int) -> bool
     """
     if is_interpreted() or not runs_kernels_in_order():
         return False
-    of_lane = lanes(shape, config)
-    runs = config.num_ctas // of_lane  # of which one output tile may have all
-    if shape.static_kv_tiles is not None:
-        runs = -(-runs // (shape.num_output_tiles // of_lane))
-    most_kv_tiles = pl.cdiv(shape.num_slots, config.block_kv)
-    runs = min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
-    return runs <= MAX_ROUNDS * at_once
+    return most_partials(shape, config) <= MAX_ROUNDS * at_once
 
 
 def merge_last(results, words_smem, output_tiles, tables, shape: LeanShape, config: LeanConfig, at_once: int) -> None:
@@ -267,7 +261,7 @@ def _merge_scoped(
         fold_partials(count, partial_of, end, (MERGE_HEAD_DIMS, width), at_once=at_once, axis=1, folded=folded)
 
 
-def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, folded=None) -> None:
+def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, folded=None, read=None) -> None:
     """Folds the partials of some queries. Warpgroup i of n takes every n-th partial, from the i-th on.
 
     Where all partials can be read together, the first warpgroup takes all and waits for no other.
@@ -281,15 +275,18 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
       axis: the axis of `acc` along which queries lie.
       folded: with n warpgroups, shared memory for the state that each has folded, `[n, ...]` of accs and of stats, and
         a barrier of n arrivals. None: there is one warpgroup.
+      read: loads what `partial_of` returns: acc, the largest logits and the sums. Default: from refs.
     """
     group, groups = (lax.axis_index("warpgroup"), folded[0].shape[0]) if folded else (0, 1)
     is_shared = count > at_once if folded else False
     stride = jnp.where(is_shared, groups, 1) if folded else 1
     per_query = plgpu.Layout.WGMMA.reduce(1 - axis)
 
-    def read(refs):
+    def load_all(refs):
         acc_ref, stats_ref = refs
         return load(acc_ref, plgpu.Layout.WGMMA), *(load(stats_ref.at[i], per_query) for i in range(2))
+
+    read = load_all if read is None else read
 
     def step(i, state):
         indices = [group + stride * (i * at_once + j) for j in range(at_once)]
@@ -322,7 +319,7 @@ def fold_partials(count, partial_of, end, shape, *, at_once: int, axis: int, fol
     @pl.when(group == 0)
     def _():
         pl.when(is_shared)(lambda: plgpu.barrier_wait(written))
-        others = lambda i, state: _fold(state, [read((accs_smem.at[i], stats_smem.at[i]))], [1.0], axis)
+        others = lambda i, state: _fold(state, [load_all((accs_smem.at[i], stats_smem.at[i]))], [1.0], axis)
         folded_by = jnp.where(is_shared, jnp.minimum(count, groups), 1)
         end(lax.fori_loop(1, folded_by, others, (acc, top, total)))
 

@@ -60,6 +60,16 @@ class WgmmaProducts:
             full(0.0, (block_kv, cols), plgpu.Layout.WGMMA),
         )
 
+    def begun(self, acc, top, total):
+        """Returns the state that begins with one of other keys, as `empty` does with none.
+
+        Args:
+          total: `[cols]`. One key of a KV tile takes it, whatever keys there are.
+        """
+        size = self.config.block_kv, self.shape.cols
+        key = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=plgpu.Layout.WGMMA)
+        return acc, top, jnp.where(key == 0, spread(total, size), 0.0)
+
     def logits(self, keys, query):
         """Returns `K Q^T`, `[kv, cols]`."""
 

@@ -84,32 +84,57 @@ def tall_attention(
       out like `query`, lse float32 `[output tiles, cols]`.
     """
     tables = {"sequences": sequences, "runs": runs, "columns": columns, "pages": pages, "scales": scales}
-    tables = {name: table for name, table in tables.items() if table is not None}
     results = (
         jax.ShapeDtypeStruct(query.shape, query.dtype),
         jax.ShapeDtypeStruct((shape.num_output_tiles, shape.cols), jnp.float32),
     )
-    count = num_partials(shape, config)
-    partials = (
-        jax.ShapeDtypeStruct((count, shape.cols // ROWS, ROWS, shape.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((count, shape.cols // ROWS, 2, ROWS), jnp.float32),
-    )
-    is_whole = has_whole_output_tiles(shape, config)
-    is_mixed = not is_whole and merge_with is None and writes_uncut(shape, query.shape[1])
-    attended = launch(
+    partials = _partials(shape, config)
+    if has_whole_output_tiles(shape, config):
+        return _launch_runs(query, key, value, tables, shape, config, results)
+    if merge_with is None and writes_uncut(shape, query.shape[1]):
+        attended = _launch_runs(query, key, value, tables, shape, config, (*results, *partials))
+        return merge_cut(attended[2:], attended[:2], sequences, runs, shape, config)
+    attended = _launch_runs(query, key, value, tables, shape, config, partials)
+    return merge_partials(attended, results, sequences, merge_with, shape, config)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config"))
+def tall_partials(query, key, value, *, shape: LeanShape, config: LeanConfig, **tables):
+    """Computes the partial states of all output tiles, which no kernel here merges; arguments of `tall_attention`.
+
+    Returns:
+      float32 `[partial states, halves, 64, H]`, sums of values weighted by `2^(x - max)`, x logits in base 2; and
+      `[partial states, halves, 2, 64]`, max and the sum of those weights. `lean_layout.partials_of` says which are an
+      output tile's. Where half a block has no queries it has none.
+    """
+    return _launch_runs(query, key, value, tables, shape, config, _partials(shape, config))
+
+
+def _partials(shape: LeanShape, config: LeanConfig):
+    """Returns the shapes and dtypes of what `tall_partials` returns."""
+    count, halves = num_partials(shape, config), shape.cols // ROWS
+    accs = jax.ShapeDtypeStruct((count, halves, ROWS, shape.head_dim), jnp.float32)
+    return accs, jax.ShapeDtypeStruct((count, halves, 2, ROWS), jnp.float32)
+
+
+def _launch_runs(query, key, value, tables, shape: LeanShape, config: LeanConfig, outputs):
+    """Launches the first kernel.
+
+    Args:
+      tables: by name; None where there is none.
+      outputs: shapes and dtypes of what it writes: out and lse, of all output tiles or of uncut ones; then accs and
+        stats, if it leaves partial states.
+    """
+    tables = {name: table for name, table in tables.items() if table is not None}
+    return launch(
         functools.partial(_attend_runs, tuple(tables), shape, config),
-        out_type=results if is_whole else (*results, *partials) if is_mixed else partials,
+        out_type=outputs,
         grid=(pl.cdiv(config.num_ctas, shape.streams),),
         grid_names=("cta",),
         num_threads=COMPUTING + shape.streams,
         thread_name="warpgroup",
         name="tall_attention" if shape.streams == 1 else "tall_streams",
     )(query, key, value, *tables.values())
-    if is_whole:
-        return attended
-    if is_mixed:
-        return merge_cut(attended[2:], attended[:2], sequences, runs, shape, config)
-    return merge_partials(attended, results, sequences, merge_with, shape, config)
 
 
 def writes_uncut(shape: LeanShape, num_queries: int) -> bool:
@@ -305,10 +330,9 @@ def _attend_runs_scoped(
                     functools.partial(_leave_partials, outputs[-2:], (partial, half), (acc, top, total))
                 )
 
-            if has_whole_output_tiles(shape, config):
-                write()
-            elif len(outputs) == 2:
-                leave()
+            if len(outputs) == 2:
+                lse_or_stats = outputs[1]
+                (write if lse_or_stats.ndim == 2 else leave)()
             else:
                 is_uncut = segment.num_kv_tiles == output_tile.num_kv_tiles
                 pl.when(is_uncut)(write)

@@ -28,7 +28,7 @@ from tree_attn.local.mosaic_gpu import slot_multiple
 from tree_attn.masking import add_sinks, visibility
 from tree_attn.mesh import vary_as
 from tree_attn.placement import Shard, check_shard
-from tree_attn.state import SoftmaxState, merge_state
+from tree_attn.state import SoftmaxState, merge_state, of_batch
 
 IMPLEMENTATIONS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu, "cudnn": cudnn, "xla": xla, "flash_attn": flash_attn,
@@ -149,6 +149,19 @@ class ShardAttention:
         return state if exchange is None else exchange.merge(state)
 
 
+def attend_after(prefix: ShardAttention, suffix: ShardAttention) -> SoftmaxState:
+    """Returns the state of each sequence over keys that it shares with others, and over its own.
+
+    Args:
+      prefix: of nodes, each with the queries of as many sequences of `suffix`, one after another.
+    """
+    if prefix.implementation == suffix.implementation == "mosaic_gpu":
+        of = lambda x: ((x.query, x.key, x.value), x.arguments | {"scale": x.scale})
+        return mosaic_gpu.attend_after(of(prefix), of(suffix))
+    state = prefix.run(merge_with=of_batch(suffix.run(), prefix.query.shape[0]))
+    return of_batch(state, suffix.query.shape[0])
+
+
 def shard_attention(
     query,
     key,
@@ -256,6 +269,7 @@ __all__ = [
     "Exchange",
     "ShardAttention",
     "attend",
+    "attend_after",
     "attend_shard",
     "check_implementation",
     "choose",

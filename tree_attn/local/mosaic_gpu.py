@@ -13,7 +13,7 @@ from tree_attn.devices import default_runtime
 from tree_attn.local import xla
 from tree_attn.masking import Visibility
 from tree_attn.mesh import varying_axes
-from tree_attn.state import SoftmaxState, merge_state
+from tree_attn.state import SoftmaxState, merge_state, of_batch
 
 OLDEST_JAX = (0, 11)
 # The types of a checked `shard_map` enter a kernel with its operands, and its loops do not type-check.
@@ -131,6 +131,68 @@ def _backward(scale, logits_soft_cap, residuals, cotangents):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def attend_after(prefix, suffix) -> SoftmaxState:
+    """Computes the state of each sequence over keys that it shares with others, and over its own.
+
+    Args:
+      prefix, suffix: `(query, key, value)` and keyword arguments of `attend`, checked already. A sequence of the prefix
+        is a node: it holds the queries of as many of the other's sequences, one after another.
+    """
+    (arrays, options), (suffix_arrays, suffix_options) = prefix, suffix
+    of = lambda options: (options["scales"], options["visible"])
+    static = tuple((x["scale"], x["logits_soft_cap"]) for x in (options, suffix_options))
+    return _attend_after((*arrays, *of(options)), (*suffix_arrays, *of(suffix_options)), static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attend_after(prefix, suffix, static) -> SoftmaxState:
+    (*prefix_arrays, prefix_scales, prefix_seen), (*suffix_arrays, suffix_scales, suffix_seen) = prefix, suffix
+    if calls := _calls_after(prefix, suffix, static):
+        of_prefix, of_suffix = calls
+        return of_suffix.run_after(of_prefix, prefix_arrays, *suffix_arrays)
+    state = _lean_padded(*suffix_arrays, suffix_scales, None, suffix_seen, *static[1])
+    state = of_batch(state, prefix_arrays[0].shape[0])
+    state = _lean_padded(*prefix_arrays, prefix_scales, state, prefix_seen, *static[0])
+    return of_batch(state, suffix_arrays[0].shape[0])
+
+
+def _calls_after(prefix, suffix, static):
+    """Returns the planned calls of both, if the second's kernel begins with the first's partial states; else None."""
+    from tree_attn.kernels.lean_call import plan_call
+
+    calls = []
+    for (query, key, _, scales, seen), (scale, logits_soft_cap), is_suffix in zip(
+        (prefix, suffix), static, (False, True)
+    ):
+        if key.shape[1] == 0:
+            return None
+        spans = None if seen.is_total else seen.slot_ranges()
+        options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales, num_slots=key.shape[1])
+        calls.append(plan_call(query, key, spans, leaves_whole=is_suffix, **options))
+    return calls if calls[1].why_not_after(calls[0]) is None else None
+
+
+def _forward_after(prefix, suffix, static):
+    return _attend_after(prefix, suffix, static), (prefix, suffix)
+
+
+def _backward_after(static, residuals, cotangents):
+    *visible, arrays = *(x[4] for x in residuals), tuple(x[:4] for x in residuals)
+
+    def recompute(*arrays):
+        states = [
+            xla.attend(*x[:3], scale=scale, logits_soft_cap=cap, visible=seen, scales=x[3])
+            for x, (scale, cap), seen in zip(arrays, static, visible)
+        ]
+        return merge_state(states[1], of_batch(states[0], arrays[1][0].shape[0]))
+
+    _, pull = jax.vjp(recompute, *arrays)
+    return tuple((*of, None) for of in pull(cotangents))
+
+
+_attend_after.defvjp(_forward_after, _backward_after)
 
 
 def _lean_padded(
