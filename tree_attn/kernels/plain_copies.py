@@ -10,6 +10,7 @@ import itertools
 import math
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -315,12 +316,15 @@ def _times(x, factor: int):
 def _interpreted_store(ref, rows, sequence, first, head, group, first_dim) -> None:
     """Writes rows (t, g) to `[B, T, N, H]`, those that are there."""
     count = ref.shape[1] * group
-    for i in range(rows.shape[0]):
 
+    def write_row(i, _):
         @pl.when(first + i < count)
-        def _(i=i):
+        def _():
             number = jnp.minimum(first + i, count - 1)  # what is not written must not be out of bounds
-            ref[sequence, number // group, head + number % group, pl.ds(first_dim, rows.shape[1])] = rows[i]
+            row = lax.dynamic_index_in_dim(rows, i, keepdims=False)
+            ref[sequence, number // group, head + number % group, pl.ds(first_dim, rows.shape[1])] = row
+
+    lax.fori_loop(0, rows.shape[0], write_row, None)  # unrolled, XLA would compile each row's index and copy anew
 
 
 def _interpreted_copy(ref, tile, block, head, first_dim, table, sequence, first, seen, group) -> None:
