@@ -23,8 +23,9 @@ from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lean_cases import AfterPrefix, variants, variants_elsewhere
+from lean_launches import count_launches
 
-from tree_attn.kernels import lean, lean_merge, targets, tuning
+from tree_attn.kernels import lean, lean_merge, lean_prefix, targets, tuning
 from tree_attn.kernels.lean_layout import max_smem_bytes, padding_bytes
 from tree_attn.local import mosaic_gpu
 
@@ -39,16 +40,18 @@ def main(chosen: str):
     tuning.lean_config = lambda shape, **options: planned.append((shape, choose(shape, **options))) or planned[-1][1]
     core._launch = lambda *args, **options: launched.append(core._smem_tree_size(args[4])) or launch(*args, **options)
     tuning.device_kind = lambda: name
-    tuning.num_sms = lean.num_sms = lean_merge.num_sms = lambda: sms
+    tuning.num_sms = lean.num_sms = lean_merge.num_sms = lean_prefix.num_sms = lambda: sms
     if capability != "9.0":  # what JAX takes a GPU to be that is not there
         utils._infer_arch = lambda: tuple(map(int, capability.split(".")))
 
     def compile(call, title, ctas_per_sm=lambda: 0):
         launched.clear()
-        jax.jit(call.run).trace(*call.shapes(sharding)).lower().compile()
+        lowered = jax.jit(call.run).trace(*call.shapes(sharding)).lower()
+        lowered.compile()
         # Of the first of its kernels; after a prefix of the last.
         smem_bytes = launched[-1:] if isinstance(call, AfterPrefix) else launched[:1]
         line = {"call": title, "ctas_per_sm": ctas_per_sm(), "smem_bytes": smem_bytes}
+        line["launches"] = count_launches(lowered.as_text())
         print(json.dumps(line | {"planned_smem_bytes": planned_bytes(*planned[-1]) if planned else 0}), flush=True)
 
     def planned_bytes(shape, config):

@@ -14,14 +14,14 @@ def compiled():
 
 @pytest.mark.parametrize("product", [*compiled_products(), *compiled_appends()], ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(product, compiled):
-    ctas_per_sm, kernels, _ = compiled[str(product)]
+    ctas_per_sm, kernels, *_ = compiled[str(product)]
     assert_fits("few_rows", kernels["few_rows"], ctas_per_sm)
     assert kernels["few_rows"][0] <= MAX_REGISTERS
 
 
 @pytest.mark.parametrize("chain", compiled_chains(), ids=str)
 def test_a_chain_spills_no_register(chain, compiled):
-    ctas_per_sm, kernels, _ = compiled[str(chain)]
+    ctas_per_sm, kernels, *_ = compiled[str(chain)]
     registers, spilled = kernels["few_rows_chain"]
     assert (ctas_per_sm, spilled) == (1, 0)
     assert registers <= (112 if chain.rows <= 8 else 136)
@@ -30,5 +30,5 @@ def test_a_chain_spills_no_register(chain, compiled):
 @pytest.mark.parametrize("layer", compiled_layers(), ids=str)
 def test_a_layer_spills_no_register(layer, compiled):
     """Three warpgroups of a CTA have up to 168 registers a thread."""
-    ctas_per_sm, kernels, _ = compiled[str(layer)]
+    ctas_per_sm, kernels, *_ = compiled[str(layer)]
     assert (ctas_per_sm, kernels["few_rows_chain"][1]) == (1, 0)

@@ -10,7 +10,8 @@ import sys
 import pytest
 import sparq_cases
 from gpus import GPUS
-from lean_cases import exchanges, variants, variants_elsewhere
+from lean_cases import Fused, exchanges, variants, variants_elsewhere
+from lean_launches import num_launches
 
 from tree_attn.kernels.sparq_attend import CTAS_PER_SM
 
@@ -39,10 +40,10 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Returns ptxas's report of each variant for an H200, by call: CTAs per SM, kernels, and shared memory.
+    """Returns ptxas's report of each variant for an H200, by call: CTAs per SM, kernels, shared memory, and launches.
 
     Kernels are `{name: (registers, spilled bytes)}`. Shared memory is the first kernel's bytes, None if it was compiled
-    for an earlier variant, and the most that it was planned to have.
+    for an earlier variant, and the most that it was planned to have. Launches are counted in the lowered program.
     """
     return report_of("compile_lean.py", "9.0")
 
@@ -76,7 +77,8 @@ def parsed(output: str):
             variant = json.loads(line)
             smem_bytes = next(iter(variant.get("smem_bytes", [])), None)
             smem_bytes = smem_bytes, variant.get("planned_smem_bytes")
-            result[variant["call"]], reported = (variant["ctas_per_sm"], reported, smem_bytes), {}
+            result[variant["call"]] = variant["ctas_per_sm"], reported, smem_bytes, variant.get("launches")
+            reported = {}
     return result
 
 
@@ -97,13 +99,19 @@ def assert_shares_memory(smem_bytes: tuple[int | None, int], ctas_per_sm: int, k
 
 @pytest.mark.parametrize("call", variants(), ids=str)
 def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
-    ctas_per_sm, kernels, smem_bytes = compiled[str(call)]
+    ctas_per_sm, kernels, smem_bytes, _ = compiled[str(call)]
     assert_shares_memory(smem_bytes, ctas_per_sm, GPUS["9.0"][-1])
     found, planned = smem_bytes
     assert found is None or found <= planned, "no more than planned"
     name = "tall_attention" if call.are_rows else "lean_attention"
     name = next((other for other in ("lean_exchange", "tall_streams") if other in kernels), name)
     assert_fits(name, kernels[name], ctas_per_sm)
+
+
+@pytest.mark.parametrize("call", [call for call in variants() if not isinstance(call, Fused)], ids=str)
+def test_variants_lower_to_one_kernel_and_a_merge(call, compiled):
+    *_, launches = compiled[str(call)]
+    assert launches == num_launches(call)
 
 
 def test_kernels_that_have_registers_for_it_end_in_an_exchange(compiled):
@@ -113,7 +121,7 @@ def test_kernels_that_have_registers_for_it_end_in_an_exchange(compiled):
 
 @pytest.mark.parametrize("call", sparq_cases.COMPILED, ids=str)
 def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
-    _, kernels, _ = compiled[f"sparq {call}"]
+    _, kernels, *_ = compiled[f"sparq {call}"]
     assert "sparq_select" in kernels
     for name, ctas_per_sm in {
         "sparq_select": 3 if call.slots <= 4096 else 2,
@@ -126,7 +134,7 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
 
 
 def test_no_merge_spills(compiled):
-    merges = [kernel for _, kernels, _ in compiled.values() for name, kernel in kernels.items() if "merge" in name]
+    merges = [kernel for _, kernels, *_ in compiled.values() for name, kernel in kernels.items() if "merge" in name]
     assert len(merges) > 10  # of equal ones JAX compiles one
     assert {spilled for _, spilled in merges} == {0}
     assert max(registers for registers, _ in merges) <= MAX_MERGE_REGISTERS
@@ -138,7 +146,7 @@ def test_elsewhere_than_on_hopper_it_spills_no_register_and_its_ctas_fit(capabil
     assert len(results) == len(variants_elsewhere())
     *_, kib_per_sm = GPUS[capability]
     names, measured = [], []
-    for ctas_per_sm, kernels, smem_bytes in results.values():
+    for ctas_per_sm, kernels, smem_bytes, _ in results.values():
         assert_shares_memory(smem_bytes, ctas_per_sm, kib_per_sm)
         assert smem_bytes[0] <= smem_bytes[1], "no more than planned"
         measured.append(smem_bytes[0])

@@ -103,7 +103,7 @@ def test_it_lowers_within_a_sharded_program(selection, group, kernels):
 def test_kernels_of_groups_spill_no_register_and_their_ctas_fit():
     compiled = report_of("compile_lean.py", "grouped")
     assert list(compiled) == [f"sparq {call}" for call in COMPILED_GROUPED]
-    kernels = [kernel for _, of_call, _ in compiled.values() for kernel in of_call.items()]
+    kernels = [kernel for _, of_call, *_ in compiled.values() for kernel in of_call.items()]
     assert {name for name, _ in kernels} == set(GROUPED_CTAS_PER_SM)
     for name, (registers, spilled) in kernels:
         per_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
