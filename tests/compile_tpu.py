@@ -10,7 +10,7 @@ import os
 import sys
 
 # Only the compiler runs: without these libtpu looks for a TPU, and asks its host for the slice that it belongs to.
-os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "JAX_ENABLE_COMPILATION_CACHE": "0"}
 os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 # There is no TPU that two processes could not share, and its logs would stay in /tmp.
 os.environ |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}

@@ -3,12 +3,13 @@
 `launches` are those of the second of three layers, by the scopes that they come from; `copies` are shapes of copies.
 """
 
+import gc
 import json
 import os
 import pathlib
 import re
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 import jax
@@ -74,4 +75,5 @@ def launched(text: str) -> dict:
 
 
 if __name__ == "__main__":
+    gc.disable()  # tracing makes so many objects that a twentieth of the time would go to looking through them
     main()

@@ -7,11 +7,12 @@ A program of its own, for ptxas reports registers and spills on the process's ou
 its variant's line.
 """
 
+import gc
 import json
 import os
 import sys
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_ENABLE_COMPILATION_CACHE": "0"}
 # XLA's own kernels beside ours are compiled once each, for no GPU is here to time candidates on.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
@@ -71,4 +72,5 @@ def main(chosen: str):
 
 
 if __name__ == "__main__":
+    gc.disable()  # tracing makes so many objects that a twentieth of the time would go to looking through them
     main(sys.argv[1])

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 
-os.environ |= {"JAX_PLATFORMS": "cpu"}
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
 # No GPU is here to time candidates on.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
