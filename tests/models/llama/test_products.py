@@ -247,8 +247,11 @@ def test_tokens_after_prompts_by_the_kernel_are_those_by_xla(attention_name, sha
     attention = by_name(attention_name, sharding)
     prompts, lengths = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0]], jnp.int32), jnp.asarray([4, 3], jnp.int32)
 
-    def steps(name, followed):
-        model = Llama(config, sharding, parameters.random(sharding, jnp.bfloat16), products=name, unroll_layers=True)
+    # Drawn here, for a program that draws takes longer to compile than its steps.
+    create = parameters.random(sharding, jnp.bfloat16)
+    make = functools.partial(Llama, config, sharding, create, unroll_layers=True)
+
+    def steps(model, followed):
         cache = empty_cache(config, sharding, batch=2, capacity=16, dtype=jnp.bfloat16, stacks_layers=False)
         logits, cache = model.prefill(prompts, lengths, cache, attention)
         found = [logits]
@@ -258,9 +261,9 @@ def test_tokens_after_prompts_by_the_kernel_are_those_by_xla(attention_name, sha
             found.append(logits[:, 0])
         return jnp.stack(found)
 
-    expected = jax.jit(functools.partial(steps, "xla", None))()
+    expected = jax.jit(functools.partial(steps, make(products="xla"), None))()
     with arguments_by_numpy(), interpreted_kernels(), plgpu.force_gpu_interpret_mode():
-        logits = jax.jit(functools.partial(steps, "mosaic_gpu"))(expected)
+        logits = jax.jit(functools.partial(steps, make(products="mosaic_gpu")))(expected)
     assert (logits != expected).any(), "the kernel multiplied"
     for got, by_xla in zip(np.asarray(logits), np.asarray(expected), strict=True):
         tolerance = 0.03 * abs(by_xla).max()  # as in a step
