@@ -45,13 +45,16 @@ def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig,
       broadcast: sends it to all CTAs too (`few_rows_broadcast.Broadcast`); or None.
     """
     if is_interpreted():
-        for first in range(0, config.tile, GRAIN):
+
+        def write_part(i, _):
+            first = i * GRAIN
 
             @pl.when(feature + first < shape.out_features)
-            def _(first=first):
-                part = result[first : first + GRAIN, : shape.rows].T
+            def _():
+                part = lax.dynamic_slice_in_dim(result, first, GRAIN)[:, : shape.rows].T
                 ref[: shape.rows, pl.ds(feature + first, GRAIN)] = part.astype(ref.dtype)
 
+        lax.fori_loop(0, config.tile // GRAIN, write_part, None)
         return
 
     sending = [] if broadcast is None else broadcast.operands
