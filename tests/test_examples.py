@@ -174,7 +174,8 @@ def examples():
             yield from visit(child, f"{name}.{child.name}" if isinstance(child, documented) else name)
 
     for module, path in sorted(MODULES.items()):
-        for name, text in visit(ast.parse(path.read_text()), module):
+        source = path.read_text()
+        for name, text in visit(ast.parse(source), module) if ">>>" in source else ():
             yield name, module, text
 
 

@@ -48,14 +48,12 @@ def calls_in(path: pathlib.Path) -> set[str]:
     return {ast.unparse(call) if ast.unparse(call) in json_calls else named(call) for call in calls}
 
 
-CALLS = {str(path.relative_to(ROOT)): calls_in(path) for path in SOURCES}
-
-
 def test_rows_of_measurements_have_one_writer():
-    assert {path for path, names in CALLS.items() if "RowWriter" in names} <= PLAIN_ROWS
-    writers = {path for path, names in CALLS.items() if "MeasuredRows" in names}
+    calls = {str(path.relative_to(ROOT)): calls_in(path) for path in SOURCES}
+    assert {path for path, names in calls.items() if "RowWriter" in names} <= PLAIN_ROWS
+    writers = {path for path, names in calls.items() if "MeasuredRows" in names}
     assert len(writers) >= 15
-    assert {path for path, names in CALLS.items() if {"json.dumps", "json.dump"} & names} == OTHER_JSON.keys()
+    assert {path for path, names in calls.items() if {"json.dumps", "json.dump"} & names} == OTHER_JSON.keys()
 
 
 def test_a_row_gets_what_it_lacks_and_keeps_what_it_has(tmp_path):
