@@ -2,6 +2,7 @@
 
     python3 scripts/bench_read.py --out FILE.jsonl
     python3 scripts/bench_read.py --megabytes 82,1468 --out FILE.jsonl
+    python3 scripts/bench_read.py --markdown --out docs/results/sweep_h200/read.jsonl     # docs/results.md's table
 
 The kernel copies an array to shared memory by TMA, as the lean kernel copies K and V, and multiplies nothing. Each step
 of a chain waits for the one before, and reads another array than the L2 cache holds. The sizes are those of the steps
@@ -34,7 +35,11 @@ def main() -> int:
     parser.add_argument("--megabytes", type=_numbers, default=MEGABYTES, help="10^6 bytes of each read: 82,1468")
     parser.add_argument("--iters", type=int, default=32, help="samples of each chain")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSONL file, appended to")
+    parser.add_argument("--markdown", action="store_true", help="print the table of the file's rows, and time nothing")
     args = parser.parse_args()
+    if args.markdown:
+        print(summary(args.out))
+        return 0
     from tree_attn.devices import default_platform
 
     if default_platform() != "gpu":
