@@ -1,5 +1,7 @@
 """The lean kernel, whose output tiles begin with the partial states of a prefix: exact, and without races."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from lean_interpreter import check, needs_interpreter
 from tree_attn import PrefixLevel, attend, hydragen_decode
 from tree_attn.kernels.lean_call import LeanCall, plan_call
 from tree_attn.kernels.lean_layout import LeanConfig
+from tree_attn.kernels.query_layout import query_slices
 
 pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout")]
 
@@ -54,6 +57,8 @@ def test_output_tiles_begin_with_a_prefixs_partial_states(call, num_kernels, run
     "call, num_kernels",
     [
         (AfterPrefix(batch=20, slots=200, group=4), 3),  # 40 short output tiles for five CTAs
+        # Each head has rows of its own in a block, and sequences have some in two.
+        (AfterPrefix(batch=12, slots=256, queries=5, group=4), 3),
         (AfterPrefix(batch=12, slots=256, group=4, options={"key_scale": np.array([0.3, 1.7], np.float32)}), 3),
     ],
     ids=str,
@@ -63,30 +68,55 @@ def test_otherwise_the_prefixs_merge_takes_the_state_along(call, num_kernels, ru
     assert not runs_after
 
 
-def planned(batch, num_slots, group, layout, is_prefix):
-    """Returns the plan of a prefix of `batch` sequences, or of as many sequences of `num_slots` own keys."""
-    sizes = (1, batch, group, 128) if is_prefix else (batch, 1, group, 128)
-    query = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((sizes[0], num_slots, 1, 128), jnp.bfloat16)
-    return plan_call(
-        query, key, None, num_slots=num_slots, scale=1.0, logits_soft_cap=None, config=LeanConfig(**layout)
-    )
+def planned(batch, queries, kv_heads, group, slots, lengths=None, **layout):
+    """Returns the plan of a call of heads of 128."""
+    query = jax.ShapeDtypeStruct((batch, queries, kv_heads * group, 128), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((batch, slots, kv_heads, 128), jnp.bfloat16)
+    spans = None if lengths is None else tuple(jnp.array(x, jnp.int32)[:, None] for x in (np.zeros(batch), lengths))
+    config = LeanConfig(**{"num_ctas": 128, "block_kv": 128, "num_stages": 2} | layout)
+    return plan_call(query, key, spans, num_slots=slots, scale=1.0, logits_soft_cap=None, config=config)
 
 
 @pytest.mark.parametrize(
-    "batch, slots, group, num_ctas, reason",
+    "batch, slots, group, reason",
     [
-        (128, 16384, 8, 128, None),
-        (16, 16384, 8, 128, "longer than another launch takes"),  # 128 partial states for one block of rows
-        (1000, 16384, 8, 128, "short output tiles"),
-        (9, 64, 8, 128, None),
+        (128, 16384, 8, None),
+        (16, 16384, 8, "longer than another launch takes"),  # 128 partial states for one block of rows
+        (1000, 16384, 8, "short output tiles"),
+        (9, 64, 8, None),
     ],
 )
-def test_a_kernel_begins_so_where_that_is_faster(batch, slots, group, num_ctas, reason):
-    layout = {"num_ctas": num_ctas, "block_kv": 128, "num_stages": 2}
-    prefix, suffix = planned(batch, slots, group, layout, True), planned(batch, 128, group, layout, False)
-    found = suffix.why_not_after(prefix)
+def test_a_kernel_begins_so_where_that_is_faster(batch, slots, group, reason):
+    found = planned(batch, 1, 1, group, 128).why_not_after(planned(1, batch, 1, group, slots))
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("slots, is_able", [(256, False), (600, True)])
+def test_short_prefixes_of_given_lengths_have_results_and_no_partial_states(slots, is_able):
+    found = planned(64, 1, 8, 4, 128).why_not_after(planned(2, 32, 8, 4, slots, lengths=[60, 190]))
+    assert found is None if is_able else "no run cuts" in found
+
+
+@pytest.mark.parametrize("queries", range(1, 9))
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_rows_are_where_the_prefixs_kernel_has_them(kv_heads, group, queries):
+    share = 41
+    suffix, prefix = planned(share, queries, kv_heads, group, 128), planned(1, share * queries, kv_heads, group, 1000)
+    if reason := suffix.why_not_after(prefix):
+        assert queries in (3, 5, 6, 7) if "two blocks" in reason else queries * group > 32
+        return
+    states, shape = suffix._prefix(prefix), prefix.shape
+    of_query, of_head = states.row_strides
+    for sequence, query, head in itertools.product(range(share), range(queries), range(group)):
+        output_tile, first = map(int, states.rows_of(sequence, 0))
+        row = first + query * of_query + head * of_head
+        if states.are_cut and row >= states.tokens:
+            output_tile, row = output_tile + 1, row - states.tokens
+        ((_, _, (_, rows, kernel_head)),) = query_slices(shape, output_tile, row, 1)
+        token = sequence * queries + query
+        expected = (token, head) if kernel_head.item() or shape.cols > shape.tokens else (token * group + head, 0)
+        assert (int(rows.start), int(kernel_head)) == expected
 
 
 def test_gradients_are_those_of_attention_to_all_keys(monkeypatch):

@@ -68,6 +68,7 @@ def lean_attention(query, key, value, *, merge_with=None, shape: LeanShape, conf
         columns: int32 `[2, B, col_blocks * cols]`, first and end visible slot per query column, if `mask="columns"`.
         pages: int32 `[B, pages per sequence]`, if paged.
         scales: float32 `[2, K]`, factors of K and V of each head, or None.
+        prefix_accs, prefix_stats, prefix_sequences: with `shape.prefix`, what its kernel left, and its `sequences`.
     Returns:
       out like `query`, lse float32 `[output tiles, cols]`.
     """

@@ -86,9 +86,14 @@ class Prefix:
         return self.tokens % self.rows_of_sequence > 0
 
     @property
+    def heads_are_apart(self) -> bool:
+        """Returns whether each of several query heads has rows of its own in a block; else rows follow as (t, g)."""
+        return self.rows_of_sequence < self.num_queries * self.group
+
+    @property
     def row_strides(self) -> tuple[int, int]:
         """Returns the distances in rows from a query to the next, and from a query head to the next."""
-        return (1, self.tokens) if self.rows_of_sequence == self.num_queries else (self.group, 1)
+        return (1, self.tokens) if self.heads_are_apart else (self.group, 1)
 
     @property
     def acc_strides(self) -> tuple[int, int]:
@@ -106,7 +111,9 @@ class Prefix:
         prefix = self.shape
         if prefix.uses_mma or suffix.uses_mma or prefix.group is not None:
             return "products are not by wgmma, or few queries are rows"
-        if not prefix.is_many_query and has_whole_output_tiles(prefix, self.config):
+        # The many-query kernel leaves partial states all the same, where it is known when compiling how many there are.
+        is_able = prefix.is_many_query and prefix.static_kv_tiles is not None
+        if has_whole_output_tiles(prefix, self.config) and not is_able:
             return "no run cuts an output tile of the prefix, so that there are results and no partial states"
         if suffix.is_many_query or suffix.tokens is not None or suffix.col_blocks > 1:
             return "the sequences' queries are not one block of query columns for each KV head"
@@ -119,6 +126,8 @@ class Prefix:
             return "so many short output tiles would take longer than another launch"
         if self.rows_of_sequence > self.tokens:
             return "a sequence has more rows than a block of the prefix's"
+        if self.are_cut and self.heads_are_apart:
+            return "a sequence's rows of each of several heads lie in two blocks"
         if num_partials(prefix, self.config) * prefix.cols * prefix.padded_head_dim >= 2**31:
             return "elements of partial states are not counted by 32 bits"
         return None

@@ -116,7 +116,7 @@ class WgmmaProducts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MmaProducts:
-    """Products of each warp, whose operands are in registers (`mma.py`), with the methods of `WgmmaProducts`."""
+    """Products of each warp, whose operands are in registers (`mma.py`), with `WgmmaProducts`' methods but `begun`."""
 
     shape: LeanShape
     config: LeanConfig
