@@ -14,8 +14,9 @@ Attention by the lean kernel, with NaN beyond the lengths:
 With `--as` these run as on a GPU of another compute capability: by `mma.sync` and `cp.async`, in its shared memory.
 
 Kernels for Hopper only:
-- tall: many query rows; shared: many query rows of several heads, whose merge takes the suffixes' state along
-- few: like shared, for query columns
+- tall: many query rows; shared: many query rows of several heads, with whose partial states the suffixes' kernel begins
+- groups: like shared, of seven heads, where rows of a sequence lie in two blocks; few: like shared, for query columns
+- merged: like shared, of so many suffixes that a merge takes their state along
 - products: a product of few rows with norm, gate and residual, whose tensor core also reads neighbours and drops them
 - appended: a product of few rows that ends in rotation, and writes keys and values to a cache
 - chained: three products of few rows in one launch, whose CTAs meet
@@ -65,7 +66,9 @@ HEAD_DIMS = {"one_stage": 256}
 PAGE_SIZES = {"pages": 16, "small_pages": 5}
 SHAPES = {  # query, key
     "shared": ((40, 1, 4, 128), (40, 8, 2, 128)),
+    "groups": ((40, 1, 14, 128), (40, 8, 2, 128)),
     "few": ((12, 1, 2, 128), (12, 8, 2, 128)),
+    "merged": ((1280, 1, 4, 128), (1280, 8, 2, 128)),
     "products": ((3, 256), (2, 168, 256)),  # x, weights
     "appended": ((3, 1, 256), (1, 4, 32, 256)),
     "chained": ((3, 256), (128, 256)),
@@ -100,7 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
     rng = np.random.default_rng(0)
     # Made on the host: the sanitizer would also watch JAX's random numbers on the GPU.
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32)).astype(jnp.bfloat16)
-    run = {"shared": _shared, "few": _shared, "products": _multiplied, "appended": _appended, "chained": _chained}
+    run = dict.fromkeys(("shared", "groups", "few", "merged"), _shared)
+    run |= {"products": _multiplied, "appended": _appended, "chained": _chained}
     print(float(run.get(args.call, _sparq)(args.call, normal).sum()))
     return 0
 

@@ -6,7 +6,8 @@ from . import programs
 from .attention import Case, Level
 from .draws import fill_of, often, one, options_of
 
-GPU_SHAPES = ((64, 1), (64, 2), (64, 8), (80, 2), (96, 1), (128, 1), (128, 4), (128, 16), (256, 2))  # head dim, group
+# Head dim and group.
+GPU_SHAPES = ((64, 1), (64, 2), (64, 8), (80, 2), (96, 1), (128, 1), (128, 4), (128, 7), (128, 16), (256, 2))
 
 
 def draw_on_gpu(rng, num_devices: int, *, num_fills: int = 6) -> Case:
@@ -46,6 +47,7 @@ def draw_on_gpu(rng, num_devices: int, *, num_fills: int = 6) -> Case:
     if fields["function"] == "sparq_decode":
         return _sparq_on_gpu(rng, fields, num_fills)
     if fields["function"] == "bifurcated_decode":
+        fields["batch"] = one(rng, (1, 2, 3, 13, 40))
         shape = dict(sequences=(tuple(range(fields["batch"])),), keys=unit * int(rng.integers(1, 40)))
         fields["levels"] = (Level(**shape, block_size=None, lengths=often(rng, 0.6)),)
     options = options_of(rng, fields) | {"dtype": fields["dtype"]}
