@@ -42,6 +42,13 @@ def runs_after(monkeypatch):
             ),
             2,
         ),
+        # Two nodes, whose keys are one KV tile each.
+        (
+            AfterPrefix(
+                lengths=tuple(range(40, 60)), slots=90, first=40, spare_slots=20, group=4, nodes=2, kv_heads=1
+            ),
+            2,
+        ),
         # Few queries are columns of the prefix's kernel, in two blocks.
         (AfterPrefix(batch=5, slots=420, first=400, group=13, kv_heads=1, spare_slots=70), 2),
         (AfterPrefix(batch=3, slots=460, first=400, group=4, dtype="float16"), 2),
