@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table of the file's rows, and time nothing")
     args = parser.parse_args()
     if args.markdown:
+        if not args.out.exists():
+            parser.error(f"--markdown: there is no file {args.out}")
         print(summary(args.out))
         return 0
     from tree_attn.devices import default_platform

@@ -75,12 +75,12 @@ def test_otherwise_the_prefixs_merge_takes_the_state_along(call, num_kernels, ru
     assert not runs_after
 
 
-def planned(batch, queries, kv_heads, group, slots, lengths=None, **layout):
+def planned(batch, queries, kv_heads, group, slots, lengths=None):
     """Returns the plan of a call of heads of 128."""
     query = jax.ShapeDtypeStruct((batch, queries, kv_heads * group, 128), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((batch, slots, kv_heads, 128), jnp.bfloat16)
     spans = None if lengths is None else tuple(jnp.array(x, jnp.int32)[:, None] for x in (np.zeros(batch), lengths))
-    config = LeanConfig(**{"num_ctas": 128, "block_kv": 128, "num_stages": 2} | layout)
+    config = LeanConfig(num_ctas=128, block_kv=128, num_stages=2)
     return plan_call(query, key, spans, num_slots=slots, scale=1.0, logits_soft_cap=None, config=config)
 
 

@@ -36,7 +36,11 @@ def test_the_summary_takes_the_fastest_layout(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [([], "a GPU is needed, JAX has 'cpu' devices"), (["--megabytes", "82,x"], "must be positive whole numbers")],
+    [
+        ([], "a GPU is needed, JAX has 'cpu' devices"),
+        (["--megabytes", "82,x"], "must be positive whole numbers"),
+        (["--markdown"], "--markdown: there is no file"),
+    ],
 )
 def test_what_cannot_run_says_so(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench_read.py", "--out", str(tmp_path / "rows.jsonl"), *arguments])

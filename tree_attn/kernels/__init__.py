@@ -5,6 +5,7 @@ imported inside functions only: Mosaic is then loaded when a kernel is made, and
 
     lean_call      plans and runs a call of the lean kernel or the many-query kernel: the entry from `tree_attn.local`
     lean, lean_walk, lean_moves, lean_merge, lean_layout, query_layout, schedule, tuning    LeanAttention
+    lean_prefix    how LeanAttention's output tiles begin with the states over a shared prefix
     mma, columns, warps    products by `mma.sync`, what passes through shared memory, and single threads, in PTX
     tall, tall_merge    the many-query kernel: rows of many queries, or of a few in a large group
     exchange, epilogue    the exchange of `reduction="fused"`, as a kernel and as the lean kernel's end

@@ -273,11 +273,15 @@ def num_partials(shape: LeanShape, config: LeanConfig) -> int:
     return config.num_ctas + shape.num_output_tiles
 
 
-def most_partials(shape: LeanShape, config: LeanConfig) -> int:
-    """Returns about how many partial states an output tile has at most, before it is known where runs begin."""
+def most_partials(shape: LeanShape, config: LeanConfig, *, are_equal: bool = False) -> int:
+    """Returns about how many partial states an output tile has at most, before it is known where runs begin.
+
+    Args:
+      are_equal: all output tiles have one length, though only the device may know it.
+    """
     of_lane = lanes(shape, config)
     runs, output_tiles = config.num_ctas // of_lane, shape.num_output_tiles // of_lane
-    if shape.static_kv_tiles is not None or shape.batch == 1:  # output tiles of one length
+    if shape.static_kv_tiles is not None or are_equal:
         runs = -(-runs // output_tiles)
     most_kv_tiles = -(-shape.num_slots // config.block_kv)
     return min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)

@@ -100,11 +100,16 @@ class Prefix:
         """Returns the distances in elements from a row to the next, and from a head dim to the next."""
         return (self.shape.head_dim, 1) if self.shape.is_many_query else (1, self.shape.cols)
 
+    @property
+    def most_partials(self) -> int:
+        """Returns about how many partial states an output tile has at most."""
+        return most_partials(self.shape, self.config, are_equal=self.shape.batch == 1)
+
     def read_at_once(self, suffix: LeanShape, config: LeanConfig) -> int:
         """Returns how many partial states a lean kernel reads together: as registers allow, and as it needs."""
         elements = READ_ELEMENTS if config.num_ctas <= num_sms() else READ_ELEMENTS_SHARED
         by_registers = max(1, min(READ_STATES, elements // (suffix.padded_head_dim * suffix.cols)))
-        return min(by_registers, most_partials(self.shape, self.config))
+        return min(by_registers, self.most_partials)
 
     def why_not(self, suffix: LeanShape, config: LeanConfig) -> str | None:
         """Returns why a lean kernel of that shape and layout cannot or should not begin with these states, or None."""
@@ -119,7 +124,7 @@ class Prefix:
             return "the sequences' queries are not one block of query columns for each KV head"
         if suffix.padded_head_dim * suffix.cols > MAX_ELEMENTS:
             return "too many registers hold an output tile's state"
-        if most_partials(prefix, self.config) > MAX_ROUNDS * self.read_at_once(suffix, config):
+        if self.most_partials > MAX_ROUNDS * self.read_at_once(suffix, config):
             return "a warpgroup would read for longer than another launch takes"
         is_long = 2 * suffix.num_slots * suffix.head_dim * suffix.key_itemsize >= LONG_BYTES
         if suffix.num_output_tiles > MAX_SHORT_OUTPUT_TILES * config.num_ctas and not is_long:
