@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
-from tree_attn import devices, reduce, sharded
+from tree_attn import devices, make_mesh, reduce, sharded
 from tree_attn.arguments import AttentionOptions
 from tree_attn.local import choose, cudnn, flash_attn, mosaic_gpu
 from tree_attn.masking import visibility
@@ -55,6 +55,41 @@ def on(monkeypatch, device) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: device.platform)
     for name in ("devices", "local_devices"):
         monkeypatch.setattr(jax, name, lambda: [device])
+
+
+class Nccl:
+    """NCCL as loaded: its version, and whether it has the function that JAX 0.12 calls."""
+
+    def __init__(self, number: int, **functions):
+        self.number = number
+        vars(self).update(functions)
+
+    def ncclGetVersion(self, found) -> int:
+        found._obj.value = self.number
+        return 0
+
+
+def test_an_nccl_that_is_too_old_is_named_before_a_mesh_is_made(monkeypatch):
+    loaded = functools.partial(monkeypatch.setattr, devices, "_loaded_nccl")
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    loaded(lambda: Nccl(22_809))
+    assert devices.loaded_nccl_version() == "2.28.9"
+    with pytest.raises(
+        NotImplementedError, match=r"devices must be one GPU .* NCCL 2\.28\.9, got 2: .*nvidia-nccl-cu13"
+    ):
+        make_mesh({"seq": 2}, [CUDA, CUDA])
+    for others in ([CUDA], [ROCM, ROCM], jax.devices()):
+        devices.check_nccl(others)
+    loaded(lambda: Nccl(22_902, ncclGetPeerDevicePointer=None))
+    devices.check_nccl([CUDA, CUDA])
+    loaded(lambda: Nccl(22_809))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    devices.check_nccl([CUDA, CUDA])
+
+
+@pytest.mark.skipif("gpu" in jax.default_backend(), reason="a process with GPUs has loaded NCCL")
+def test_without_nccl_there_is_no_version_of_it():
+    assert devices.loaded_nccl_version() is None
 
 
 @pytest.mark.parametrize("device, runtime", [(ROCM, "rocm"), (CUDA, "cuda"), (TPU, "tpu")])

@@ -19,6 +19,7 @@ from tree_attn.mesh import axis_tuple, bound_axis_sizes, node_axes
 @dataclasses.dataclass(frozen=True)
 class Device:
     process_index: int
+    platform: str = "cpu"
 
 
 def test_axes_are_of_type_auto_whatever_jax_defaults_to():

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import jax
 
@@ -57,6 +58,42 @@ def started_devices() -> list[jax.Device]:
         raise ValueError(
             f"JAX_PLATFORMS={platforms} must name a platform that can start here, cpu for one: {reason}"
         ) from error
+
+
+def check_nccl(devices: Sequence[jax.Device]) -> None:
+    """Raises where XLA's collectives cannot run over these devices, because the NCCL that it has loaded is too old.
+
+    With JAX 0.12 they need a function of NCCL 2.29.2. JAX's packages ask for no such version, and PyTorch may keep an
+    older one.
+
+    Raises:
+      NotImplementedError: names the version that is loaded, and how to get a newer one.
+    """
+    if len(devices) < 2 or jax.__version_info__ < (0, 12) or runtime_of(devices[0]) != "cuda":
+        return
+    nccl = _loaded_nccl()
+    if nccl is None or hasattr(nccl, "ncclGetPeerDevicePointer"):
+        return
+    raise NotImplementedError(
+        f"devices must be one GPU with JAX {jax.__version__} and NCCL {loaded_nccl_version()}, got {len(devices)}: XLA "
+        "needs NCCL 2.29.2 or newer for more. Install it with pip install --upgrade nvidia-nccl-cu13 (or -cu12)"
+    )
+
+
+def loaded_nccl_version() -> str | None:
+    """Returns the version of the NCCL that this process has loaded, as XLA does with its GPUs; None without one."""
+    nccl, number = _loaded_nccl(), ctypes.c_int()
+    if nccl is None or nccl.ncclGetVersion(ctypes.byref(number)) != 0:
+        return None
+    thousands, rest = divmod(number.value, 10_000)
+    return f"{thousands}.{rest // 100}.{rest % 100}"
+
+
+def _loaded_nccl() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
 
 
 def default_platform() -> str:

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from tree_attn import topology
 from tree_attn.arguments import check_integer
+from tree_attn.devices import check_nccl
 
 AxisName = str | tuple[str, ...]
 NODE_AXES = ("device", "node")  # inside a node and between nodes, the fastest links first
@@ -30,6 +31,7 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
       TypeError: `axis_shapes` is neither a dict nor a tuple of names.
       ValueError: a size is not a positive integer, or there are fewer devices than the axes need. For names alone: the
         nodes have unequal numbers of devices, or there are several processes that `initialize` has not joined.
+      NotImplementedError: several GPUs, and an NCCL that is too old for this JAX.
 
     Example:
       >>> mesh = make_mesh({"seq": 8})
@@ -55,6 +57,7 @@ def make_mesh(axis_shapes: dict[str, int] | tuple[str, ...], devices: Sequence[j
             f"axis_shapes {axis_shapes} needs {needed} devices, got {len(devices)}; for emulated ones call "
             f"tree_attn.devices.ensure_devices({needed}) before JAX uses any device"
         )
+    check_nccl(devices[:needed])
     if len(axis_shapes) == 1:
         devices = _ring_order(devices[:needed])
     # Neighbours in the device order share the fastest link, so the first axis varies fastest: it comes last in the

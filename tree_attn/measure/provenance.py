@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import tree_attn
-from tree_attn.devices import visible_gpus
+from tree_attn.devices import loaded_nccl_version, visible_gpus
 
 MAX_WAIT_S = 20  # for nvidia-smi
 # Every row of a measurement or check has these.
@@ -146,7 +146,10 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of the packages that matter to a measurement; None if not installed."""
+    """Returns the versions of Python and of the packages that matter to a measurement; None if not installed.
+
+    "nccl" is the version that this process has loaded. It is another than its package's where a user names a file.
+    """
     from importlib import metadata
 
     packages = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -158,7 +161,7 @@ def versions() -> dict[str, str | None]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    return found
+    return found | {"nccl": loaded_nccl_version()}
 
 
 def nccl_settings() -> dict[str, str]:
