@@ -229,7 +229,8 @@ class WholeLayer(_Chain):
         if isinstance(configs, str):
             return configs
         config = LeanConfig(
-            block_kv=keys_of_stage(head_dim), num_stages=configs[0].num_stages, num_ctas=num_ctas(configs)
+            block_kv=keys_of_stage(head_dim), num_stages=configs[0].num_stages, num_ctas=num_ctas(configs),
+            min_kv_tiles=1,
         )  # fmt: skip
         call = plan_call(query, heads.key, self.spans, config=config, leaves_partials=True, **options)
         tables = {name: table for name, table in call.tables.items() if table is not None}

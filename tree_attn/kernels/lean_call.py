@@ -335,7 +335,8 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     # Output tiles of one length are cut alike, as where that is known when compiling.
     even = tuning.even_runs(shape, count, num_runs)
     max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, num_runs)
-    runs, are_whole = _runs(kv_tiles, offsets, per_sequence, num_runs, max_runs, shape, leaves_whole)
+    bounds = dict(max_runs=max_runs, min_kv_tiles=config.min_kv_tiles)
+    runs, are_whole = _runs(kv_tiles, offsets, per_sequence, num_runs, bounds, shape, leaves_whole)
     per_call = (jnp.full_like(kv_tiles, x) for x in (max_runs, are_whole))
     columns = first_slot, kv_tiles, offsets, span_start, span_end, *per_call
     if shape.is_many_query and shape.mask == "columns":
@@ -346,16 +347,20 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     return sequences, jnp.concatenate([runs, begins_in], axis=1)
 
 
-def _runs(kv_tiles, offsets, per_sequence: int, num_runs: int, max_runs, shape: LeanShape, leaves_whole: bool):
-    """Returns the table of runs without what `schedule_tables` adds, and whether none of them cuts an output tile."""
+def _runs(kv_tiles, offsets, per_sequence: int, num_runs: int, bounds: dict, shape: LeanShape, leaves_whole: bool):
+    """Returns the table of runs without what `schedule_tables` adds, and whether none of them cuts an output tile.
+
+    Args:
+      bounds: of the number of runs that cut output tiles, `max_runs` and `min_kv_tiles`.
+    """
     whole = whole_run_table(kv_tiles, offsets, per_sequence, num_runs)
     if shape.whole_output_tiles:
         return whole, True
-    cut = run_table(kv_tiles, offsets, per_sequence, num_runs, max_runs=max_runs)
+    cut = run_table(kv_tiles, offsets, per_sequence, num_runs, **bounds)
     if not leaves_whole:
         return cut, False
     # From counts where they say it: a reduction over a table is a small kernel of XLA's, which the attention waits for.
-    longest_cut = longest_run(offsets[-1] + kv_tiles[-1] * per_sequence, max_runs)
+    longest_cut = longest_run(offsets[-1] + kv_tiles[-1] * per_sequence, **bounds)
     has_one_each = kv_tiles.shape[0] * per_sequence <= num_runs
     longest_whole = jnp.max(kv_tiles) if has_one_each else jnp.max(whole[:, 3])
     are_whole = longest_whole <= longest_cut + MERGE_KV_TILES
