@@ -11,12 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_copies import blocks_of
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, turned, write_heads
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import ProductMoves
+from tree_attn.kernels.few_rows_norm import no_squares, scaled
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
-from tree_attn.kernels.registers import LOG2_E, full, load, store_transposed, transposable_layout
+from tree_attn.kernels.registers import LOG2_E, load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,7 @@ class CtaProduct(ProductMoves):
             stage = self.ring.stage(step)
             self.ring.await_full(step)
             if squares is not None:
-                for slab, place, block_of_stage in blocks_of(config):
-                    scale = self.scale_smem.at[stage, block_of_stage]
-                    squares = squares + _scale(self.x_of(stage, slab, place), scale, shape)
+                squares = scaled(self.x_smem.at[stage], self.scale_smem.at[stage], squares, shape, config)
                 plgpu.commit_smem()
             for slab in range(config.slabs):
                 for part, acc in enumerate(accs):
@@ -81,24 +79,8 @@ class CtaProduct(ProductMoves):
             pl.when(block > 0)(lambda: self.ring.release(step - 1))
             return squares
 
-        squares = lax.fori_loop(0, self.blocks, block_step, _no_squares(shape, config))
+        squares = lax.fori_loop(0, self.blocks, block_step, no_squares(shape, config))
         return tuple(acc[...] for acc in accs), squares
-
-
-def _no_squares(shape: FewRowsShape, config: FewRowsConfig):
-    if shape.eps is None:
-        return None
-    return full(0.0, (config.block_in, shape.columns), transposable_layout())
-
-
-def _scale(x_smem, scale_smem, shape: FewRowsShape):
-    """Multiplies a block of x by the norm's scale, and returns the squares of what it was, float32 `[I, cols]`."""
-    layout = transposable_layout()
-    x = load(x_smem.transpose((1, 0)), layout).astype(jnp.float32)
-    scale = load(scale_smem, layout.reduce(1)).astype(jnp.float32)
-    scale = lax.broadcast_in_dim(scale + 1.0 if shape.adds_one else scale, x.shape, [0])
-    store_transposed(x_smem, (x * scale).astype(shape.dtype))
-    return x * x
 
 
 def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):
