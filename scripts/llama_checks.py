@@ -13,6 +13,7 @@ TOLERANCE = 0.03
 # New tokens begin a KV tile, and CTAs share those of a sequence.
 PROMPT, STEPS, CAPACITY = 766, 4, 1024
 WAYS = ("mosaic_gpu", "mosaic_gpu_chain")
+PICKED = "picked"  # by `products=None`: over devices a chain whose attention is a launch of its own
 # Sequences, new tokens of each, and the model's window.
 CASES = (
     (1, 1, None), (2, 1, None), (3, 1, None), (4, 1, None), (1, 3, None), (2, 1, 100), (8, 1, None), (16, 1, None),
@@ -27,6 +28,7 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
 
     from tree_attn import make_mesh
     from tree_attn.models.llama import LlamaConfig, spread_over
+    from tree_attn.models.llama.product_choice import OVER_GPUS
 
     # Of a chain's products gate and up have fewer CTAs than others, and steps go round the ring more than once.
     shape = LlamaConfig(
@@ -35,12 +37,16 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
     )  # fmt: skip
     sharding = spread_over(shape, make_mesh({"seq": num_devices}))
     for batch, tokens, window in CASES:
+        # With a window, and of several tokens, attention is a launch of its own in any case.
+        has_choice = num_devices > 1 and sharding.is_on_gpus and window is None
+        has_choice &= tokens == 1 and batch <= OVER_GPUS["max_rows"]
+        ways = (*WAYS, PICKED) if has_choice else WAYS
         steps = _Steps(dataclasses.replace(shape, window=window), sharding, batch, tokens)
-        steps.compile([("xla", jnp.bfloat16), *((name, jnp.bfloat16) for name in WAYS)])
+        steps.compile([("xla", jnp.bfloat16), *((name, jnp.bfloat16) for name in ways)])
         by_xla, followed, _ = steps.run("xla", jnp.bfloat16, None)
         with jax.default_matmul_precision("highest"):
             exact, *_ = steps.run("xla", jnp.float32, followed)
-        for name in WAYS:
+        for name in ways:
             labels = dict(what="llama", how=name, implementation=name, batch=batch, num_queries=tokens)
             labels |= {} if window is None else {"window": window}
             try:
@@ -71,9 +77,9 @@ def _expected_calls(name: str, sharding, case: tuple, hidden_size: int) -> list[
     (batch, tokens, window), is_alone = case, sharding.mesh.size == 1
     if not is_alone and not exchanges(batch * tokens * hidden_size, ("seq",), sharding.mesh):
         return [7, 0, 0]  # of each layer heads, output, gate and up, down; and the head
-    if name == "mosaic_gpu_chain":
+    if name in ("mosaic_gpu_chain", PICKED):
         # The head; over devices the first heads too, where attention is a launch of its own; a chain of each layer.
-        is_whole = tokens == 1 and batch <= MAX_ROWS and window is None
+        is_whole = name != PICKED and tokens == 1 and batch <= MAX_ROWS and window is None
         return [1 if is_alone or is_whole else 2, 0, 2]
     return [7, 0, 0] if is_alone else [5, 4, 0]
 
@@ -130,11 +136,12 @@ class _Steps:
             last = logits[:, -1]
         return jnp.stack(found), read, calls
 
-    def _model(self, products: str, create):
+    def _model(self, products: str | None, create):
         from flax import nnx
 
         from tree_attn.models.llama import Llama
 
+        products = None if products == PICKED else products
         return nnx.split(Llama(self._config, self._sharding, create, products=products, unroll_layers=True))
 
     def _prompt(self, dtype):

@@ -178,8 +178,8 @@ def traced_calls(chain: Chain, monkeypatch) -> list[tuple]:
 @needs_interpreter
 def test_what_the_ring_holds_of_x_is_received_and_ctas_meet_for_the_rest(monkeypatch):
     chain = Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS)
-    monkeypatch.setattr(few_rows_chain, "broadcasts", lambda _: True)
-    monkeypatch.setattr(few_rows_chain_cta, "broadcasts", lambda _: True)
+    for module in (few_rows_chain, few_rows_chain_cta):
+        monkeypatch.setattr(module, "broadcasts", lambda *_: True)
     calls = traced_calls(chain, monkeypatch)
     steps = [config.tiles * config.blocks(shape) for shape, config in zip(chain.shapes, chain.configs)]
     assert steps == [2, 16, 8]

@@ -8,8 +8,8 @@ Another warpgroup copies x. CTAs meet between operations (`meetings.py`): each c
 result, and copies x of the next product when all have come. The kernel has no more CTAs than SMs, so all run at once.
 
 Attention can be one of the operations: it follows the product that makes heads (`few_rows_chain_attention.py`), and a
-whole layer is one launch then. Results are then broadcast (`few_rows_broadcast.py`). CTAs receive x of the stages whose
-weights wait already, and meet for the rest.
+whole layer is one launch then. Then, and over several devices, results of few rows are broadcast
+(`few_rows_broadcast.py`). CTAs receive x of the stages whose weights wait already, and meet for the rest.
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
 in-features. Heads are gathered, since each device makes some of them. Attention ends in the merge of their states. A
@@ -118,7 +118,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
     # Counts do not stay zero, and the compiler may give equal arrays the same memory: no other has such a shape.
     arrays |= {"counts": jnp.zeros((1, len(shapes) - (attention is None), 1, 1), jnp.uint32)}
-    if broadcasts(attention):
+    if broadcasts(shapes, attention, buffers is not None):
         arrays |= {"words": words_of(chain_buffers(shapes, attention))}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
@@ -142,8 +142,8 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
 
 
 def _writes_result(shape: FewRowsShape, attention: AttentionLayout | None) -> bool:
-    """Returns whether a product's result is an array of the launch: attention gets queries by words."""
-    return shape.heads is None or not broadcasts(attention)
+    """Returns whether a product's result is an array of the launch: attention in it gets queries by words."""
+    return shape.heads is None or attention is None
 
 
 def _multiply(names, shapes, configs, attention, buffers, *refs):

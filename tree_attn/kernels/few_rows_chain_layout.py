@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.exchange import Buffers
-from tree_attn.kernels.few_rows_broadcast import local_buffers
+from tree_attn.kernels.few_rows_broadcast import MAX_ROWS, local_buffers
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_layout import (
     OTHER_BYTES,
@@ -78,9 +78,13 @@ def _stacks(shape: FewRowsShape, tile: int, slabs: int, stack: int) -> bool:
     return is_small and shape.in_features % (slabs * stack * BLOCK_IN) == 0
 
 
-def broadcasts(attention: AttentionLayout | None) -> bool:
-    """Returns whether a chain broadcasts results: one with attention does, whose rows are few."""
-    return attention is not None
+def broadcasts(shapes: tuple[FewRowsShape, ...], attention: AttentionLayout | None, is_cut: bool) -> bool:
+    """Returns whether a chain broadcasts results: with attention, and over several devices, where rows are few.
+
+    Args:
+      is_cut: whether devices have parts of the products.
+    """
+    return attention is not None or (is_cut and shapes[0].rows <= MAX_ROWS)
 
 
 def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:
