@@ -11,7 +11,7 @@ import pytest
 from few_rows_cases import H200_SMS, Chain, chains_of_models
 from lean_interpreter import interpreter, needs_interpreter
 
-from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves
+from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves, few_rows_norm
 from tree_attn.kernels.exchange import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
@@ -253,6 +253,10 @@ def test_words_lie_in_shared_memory_as_copies_would(columns, monkeypatch):
     for row, column in np.ndindex(24, columns):
         tile, chunk = row // 8 * (columns // 64) + column // 64, column % 64 // 8
         assert places[row, column] == tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + column % 8 * 2
+    shape, config = types.SimpleNamespace(columns=8), types.SimpleNamespace(block_in=columns)
+    for block in range(3):
+        distance, _ = few_rows_norm.distances_of(block, shape, config)
+        assert (places[8 * block : 8 * block + 8] == places[:8] + distance).all()
 
 
 @needs_interpreter

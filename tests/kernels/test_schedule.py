@@ -121,6 +121,20 @@ def test_counts_may_be_int32_arrays_under_jit():
             assert {n.dtype for n in got} == {jnp.dtype("int32")}
 
 
+@pytest.mark.parametrize("total", [1, 2, 8, 9, 10, 17, 18, 19, 40])
+def test_a_few_runs_may_have_one_kv_tile(total):
+    ctas, short = 16, 9
+    runs, usual = num_runs(total, ctas, short), num_runs(total, ctas)
+    assert runs == max(usual, min(total, short))
+    assert longest_run(total, ctas, short) <= longest_run(total, ctas)
+    assert jax.jit(num_runs, static_argnums=(1, 2))(jnp.int32(total), ctas, short) == runs
+    tiles = jnp.asarray([total], jnp.int32)
+    table = np.asarray(run_table(tiles, sequence_offsets(tiles, 1), 1, ctas, short_runs=short))
+    lengths = [run_start(run + 1, total, runs) - run_start(run, total, runs) for run in range(runs)]
+    assert table[:, 3].tolist() == lengths + [0] * (ctas - runs)
+    assert table[:runs, 2].tolist() == [run_start(run, total, runs) for run in range(runs)]
+
+
 @pytest.mark.parametrize("tiles", [[1], [4], [1, 1, 1], [3, 1, 40, 2], [7, 7], [1, 260, 1, 1, 9]], ids=str)
 @pytest.mark.parametrize("heads, ctas", [(1, 5), (3, 1), (3, 32)])
 def test_the_devices_table_is_the_plain_schedule(tiles, heads, ctas):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
 from tree_attn.kernels.few_rows_broadcast import MAX_ROWS
 from tree_attn.kernels.few_rows_call import places_of_rows
 from tree_attn.kernels.few_rows_chain import multiply_chain
@@ -230,7 +231,7 @@ class WholeLayer(_Chain):
             return configs
         config = LeanConfig(
             block_kv=keys_of_stage(head_dim), num_stages=configs[0].num_stages, num_ctas=num_ctas(configs),
-            min_kv_tiles=1,
+            short_runs=PARTIALS_AT_ONCE,
         )  # fmt: skip
         call = plan_call(query, heads.key, self.spans, config=config, leaves_partials=True, **options)
         tables = {name: table for name, table in call.tables.items() if table is not None}

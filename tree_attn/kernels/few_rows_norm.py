@@ -60,18 +60,23 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
         at_once = max(1, ELEMENTS_AT_ONCE * GRAIN // shape.columns)
         for block, first in itertools.product(range(blocks), range(0, len(addresses), at_once)):
             some = addresses[first : first + at_once]
-            # Blocks lie at fixed distances: of several no thread keeps addresses.
-            of_block = block * shape.columns * config.block_in * 2, block * config.block_in * 2
-            elements = [[_load(*at) for at in zip(both, of_block)] for both in some]
+            # Blocks lie at fixed distances: a thread keeps addresses of the first only.
+            distances = distances_of(block, shape, config)
+            elements = [[_load(*at) for at in zip(both, distances)] for both in some]
             for number, ((address, _), (x, scale)) in enumerate(zip(some, elements, strict=True), first):
                 if shape.adds_one:
                     scale = arith.addf(scale, arith.constant(ir.F32Type.get(), 1.0))
-                _store(address, of_block[0], arith.mulf(x, scale))
+                _store(address, distances[0], arith.mulf(x, scale))
                 sums[number] = arith.addf(sums[number], arith.mulf(x, x))
         found = iter(sums)
         return squares.foreach(lambda *_: next(found), create_array=True)
 
     return emit(x_smem, scale_smem, squares)
+
+
+def distances_of(block: int, shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
+    """Returns how many bytes a block's x lies behind the first block's, and its scale behind the first's."""
+    return block * shape.columns * config.block_in * 2, block * config.block_in * 2
 
 
 def _load(address, offset: int):

@@ -335,7 +335,7 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     # Output tiles of one length are cut alike, as where that is known when compiling.
     even = tuning.even_runs(shape, count, num_runs)
     max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, num_runs)
-    bounds = dict(max_runs=max_runs, min_kv_tiles=config.min_kv_tiles)
+    bounds = dict(max_runs=max_runs, short_runs=config.short_runs)
     runs, are_whole = _runs(kv_tiles, offsets, per_sequence, num_runs, bounds, shape, leaves_whole)
     per_call = (jnp.full_like(kv_tiles, x) for x in (max_runs, are_whole))
     columns = first_slot, kv_tiles, offsets, span_start, span_end, *per_call
@@ -351,7 +351,7 @@ def _runs(kv_tiles, offsets, per_sequence: int, num_runs: int, bounds: dict, sha
     """Returns the table of runs without what `schedule_tables` adds, and whether none of them cuts an output tile.
 
     Args:
-      bounds: of the number of runs that cut output tiles, `max_runs` and `min_kv_tiles`.
+      bounds: of the number of runs that cut output tiles, `max_runs` and `short_runs`.
     """
     whole = whole_run_table(kv_tiles, offsets, per_sequence, num_runs)
     if shape.whole_output_tiles:

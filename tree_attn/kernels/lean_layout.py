@@ -88,13 +88,13 @@ class LeanConfig:
     num_stages:  KV tiles of K, and of V, in flight per CTA, or per stream
     num_ctas:    CTAs, or streams of all CTAs where they have several, and so the most runs; the schedule is fair only
                  if all are resident at once
-    min_kv_tiles: KV tiles of a run, at the least
+    short_runs:  runs of a lane, as many as it has KV tiles, that may have one KV tile only
     """
 
     block_kv: int = 64
     num_stages: int = 3
     num_ctas: int = 264
-    min_kv_tiles: int = MIN_KV_TILES_PER_RUN
+    short_runs: int = 1
 
     def __post_init__(self):
         if self.block_kv < ROWS or self.block_kv % ROWS:
@@ -267,7 +267,7 @@ def static_runs(shape: LeanShape, config: LeanConfig) -> tuple[int, int]:
     """Returns how many KV tiles a lane has, and how many runs, where that is known when compiling."""
     count = lanes(shape, config)
     total = shape.num_output_tiles // count * shape.static_kv_tiles
-    return total, num_runs(total, config.num_ctas // count, config.min_kv_tiles)
+    return total, num_runs(total, config.num_ctas // count, config.short_runs)
 
 
 def num_partials(shape: LeanShape, config: LeanConfig) -> int:
@@ -286,7 +286,7 @@ def most_partials(shape: LeanShape, config: LeanConfig, *, are_equal: bool = Fal
     if shape.static_kv_tiles is not None or are_equal:
         runs = -(-runs // output_tiles)
     most_kv_tiles = -(-shape.num_slots // config.block_kv)
-    return min(runs, most_kv_tiles // config.min_kv_tiles + 1)
+    return min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
 
 
 def partial_of(shape: LeanShape, config: LeanConfig, cta, output_tile):
@@ -309,7 +309,7 @@ def partials_of(shape: LeanShape, config: LeanConfig, sequences_ref, output_tile
         kv_tiles = sequences_ref[sequence, NUM_KV_TILES]
         first = sequences_ref[sequence, OFFSET] + within * kv_tiles
         total = sequences_ref[last, OFFSET] + per_sequence * sequences_ref[last, NUM_KV_TILES]
-        runs = num_runs(total, sequences_ref[last, MAX_RUNS], config.min_kv_tiles)
+        runs = num_runs(total, sequences_ref[last, MAX_RUNS], config.short_runs)
     first_partial, number = partials_of_output_tile(place, first, kv_tiles, total, runs)
     if shape.static_kv_tiles is None:
         number = jnp.where(sequences_ref[last, ARE_WHOLE] > 0, 1, number)  # that one is no partial

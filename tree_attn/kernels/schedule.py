@@ -23,14 +23,19 @@ MIN_KV_TILES_PER_RUN = 2  # below that a CTA's start and its partial cost more t
 Count = int | Array
 
 
-def num_runs(num_kv_tiles: Count, num_ctas: Count, min_kv_tiles: int = MIN_KV_TILES_PER_RUN) -> Count:
-    """Returns how many CTAs get a run: all, unless runs would be shorter than `min_kv_tiles`; at least 1."""
-    return _minimum(num_ctas, _maximum(quotient(num_kv_tiles, min_kv_tiles), 1))
+def num_runs(num_kv_tiles: Count, num_ctas: Count, short_runs: int = 1) -> Count:
+    """Returns how many CTAs get a run: all, unless runs would be shorter than `MIN_KV_TILES_PER_RUN`; at least 1.
+
+    Args:
+      short_runs: as many there may be, whatever their length.
+    """
+    of_least = quotient(num_kv_tiles, MIN_KV_TILES_PER_RUN)
+    return _minimum(num_ctas, _maximum(of_least, _minimum(num_kv_tiles, short_runs)))
 
 
-def longest_run(num_kv_tiles: Count, max_runs: Count, min_kv_tiles: int = MIN_KV_TILES_PER_RUN) -> Count:
+def longest_run(num_kv_tiles: Count, max_runs: Count, short_runs: int = 1) -> Count:
     """Returns how many KV tiles the longest run has."""
-    runs = num_runs(num_kv_tiles, max_runs, min_kv_tiles)
+    runs = num_runs(num_kv_tiles, max_runs, short_runs)
     return quotient(num_kv_tiles + runs - 1, runs)
 
 
@@ -82,7 +87,7 @@ def run_table(
     num_ctas: int,
     *,
     max_runs: Count | None = None,
-    min_kv_tiles: int = MIN_KV_TILES_PER_RUN,
+    short_runs: int = 1,
 ) -> Int[Array, "C 4"]:
     """Returns where each CTA's run begins, from lengths that only the device knows: int32 `[num_ctas, 4]`.
 
@@ -92,9 +97,9 @@ def run_table(
     Args:
       kv_tiles, offsets: as in `sequence_offsets`, and its result.
       max_runs: at most `num_ctas`; default: that.
-      min_kv_tiles: of a run, as of `num_runs`.
+      short_runs: as of `num_runs`.
     """
-    start, end = _run_bounds(kv_tiles, offsets, output_tiles_per_sequence, num_ctas, max_runs, min_kv_tiles)
+    start, end = _run_bounds(kv_tiles, offsets, output_tiles_per_sequence, num_ctas, max_runs, short_runs)
     return jnp.stack([*_located(kv_tiles, offsets, start), end - start], axis=1).astype(jnp.int32)
 
 
@@ -130,11 +135,11 @@ def whole_run_table(
 
 def _run_bounds(
     kv_tiles, offsets, output_tiles_per_sequence: int, num_ctas: int, max_runs: Count | None = None,
-    min_kv_tiles: int = MIN_KV_TILES_PER_RUN,
+    short_runs: int = 1,
 ):  # fmt: skip
     """Returns each CTA's first KV tile and the one past its last among all; the end for CTAs without a run."""
     total = offsets[-1] + kv_tiles[-1] * output_tiles_per_sequence
-    runs = num_runs(total, num_ctas if max_runs is None else max_runs, min_kv_tiles)
+    runs = num_runs(total, num_ctas if max_runs is None else max_runs, short_runs)
     cta = jnp.arange(num_ctas, dtype=jnp.int32)
     return tuple(run_start(jnp.minimum(number, runs), total, runs) for number in (cta, cta + 1))
 
