@@ -49,7 +49,7 @@ def stand_in_attention(
 
     The result is undefined for a query that sees nothing. The residual is float32 `[B, N, T]` and passes no gradient.
     """
-    assert return_residual
+    assert return_residual and scale >= 0
     visible = jnp.ones((1, 1, 1, key.shape[1]), bool)
     if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
         assert q_seqlen.dtype == kv_seqlen.dtype == jnp.int32
@@ -69,6 +69,7 @@ def stand_in_backward(
     query, out, of_out, key, value, lse, *, scale, mask=None, mask_type=MaskType.NO_MASK, q_seqlen=None, kv_seqlen=None
 ):
     """Computes what the primitive of the backward pass does, with the sums of `out` and its cotangent made here."""
+    assert scale >= 0
     visible = jnp.ones((1, 1, 1, key.shape[1]), bool)
     if mask_type in (MaskType.PADDING, MaskType.PADDING_CAUSAL):
         visible = visible & (jnp.arange(key.shape[1])[None] < kv_seqlen[:, None])[:, None, None]
@@ -108,6 +109,14 @@ def test_adapter_does_every_supported_option(options):
     call = jax.jit(lambda lengths: attend(*arrays, implementation="cudnn", key_value_seq_lengths=lengths, **options))
     for lengths in LENGTHS:
         assert_attention(call(lengths), *arrays, key_value_seq_lengths=lengths, **options)
+
+
+@pytest.mark.usefixtures("cudnn_or_stand_in")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_scale_below_zero_is_taken_to_the_query(is_causal):
+    arrays = gpu_arrays()
+    options = dict(scale=-0.4, is_causal=is_causal, key_value_seq_lengths=np.array([384, 201], np.int32))
+    assert_attention(attend(*arrays, implementation="cudnn", **options), *arrays, **options)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -373,8 +382,9 @@ def cudnn_or_stand_in(request):
         (1, None, {"key_value_seq_lengths": np.array([300, 7], np.int32)}),
         (0, None, {"local_window_size": (90, None)}),
         (1, 2, {"scale": 0.3}),
+        (1, 2, {"scale": -0.3}),
     ],
-    ids=["diagonal", "strict_lengths", "padding", "bias_unseen", "bias_window", "bias_scale"],
+    ids=["diagonal", "strict_lengths", "padding", "bias_unseen", "bias_window", "bias_scale", "bias_below_zero"],
 )
 def test_the_gradient_of_a_shard_is_that_of_blocks(index, block_size, options):
     """Takes shard 0's queries over either shard of two; cuDNN runs itself where there is a GPU."""

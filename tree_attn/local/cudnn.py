@@ -67,6 +67,8 @@ def attend(
     Lengths alone become cuDNN's padding mask, which reads the valid keys only. A prompt's own causal diagonal becomes
     its causal mask. Other causal offsets and windows become an additive bias `[B, 1, T, S]`, read once beside K and V.
     """
+    if scale < 0:  # with a bias and such a scale a result of cuDNN's was NaN
+        query, scale = -query, -scale
     return _attend(query, key, value, visible, scale)
 
 
@@ -89,6 +91,11 @@ def gradient(query, key, value, *, scale: float, visible: Visibility, out, lse, 
     Returns:
       Derivatives of query, key and value, in their dtypes.
     """
+    if scale < 0:
+        of_query, *others = gradient(
+            -query, key, value, scale=-scale, visible=visible, out=out, lse=lse, of_out=of_out
+        )  # fmt: skip
+        return -of_query, *others
     key, value, sees_any, shift, options = _masked(query, key, value, visible)
     key = zeroed(key, visible.is_valid())  # a weight of 0 times NaN would reach the query
     # exp(logits - inf) = 0: a query that sees nothing here has no weights, whatever its masked logits are.
