@@ -11,7 +11,7 @@ from tree_attn.models.llama.sharding import LlamaSharding, as_tuple
 
 PRODUCTS = ("xla", "mosaic_gpu", "mosaic_gpu_chain")
 # Over several GPUs whole steps of so many rows were checked, with attention in a layer's launch and in its own. In the
-# launch a token takes 2 % longer after 1,024 tokens, and 2 % less after 32,768 (docs/log/llama.md).
+# launch a token takes 5 to 8 % longer on two H200s with JAX 0.12 (docs/log/llama.md).
 OVER_GPUS = {"max_rows": 3, "joins_attention": False}
 CUT_AXES = ("heads", "kv_heads", "kv_head_dim", "mlp", "vocab")  # of `LlamaSharding`, along which weights are cut
 _log = logging.getLogger("tree_attn")
@@ -26,7 +26,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
         weights before the previous kernel has ended. So the program must take them as arguments, and none of its
         kernels may write them. None is the fastest where the kernel runs, for up to 16 tokens at a time; over several
         GPUs for up to 3, with attention in a launch of its own; and else `xla`. The fastest is `mosaic_gpu_chain`
-        (docs/log/llama.md). With a loop over layers, or JAX 0.10, it is `mosaic_gpu` on one GPU. The kernel has no
+        (docs/log/llama.md). With a loop over layers it is `mosaic_gpu` on one GPU. The kernel has no
         gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
         over all of the mesh.

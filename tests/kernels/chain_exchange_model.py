@@ -10,6 +10,10 @@ second is that of the merge. Its CTAs wait for those that attend.
 
 In a merge CTAs also read what other devices keep, and broadcast nothing of that. With `working` the first exchange is
 such a merge for the CTAs from that number on, and they have no part of the others.
+
+A chain whose attention is a launch of its own has four products. The second, gate and up, is broadcast without an
+exchange, and the result of the last, the heads, is exchanged and not broadcast (`chain_of_products`). There slots are
+of the exchanges' numbers, and of the broadcasts'. A CTA may lack a product. It may also receive x for an empty tile.
 """
 
 import dataclasses
@@ -25,6 +29,10 @@ class Exchanges:
     broadcasts:  whether results are broadcast
     attending:   how many CTAs attend after the first exchange; None: there is no attention
     working:     how many CTAs have a part of all exchanges; None: all
+    local:       steps without an exchange
+    unsent:      steps whose result is not broadcast
+    lacking:     `(step, CTA)`: of which the CTA has no part
+    idle:        the CTA that receives the first result after it has sent the second; None: there is none
     """
 
     devices: int = 2
@@ -35,6 +43,17 @@ class Exchanges:
     broadcasts: bool = False
     attending: int | None = None
     working: int | None = None
+    local: tuple[int, ...] = ()
+    unsent: tuple[int, ...] = ()
+    lacking: tuple[tuple[int, int], ...] = ()
+    idle: int | None = None
+
+
+def chain_of_products(**others) -> Exchanges:
+    """Returns the output, gate and up, down, and heads, of which the last CTA has no part."""
+    options = dict(steps=4, broadcasts=True, local=(1,), unsent=(3,)) | others
+    last = options.get("ctas", 2) - 1
+    return Exchanges(**{"lacking": ((3, last),)} | options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +109,9 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
     if cta not in working and (step > 0 or operation in (COUNT, MEET)):
         yield after
         return
+    if exchanges.local:
+        yield from _done_of_products(exchanges, state, after, device, cta, step, operation)
+        return
     if attends and step == 0 and operation == MEET and cta >= exchanges.attending:
         yield after
     elif attends and step == 1 and operation == SEND and not _have_attended(exchanges, state.done[device]):
@@ -109,6 +131,40 @@ def _done(exchanges: Exchanges, state: State, after: State, device: int, cta: in
         yield dataclasses.replace(after, met=_with(state.met, device, _with(counts, step, counts[step] + 1)))
     elif not exchanges.meets or state.met[device][step] == exchanges.ctas:
         yield after
+
+
+def _done_of_products(
+    exchanges: Exchanges, state: State, after: State, device: int, cta: int, step: int, operation: int
+):
+    """Does `_done` for a chain of products, whose elements are the CTAs'."""
+    has = lambda step, cta: (step, cta) not in exchanges.lacking
+    of_exchange = step - sum(local < step for local in exchanges.local)
+    slot, of_words = of_exchange % exchanges.slots, step % exchanges.slots
+    words = lambda step: [
+        (device, step % exchanges.slots, OWN, other) for other in range(exchanges.ctas) if has(step, other)
+    ]
+    if operation == MEET:  # x of the next product
+        if step in exchanges.unsent or not has(step + 1, cta):
+            yield after
+        elif step == 1 and cta == exchanges.idle:  # the first result is received for a tile of which nothing is sent
+            yield from (
+                second
+                for first in _received(state, after, 0, words(0))
+                for second in ([first] if isinstance(first, str) else _received(state, first, 1, words(1)))
+            )
+        else:
+            yield from _received(state, after, step, words(step))
+    elif not has(step, cta) or (step in exchanges.local and operation != COUNT):
+        yield after
+    elif operation == SEND:
+        places = [(other, slot, device, cta) for other in range(exchanges.devices)]
+        yield dataclasses.replace(after, flying=state.flying | {(place, step + 1) for place in places})
+    elif operation == RECEIVE:
+        yield from _received(state, after, step, [(device, slot, rank, cta) for rank in range(exchanges.devices)])
+    elif step in exchanges.unsent:
+        yield after
+    else:
+        yield dataclasses.replace(after, flying=state.flying | {((device, of_words, OWN, cta), step + 1)})
 
 
 def _have_attended(exchanges: Exchanges, ctas: tuple[int, ...]) -> bool:

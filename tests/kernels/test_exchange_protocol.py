@@ -125,6 +125,19 @@ def test_ctas_that_attend_get_their_heads_before_others_overwrite_them(devices, 
     assert not list(chain_exchange_model.failures(exchanges))
 
 
+@pytest.mark.parametrize("lacking", [(), ((1, 1),), ((3, 1),), ((1, 1), (3, 1))], ids=str)
+def test_products_of_a_chain_get_words_before_later_ones_overwrite_them(lacking):
+    """Gate and up, and heads, may have fewer CTAs than the other products."""
+    assert not list(chain_exchange_model.failures(chain_exchange_model.chain_of_products(lacking=lacking)))
+
+
+@pytest.mark.parametrize("broken", [{"slots": 1}, {"idle": 1, "lacking": ()}], ids=str)
+def test_the_model_of_products_finds_what_would_be_wrong(broken):
+    """`few_rows_chain_layout.tells_all_reads` refuses a CTA that receives x for an empty tile."""
+    found = chain_exchange_model.failures(chain_exchange_model.chain_of_products(**broken))
+    assert "a word of step 0 was overwritten before it was read" in found
+
+
 def test_the_model_finds_that_no_cta_attends():
     exchanges = chain_exchange_model.Exchanges(devices=1, ctas=3, broadcasts=True, attending=0)
     assert "all wait" in chain_exchange_model.failures(exchanges)

@@ -1,6 +1,7 @@
 """A chain of products of few rows in one launch: in Mosaic GPU's interpreter, and its layouts."""
 
 import dataclasses
+import functools
 import operator
 import types
 
@@ -14,7 +15,7 @@ from lean_interpreter import interpreter, needs_interpreter
 from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves, few_rows_norm
 from tree_attn.kernels.exchange import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
-from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas
+from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas, tells_all_reads
 from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.lean_call import plan_call
 from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
@@ -188,6 +189,38 @@ def test_what_the_ring_holds_of_x_is_received_and_ctas_meet_for_the_rest(monkeyp
     computing = [("come", 0, ctas), ("come", 1, ctas)]
     moving = [("read", 0), ("read", 1), *[("receive", 2048)] * 4, ("meet", 0), *[("receive", 8192)] * 4, ("meet", 1)]
     assert calls == computing + moving
+
+
+def test_over_devices_results_of_few_rows_are_broadcast_and_sums_and_heads_exchanged():
+    buffers = Buffers(table=0, num_ranks=2, capacity=4096)
+    for rows, heads, exchanges in ((1, (1, 2, 64), [0, 2, 3]), (4, None, [0, 2]), (5, None, [])):
+        sizes = dict(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS)
+        of_chain = Chain(rows=rows, heads=heads, **sizes)
+        ends = [shape.has_residual or shape.heads for shape in of_chain.shapes]
+        fields = dict(shapes=of_chain.shapes, configs=of_chain.configs, attention=None, named={}, outputs=())
+        make = functools.partial(
+            few_rows_chain_cta.CtaChain, **fields, ends=[end or None for end in ends], fulls=[], free=None, smem={}
+        )
+        chain = make(buffers=buffers)
+        assert chain.exchanges == exchanges
+        assert chain.broadcasts == list(range(len(of_chain.shapes) - 1)) * (rows <= few_rows_broadcast.MAX_ROWS)
+        assert make(buffers=None).broadcasts == make(buffers=None).exchanges == []
+
+
+def test_who_receives_x_sends_something_where_x_may_be_overwritten():
+    """A CTA whose last tile is empty has sent all when it receives that tile's x, and nothing waits for it."""
+    products = Chain(hidden=256, intermediate=8576, num_features=256, ctas=H200_SMS, heads=(1, 2, 64))
+    *others, heads = products.shapes
+    assert chain_configs(products.shapes, H200_SMS)[1].tiles == 2
+    tells = lambda shapes, **options: tells_all_reads(shapes, chain_configs(shapes, H200_SMS), **options)
+    assert not tells(products.shapes, has_attention=False)
+    assert tells(tuple(others), has_attention=False), "nothing is broadcast after down, in the place of its x"
+    assert tells((heads, *others), has_attention=True), "the result of down is not broadcast"
+    long = Chain(hidden=4096, intermediate=9472, num_features=4096, ctas=H200_SMS, heads=(1, 2, 64))
+    assert tells(long.shapes, has_attention=False), "x of its empty tile is copied"
+    wide = Chain(hidden=9216, intermediate=8192, num_features=9216, ctas=H200_SMS, heads=(1, 2, 64))
+    *others, heads = wide.shapes
+    assert not tells((heads, *others), has_attention=True), "all of attention's result is received"
 
 
 @pytest.mark.parametrize("buffers", [None, Buffers(table=0, num_ranks=2, capacity=4096)])

@@ -7,11 +7,12 @@ all of x so read weights more slowly. So they do for the stages whose weights wa
 for which they have met by then.
 
 The words are a buffer of one rank. A CTA reads the number of steps once, when a launch begins, and counts on. It writes
-the number when it has all that it reads. Who has a part of step n has got all results of step n - 1. Those who made
-these had got all of step n - 2. So two slots suffice, as between devices. Attention is another matter: a CTA gets the
-heads that it attends with, if any. But some CTA attends with each head, also where nothing is to be seen. So who has
-got attention's result knows that all heads have been read. On several devices a CTA reads a part of that result only,
-and no more is sent. Whose sum over devices is there knows that all have got their parts.
+the number when it has all that it reads. Who sends of step n has got all results of step n - 1. Those who made these
+had got all of step n - 2, if they receive x for no tile of which they send nothing
+(`few_rows_chain_layout.tells_all_reads`). So two slots suffice, as between devices. Attention is another matter: a CTA
+gets the heads that it attends with, if any. But some CTA attends with each head, also where nothing is to be seen. So
+who has got attention's result knows that all heads have been read. On several devices a CTA reads a part of that result
+only, and no more is sent. Whose sum over devices is there knows that all have got their parts.
 """
 
 import dataclasses

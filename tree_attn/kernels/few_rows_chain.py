@@ -118,7 +118,7 @@ def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attenti
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
     # Counts do not stay zero, and the compiler may give equal arrays the same memory: no other has such a shape.
     arrays |= {"counts": jnp.zeros((1, len(shapes) - (attention is None), 1, 1), jnp.uint32)}
-    if broadcasts(shapes, attention, buffers is not None):
+    if broadcasts(shapes, configs, attention, buffers is not None):
         arrays |= {"words": words_of(chain_buffers(shapes, attention))}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}

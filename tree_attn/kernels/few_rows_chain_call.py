@@ -14,7 +14,7 @@ from tree_attn.kernels.few_rows_broadcast import MAX_ROWS
 from tree_attn.kernels.few_rows_call import places_of_rows
 from tree_attn.kernels.few_rows_chain import multiply_chain
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, keys_of_stage, unsupported_attention
-from tree_attn.kernels.few_rows_chain_layout import chain_configs, num_ctas
+from tree_attn.kernels.few_rows_chain_layout import chain_configs, num_ctas, tells_all_reads
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, unsupported, unsupported_cache
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.launch_order import runs_kernels_in_order
@@ -229,6 +229,8 @@ class WholeLayer(_Chain):
         configs = chain_configs(shapes, num_sms(), attention=lean)
         if isinstance(configs, str):
             return configs
+        if not tells_all_reads(shapes, configs, has_attention=True):
+            return f"a chain needs out-features in all tiles of the output, which {shapes[1].out_features} do not fill"
         config = LeanConfig(
             block_kv=keys_of_stage(head_dim), num_stages=configs[0].num_stages, num_ctas=num_ctas(configs),
             short_runs=PARTIALS_AT_ONCE,

@@ -78,7 +78,7 @@ class CtaChain:
     @property
     def broadcasts(self) -> list[int]:
         """Returns the operations whose results are broadcast."""
-        if not broadcasts(self.shapes, self.attention, self.buffers is not None):
+        if not broadcasts(self.shapes, self.configs, self.attention, self.buffers is not None):
             return []
         return list(range(len(self.operations) - 1))
 

@@ -78,13 +78,38 @@ def _stacks(shape: FewRowsShape, tile: int, slabs: int, stack: int) -> bool:
     return is_small and shape.in_features % (slabs * stack * BLOCK_IN) == 0
 
 
-def broadcasts(shapes: tuple[FewRowsShape, ...], attention: AttentionLayout | None, is_cut: bool) -> bool:
+def broadcasts(
+    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], attention: AttentionLayout | None,
+    is_cut: bool,
+) -> bool:  # fmt: skip
     """Returns whether a chain broadcasts results: with attention, and over several devices, where rows are few.
 
     Args:
       is_cut: whether devices have parts of the products.
     """
-    return attention is not None or (is_cut and shapes[0].rows <= MAX_ROWS)
+    return attention is not None or (
+        is_cut and shapes[0].rows <= MAX_ROWS and tells_all_reads(shapes, configs, has_attention=False)
+    )
+
+
+def tells_all_reads(
+    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], *, has_attention: bool
+) -> bool:  # fmt: skip
+    """Returns whether each CTA sends something of each tile for which it receives x, where x may be overwritten.
+
+    What it sends tells that it has received x. The last CTA's last tile may have no out-feature, and then it sends
+    nothing of it. That does no harm where it copies that tile's x, or no later result is broadcast in the place of x,
+    two operations on.
+    """
+    num_operations = len(shapes) + has_attention
+    for number, (shape, config) in enumerate(zip(shapes, configs, strict=True)):
+        operation = number + (has_attention and number > 0)  # attention follows the heads, the first product
+        is_empty = (config.num_ctas * config.tiles - 1) * config.tile >= shape.out_features
+        of_attention = has_attention and operation == 2  # all of it is received; else what the ring holds
+        is_received = of_attention or (config.tiles - 1) * config.blocks(shape) < config.num_stages
+        if is_empty and is_received and 0 < operation <= num_operations - 3:
+            return False
+    return True
 
 
 def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:

@@ -286,7 +286,7 @@ def most_partials(shape: LeanShape, config: LeanConfig, *, are_equal: bool = Fal
     if shape.static_kv_tiles is not None or are_equal:
         runs = -(-runs // output_tiles)
     most_kv_tiles = -(-shape.num_slots // config.block_kv)
-    return min(runs, most_kv_tiles // MIN_KV_TILES_PER_RUN + 1)
+    return min(runs, max(most_kv_tiles // MIN_KV_TILES_PER_RUN + 1, min(most_kv_tiles, config.short_runs)))
 
 
 def partial_of(shape: LeanShape, config: LeanConfig, cta, output_tile):
