@@ -5,9 +5,11 @@ Threads take turns where they wait for a word in memory, so devices that exchang
 
 import itertools
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
@@ -17,7 +19,8 @@ PLACES = ("gpu.thread_id", "gpu.block_id")
 TERMINATORS = ("scf.yield", "scf.condition", "func.return")
 OF_INTEGERS = {
     "addi": operator.add, "subi": operator.sub, "muli": operator.mul, "andi": operator.and_, "ori": operator.or_,
-    "divui": operator.floordiv, "remui": operator.mod, "minui": min, "maxui": max, "shrui": operator.rshift,
+    "xori": operator.xor, "divui": operator.floordiv, "remui": operator.mod, "minui": min, "maxui": max,
+    "shrui": operator.rshift,
     "extui": int, "trunci": int, "index_cast": int,
 }  # fmt: skip
 OF_FLOATS = {
@@ -27,11 +30,15 @@ COMPARISONS = {0: operator.eq, 1: operator.ne, 6: operator.lt, 9: operator.ge}  
 
 
 class Memory:
-    """Words of 8 bytes by address, which all devices read and write; one that was never written is zero."""
+    """Words of 8 bytes by address, which all devices read and write; one that was never written is zero.
+
+    shared: bfloat16 of one CTA's shared memory, by address
+    """
 
     def __init__(self):
         """Has no word yet."""
         self.words: dict[int, int] = {}
+        self.shared: dict[int, ml_dtypes.bfloat16] = {}
 
     def write(self, address: int, payload: np.float32, number: int) -> None:
         """Writes a word as `ops.send` does."""
@@ -185,4 +192,10 @@ class _Thread:
             return self.memory.words.get(operands[0], 0)
         if "st.relaxed.sys.global.b64 [$0], word" in text:
             return self.memory.write(*operands)
+        if found := re.search(r"(ld|st)\.shared\.b16 .*\[\$[01]\+(\d+)\]", text):
+            address = operands[0] + int(found[2])
+            if found[1] == "ld":
+                return np.float32(self.memory.shared[address])
+            self.memory.shared[address] = ml_dtypes.bfloat16(operands[1])
+            return None
         return {"ex2": np.exp2, "lg2": np.log2}[text[:3]](operands[0])

@@ -35,9 +35,8 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
       x_smem: of the stage, `[blocks * cols, block_in]`; scale_smem: `[blocks, block_in]`.
       squares: of `no_squares`, or of the stage before.
     """
-    blocks = config.slabs * config.stack
     if is_interpreted():
-        for block in range(blocks):
+        for block in range(config.slabs * config.stack):
             of_block = x_smem.at[block * shape.columns : (block + 1) * shape.columns]
             squares = squares + _interpreted_scale(of_block, scale_smem.at[block], shape)
         return squares
@@ -48,30 +47,42 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
         arg_types=(plgpu.RefType(tiling(x_smem.dtype, IN_MULTIPLE)), plgpu.RefType(), layout), return_type=result
     )
     def emit(_, x_smem, scale_smem, squares):
-        bases, addresses, sums = (shared_address(x_smem), shared_address(scale_smem)), [], []
+        bases, places, sums = (shared_address(x_smem), shared_address(scale_smem)), [], []
 
         def take(square, place):
-            feature, column = (arith.index_cast(ops.i32(), i) for i in place)
-            of_x = arith.addi(bases[0], place_in_tiles(column, feature, config.block_in))
-            addresses.append((of_x, arith.addi(bases[1], arith.muli(feature, ops.int32(2)))))
+            places.append([arith.index_cast(ops.i32(), i) for i in place])
             sums.append(square)
 
         squares.foreach(take)
-        at_once = max(1, ELEMENTS_AT_ONCE * GRAIN // shape.columns)
-        for block, first in itertools.product(range(blocks), range(0, len(addresses), at_once)):
-            some = addresses[first : first + at_once]
-            # Blocks lie at fixed distances: a thread keeps addresses of the first only.
-            distances = distances_of(block, shape, config)
-            elements = [[_load(*at) for at in zip(both, distances)] for both in some]
-            for number, ((address, _), (x, scale)) in enumerate(zip(some, elements, strict=True), first):
-                if shape.adds_one:
-                    scale = arith.addf(scale, arith.constant(ir.F32Type.get(), 1.0))
-                _store(address, distances[0], arith.mulf(x, scale))
-                sums[number] = arith.addf(sums[number], arith.mulf(x, x))
-        found = iter(sums)
+        found = iter(multiplied(bases, places, sums, shape, config))
         return squares.foreach(lambda *_: next(found), create_array=True)
 
     return emit(x_smem, scale_smem, squares)
+
+
+def multiplied(bases, places, sums, shape: FewRowsShape, config: FewRowsConfig) -> list:
+    """Emits what a thread does with its elements of all blocks, and returns their sums of squares.
+
+    Args:
+      bases: addresses of the stage's x and scale.
+      places: in-feature and column of each element in a block, i32; sums: of each, of stages before.
+    """
+    addresses, sums = [], list(sums)
+    for feature, column in places:
+        of_x = arith.addi(bases[0], place_in_tiles(column, feature, config.block_in))
+        addresses.append((of_x, arith.addi(bases[1], arith.muli(feature, ops.int32(2)))))
+    at_once = max(1, ELEMENTS_AT_ONCE * GRAIN**2 // shape.columns**2)
+    for block, first in itertools.product(range(config.slabs * config.stack), range(0, len(addresses), at_once)):
+        some = addresses[first : first + at_once]
+        # Blocks lie at fixed distances: a thread keeps addresses of the first only.
+        distances = distances_of(block, shape, config)
+        elements = [[_load(*at) for at in zip(both, distances)] for both in some]
+        for number, ((address, _), (x, scale)) in enumerate(zip(some, elements, strict=True), first):
+            if shape.adds_one:
+                scale = arith.addf(scale, arith.constant(ir.F32Type.get(), 1.0))
+            _store(address, distances[0], arith.mulf(x, scale))
+            sums[number] = arith.addf(sums[number], arith.mulf(x, x))
+    return sums
 
 
 def distances_of(block: int, shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
