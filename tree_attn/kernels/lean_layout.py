@@ -88,7 +88,7 @@ class LeanConfig:
     num_stages:  KV tiles of K, and of V, in flight per CTA, or per stream
     num_ctas:    CTAs, or streams of all CTAs where they have several, and so the most runs; the schedule is fair only
                  if all are resident at once
-    short_runs:  runs of a lane, as many as it has KV tiles, that may have one KV tile only
+    short_runs:  runs that a lane may have even where each has a single KV tile
     """
 
     block_kv: int = 64

@@ -27,7 +27,7 @@ def num_runs(num_kv_tiles: Count, num_ctas: Count, short_runs: int = 1) -> Count
     """Returns how many CTAs get a run: all, unless runs would be shorter than `MIN_KV_TILES_PER_RUN`; at least 1.
 
     Args:
-      short_runs: as many there may be, whatever their length.
+      short_runs: so many runs there may be even where each has a single KV tile.
     """
     of_least = quotient(num_kv_tiles, MIN_KV_TILES_PER_RUN)
     return _minimum(num_ctas, _maximum(of_least, _minimum(num_kv_tiles, short_runs)))
