@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,10 +13,15 @@ TOLERANCE = 0.03
 PROMPT, STEPS, CAPACITY = 766, 4, 1024
 WAYS = ("mosaic_gpu", "mosaic_gpu_chain")
 PICKED = "picked"  # by `products=None`: over devices a chain whose attention is a launch of its own
-# Sequences, new tokens of each, and the model's window.
+# Of a chain's products gate and up have fewer CTAs than others, and steps go round the ring more than once.
+SMALL = dict(intermediate_size=1792, num_heads=16, head_dim=64)
+# Those of Llama 3.1 8B: over devices CTAs add up what each device gives of the output and of down.
+LARGE = dict(intermediate_size=14336, num_heads=32, head_dim=128)
+# Sequences, new tokens of each, the model's window, and its sizes.
 CASES = (
-    (1, 1, None), (2, 1, None), (3, 1, None), (4, 1, None), (1, 3, None), (2, 1, 100), (8, 1, None), (16, 1, None),
-    (1, 4, None), (3, 3, None),
+    (1, 1, None, SMALL), (2, 1, None, SMALL), (3, 1, None, SMALL), (4, 1, None, SMALL), (1, 3, None, SMALL),
+    (2, 1, 100, SMALL), (8, 1, None, SMALL), (16, 1, None, SMALL), (1, 4, None, SMALL), (3, 3, None, SMALL),
+    (1, 1, None, LARGE), (2, 1, None, LARGE), (3, 1, None, LARGE),
 )  # fmt: skip
 
 
@@ -30,18 +34,17 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
     from tree_attn.models.llama import LlamaConfig, spread_over
     from tree_attn.models.llama.product_choice import OVER_GPUS
 
-    # Of a chain's products gate and up have fewer CTAs than others, and steps go round the ring more than once.
-    shape = LlamaConfig(
-        num_layers=2, hidden_size=4096, intermediate_size=1792, num_heads=16, num_kv_heads=8, head_dim=64,
-        vocab_size=4096, max_position=1024,
-    )  # fmt: skip
-    sharding = spread_over(shape, make_mesh({"seq": num_devices}))
-    for batch, tokens, window in CASES:
+    mesh = make_mesh({"seq": num_devices})
+    for batch, tokens, window, sizes in CASES:
+        shape = LlamaConfig(
+            num_layers=2, hidden_size=4096, num_kv_heads=8, vocab_size=4096, max_position=1024, window=window, **sizes
+        )
+        sharding = spread_over(shape, mesh)
         # With a window, and of several tokens, attention is a launch of its own in any case.
         has_choice = num_devices > 1 and sharding.is_on_gpus and window is None
         has_choice &= tokens == 1 and batch <= OVER_GPUS["max_rows"]
         ways = (*WAYS, PICKED) if has_choice else WAYS
-        steps = _Steps(dataclasses.replace(shape, window=window), sharding, batch, tokens)
+        steps = _Steps(shape, sharding, batch, tokens)
         steps.compile([("xla", jnp.bfloat16), *((name, jnp.bfloat16) for name in ways)])
         by_xla, followed, _ = steps.run("xla", jnp.bfloat16, None)
         with jax.default_matmul_precision("highest"):
@@ -49,6 +52,7 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
         for name in ways:
             labels = dict(what="llama", how=name, implementation=name, batch=batch, num_queries=tokens)
             labels |= {} if window is None else {"window": window}
+            labels |= {} if sizes is SMALL else {"sizes": sizes}
             try:
                 found, _, calls = steps.run(name, jnp.bfloat16, followed)
             except NotImplementedError as error:

@@ -14,6 +14,8 @@ such a merge for the CTAs from that number on, and they have no part of the othe
 A chain whose attention is a launch of its own has four products. The second, gate and up, is broadcast without an
 exchange, and the result of the last, the heads, is exchanged and not broadcast (`chain_of_products`). There slots are
 of the exchanges' numbers, and of the broadcasts'. A CTA may lack a product. It may also receive x for an empty tile.
+Of `in_parts` CTAs read what each device adds, in the exchange's words, and nothing is broadcast. A fifth step is then
+of the next launch, which a device begins when all of its CTAs have ended this one.
 """
 
 import dataclasses
@@ -32,6 +34,9 @@ class Exchanges:
     local:       steps without an exchange
     unsent:      steps whose result is not broadcast
     lacking:     `(step, CTA)`: of which the CTA has no part
+    in_parts:    steps of which CTAs read what each device adds
+    before_all:  steps after which CTAs meet, when all have received their element
+    launch:      steps of a launch; None: all are of one
     idle:        the CTA that receives the first result after it has sent the second; None: there is none
     """
 
@@ -47,6 +52,9 @@ class Exchanges:
     unsent: tuple[int, ...] = ()
     lacking: tuple[tuple[int, int], ...] = ()
     idle: int | None = None
+    in_parts: tuple[int, ...] = ()
+    before_all: tuple[int, ...] = ()
+    launch: int | None = None
 
 
 def chain_of_products(**others) -> Exchanges:
@@ -54,6 +62,11 @@ def chain_of_products(**others) -> Exchanges:
     options = dict(steps=4, broadcasts=True, local=(1,), unsent=(3,)) | others
     last = options.get("ctas", 2) - 1
     return Exchanges(**{"lacking": ((3, last),)} | options)
+
+
+def chain_in_parts(**others) -> Exchanges:
+    """Returns the same where CTAs add up the output and down themselves, and the exchange of the next launch."""
+    return chain_of_products(**dict(steps=5, unsent=(3, 4), in_parts=(0, 2), before_all=(2,), launch=4) | others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +152,19 @@ def _done_of_products(
     """Does `_done` for a chain of products, whose elements are the CTAs'."""
     has = lambda step, cta: (step, cta) not in exchanges.lacking
     of_exchange = step - sum(local < step for local in exchanges.local)
-    slot, of_words = of_exchange % exchanges.slots, step % exchanges.slots
+    slot = of_exchange % exchanges.slots
+    slot_of = lambda step: sum(other not in exchanges.in_parts for other in range(step)) % exchanges.slots
     words = lambda step: [
-        (device, step % exchanges.slots, OWN, other) for other in range(exchanges.ctas) if has(step, other)
-    ]
+        (device, slot if step in exchanges.in_parts else slot_of(step), rank, other)
+        for other in range(exchanges.ctas) if has(step, other)
+        for rank in (range(exchanges.devices) if step in exchanges.in_parts else [OWN])
+    ]  # fmt: skip
     if operation == MEET:  # x of the next product
+        has_met = all(done > NUM_OPERATIONS * step + RECEIVE for done in state.done[device])
         if step in exchanges.unsent or not has(step + 1, cta):
             yield after
+        elif step in exchanges.before_all and not has_met:
+            return
         elif step == 1 and cta == exchanges.idle:  # the first result is received for a tile of which nothing is sent
             yield from (
                 second
@@ -157,14 +176,17 @@ def _done_of_products(
     elif not has(step, cta) or (step in exchanges.local and operation != COUNT):
         yield after
     elif operation == SEND:
+        is_next = step == exchanges.launch
+        if is_next and any(done < NUM_OPERATIONS * step for done in state.done[device]):
+            return
         places = [(other, slot, device, cta) for other in range(exchanges.devices)]
         yield dataclasses.replace(after, flying=state.flying | {(place, step + 1) for place in places})
     elif operation == RECEIVE:
         yield from _received(state, after, step, [(device, slot, rank, cta) for rank in range(exchanges.devices)])
-    elif step in exchanges.unsent:
+    elif step in (*exchanges.unsent, *exchanges.in_parts):
         yield after
     else:
-        yield dataclasses.replace(after, flying=state.flying | {((device, of_words, OWN, cta), step + 1)})
+        yield dataclasses.replace(after, flying=state.flying | {((device, slot_of(step), OWN, cta), step + 1)})
 
 
 def _have_attended(exchanges: Exchanges, ctas: tuple[int, ...]) -> bool:

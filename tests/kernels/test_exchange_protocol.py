@@ -138,6 +138,18 @@ def test_the_model_of_products_finds_what_would_be_wrong(broken):
     assert "a word of step 0 was overwritten before it was read" in found
 
 
+@pytest.mark.parametrize("options", [{}, {"lacking": ((1, 1), (3, 1))}, {"lacking": (), "before_all": ()}], ids=str)
+def test_parts_of_results_are_read_before_later_exchanges_overwrite_them(options):
+    assert not list(chain_exchange_model.failures(chain_exchange_model.chain_in_parts(**options)))
+
+
+@pytest.mark.parametrize("broken", [{"slots": 1}, {"before_all": ()}], ids=str)
+def test_the_model_of_parts_finds_what_would_be_wrong(broken):
+    """A CTA without heads may read its sum late: `few_rows_chain_layout.comes_in_parts` asks for a meeting then."""
+    found = chain_exchange_model.failures(chain_exchange_model.chain_in_parts(**broken))
+    assert "overwritten before it was read" in " ".join(found)
+
+
 def test_the_model_finds_that_no_cta_attends():
     exchanges = chain_exchange_model.Exchanges(devices=1, ctas=3, broadcasts=True, attending=0)
     assert "all wait" in chain_exchange_model.failures(exchanges)

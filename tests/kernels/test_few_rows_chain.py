@@ -15,7 +15,14 @@ from lean_interpreter import interpreter, needs_interpreter
 from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves, few_rows_norm
 from tree_attn.kernels.exchange import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
-from tree_attn.kernels.few_rows_chain_layout import chain_bytes, chain_configs, num_ctas, tells_all_reads
+from tree_attn.kernels.few_rows_chain_layout import (
+    _receives_in_vain,
+    chain_bytes,
+    chain_configs,
+    comes_in_parts,
+    num_ctas,
+    tells_all_reads,
+)
 from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.lean_call import plan_call
 from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
@@ -205,6 +212,25 @@ def test_over_devices_results_of_few_rows_are_broadcast_and_sums_and_heads_excha
         assert chain.exchanges == exchanges
         assert chain.broadcasts == list(range(len(of_chain.shapes) - 1)) * (rows <= few_rows_broadcast.MAX_ROWS)
         assert make(buffers=None).broadcasts == make(buffers=None).exchanges == []
+
+
+def test_ctas_add_up_what_devices_give_where_few_words_are_that_and_none_is_read_late():
+    """Heads have fewer CTAs than down. For the larger model CTAs meet before, and for the smaller they do not."""
+    sizes = dict(hidden=4096, intermediate=7168, num_features=2048, heads=(4, 4, 128), ctas=H200_SMS)
+    large = functools.partial(Chain, **sizes)
+    small = Chain(hidden=2048, intermediate=4096, num_features=1024, heads=(4, 4, 64), ctas=H200_SMS)
+    for chain, ranks, expected in (
+        (large(), 2, [0, 2]), (large(rows=2), 2, [0, 2]), (large(rows=3), 2, []), (large(), 4, [0, 2]),
+        (large(rows=2), 4, []), (small, 2, [0]),
+    ):  # fmt: skip
+        comes = functools.partial(comes_in_parts, chain.shapes, chain.configs, num_ranks=ranks)
+        assert [number for number in range(4) if comes(number)] == expected
+    assert not _receives_in_vain(chain.shapes[3], chain.configs[3])
+    empty = large(hidden=256, intermediate=8576)
+    assert _receives_in_vain(*(each[1] for each in (empty.shapes, empty.configs)))
+    assert not comes_in_parts(empty.shapes, empty.configs, 0, 2), (
+        "a CTA receives x for a tile of which it sends nothing"
+    )
 
 
 def test_who_receives_x_sends_something_where_x_may_be_overwritten():

@@ -218,13 +218,13 @@ class Transport(NamedTuple):
     """Functions of an element, an index, or of several.
 
     send:      `send(element, x)` writes to all devices
-    address:   `address(element)` returns where the first rank's word is received
+    addresses: `addresses(element)` returns where the words of all ranks are received
     received:  `received(elements, are_wanted)` yields the float32 of all ranks, in their order, for each; it waits for
                several at once, and of those that are not wanted it yields anything
     """
 
     send: Callable
-    address: Callable
+    addresses: Callable
     received: Callable
 
 
@@ -257,7 +257,7 @@ def transport(buffers: Buffers, place: Place, step) -> Transport:
             for _ in some:
                 yield list(itertools.islice(found, buffers.num_ranks))
 
-    return Transport(send, lambda element: addresses(element)[0], received)
+    return Transport(send, addresses, received)
 
 
 def await_words(addresses, are_wanted, step, load) -> list:

@@ -17,6 +17,7 @@ only, and no more is sent. Whose sum over devices is there knows that all have g
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -70,9 +71,10 @@ def words_of(buffers: Buffers):
 
 @dataclasses.dataclass(frozen=True)
 class Broadcast:
-    """A result that is broadcast, `[rows, features]`, float32 in words.
+    """A result that is broadcast, `[rows, features]`, float32 in words: whole, or as what each device adds to it.
 
-    words_ref, buffers: of `words_of`; step: its number, int32.
+    words_ref, buffers: of `words_of`; where devices add, `rank_ref` and buffers of their exchange
+    step: its number, int32.
     """
 
     words_ref: Any
@@ -83,11 +85,16 @@ class Broadcast:
     @property
     def operands(self) -> list[tuple[Any, Any]]:
         """Returns what an operation in a kernel needs to send: values and their layouts."""
-        return [(self.words_ref, plgpu.RefType()), (self.step, SCALAR)]
+        return [*([] if self.words_ref is None else [(self.words_ref, plgpu.RefType())]), (self.step, SCALAR)]
 
-    def transport(self, words, step) -> Transport:
+    def transport(self, *values) -> Transport:
         """Returns the functions that send and receive, of the values of `operands`."""
-        return transport(self.buffers, locate(self.buffers, words), step.registers.item())
+        *words, step = values
+        return transport(self.buffers, locate(self.buffers, *(words or [None])), step.registers.item())
+
+    def load(self, address):
+        """Returns a word that this device or another may be writing meanwhile."""
+        return (ops.load_relaxed if self.buffers.table is None else ops.load_from_peers)(address)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,35 +192,40 @@ def peek_x(broadcast: Broadcast, column, *, shape: FewRowsShape, config: FewRows
       column: the first of its in-features.
       shape: of the product whose x it is.
     """
-    layout = plgpu.Layout.WG_STRIDED(_num_words(shape, config), vec_size=1)
-    peeked = plgpu.ShapeDtypeStruct(_num_words(shape, config), jnp.int32, layout=layout)
+    size = _num_words(broadcast, shape, config)
+    peeked = plgpu.ShapeDtypeStruct(size, jnp.int32, layout=plgpu.Layout.WG_STRIDED(size, vec_size=1))
+    arguments, layouts = _arguments(broadcast, column)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=(peeked, peeked))
-    def emit(_, words, step, column):
-        found = map(ops.load_relaxed, _addresses(broadcast, words, step, column, shape, config))
-        of = mgpu.WGStridedFragLayout(_num_words(shape, config), 1)
+    @plgpu.inline_mgpu(arg_types=layouts, return_type=(peeked, peeked))
+    def emit(_, *values):
+        found = map(broadcast.load, _addresses(broadcast, values, shape, config))
+        of = mgpu.WGStridedFragLayout(size, 1)
         in_registers = lambda xs: mgpu.FragmentedArray(
             _registers=np.array([vector.broadcast(of.registers_element_type(ops.i32()), x) for x in xs], dtype=object),
             _layout=of, _is_signed=True,
         )  # fmt: skip
         return tuple(map(in_registers, zip(*map(_halves, found))))
 
-    return emit(broadcast.words_ref, broadcast.step, jnp.asarray(column, jnp.int32))
+    return emit(*arguments)
 
 
 def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
     """Reads words until they bear the step, and writes a stage's x to shared memory in tiles, as copies would.
 
+    What devices add to x is added in the order of ranks.
+
     Args:
       peeked: of `peek_x`; others as there.
       smem: a stage of `x_smem`, whose rows that pad those of x are zero already.
     """
-    layout = plgpu.Layout.WG_STRIDED(_num_words(shape, config), vec_size=1)
-    of_words = (plgpu.RefType(), SCALAR, SCALAR, layout, layout)
+    layout = plgpu.Layout.WG_STRIDED(_num_words(broadcast, shape, config), vec_size=1)
+    arguments, layouts = _arguments(broadcast, column)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(smem)), *of_words))
-    def emit(_, smem, words, step, column, *peeked):
-        addresses, step = _addresses(broadcast, words, step, column, shape, config), step.registers.item()
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(smem)), *layouts, layout, layout))
+    def emit(_, smem, *values):
+        *values, payloads, numbers = values
+        peeked, (*_, step, _) = (payloads, numbers), values
+        addresses, step = _addresses(broadcast, values, shape, config), step.registers.item()
         first = [vector.extract(x, [], [0]) for array in peeked for x in array.registers]
         count = len(addresses)
         until = scf.WhileOp([ops.i32()] * 2 * count, first)
@@ -224,20 +236,22 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
                 is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, number, step))
             scf.ConditionOp(is_missing, found)
         with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
-            again = [_halves(ops.load_relaxed(address)) for address in addresses]
+            again = [_halves(broadcast.load(address)) for address in addresses]
             scf.YieldOp([x for half in zip(*again) for x in half])
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
-        for x, (block, row) in zip(until.results[:count], _words_of_stage(shape, config), strict=True):
+        found = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
+        for block, row in _words_of_stage(shape, config):
             target = arith.addi(base, place_in_tiles(ops.int32(block * shape.columns + row), column, config.block_in))
-            write_shared(target, arith.bitcast(ir.F32Type.get(), x))
+            parts = itertools.islice(found, broadcast.buffers.num_ranks)
+            write_shared(target, functools.reduce(arith.addf, parts))
         ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
-    emit(smem, broadcast.words_ref, broadcast.step, jnp.asarray(column, jnp.int32), *peeked)
+    emit(smem, *arguments, *peeked)
 
 
-def steps_at_once(shape: FewRowsShape, config: FewRowsConfig) -> int:
+def steps_at_once(broadcast: Broadcast, *, shape: FewRowsShape, config: FewRowsConfig) -> int:
     """Returns of how many stages words are read together, by registers."""
-    return max(1, WORDS_AT_ONCE // len(_words_of_stage(shape, config)))
+    return max(1, WORDS_AT_ONCE * THREADS // math.prod(_num_words(broadcast, shape, config)))
 
 
 def _words_of_stage(shape: FewRowsShape, config: FewRowsConfig) -> list[tuple[int, int]]:
@@ -246,17 +260,26 @@ def _words_of_stage(shape: FewRowsShape, config: FewRowsConfig) -> list[tuple[in
     return [(block, row) for block in range(config.slabs * config.stack) for row in range(shape.rows)]
 
 
-def _num_words(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int]:
-    return (THREADS * len(_words_of_stage(shape, config)),)
+def _num_words(broadcast: Broadcast, shape: FewRowsShape, config: FewRowsConfig) -> tuple[int]:
+    return (THREADS * len(_words_of_stage(shape, config)) * broadcast.buffers.num_ranks,)
 
 
-def _addresses(broadcast: Broadcast, words, step, column, shape: FewRowsShape, config: FewRowsConfig) -> list:
-    """Returns the addresses of a thread's words of a stage; `words`, `step` and `column` are values in the kernel."""
+def _arguments(broadcast: Broadcast, column) -> tuple[list, tuple]:
+    """Returns what `_addresses` takes the values of, and their layouts."""
+    operands = [*broadcast.operands, (jnp.asarray(column, jnp.int32), SCALAR)]
+    arguments, layouts = zip(*operands)
+    return list(arguments), layouts
+
+
+def _addresses(broadcast: Broadcast, values, shape: FewRowsShape, config: FewRowsConfig) -> list:
+    """Returns the addresses of a thread's words of a stage, of all ranks for each; `values` are those in the kernel."""
+    *values, column = values
     index = ir.IndexType.get()
     feature = arith.addi(arith.index_cast(index, column.registers.item()), thread())
-    address_of = broadcast.transport(words, step).address
+    addresses_of = broadcast.transport(*values).addresses
     first_of = lambda block, row: arith.constant(index, row * broadcast.features + block * config.block_in)
-    return [address_of(arith.addi(feature, first_of(*place))) for place in _words_of_stage(shape, config)]
+    places = [arith.addi(feature, first_of(*place)) for place in _words_of_stage(shape, config)]
+    return [address for place in places for address in addresses_of(place)]
 
 
 def _halves(word) -> tuple:

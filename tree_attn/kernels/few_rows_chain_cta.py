@@ -13,7 +13,7 @@ from tree_attn.kernels.epilogue import begin_step
 from tree_attn.kernels.exchange import Buffers
 from tree_attn.kernels.few_rows_broadcast import Broadcast, count_steps
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, CtaAttention, attention_barriers
-from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, fold_name, num_ctas
+from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, comes_in_parts, fold_name, num_ctas
 from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import ring_scratch
@@ -77,10 +77,23 @@ class CtaChain:
 
     @property
     def broadcasts(self) -> list[int]:
-        """Returns the operations whose results are broadcast."""
+        """Returns the operations whose results come by words."""
         if not broadcasts(self.shapes, self.configs, self.attention, self.buffers is not None):
             return []
         return list(range(len(self.operations) - 1))
+
+    @property
+    def in_parts(self) -> list[int]:
+        """Returns those whose results come as what devices add, by the words of an exchange."""
+        numbers = [self.operations[operation][0] for operation in self.broadcasts]
+        ranks = 0 if self.buffers is None else self.buffers.num_ranks
+        comes = lambda number: number is not None and comes_in_parts(self.shapes, self.configs, number, ranks)
+        return [i for i, number in enumerate(numbers) if ranks and comes(number)]
+
+    @property
+    def sent(self) -> list[int]:
+        """Returns those whose results CTAs send one another within the device."""
+        return [operation for operation in self.broadcasts if operation not in self.in_parts]
 
     @property
     def exchanges(self) -> list[int]:
@@ -92,7 +105,7 @@ class CtaChain:
     def begin_steps(self) -> Steps:
         """Returns the numbers of the first steps, as this CTA finds them."""
         broadcast = exchange = None
-        if self.broadcasts:
+        if self.sent:
             broadcast = begin_step(chain_buffers(self.shapes, self.attention), self.named["words"])
         if self.exchanges:
             exchange = begin_step(self.buffers, self.named.get("rank"))
@@ -100,15 +113,15 @@ class CtaChain:
 
     def count_steps(self, steps: Steps) -> None:
         """Counts the steps, when the CTA has got all that it reads."""
-        if self.broadcasts:
-            count_steps(self._broadcast(self.broadcasts[-1], steps), num_ctas(self.configs))
+        if self.sent:
+            count_steps(self._broadcast(self.sent[-1], steps), num_ctas(self.configs))
         if self.exchanges:
             last = steps.exchange + (len(self.exchanges) - 1)
             count_exchanges(self.buffers, self.named.get("rank"), last, num_ctas(self.configs))
 
     def _broadcast(self, operation: int, steps: Steps) -> Broadcast | None:
-        """Returns the broadcast of an operation's result, if that is broadcast."""
-        if operation not in self.broadcasts or steps.broadcast is None:
+        """Returns the broadcast of an operation's result within the device, if that is sent so."""
+        if operation not in self.sent or steps.broadcast is None:
             return None
         number, _ = self.operations[operation]
         if number is None:
@@ -118,8 +131,16 @@ class CtaChain:
             features = shape.out_features if shape.heads is None else self.attention.head_features
         return Broadcast(
             words_ref=self.named["words"], buffers=chain_buffers(self.shapes, self.attention),
-            step=steps.broadcast + self.broadcasts.index(operation), features=features,
+            step=steps.broadcast + self.sent.index(operation), features=features,
         )  # fmt: skip
+
+    def _received(self, operation: int, steps: Steps) -> Broadcast | None:
+        """Returns by which broadcast CTAs get an operation's result, if they do by one."""
+        if operation not in self.in_parts or steps.exchange is None:
+            return self._broadcast(operation, steps)
+        number, _ = self.operations[operation]
+        rank, features = self.named.get("rank"), self.shapes[number].out_features
+        return Broadcast(rank, self.buffers, self._exchange(operation, steps), features)
 
     def _exchange(self, operation: int, steps: Steps):
         """Returns the number of an operation's exchange with other devices, if it ends in one."""
@@ -142,7 +163,7 @@ class CtaChain:
                 is_first=i == 0 and self.attention is not None,
             )  # fmt: skip
             options = dict(
-                ring=ring, x_broadcast=self._broadcast(i - 1, steps), broadcast=self._broadcast(i, steps),
+                ring=ring, x_broadcast=self._received(i - 1, steps), broadcast=self._broadcast(i, steps),
                 exchange_step=self._exchange(i, steps),
             )  # fmt: skip
             operation = self._attention(options) if number is None else self._product(number, refs[number], options)

@@ -104,12 +104,31 @@ def tells_all_reads(
     num_operations = len(shapes) + has_attention
     for number, (shape, config) in enumerate(zip(shapes, configs, strict=True)):
         operation = number + (has_attention and number > 0)  # attention follows the heads, the first product
-        is_empty = (config.num_ctas * config.tiles - 1) * config.tile >= shape.out_features
         of_attention = has_attention and operation == 2  # all of it is received; else what the ring holds
-        is_received = of_attention or (config.tiles - 1) * config.blocks(shape) < config.num_stages
-        if is_empty and is_received and 0 < operation <= num_operations - 3:
+        if _receives_in_vain(shape, config, of_attention) and 0 < operation <= num_operations - 3:
             return False
     return True
+
+
+def _receives_in_vain(shape: FewRowsShape, config: FewRowsConfig, receives_all: bool = False) -> bool:
+    """Returns whether a CTA receives x for a tile without out-features."""
+    is_empty = (config.num_ctas * config.tiles - 1) * config.tile >= shape.out_features
+    return is_empty and (receives_all or (config.tiles - 1) * config.blocks(shape) < config.num_stages)
+
+
+def comes_in_parts(
+    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], number: int, num_ranks: int
+) -> bool:  # fmt: skip
+    """Returns whether CTAs receive what each device adds to the result of product `number`, and add it themselves.
+
+    So x takes one trip over the link, and none from the CTA that adds. Words are as many as devices, so rows are few.
+    The words may be overwritten when all CTAs have sent the result of the following product, or have met before it.
+    """
+    if number + 1 == len(shapes) or not shapes[number].has_residual or shapes[0].rows * num_ranks > MAX_ROWS:
+        return False
+    shape, config = shapes[number + 1], configs[number + 1]
+    meets = config.tiles * config.blocks(shape) > config.num_stages
+    return (meets or config.num_ctas == num_ctas(configs)) and not _receives_in_vain(shape, config)
 
 
 def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:

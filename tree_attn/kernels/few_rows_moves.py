@@ -139,7 +139,7 @@ class ProductMoves:
     def _receive_x(self, broadcast: Broadcast, num_steps: int) -> None:
         """Receives x of the first steps. When that of the first is there, words of others are read together."""
         options = dict(shape=self.shape, config=self.config)
-        at_once = steps_at_once(**options)
+        at_once = steps_at_once(broadcast, **options)
         for first in (0, *range(1, num_steps, at_once)):
             steps = range(first, min(first + (at_once if first else 1), num_steps))
             peeked = [peek_x(broadcast, self._x_column(jnp.int32(step)), **options) for step in steps]

@@ -1,8 +1,9 @@
 """The sum over devices as the end of a product of few rows, where each device has a part of the in-features.
 
 Every device cuts out-features alike, so the same CTA of each has the same ones. It sends its results to all devices as
-`exchange.py` does, and receives those of the others. It adds them in the order of ranks, and then the residual. A CTA
-waits for the same CTA of other devices. So all CTAs must fit a device at once, as they do: there are no more than SMs.
+`exchange.py` does, and receives those of the others. It adds them in the order of ranks. The first rank adds the
+residual to what it sends. A CTA waits for the same CTA of other devices. So all CTAs must fit a device at once, as they
+do: there are no more than SMs.
 """
 
 import dataclasses
@@ -70,9 +71,11 @@ class SumEnd:
             at, is_inside = places(feature, shape, self.config)
             exchange = transport(self.buffers, place, step.registers.item())
             wheres: list = []
-            residuals: list = []  # in the order in which places of the result come
+            of_first = arith.cmpi(arith.CmpIPredicate.eq, place.rank, ops.constant(0))
+            zero = arith.constant(ir.F32Type.get(), 0.0)
+            added: list = []  # in the order in which places of the result come
             for x in residual:
-                x.foreach(lambda x, _: residuals.append(x))
+                x.foreach(lambda x, _: added.append(arith.select(of_first, x, zero)))
 
             def element(where):
                 row, feature = at(*where)
@@ -80,6 +83,7 @@ class SumEnd:
                 return arith.addi(arith.muli(row, width), feature)
 
             def send_own(x, where):
+                x = arith.addf(x, added[len(wheres)]) if added else x
                 wheres.append(where)
                 with utils.when(is_inside(*where)):
                     exchange.send(element(where), x)
@@ -88,10 +92,8 @@ class SumEnd:
             are_inside = [is_inside(*where) for where in wheres]
             of_ranks = exchange.received(map(element, wheres), are_inside)
             for where, inside, parts in zip(wheres, are_inside, of_ranks, strict=True):
-                added = [residuals.pop(0)] if residual else []
                 with utils.when(inside):
-                    total = functools.reduce(arith.addf, [*parts, *added])
-                    store(total, at(*where))
+                    store(functools.reduce(arith.addf, parts), at(*where))
 
         operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
         operands += ([] if residual is None else [(residual, LAYOUT)]) + sending
