@@ -32,13 +32,15 @@ COMPARISONS = {0: operator.eq, 1: operator.ne, 6: operator.lt, 9: operator.ge}  
 class Memory:
     """Words of 8 bytes by address, which all devices read and write; one that was never written is zero.
 
-    shared: bfloat16 of one CTA's shared memory, by address
+    shared: bfloat16 and float32 of one CTA's shared memory, by address
+    shuffled: what threads of one CTA give others of their warp, by the number of the shuffle and the thread's
     """
 
     def __init__(self):
         """Has no word yet."""
         self.words: dict[int, int] = {}
-        self.shared: dict[int, ml_dtypes.bfloat16] = {}
+        self.shared: dict[int, ml_dtypes.bfloat16 | np.float32] = {}
+        self.shuffled: dict[tuple[int, int], np.float32] = {}
 
     def write(self, address: int, payload: np.float32, number: int) -> None:
         """Writes a word as `ops.send` does."""
@@ -142,6 +144,7 @@ def threads_of(block: Block, arrays: list, memory: Memory, num_ctas: int, num_th
 class _Thread:
     def __init__(self, memory: Memory, cta: int, number: int):
         self.memory, self.places, self.values = memory, dict(zip(PLACES, (number, cta))), {}
+        self.shuffles = 0
 
     def start(self, block: Block, arrays: list) -> Iterator[None]:
         yield from self._run(block, arrays)
@@ -158,6 +161,8 @@ class _Thread:
                 return operands
             elif op.name in PLACES:
                 values[op.results[0]] = self.places[op.name]
+            elif op.text.startswith("shfl.sync.bfly"):
+                values[op.results[0]] = yield from self._shuffle(op.text, *operands)
             elif op.name == "llvm.inline_asm":
                 values[op.results[0]] = self._asm(op.text, operands)
             elif op.name == "memref.load":
@@ -187,15 +192,25 @@ class _Thread:
                 return found
             yield
 
+    def _shuffle(self, text: str, x):
+        """Returns what the thread at a distance has, when that has come to the same shuffle."""
+        self.shuffles += 1
+        number, distance = self.places["gpu.thread_id"], int(re.search(r"\$1, (\d+), 31", text)[1])
+        self.memory.shuffled[self.shuffles, number] = x
+        other = self.shuffles, number ^ distance
+        while other not in self.memory.shuffled:
+            yield
+        return self.memory.shuffled[other]
+
     def _asm(self, text: str, operands: list) -> Any:
         if text.startswith("ld.relaxed."):
             return self.memory.words.get(operands[0], 0)
         if "st.relaxed.sys.global.b64 [$0], word" in text:
             return self.memory.write(*operands)
-        if found := re.search(r"(ld|st)\.shared\.b16 .*\[\$[01]\+(\d+)\]", text):
-            address = operands[0] + int(found[2])
+        if found := re.search(r"(ld|st)\.shared\.(b16|f32) .*\[\$[01]\+(\d+)\]", text):
+            address = operands[0] + int(found[3])
             if found[1] == "ld":
                 return np.float32(self.memory.shared[address])
-            self.memory.shared[address] = ml_dtypes.bfloat16(operands[1])
+            self.memory.shared[address] = (ml_dtypes.bfloat16 if found[2] == "b16" else np.float32)(operands[1])
             return None
         return {"ex2": np.exp2, "lg2": np.log2}[text[:3]](operands[0])

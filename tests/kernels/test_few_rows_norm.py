@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import arith, memref
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.exchange import THREADS
 from tree_attn.kernels.few_rows_broadcast import thread
-from tree_attn.kernels.few_rows_norm import multiplied
+from tree_attn.kernels.few_rows_norm import leave_sums, left_sum, multiplied, num_sums
 
 SCALE_BASE = 1 << 16
 
@@ -23,30 +23,59 @@ def place_of(row: int, feature: int, block_in: int) -> int:
     return tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + feature % 8 * 2
 
 
-@pytest.mark.parametrize("columns, adds_one", [(8, False), (8, True), (16, True)])
-def test_x_is_multiplied_in_its_place_and_squares_are_added(columns, adds_one):
-    config = types.SimpleNamespace(slabs=2, stack=2, block_in=THREADS)
-    shape, rng = types.SimpleNamespace(columns=columns, adds_one=adds_one), np.random.default_rng(0)
+@pytest.mark.parametrize(
+    "rows, block_in, adds_one", [(1, 128, False), (3, 128, True), (12, 128, True), (2, 256, False), (5, 64, True)]
+)
+def test_x_is_multiplied_in_its_place_and_squares_are_added(rows, block_in, adds_one):
+    columns, rng = -(-rows // 8) * 8, np.random.default_rng(0)
+    config = types.SimpleNamespace(slabs=2, stack=2, block_in=block_in)
+    shape = types.SimpleNamespace(rows=rows, columns=columns, adds_one=adds_one)
     draw = lambda *sizes: rng.normal(size=sizes).astype(ml_dtypes.bfloat16)
-    x, scale, before = draw(4 * columns, THREADS), draw(4, THREADS), draw(THREADS, columns).astype(np.float32)
+    x, scale = draw(4, columns, block_in), draw(4, block_in)
+    x[:, rows:] = 0
+    count = num_sums(shape, config)
+    before = rng.normal(size=(THREADS, count)).astype(np.float32)
 
     def emit(sums_ref):
-        at = lambda column: arith.constant(ir.IndexType.get(), column)
-        feature = arith.index_cast(ops.i32(), thread())
-        places = [(feature, ops.int32(column)) for column in range(columns)]
-        sums = [memref.load(sums_ref, [thread(), at(column)]) for column in range(columns)]
-        for column, total in enumerate(multiplied((ops.int32(0), ops.int32(SCALE_BASE)), places, sums, shape, config)):
-            memref.store(total, sums_ref, [thread(), at(column)])
+        sums = [memref.load(sums_ref, [thread(), at(i)]) for i in range(count)]
+        for i, total in enumerate(multiplied((ops.int32(0), ops.int32(SCALE_BASE)), sums, shape, config)):
+            memref.store(total, sums_ref, [thread(), at(i)])
 
     memory, sums = emitted.Memory(), before.copy()
-    memory.shared |= {place_of(*where, THREADS): x[where] for where in np.ndindex(x.shape)}
+    flat = x.reshape(-1, block_in)
+    memory.shared |= {place_of(*where, block_in): flat[where] for where in np.ndindex(flat.shape)}
     memory.shared |= {SCALE_BASE + 2 * i: number for i, number in enumerate(scale.flat)}
-    block = emitted.emitted(emit, [sums.shape], ["f32"])
-    emitted.run(emitted.threads_of(block, [sums], memory, 1, THREADS))
-    wide = x.astype(np.float32).reshape(4, columns, THREADS)
-    product = (wide * (scale.astype(np.float32) + adds_one)[:, None]).astype(ml_dtypes.bfloat16).reshape(x.shape)
-    found = np.array([memory.shared[place_of(*where, THREADS)] for where in np.ndindex(x.shape)]).reshape(x.shape)
-    np.testing.assert_array_equal(found, product)
-    for of_block in wide:
-        before += (of_block * of_block).T
-    np.testing.assert_array_equal(sums, before)
+    run(emit, sums, memory)
+    wide = x.astype(np.float32)
+    product = (wide * (scale.astype(np.float32) + adds_one)[:, None]).astype(ml_dtypes.bfloat16).reshape(flat.shape)
+    found = np.array([memory.shared[place_of(*where, block_in)] for where in np.ndindex(flat.shape)])
+    np.testing.assert_array_equal(found.reshape(flat.shape), product)
+    totals = added_up(sums - before, shape, config)
+    np.testing.assert_allclose(totals[:, :rows], np.tile((wide**2).sum((0, 2))[:rows], (64, 1)), rtol=1e-5)
+
+
+def added_up(sums, shape, config):
+    """Returns what threads find of each column in the rows of a tile, `[64, cols]`."""
+    memory, found = emitted.Memory(), np.zeros((64, shape.columns), np.float32)
+
+    def leave(sums_ref):
+        leave_sums(ops.int32(SCALE_BASE), [memref.load(sums_ref, [thread(), at(i)]) for i in range(sums.shape[1])])
+
+    def read(found_ref):
+        for column in range(shape.columns):
+            total = left_sum(ops.int32(SCALE_BASE), at(column), shape, config)
+            memref.store(total, found_ref, [arith.remui(thread(), at(64)), at(column)])
+
+    run(leave, sums, memory)
+    run(read, found, memory)
+    return found
+
+
+def at(number: int):
+    return arith.constant(ir.IndexType.get(), number)
+
+
+def run(emit, array, memory) -> None:
+    """Runs what `emit` emits for a reference to a float32 array, by the threads of one warpgroup."""
+    block = emitted.emitted(emit, [array.shape], ["f32"])
+    emitted.run(emitted.threads_of(block, [array], memory, 1, THREADS))

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, turned, write_heads
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import ProductMoves
-from tree_attn.kernels.few_rows_norm import no_squares, scaled
+from tree_attn.kernels.few_rows_norm import no_squares, scaled, totals
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
 from tree_attn.kernels.registers import LOG2_E, load
 
@@ -44,6 +44,8 @@ class CtaProduct(ProductMoves):
         acc = plgpu.ACC((TENSOR_ROWS, config.stack * shape.columns), jnp.float32)
         sums, squares = pl.run_scoped(functools.partial(self._products, tile), *[acc] * shape.parts)
         self.ring.release((tile + 1) * self.blocks - 1)
+        if squares is not None:
+            squares = totals(squares, self.squares_smem, shape, config)
         if config.stack > 1:
             sums = [_folded(x, self.fold_smem, shape, config) for x in sums]
         result = _finish(sums, squares, residual if self.end is None else None, shape)
@@ -61,7 +63,7 @@ class CtaProduct(ProductMoves):
         write_heads(heads, result, slots, first_pair, shape, config, gathering, self.broadcast)
 
     def _products(self, tile, *accs):
-        """Returns the tile's products, float32 `[64, stack * cols]` for each part, and the squares of x."""
+        """Returns the tile's products, float32 `[64, stack * cols]` for each part, and squares as threads have them."""
         shape, config = self.shape, self.config
 
         def block_step(block, squares):
@@ -96,10 +98,10 @@ def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):
 
 
 def _finish(sums, squares, residual, shape: FewRowsShape):
-    """Returns the result of a tile, float32 `[64, cols]`."""
+    """Returns the result of a tile, float32 `[64, cols]`; `squares` are of `totals`."""
     if squares is not None:
-        factor = lax.rsqrt(squares.sum(axis=0) * (1.0 / shape.in_features) + shape.eps)
-        sums = [x * lax.broadcast_in_dim(factor, x.shape, [1]) for x in sums]
+        factor = lax.rsqrt(squares * (1.0 / shape.in_features) + shape.eps)
+        sums = [x * factor for x in sums]
     if shape.activation is None:
         (result,) = sums
     else:

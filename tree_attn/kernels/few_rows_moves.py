@@ -25,6 +25,7 @@ from tree_attn.kernels.few_rows_layout import (
     fold_shape,
     turn_shape,
 )
+from tree_attn.kernels.few_rows_norm import squares_scratch
 from tree_attn.kernels.few_rows_ring import Ring, copies_together
 from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.registers import tiling
@@ -44,6 +45,7 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
     }
     if shape.eps is not None:
         scratch["scale_smem"] = smem((stages, config.slabs * config.stack, config.block_in))
+        scratch["squares_smem"] = squares_scratch(shape, config)
     if config.stack > 1:
         scratch["fold_smem"] = plgpu.SMEM(fold_shape(shape, config), jnp.float32)
     if shape.heads is not None:
@@ -71,7 +73,7 @@ class ProductMoves:
       x_offset: returns how many columns of x come before this device's; None: x has only those.
       x_broadcast, broadcast: of x, which is else copied from memory; and of the result; or None.
       ring: the steps that it has.
-      weights_smem, x_smem, scale_smem, fold_smem, turn_smem: of `ring_scratch`.
+      weights_smem, x_smem, scale_smem, squares_smem, fold_smem, turn_smem: of `ring_scratch`.
     """
 
     shape: FewRowsShape
@@ -82,6 +84,7 @@ class ProductMoves:
     weights_smem: Any
     x_smem: Any
     scale_smem: Any = None
+    squares_smem: Any = None
     fold_smem: Any = None
     turn_smem: Any = None
     end: SumEnd | None = None
