@@ -228,9 +228,7 @@ def test_ctas_add_up_what_devices_give_where_few_words_are_that_and_none_is_read
     assert not _receives_in_vain(chain.shapes[3], chain.configs[3])
     empty = large(hidden=256, intermediate=8576)
     assert _receives_in_vain(*(each[1] for each in (empty.shapes, empty.configs)))
-    assert not comes_in_parts(empty.shapes, empty.configs, 0, 2), (
-        "a CTA receives x for a tile of which it sends nothing"
-    )
+    assert not comes_in_parts(empty.shapes, empty.configs, 0, 2), "a CTA receives x for an empty tile"
 
 
 def test_who_receives_x_sends_something_where_x_may_be_overwritten():
