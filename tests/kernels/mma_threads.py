@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import columns, mma, warps
+from tree_attn.kernels import columns, few_rows_mma, mma, warps
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.targets import AMPERE
 
@@ -139,7 +139,8 @@ class Instructions:
     def run(self, text, *operands):
         for pattern, run in {
             r"mov\.u32 \$0, %tid\.x": lambda _: [np.arange(THREADS, dtype=np.int32)],
-            r"ld\.shared\.b32": lambda _, at: [self.memory.words(at)],
+            r"ld\.shared\.(b32|f32) \$0, \[\$1(?:\+(\d+))?\]": self._load_word,
+            r"st\.shared\.f32": self._store,
             r"ld\.shared\.v2\.f32": self._load,
             r"st\.shared\.v2": self._store,
             r"st\.shared\.v4\.b32 \[\$0\], \{\$1, \$1, \$1, \$1\}": lambda m, at, x: self._store(m, at, x, x, x, x),
@@ -159,6 +160,10 @@ class Instructions:
             if match := re.match(pattern, text):
                 return run(match, *operands)
         raise NotImplementedError(text)
+
+    def _load_word(self, match, at):
+        words = self.memory.words(at + int(match[2] or 0))
+        return [words if match[1] == "b32" else words.view(np.float32)]
 
     def _load(self, _, at):
         self.memory.access(at, 8, is_write=False)
@@ -234,7 +239,10 @@ def _unsigned(function):
 
 @contextlib.contextmanager
 def threads(monkeypatch):
-    """Has `mma`, `columns` and `warps` of `tree_attn.kernels` run on threads in NumPy; yields their shared memory."""
+    """Has `mma`, `columns`, `few_rows_mma` and `warps` of `tree_attn.kernels` run on threads in NumPy.
+
+    Yields their shared memory.
+    """
     memory = Memory()
     instructions = Instructions(memory)
 
@@ -258,6 +266,7 @@ def threads(monkeypatch):
         andi=_unsigned(np.bitwise_and), ori=_of(None, np.logical_or), xori=_unsigned(np.bitwise_xor),
         shli=_unsigned(np.left_shift), shrui=_unsigned(np.right_shift),
         divui=_unsigned(np.floor_divide), remui=_unsigned(np.remainder), maxsi=_of("i32", np.maximum),
+        minui=_unsigned(np.minimum),
         addf=_of("f32", np.add), mulf=_of("f32", np.multiply), maximumf=_of("f32", maximum),
         bitcast=lambda kind, x: Value(kind, x.array.view(DTYPES[kind])),
         cmpi=lambda compare, x, y: Value("i1", compare(x.array, y.array)),
@@ -287,7 +296,7 @@ def threads(monkeypatch):
         "bagged": lambda words: Fragments(np.array(words, dtype=object), None),
     }
     for name, fake in fakes.items():
-        users = [module for module in (mma, columns, warps) if hasattr(module, name)]
+        users = [module for module in (mma, columns, few_rows_mma, warps) if hasattr(module, name)]
         assert users, name
         for module in users:
             monkeypatch.setattr(module, name, fake)

@@ -136,7 +136,7 @@ def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
 def test_no_more_stages_are_on_their_way_than_there_are():
     """A barrier tells a stage's last copies from those before, and not from earlier ones."""
     shapes = Chain().shapes
-    of_bytes = [chain_configs(shapes, 3, kib * 1024)[0] for kib in (110, 150, 227)]
+    of_bytes = [chain_configs(shapes, 3, kib * 1024)[0] for kib in (80, 150, 227)]
     found = [(config.num_stages, config.in_flight) for config in of_bytes]
     assert found[0] == (2, 2) and all(stages > 2 and in_flight == 3 for stages, in_flight in found[1:])
 

@@ -210,18 +210,20 @@ def peek_x(broadcast: Broadcast, column, *, shape: FewRowsShape, config: FewRows
 
 
 def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
-    """Reads words until they bear the step, and writes a stage's x to shared memory in tiles, as copies would.
+    """Reads words until they bear the step, and writes a stage's x to shared memory, as copies would.
 
     What devices add to x is added in the order of ranks.
 
     Args:
       peeked: of `peek_x`; others as there.
-      smem: a stage of `x_smem`, whose rows that pad those of x are zero already.
+      smem: a stage of `x_smem`.
     """
     layout = plgpu.Layout.WG_STRIDED(_num_words(broadcast, shape, config), vec_size=1)
     arguments, layouts = _arguments(broadcast, column)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(smem)), *layouts, layout, layout))
+    assert shape.is_compact, "rows that are broadcast are few"
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *layouts, layout, layout))
     def emit(_, smem, *values):
         *values, payloads, numbers = values
         peeked, (*_, step, _) = (payloads, numbers), values
@@ -240,11 +242,11 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
             scf.YieldOp([x for half in zip(*again) for x in half])
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
         found = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
+        column = arith.muli(column, ops.int32(2))
         for block, row in _words_of_stage(shape, config):
-            target = arith.addi(base, place_in_tiles(ops.int32(block * shape.columns + row), column, config.block_in))
+            target = ops.plus(base, column, ops.int32((block * shape.rows + row) * config.block_in * 2))
             parts = itertools.islice(found, broadcast.buffers.num_ranks)
             write_shared(target, functools.reduce(arith.addf, parts))
-        ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
     emit(smem, *arguments, *peeked)
 

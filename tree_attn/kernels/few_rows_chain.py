@@ -185,8 +185,6 @@ def _move_weights(chain: CtaChain) -> None:
 
 
 def _move_x(chain: CtaChain) -> None:
-    if chain.broadcasts:
-        clear(chain.smem["x_smem"])
     if chain.attention is not None:
         clear(chain.smem["query_smem"])
     await_previous_kernel()

@@ -74,7 +74,7 @@ def chain_configs(
 
 
 def _stacks(shape: FewRowsShape, tile: int, slabs: int, stack: int) -> bool:
-    is_small = stack * tile <= TENSOR_ROWS and slabs * stack * shape.columns <= MAX_X_ROWS
+    is_small = stack * tile <= TENSOR_ROWS and slabs * stack * shape.x_rows <= MAX_X_ROWS
     return is_small and shape.in_features % (slabs * stack * BLOCK_IN) == 0
 
 

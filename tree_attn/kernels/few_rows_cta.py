@@ -11,10 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels import few_rows_mma, few_rows_norm
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, turned, write_heads
-from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, turns_in_fold
 from tree_attn.kernels.few_rows_moves import ProductMoves
-from tree_attn.kernels.few_rows_norm import no_squares, scaled, totals
+from tree_attn.kernels.few_rows_norm import no_squares, scaled
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
 from tree_attn.kernels.registers import LOG2_E, load
 
@@ -41,10 +42,14 @@ class CtaProduct(ProductMoves):
         read_places = lambda: read_places_of(refs, first_pair, shape)
         # On their way while weights are multiplied, where registers hold them: of 16 rows two CTAs fit no SM.
         places = read_places() if shape.heads is not None and shape.columns == GRAIN else None
-        acc = plgpu.ACC((TENSOR_ROWS, config.stack * shape.columns), jnp.float32)
-        sums, squares = pl.run_scoped(functools.partial(self._products, tile), *[acc] * shape.parts)
+        if shape.is_compact:
+            sums, squares = self._compact_products(tile)
+        else:
+            acc = plgpu.ACC((TENSOR_ROWS, config.stack * shape.columns), jnp.float32)
+            sums, squares = pl.run_scoped(functools.partial(self._products, tile), *[acc] * shape.parts)
         self.ring.release((tile + 1) * self.blocks - 1)
         if squares is not None:
+            totals = few_rows_mma.totals if shape.is_compact else few_rows_norm.totals
             squares = totals(squares, self.squares_smem, shape, config)
         if config.stack > 1:
             sums = [_folded(x, self.fold_smem, shape, config) for x in sums]
@@ -57,10 +62,25 @@ class CtaProduct(ProductMoves):
             write_rows(self.out_ref, result, feature, shape, config, self.broadcast)
             return
         slots, angles = places or read_places()
-        result = turned(result, angles, self.turn_smem)
+        result = turned(result, angles, self.fold_smem if turns_in_fold(shape, config) else self.turn_smem)
         gathering = self.end and Gathering(refs.get("rank"), self.end.buffers, exchange_step)
         heads = self.out_ref, refs["key"], refs["value"]
         write_heads(heads, result, slots, first_pair, shape, config, gathering, self.broadcast)
+
+    def _compact_products(self, tile):
+        """Does `_products` for rows that nothing pads."""
+        shape, config = self.shape, self.config
+        smems = self.weights_smem, self.x_smem, self.scale_smem
+
+        def block_step(block, sums):
+            step = tile * self.blocks + block
+            self.ring.await_full(step)
+            sums = few_rows_mma.multiplied(sums, smems, self.ring.stage(step), shape, config)
+            pl.when(block < self.blocks - 1)(lambda: self.ring.release(step))
+            return sums
+
+        sums, squares = lax.fori_loop(0, self.blocks, block_step, few_rows_mma.nothing(shape))
+        return tuple(map(few_rows_mma.in_columns, sums)), squares
 
     def _products(self, tile, *accs):
         """Returns the tile's products, float32 `[64, stack * cols]` for each part, and squares as threads have them."""
@@ -89,8 +109,9 @@ def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):
     """Returns the sum of what a stack's blocks add to a tile, float32 `[64, cols]`; beyond the tile it is garbage."""
     fold_smem[pl.ds(0, TENSOR_ROWS)] = product
     plgpu.commit_smem()
+    first_column = lambda place: 0 if shape.is_compact else place * shape.columns
     slice_of = lambda place: (
-        pl.ds(place * config.tile, TENSOR_ROWS), pl.ds(place * shape.columns, shape.columns)
+        pl.ds(place * config.tile, TENSOR_ROWS), pl.ds(first_column(place), shape.columns)
     )  # fmt: skip
     total = functools.reduce(jnp.add, [load(fold_smem.at[slice_of(place)], LAYOUT) for place in range(config.stack)])
     plgpu.commit_smem()  # all have read it

@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, WRITES_IN_PLACE
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 MAX_ROWS = 16
+COMPACT_ROWS = 4  # of x, up to which it is not padded (`few_rows_mma.py`)
 GRAIN = 8  # out-features that are copied together, at the least
 TENSOR_ROWS = 64  # out-features that the tensor core multiplies at once
 IN_MULTIPLE = 64  # elements of a row of tiles: 128 bytes
@@ -51,7 +53,7 @@ class Heads:
 class FewRowsShape:
     """Describes what is computed: `y = x W^T`, and what goes before and after it.
 
-    rows:          of x, which are padded to `columns` of the tensor core
+    rows:          of x, which are padded to `columns` of the tensor core if they are many
     parts:         weights of one input: 2 with an activation (gate and up), else 1
     activation:    one of `ACTIVATIONS`, or None
     eps:           of the norm of x, or None
@@ -81,6 +83,16 @@ class FewRowsShape:
     def columns(self) -> int:
         """Rows of x, padded to a multiple of 8."""
         return -(-self.rows // 8) * 8
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether shared memory has no rows that pad x; the interpreter has no `mma.sync` for it."""
+        return self.rows <= COMPACT_ROWS and not is_interpreted()
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of x in shared memory."""
+        return self.rows if self.is_compact else self.columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +176,7 @@ def unsupported_cache(head_dim: int, dtype, cache_dtype) -> str | None:
 
 def block_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
     """Returns the shared memory of a block: weights, rows of x, and the norm's scale."""
-    per_feature = shape.parts * tile + shape.columns + (shape.eps is not None)
+    per_feature = shape.parts * tile + shape.x_rows + (shape.eps is not None)
     return per_feature * block_in * jnp.dtype(shape.dtype).itemsize
 
 
@@ -216,7 +228,8 @@ def beyond_bytes(shape: FewRowsShape, rows: int, block_in: int) -> int:
 
 def fold_shape(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
     """Returns the shape of the tensor core's result in shared memory, from which the parts of a stack are added."""
-    return TENSOR_ROWS + config.stacked - config.tile, config.stack * shape.columns
+    columns = shape.columns if shape.is_compact else config.stack * shape.columns
+    return TENSOR_ROWS + config.stacked - config.tile, columns
 
 
 def turn_shape(shape: FewRowsShape) -> tuple[int, int]:
@@ -224,12 +237,19 @@ def turn_shape(shape: FewRowsShape) -> tuple[int, int]:
     return TENSOR_ROWS + 2 * GRAIN, shape.columns
 
 
+def turns_in_fold(shape: FewRowsShape, config: FewRowsConfig) -> bool:
+    """Returns whether results are turned where they have been folded, which has the columns and no fewer rows."""
+    (rows, columns), (fold_rows, fold_columns) = turn_shape(shape), fold_shape(shape, config)
+    return config.stack > 1 and columns == fold_columns and rows <= fold_rows
+
+
 def smem_bytes(shape: FewRowsShape, config: FewRowsConfig) -> int:
     """Returns the shared memory of a CTA."""
     blocks = config.num_stages * config.slabs * config.stack
     stages = blocks * block_bytes(shape, config.tile, config.block_in)
     fold = 4 * math.prod(fold_shape(shape, config)) if config.stack > 1 else 0
-    turn = 4 * math.prod(turn_shape(shape)) if shape.heads is not None else 0
+    has_turn = shape.heads is not None and not turns_in_fold(shape, config)
+    turn = 4 * math.prod(turn_shape(shape)) if has_turn else 0
     return stages + beyond_bytes(shape, config.stacked, config.block_in) + fold + turn + OTHER_BYTES
 
 

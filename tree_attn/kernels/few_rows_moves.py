@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tree_attn.kernels import few_rows_mma
 from tree_attn.kernels.few_rows_broadcast import Broadcast, peek_x, settle_x, steps_at_once
 from tree_attn.kernels.few_rows_copies import blocks_of, copy_weights_together, copy_x_together, row_of
 from tree_attn.kernels.few_rows_heads import row_of_group
@@ -24,6 +25,7 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsShape,
     fold_shape,
     turn_shape,
+    turns_in_fold,
 )
 from tree_attn.kernels.few_rows_norm import squares_scratch
 from tree_attn.kernels.few_rows_ring import Ring, copies_together
@@ -38,17 +40,18 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
     tiled = functools.partial(smem, transforms=tiling(shape.dtype, IN_MULTIPLE))
     # Tiles lie one behind another, and 64 out-features from the last tile's first are there too.
     weight_rows = stages * config.stage_rows(shape) - config.stacked + TENSOR_ROWS
-    columns = config.slabs * config.stack * shape.columns
+    size_of_x = stages, config.slabs * config.stack * shape.x_rows, config.block_in
     scratch = {
         "weights_smem": tiled((weight_rows, config.block_in)),
-        "x_smem": tiled((stages, columns, config.block_in)),
+        "x_smem": smem(size_of_x) if shape.is_compact else tiled(size_of_x),
     }
     if shape.eps is not None:
         scratch["scale_smem"] = smem((stages, config.slabs * config.stack, config.block_in))
-        scratch["squares_smem"] = squares_scratch(shape, config)
+        of_warps = few_rows_mma.squares_scratch() if shape.is_compact else squares_scratch(shape, config)
+        scratch["squares_smem"] = of_warps
     if config.stack > 1:
         scratch["fold_smem"] = plgpu.SMEM(fold_shape(shape, config), jnp.float32)
-    if shape.heads is not None:
+    if shape.heads is not None and not turns_in_fold(shape, config):
         scratch["turn_smem"] = plgpu.SMEM(turn_shape(shape), jnp.float32)
     return scratch
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels import warps
@@ -71,9 +71,7 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
     )
     def emit(_, x_smem, scale_smem, squares):
         bases, sums = (shared_address(x_smem), shared_address(scale_smem)), _elements(squares)
-        vector_of = lambda x: vector.broadcast(ir.VectorType.get((1,), x.type), x)
-        sums = map(vector_of, multiplied(bases, sums, shape, config))
-        return warps.fragmented(list(sums), result.shape, layout)
+        return warps.bagged(multiplied(bases, sums, shape, config))
 
     return emit(x_smem, scale_smem, squares)
 

@@ -127,14 +127,14 @@ def logits(key_smem, transforms, fragments, shape: LeanShape):
         steps = shape.head_dim // 16
         words = [element(x) for x in fragments.registers.flat]
         right = np.array(words, dtype=object).reshape(blocks, steps, 2)
-        read = _reader(keys, itemsize, trans=False)
+        read, dtype = reader(keys, itemsize, trans=False), _operand_type(shape)
         zero = arith.constant(ir.F32Type.get(), 0.0)
         out = []
         for block_kv in range(0, kv, 64):
             sums = np.full((2, blocks, 4), zero, dtype=object)  # of even and odd steps, whose products overlap
             for step, left in enumerate(_key_fragments(read, block_kv, steps, shape)):
                 for block in range(blocks):
-                    sums[step % 2, block] = _mma(left, right[block, step], sums[step % 2, block], shape)
+                    sums[step % 2, block] = multiply_and_add(left, right[block, step], sums[step % 2, block], dtype)
             for block in range(blocks):
                 total = [arith.addf(*both) for both in zip(*sums[:, block])] if steps > 1 else sums[0, block]
                 out += [pair_of(*total[:2]), pair_of(*total[2:])]
@@ -184,11 +184,11 @@ def accumulated(acc, weights, value_smem, transforms, shape: LeanShape):
         sums = sums.reshape(rows, blocks, 4)
         pairs = np.array([_transposed(_narrowed(x, shape)) for x in weights.registers.flat], dtype=object)
         right = pairs.reshape(kv // 64, blocks, 2)
-        read = _reader(values, itemsize, trans=True)
+        read, dtype = reader(values, itemsize, trans=True), _operand_type(shape)
         for block_kv in range(0, kv, 64):
             for row, left in enumerate(_value_fragments(read, block_kv, rows, shape)):
                 for block in range(blocks):
-                    sums[row, block] = _mma(left, right[block_kv // 64, block], sums[row, block], shape)
+                    sums[row, block] = multiply_and_add(left, right[block_kv // 64, block], sums[row, block], dtype)
         out = [pair_of(*x) for x in sums.reshape(-1, 2)]
         return fragmented(out, acc_shape(shape), LAYOUT)
 
@@ -286,17 +286,20 @@ def _operand_type(shape: LeanShape) -> str:
     return "bf16" if shape.dtype == jnp.bfloat16 and not shape.is_widened else "f16"
 
 
-def _reader(ref, itemsize: int, trans: bool):
+def reader(ref, itemsize: int, trans: bool, offset=None):
     """Returns `(first row, chunk) -> words` of a warp's 16 rows: 8 rows and the next 8, of that chunk and the next.
 
     The chunk's number is even. With `is_alone` the next chunk is not read.
+
+    Args:
+      offset: bytes before row 0, a multiple of 1024, or None.
     """
     tiled = ir.MemRefType(ref.type)
     warp, group, place = places(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
     lane = arith.addi(arith.muli(group, int32(4)), place)
     row = arith.addi(arith.muli(warp, int32(KEYS)), arith.andi(lane, int32(15)))
     within = swizzled(tiled, itemsize, row, arith.shrui(lane, int32(4)))
-    base = address_of(ref)
+    base = address_of(ref) if offset is None else arith.addi(address_of(ref), offset)
     is_plain = len(tiled.shape) == 2
     by_row, by_tile = (itemsize * x for x in tiled.get_strides_and_offset()[0][:2])
     chunks_of_tile = 0 if is_plain else itemsize * tiled.shape[-1] // 16
@@ -372,8 +375,13 @@ def _value_fragments(read, block_kv: int, rows: int, shape: LeanShape):
             yield *pairs[0], *pairs[1]
 
 
-def _mma(left, right, acc, shape: LeanShape):
-    dtype = _operand_type(shape)
+def multiply_and_add(left, right, acc, dtype: str):
+    """Emits `acc + left right` of 16 rows, 8 columns and 16 terms.
+
+    Args:
+      left, right, acc: four, two and four registers of each thread.
+      dtype: of the operands, "bf16" or "f16".
+    """
     numbers = iter(range(14))
     groups = ["{" + ", ".join(f"${next(numbers)}" for _ in range(n)) + "}" for n in (4, 4, 2)]
     text = f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {', '.join(groups)}, "

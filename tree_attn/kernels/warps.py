@@ -120,8 +120,8 @@ def bag(count: int):
 def bagged(words):
     """Returns words of each thread as an array that Pallas passes on, of the layout `bag`."""
     vectors = [vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in words]
-    layout = bag(len(words)).to_mgpu()
-    return mgpu.FragmentedArray(_registers=np.array(vectors, dtype=object), _layout=layout, _is_signed=True)
+    layout, is_signed = bag(len(words)).to_mgpu(), None if words[0].type == ir.F32Type.get() else True
+    return mgpu.FragmentedArray(_registers=np.array(vectors, dtype=object), _layout=layout, _is_signed=is_signed)
 
 
 def fragmented(registers, shape, layout):
