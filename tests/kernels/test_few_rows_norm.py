@@ -6,6 +6,7 @@ import emitted
 import ml_dtypes
 import numpy as np
 import pytest
+from few_rows_cases import Product
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
@@ -23,15 +24,17 @@ def place_of(row: int, feature: int, block_in: int) -> int:
     return tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + feature % 8 * 2
 
 
+@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize(
     "rows, block_in, adds_one", [(1, 128, False), (3, 128, True), (12, 128, True), (2, 256, False), (5, 64, True)]
 )
-def test_x_is_multiplied_in_its_place_and_squares_are_added(rows, block_in, adds_one):
+def test_x_is_multiplied_in_its_place_and_squares_are_added(rows, block_in, adds_one, is_compact):
     columns, rng = -(-rows // 8) * 8, np.random.default_rng(0)
+    x_rows = Product(rows=rows, in_features=3 * block_in).shape.x_rows if is_compact else columns
     config = types.SimpleNamespace(slabs=2, stack=2, block_in=block_in)
-    shape = types.SimpleNamespace(rows=rows, columns=columns, adds_one=adds_one)
+    shape = types.SimpleNamespace(rows=rows, columns=columns, x_rows=x_rows, is_compact=is_compact, adds_one=adds_one)
     draw = lambda *sizes: rng.normal(size=sizes).astype(ml_dtypes.bfloat16)
-    x, scale = draw(4, columns, block_in), draw(4, block_in)
+    x, scale = draw(4, x_rows, block_in), draw(4, block_in)
     x[:, rows:] = 0
     count = num_sums(shape, config)
     before = rng.normal(size=(THREADS, count)).astype(np.float32)
@@ -43,12 +46,13 @@ def test_x_is_multiplied_in_its_place_and_squares_are_added(rows, block_in, adds
 
     memory, sums = emitted.Memory(), before.copy()
     flat = x.reshape(-1, block_in)
-    memory.shared |= {place_of(*where, block_in): flat[where] for where in np.ndindex(flat.shape)}
+    place = (lambda row, feature, width: (row * width + feature) * 2) if is_compact else place_of
+    memory.shared |= {place(*where, block_in): flat[where] for where in np.ndindex(flat.shape)}
     memory.shared |= {SCALE_BASE + 2 * i: number for i, number in enumerate(scale.flat)}
     run(emit, sums, memory)
     wide = x.astype(np.float32)
     product = (wide * (scale.astype(np.float32) + adds_one)[:, None]).astype(ml_dtypes.bfloat16).reshape(flat.shape)
-    found = np.array([memory.shared[place_of(*where, block_in)] for where in np.ndindex(flat.shape)])
+    found = np.array([memory.shared[place(*where, block_in)] for where in np.ndindex(flat.shape)])
     np.testing.assert_array_equal(found.reshape(flat.shape), product)
     totals = added_up(sums - before, shape, config)
     np.testing.assert_allclose(totals[:, :rows], np.tile((wide**2).sum((0, 2))[:rows], (64, 1)), rtol=1e-5)

@@ -244,7 +244,7 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
         found = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
         column = arith.muli(column, ops.int32(2))
         for block, row in _words_of_stage(shape, config):
-            target = ops.plus(base, column, ops.int32((block * shape.rows + row) * config.block_in * 2))
+            target = ops.plus(base, column, ops.int32((block * shape.x_rows + row) * config.block_in * 2))
             parts = itertools.islice(found, broadcast.buffers.num_ranks)
             write_shared(target, functools.reduce(arith.addf, parts))
 

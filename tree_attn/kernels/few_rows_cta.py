@@ -11,11 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import few_rows_mma, few_rows_norm
+from tree_attn.kernels import few_rows_mma
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, turned, write_heads
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, turns_in_fold
 from tree_attn.kernels.few_rows_moves import ProductMoves
-from tree_attn.kernels.few_rows_norm import no_squares, scaled
+from tree_attn.kernels.few_rows_norm import no_squares, scaled, totals
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
 from tree_attn.kernels.registers import LOG2_E, load
 
@@ -49,7 +49,6 @@ class CtaProduct(ProductMoves):
             sums, squares = pl.run_scoped(functools.partial(self._products, tile), *[acc] * shape.parts)
         self.ring.release((tile + 1) * self.blocks - 1)
         if squares is not None:
-            totals = few_rows_mma.totals if shape.is_compact else few_rows_norm.totals
             squares = totals(squares, self.squares_smem, shape, config)
         if config.stack > 1:
             sums = [_folded(x, self.fold_smem, shape, config) for x in sums]
@@ -67,32 +66,13 @@ class CtaProduct(ProductMoves):
         heads = self.out_ref, refs["key"], refs["value"]
         write_heads(heads, result, slots, first_pair, shape, config, gathering, self.broadcast)
 
-    def _compact_products(self, tile):
-        """Does `_products` for rows that nothing pads."""
-        shape, config = self.shape, self.config
-        smems = self.weights_smem, self.x_smem, self.scale_smem
-
-        def block_step(block, sums):
-            step = tile * self.blocks + block
-            self.ring.await_full(step)
-            sums = few_rows_mma.multiplied(sums, smems, self.ring.stage(step), shape, config)
-            pl.when(block < self.blocks - 1)(lambda: self.ring.release(step))
-            return sums
-
-        sums, squares = lax.fori_loop(0, self.blocks, block_step, few_rows_mma.nothing(shape))
-        return tuple(map(few_rows_mma.in_columns, sums)), squares
-
     def _products(self, tile, *accs):
         """Returns the tile's products, float32 `[64, stack * cols]` for each part, and squares as threads have them."""
         shape, config = self.shape, self.config
 
         def block_step(block, squares):
             step = tile * self.blocks + block
-            stage = self.ring.stage(step)
-            self.ring.await_full(step)
-            if squares is not None:
-                squares = scaled(self.x_smem.at[stage], self.scale_smem.at[stage], squares, shape, config)
-                plgpu.commit_smem()
+            stage, squares = self._await_stage(step, squares)
             for slab in range(config.slabs):
                 for part, acc in enumerate(accs):
                     x = self.x_of(stage, slab)
@@ -103,6 +83,31 @@ class CtaProduct(ProductMoves):
 
         squares = lax.fori_loop(0, self.blocks, block_step, no_squares(shape, config))
         return tuple(acc[...] for acc in accs), squares
+
+    def _compact_products(self, tile):
+        """Does `_products` for x that nothing pads; its products have the columns of one block."""
+        shape, config = self.shape, self.config
+
+        def block_step(block, carried):
+            products, squares = carried
+            step = tile * self.blocks + block
+            stage, squares = self._await_stage(step, squares)
+            products = few_rows_mma.multiplied(products, self.weights_smem, self.x_smem, stage, shape, config)
+            pl.when(block < self.blocks - 1)(lambda: self.ring.release(step))
+            return products, squares
+
+        nothing = few_rows_mma.nothing(shape), no_squares(shape, config)
+        products, squares = lax.fori_loop(0, self.blocks, block_step, nothing)
+        return tuple(map(few_rows_mma.in_columns, products)), squares
+
+    def _await_stage(self, step, squares):
+        """Waits for a step's stage, and multiplies its x by the norm's scale; returns its number, and `squares`."""
+        stage = self.ring.stage(step)
+        self.ring.await_full(step)
+        if squares is not None:
+            squares = scaled(self.x_smem.at[stage], self.scale_smem.at[stage], squares, self.shape, self.config)
+            plgpu.commit_smem()
+        return stage, squares
 
 
 def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):

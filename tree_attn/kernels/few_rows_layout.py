@@ -91,8 +91,10 @@ class FewRowsShape:
 
     @property
     def x_rows(self) -> int:
-        """Rows of x in shared memory."""
-        return self.rows if self.is_compact else self.columns
+        """Rows of x in shared memory; they are even where a block is so narrow that threads take two at a time."""
+        if not self.is_compact:
+            return self.columns
+        return self.rows if self.in_features % BLOCKS_IN[1] == 0 else -(-self.rows // 2) * 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

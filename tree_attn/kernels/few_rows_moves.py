@@ -13,7 +13,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import few_rows_mma
 from tree_attn.kernels.few_rows_broadcast import Broadcast, peek_x, settle_x, steps_at_once
 from tree_attn.kernels.few_rows_copies import blocks_of, copy_weights_together, copy_x_together, row_of
 from tree_attn.kernels.few_rows_heads import row_of_group
@@ -47,8 +46,7 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
     }
     if shape.eps is not None:
         scratch["scale_smem"] = smem((stages, config.slabs * config.stack, config.block_in))
-        of_warps = few_rows_mma.squares_scratch() if shape.is_compact else squares_scratch(shape, config)
-        scratch["squares_smem"] = of_warps
+        scratch["squares_smem"] = squares_scratch(shape, config)
     if config.stack > 1:
         scratch["fold_smem"] = plgpu.SMEM(fold_shape(shape, config), jnp.float32)
     if shape.heads is not None and not turns_in_fold(shape, config):

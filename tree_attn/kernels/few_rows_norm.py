@@ -55,7 +55,7 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
     """Multiplies a stage's x by the norm's scale, and returns the squares with those of what x was.
 
     Args:
-      x_smem: of the stage, `[blocks * cols, block_in]`; scale_smem: `[blocks, block_in]`.
+      x_smem: of the stage, as `few_rows_moves.ring_scratch` has it; scale_smem: `[blocks, block_in]`.
       squares: of `no_squares`, or of the stage before.
     """
     if is_interpreted():
@@ -66,9 +66,9 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
     layout = warps.bag(num_sums(shape, config))
     result = plgpu.ShapeDtypeStruct(squares.shape, jnp.float32, layout=layout)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(tiling(x_smem.dtype, IN_MULTIPLE)), plgpu.RefType(), layout), return_type=result
-    )
+    of_x = plgpu.RefType(() if shape.is_compact else tiling(x_smem.dtype, IN_MULTIPLE))
+
+    @plgpu.inline_mgpu(arg_types=(of_x, plgpu.RefType(), layout), return_type=result)
     def emit(_, x_smem, scale_smem, squares):
         bases, sums = (shared_address(x_smem), shared_address(scale_smem)), _elements(squares)
         return warps.bagged(multiplied(bases, sums, shape, config))
@@ -94,7 +94,7 @@ def multiplied(bases, sums, shape: FewRowsShape, config: FewRowsConfig) -> list:
         for i in range(len(sums)):
             tile, row = divmod(i * rows_at_once(config), GRAIN)
             row = arith.addi(first_row, ops.int32(row))
-            of_x = arith.addi(bases[0], place_in_tiles(row, feature, config.block_in))
+            of_x = arith.addi(bases[0], place_of_x(row, feature, shape, config))
             to_tile = tile * GRAIN * config.block_in * 2  # fixed, too: a thread keeps addresses of one tile
             elements += [(i, (of_x, of_scale), (to_x + to_tile, to_scale)) for to_x, to_scale in distances]
     sums = list(sums)
@@ -171,7 +171,14 @@ def _elements(bag) -> list:
 
 def distances_of(block: int, shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
     """Returns how many bytes a block's x lies behind the first block's, and its scale behind the first's."""
-    return block * shape.columns * config.block_in * 2, block * config.block_in * 2
+    return block * shape.x_rows * config.block_in * 2, block * config.block_in * 2
+
+
+def place_of_x(row, feature, shape: FewRowsShape, config: FewRowsConfig):
+    """Emits the bytes before an element of x in a block."""
+    if shape.is_compact:
+        return arith.addi(arith.muli(row, ops.int32(config.block_in * 2)), arith.muli(feature, ops.int32(2)))
+    return place_in_tiles(row, feature, config.block_in)
 
 
 def _load(address, offset: int):
