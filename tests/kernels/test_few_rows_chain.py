@@ -310,7 +310,7 @@ def test_words_lie_in_shared_memory_as_copies_would(columns, monkeypatch):
     for row, column in np.ndindex(24, columns):
         tile, chunk = row // 8 * (columns // 64) + column // 64, column % 64 // 8
         assert places[row, column] == tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + column % 8 * 2
-    shape, config = types.SimpleNamespace(columns=8), types.SimpleNamespace(block_in=columns)
+    shape, config = Chain().shapes[0], dataclasses.replace(Chain().configs[0], block_in=columns)
     for block in range(3):
         distance, _ = few_rows_norm.distances_of(block, shape, config)
         assert (places[8 * block : 8 * block + 8] == places[:8] + distance).all()

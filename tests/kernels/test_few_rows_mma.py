@@ -22,7 +22,7 @@ CASES = [
     (4, {}, {"tile": 24, "stack": 2}),
     (1, {}, {"tile": 8, "stack": 8}),
     (1, {}, {"tile": 48, "slabs": 2, "rows": 128}),
-    (3, {}, {"tile": 40, "block_in": 64}),
+    (3, {}, {"tile": 40}),
     (1, {}, {"tile": 64, "block_in": 256}),
 ]
 
@@ -30,16 +30,16 @@ CASES = [
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("rows", "options", "layout"), CASES, ids=str)
 def test_a_stage_is_multiplied_as_it_should_be(memory, rows, options, layout, dtype):
-    # Of in-features that blocks of 128 do not divide, rows are even.
-    in_features = 192 if layout.get("block_in") == 64 else 256
-    shape = Product(rows=rows, in_features=in_features, options=options, dtype=dtype).shape
-    config = FewRowsConfig(**{"tiles": 1, "num_ctas": 1, "block_in": 128, "num_stages": STAGES} | layout)
+    shape = Product(rows=rows, options=options, dtype=dtype).shape
+    config = FewRowsConfig(
+        **{"tiles": 1, "num_ctas": 1, "block_in": 128, "num_stages": STAGES, "is_compact": True} | layout
+    )
     blocks, rng = config.slabs * config.stack, np.random.default_rng(0)
     draw = lambda *size: rng.normal(size=size).astype(jnp.dtype(dtype))
     weights = draw(STAGES * config.stage_rows(shape) - config.stacked + 64, config.block_in)
-    x = draw(STAGES, blocks + 2, shape.x_rows, config.block_in)  # another product of a chain may have more blocks
+    x = draw(STAGES, blocks + 2, rows, config.block_in)  # another product of a chain may have more blocks
     x_ref = memory.put(x.reshape(-1, config.block_in), None)
-    x_ref.shape = STAGES, (blocks + 2) * shape.x_rows, config.block_in
+    x_ref.shape = STAGES, (blocks + 2) * rows, config.block_in
     refs = memory.put(weights, tiling(jnp.dtype(dtype), 64)), x_ref
     zero = mma_threads.scalar(0).registers[0]
     zero = dataclasses.replace(zero, kind="f32", array=np.zeros(128, np.float32))
@@ -64,5 +64,5 @@ def expected_of(part: int, weights, x, shape, config):
             first = stage * config.stage_rows(shape)
             first += row_of(block // config.stack, part, block % config.stack, 0, shape, config)
             of_block = weights[first : first + config.tile].astype(np.float64)
-            total = total + of_block @ x[stage, block, : shape.rows].astype(np.float64).T
+            total = total + of_block @ x[stage, block].astype(np.float64).T
     return total

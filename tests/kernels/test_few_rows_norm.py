@@ -1,7 +1,5 @@
 """The norm of few rows as a kernel emits it, thread by thread: Pallas' interpreter has another form."""
 
-import types
-
 import emitted
 import ml_dtypes
 import numpy as np
@@ -13,6 +11,7 @@ from jaxlib.mlir.dialects import arith, memref
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.exchange import THREADS
 from tree_attn.kernels.few_rows_broadcast import thread
+from tree_attn.kernels.few_rows_layout import FewRowsConfig
 from tree_attn.kernels.few_rows_norm import leave_sums, left_sum, multiplied, num_sums
 
 SCALE_BASE = 1 << 16
@@ -24,15 +23,20 @@ def place_of(row: int, feature: int, block_in: int) -> int:
     return tile * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16 + feature % 8 * 2
 
 
-@pytest.mark.parametrize("is_compact", [False, True])
 @pytest.mark.parametrize(
-    "rows, block_in, adds_one", [(1, 128, False), (3, 128, True), (12, 128, True), (2, 256, False), (5, 64, True)]
-)
+    "rows, block_in, adds_one, is_compact",
+    [
+        (1, 128, False, False), (3, 128, True, False), (12, 128, True, False), (2, 256, False, False),
+        (5, 64, True, False), (1, 128, True, True), (3, 128, False, True), (2, 256, True, True),
+    ],
+)  # fmt: skip
 def test_x_is_multiplied_in_its_place_and_squares_are_added(rows, block_in, adds_one, is_compact):
-    columns, rng = -(-rows // 8) * 8, np.random.default_rng(0)
-    x_rows = Product(rows=rows, in_features=3 * block_in).shape.x_rows if is_compact else columns
-    config = types.SimpleNamespace(slabs=2, stack=2, block_in=block_in)
-    shape = types.SimpleNamespace(rows=rows, columns=columns, x_rows=x_rows, is_compact=is_compact, adds_one=adds_one)
+    rng = np.random.default_rng(0)
+    shape = Product(rows=rows, in_features=4 * block_in, options={"eps": 1e-5, "adds_one": adds_one}).shape
+    config = FewRowsConfig(
+        tile=8, tiles=1, num_ctas=1, block_in=block_in, num_stages=2, slabs=2, stack=2, is_compact=is_compact
+    )
+    x_rows = config.x_rows(shape)
     draw = lambda *sizes: rng.normal(size=sizes).astype(ml_dtypes.bfloat16)
     x, scale = draw(4, x_rows, block_in), draw(4, block_in)
     x[:, rows:] = 0

@@ -216,14 +216,14 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
 
     Args:
       peeked: of `peek_x`; others as there.
-      smem: a stage of `x_smem`.
+      smem: a stage of `x_smem`, whose rows that pad those of x are zero already.
     """
     layout = plgpu.Layout.WG_STRIDED(_num_words(broadcast, shape, config), vec_size=1)
     arguments, layouts = _arguments(broadcast, column)
 
-    assert shape.is_compact, "rows that are broadcast are few"
+    of_x = plgpu.RefType(() if config.is_compact else _transforms(smem))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *layouts, layout, layout))
+    @plgpu.inline_mgpu(arg_types=(of_x, *layouts, layout, layout))
     def emit(_, smem, *values):
         *values, payloads, numbers = values
         peeked, (*_, step, _) = (payloads, numbers), values
@@ -242,11 +242,11 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
             scf.YieldOp([x for half in zip(*again) for x in half])
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
         found = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
-        column = arith.muli(column, ops.int32(2))
         for block, row in _words_of_stage(shape, config):
-            target = ops.plus(base, column, ops.int32((block * shape.x_rows + row) * config.block_in * 2))
+            target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
             parts = itertools.islice(found, broadcast.buffers.num_ranks)
             write_shared(target, functools.reduce(arith.addf, parts))
+        ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
     emit(smem, *arguments, *peeked)
 
@@ -297,6 +297,13 @@ def count_steps(broadcast: Broadcast, num_ctas: int) -> None:
         count_step(broadcast.buffers, locate(broadcast.buffers, words), step.registers.item(), num_ctas)
 
     emit(*(value for value, _ in broadcast.operands))
+
+
+def place_of_x(row, column, config: FewRowsConfig):
+    """Returns the bytes before an element of a stage's x, `[rows, block_in]`, in tiles, or in rows if it is compact."""
+    if config.is_compact:
+        return arith.addi(arith.muli(row, ops.int32(config.block_in * 2)), arith.muli(column, ops.int32(2)))
+    return place_in_tiles(row, column, config.block_in)
 
 
 def place_in_tiles(row, column, columns: int):

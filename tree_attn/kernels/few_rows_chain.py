@@ -185,6 +185,8 @@ def _move_weights(chain: CtaChain) -> None:
 
 
 def _move_x(chain: CtaChain) -> None:
+    if chain.broadcasts and not chain.configs[0].is_compact:
+        clear(chain.smem["x_smem"])
     if chain.attention is not None:
         clear(chain.smem["query_smem"])
     await_previous_kernel()

@@ -123,6 +123,11 @@ class _Chain:
         return x.reshape(math.prod(self.x.shape[:-1]), -1)
 
     @property
+    def _may_be_compact(self) -> bool:
+        """Whether x need not be padded: over devices that was not timed, and the interpreter has no `mma.sync`."""
+        return self.meeting is None and not is_interpreted()
+
+    @property
     def _weights(self) -> tuple[Any, ...]:
         return self.output.reshape(1, self.output.shape[0], -1), self.gate_up, self.down[None]
 
@@ -155,7 +160,7 @@ class AfterAttention(_Chain):
         shapes = self._shapes(products, arrays)
         if isinstance(shapes, str):
             return shapes
-        configs = chain_configs(shapes, num_sms())
+        configs = chain_configs(shapes, num_sms(), may_be_compact=self._may_be_compact)
         return configs if isinstance(configs, str) else (shapes, configs)
 
     def run(self):
@@ -226,7 +231,7 @@ class WholeLayer(_Chain):
         lean = lean_shape(query, heads.key, **options)
         if (reason := unsupported_attention(lean, group)) is not None:
             return reason
-        configs = chain_configs(shapes, num_sms(), attention=lean)
+        configs = chain_configs(shapes, num_sms(), attention=lean, may_be_compact=self._may_be_compact)
         if isinstance(configs, str):
             return configs
         if not tells_all_reads(shapes, configs, has_attention=True):

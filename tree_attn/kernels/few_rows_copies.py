@@ -72,16 +72,16 @@ def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, 
 
     def emit(ctx, copy, column):
         ((x, target),) = copy.pairs
-        is_tiled = not shape.is_compact
-        rows = shape.x_rows // GRAIN if is_tiled else shape.x_rows  # of the target's first dimension
+        is_tiled = not config.is_compact
+        rows = config.x_rows(shape) // GRAIN if is_tiled else config.x_rows(shape)  # of the target's first dimension
         for *_, block in blocks_of(config):
             columns = utils.ds(_plus(column, block * config.block_in), config.block_in)
             part = utils.memref_slice(target, (slice(block * rows, (block + 1) * rows),))
             # Rows past the last are out of bounds: read as zeros.
-            copy(ctx, x, (utils.ds(_index(0), shape.x_rows), columns), part, is_tiled=is_tiled)
+            copy(ctx, x, (utils.ds(_index(0), config.x_rows(shape)), columns), part, is_tiled=is_tiled)
 
-    num_bytes = _block_bytes(shape, config, shape.x_rows)
-    num_tiled = 0 if shape.is_compact else 1
+    num_bytes = _block_bytes(shape, config, config.x_rows(shape))
+    num_tiled = 0 if config.is_compact else 1
     _emit(emit, [ref], [smem.at[stage]], barriers, stage, num_bytes, [column], shape.dtype, num_tiled=num_tiled)
 
 

@@ -42,7 +42,7 @@ class CtaProduct(ProductMoves):
         read_places = lambda: read_places_of(refs, first_pair, shape)
         # On their way while weights are multiplied, where registers hold them: of 16 rows two CTAs fit no SM.
         places = read_places() if shape.heads is not None and shape.columns == GRAIN else None
-        if shape.is_compact:
+        if config.is_compact:
             sums, squares = self._compact_products(tile)
         else:
             acc = plgpu.ACC((TENSOR_ROWS, config.stack * shape.columns), jnp.float32)
@@ -114,7 +114,7 @@ def _folded(product, fold_smem, shape: FewRowsShape, config: FewRowsConfig):
     """Returns the sum of what a stack's blocks add to a tile, float32 `[64, cols]`; beyond the tile it is garbage."""
     fold_smem[pl.ds(0, TENSOR_ROWS)] = product
     plgpu.commit_smem()
-    first_column = lambda place: 0 if shape.is_compact else place * shape.columns
+    first_column = lambda place: 0 if config.is_compact else place * shape.columns
     slice_of = lambda place: (
         pl.ds(place * config.tile, TENSOR_ROWS), pl.ds(first_column(place), shape.columns)
     )  # fmt: skip

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, WRITES_IN_PLACE
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
@@ -53,7 +52,7 @@ class Heads:
 class FewRowsShape:
     """Describes what is computed: `y = x W^T`, and what goes before and after it.
 
-    rows:          of x, which are padded to `columns` of the tensor core if they are many
+    rows:          of x, which are padded to `columns` of the tensor core, or not if they are few
     parts:         weights of one input: 2 with an activation (gate and up), else 1
     activation:    one of `ACTIVATIONS`, or None
     eps:           of the norm of x, or None
@@ -84,18 +83,6 @@ class FewRowsShape:
         """Rows of x, padded to a multiple of 8."""
         return -(-self.rows // 8) * 8
 
-    @property
-    def is_compact(self) -> bool:
-        """Whether shared memory has no rows that pad x; the interpreter has no `mma.sync` for it."""
-        return self.rows <= COMPACT_ROWS and not is_interpreted()
-
-    @property
-    def x_rows(self) -> int:
-        """Rows of x in shared memory; they are even where a block is so narrow that threads take two at a time."""
-        if not self.is_compact:
-            return self.columns
-        return self.rows if self.in_features % BLOCKS_IN[1] == 0 else -(-self.rows // 2) * 2
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FewRowsConfig:
@@ -111,6 +98,8 @@ class FewRowsConfig:
     slabs:        stacks of a stage and a part, which are multiplied one after another
     is_early:     whether weights are read before the previous kernel has ended
     rows:         of weights that a stage has room for, or None: as many as it needs
+    is_compact:   whether x has no rows in shared memory that pad it (`few_rows_mma.py`); of up to `COMPACT_ROWS`, in
+                  blocks of 128 or more in-features
     in_flight:    stages whose weights are on their way at once, at most `num_stages`, or None: all that are free; in a
                   product's first `num_stages` steps one is, or all if it is a whole layer's first
     """
@@ -125,6 +114,7 @@ class FewRowsConfig:
     slabs: int = 1
     rows: int | None = None
     in_flight: int | None = None
+    is_compact: bool = False
 
     @property
     def stacked(self) -> int:
@@ -139,6 +129,10 @@ class FewRowsConfig:
     def blocks(self, shape: FewRowsShape) -> int:
         """Returns the stages of a tile, one after another."""
         return shape.in_features // self.in_features_of_stage
+
+    def x_rows(self, shape: FewRowsShape) -> int:
+        """Returns the rows of a block of x in shared memory."""
+        return shape.rows if self.is_compact else shape.columns
 
     def stage_rows(self, shape: FewRowsShape) -> int:
         """Returns the rows of shared memory from the weights of one stage to those of the next."""
@@ -178,7 +172,7 @@ def unsupported_cache(head_dim: int, dtype, cache_dtype) -> str | None:
 
 def block_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
     """Returns the shared memory of a block: weights, rows of x, and the norm's scale."""
-    per_feature = shape.parts * tile + shape.x_rows + (shape.eps is not None)
+    per_feature = shape.parts * tile + shape.columns + (shape.eps is not None)
     return per_feature * block_in * jnp.dtype(shape.dtype).itemsize
 
 
@@ -230,7 +224,7 @@ def beyond_bytes(shape: FewRowsShape, rows: int, block_in: int) -> int:
 
 def fold_shape(shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
     """Returns the shape of the tensor core's result in shared memory, from which the parts of a stack are added."""
-    columns = shape.columns if shape.is_compact else config.stack * shape.columns
+    columns = shape.columns if config.is_compact else config.stack * shape.columns
     return TENSOR_ROWS + config.stacked - config.tile, columns
 
 

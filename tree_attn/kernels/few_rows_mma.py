@@ -77,7 +77,7 @@ def multiply_stage(sums, weights, x, stage, shape: FewRowsShape, config: FewRows
     both = [list(sums), [[zero] * 4 for _ in sums]]
     for slab, first in itertools.product(range(config.slabs), range(0, steps, STEPS_AT_ONCE)):
         some = range(first, min(first + STEPS_AT_ONCE, steps))
-        of_slab = slab * config.stack * shape.x_rows * row_bytes
+        of_slab = slab * config.stack * shape.rows * row_bytes
         words = [
             asm_results(f"ld.shared.b32 $0, [$1+{of_slab + step * STEP * 2 + half * STEP}];", "r", of_x)[0]
             for step in some for half in range(2)
@@ -96,7 +96,8 @@ def _place_of_x(x, stage, shape: FewRowsShape, config: FewRowsConfig):
     rows_of_weights = arith.muli(arith.addi(arith.muli(warp, int32(2)), arith.shrui(group, int32(2))), int32(GRAIN))
     block = arith.minui(arith.divui(rows_of_weights, int32(config.tile)), int32(config.stack - 1))
     _, rows_of_stage, block_in = ir.MemRefType(x.type).shape
-    row = arith.addi(arith.addi(arith.muli(stage, int32(rows_of_stage)), arith.muli(block, int32(shape.x_rows))), row)
+    for count, number in ((rows_of_stage, stage), (shape.rows, block)):
+        row = arith.addi(row, arith.muli(number, int32(count)))
     within = arith.addi(arith.muli(row, int32(block_in * 2)), arith.muli(place, int32(4)))
     return arith.addi(address_of(x), within)
 

@@ -39,10 +39,10 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
     tiled = functools.partial(smem, transforms=tiling(shape.dtype, IN_MULTIPLE))
     # Tiles lie one behind another, and 64 out-features from the last tile's first are there too.
     weight_rows = stages * config.stage_rows(shape) - config.stacked + TENSOR_ROWS
-    size_of_x = stages, config.slabs * config.stack * shape.x_rows, config.block_in
+    size_of_x = stages, config.slabs * config.stack * config.x_rows(shape), config.block_in
     scratch = {
         "weights_smem": tiled((weight_rows, config.block_in)),
-        "x_smem": smem(size_of_x) if shape.is_compact else tiled(size_of_x),
+        "x_smem": smem(size_of_x) if config.is_compact else tiled(size_of_x),
     }
     if shape.eps is not None:
         scratch["scale_smem"] = smem((stages, config.slabs * config.stack, config.block_in))

@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels import warps
-from tree_attn.kernels.few_rows_broadcast import place_in_tiles, shared_address, thread
+from tree_attn.kernels.few_rows_broadcast import place_of_x, shared_address, thread
 from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, TENSOR_ROWS, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_results import LAYOUT
 from tree_attn.kernels.interpreter import is_interpreted
@@ -66,7 +66,7 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
     layout = warps.bag(num_sums(shape, config))
     result = plgpu.ShapeDtypeStruct(squares.shape, jnp.float32, layout=layout)
 
-    of_x = plgpu.RefType(() if shape.is_compact else tiling(x_smem.dtype, IN_MULTIPLE))
+    of_x = plgpu.RefType(() if config.is_compact else tiling(x_smem.dtype, IN_MULTIPLE))
 
     @plgpu.inline_mgpu(arg_types=(of_x, plgpu.RefType(), layout), return_type=result)
     def emit(_, x_smem, scale_smem, squares):
@@ -94,7 +94,7 @@ def multiplied(bases, sums, shape: FewRowsShape, config: FewRowsConfig) -> list:
         for i in range(len(sums)):
             tile, row = divmod(i * rows_at_once(config), GRAIN)
             row = arith.addi(first_row, ops.int32(row))
-            of_x = arith.addi(bases[0], place_of_x(row, feature, shape, config))
+            of_x = arith.addi(bases[0], place_of_x(row, feature, config))
             to_tile = tile * GRAIN * config.block_in * 2  # fixed, too: a thread keeps addresses of one tile
             elements += [(i, (of_x, of_scale), (to_x + to_tile, to_scale)) for to_x, to_scale in distances]
     sums = list(sums)
@@ -171,14 +171,7 @@ def _elements(bag) -> list:
 
 def distances_of(block: int, shape: FewRowsShape, config: FewRowsConfig) -> tuple[int, int]:
     """Returns how many bytes a block's x lies behind the first block's, and its scale behind the first's."""
-    return block * shape.x_rows * config.block_in * 2, block * config.block_in * 2
-
-
-def place_of_x(row, feature, shape: FewRowsShape, config: FewRowsConfig):
-    """Emits the bytes before an element of x in a block."""
-    if shape.is_compact:
-        return arith.addi(arith.muli(row, ops.int32(config.block_in * 2)), arith.muli(feature, ops.int32(2)))
-    return place_in_tiles(row, feature, config.block_in)
+    return block * config.x_rows(shape) * config.block_in * 2, block * config.block_in * 2
 
 
 def _load(address, offset: int):
