@@ -13,6 +13,9 @@ had got all of step n - 2, if they receive x for no tile of which they send noth
 gets the heads that it attends with, if any. But some CTA attends with each head, also where nothing is to be seen. So
 who has got attention's result knows that all heads have been read. On several devices a CTA reads a part of that result
 only, and no more is sent. Whose sum over devices is there knows that all have got their parts.
+
+A sum over devices may be read as what each of them adds: from the words of its exchange, which all devices write, and
+which later exchanges overwrite (`few_rows_chain_layout.comes_in_parts`).
 """
 
 import dataclasses

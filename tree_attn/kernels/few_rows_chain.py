@@ -12,9 +12,10 @@ whole layer is one launch then. Then, and over several devices, results of few r
 (`few_rows_broadcast.py`). CTAs receive x of the stages whose weights wait already, and meet for the rest.
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
-in-features. Heads are gathered, since each device makes some of them. Attention ends in the merge of their states. A
-device is in such an exchange only when its CTAs have met after the one before, or have got all of its result. So no
-device overwrites what another has not read (`tests/kernels/chain_exchange_model.py`).
+in-features. Where rows are few, CTAs read what each device adds, and add it themselves. Heads are gathered, since each
+device makes some of them. Attention ends in the merge of their states. A device is in such an exchange only when its
+CTAs have met after the one before, or have got all of its result. So no device overwrites what another has not read
+(`tests/kernels/chain_exchange_model.py`).
 
 A product with a residual adds the result of the last product before it that has one: these are the residual stream.
 

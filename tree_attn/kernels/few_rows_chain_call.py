@@ -124,7 +124,7 @@ class _Chain:
 
     @property
     def _may_be_compact(self) -> bool:
-        """Whether x need not be padded: over devices that was not timed, and the interpreter has no `mma.sync`."""
+        """Returns whether x need not be padded; over devices that was not timed, and the interpreter cannot."""
         return self.meeting is None and not is_interpreted()
 
     @property

@@ -85,10 +85,9 @@ class CtaChain:
     @property
     def in_parts(self) -> list[int]:
         """Returns those whose results come as what devices add, by the words of an exchange."""
-        numbers = [self.operations[operation][0] for operation in self.broadcasts]
         ranks = 0 if self.buffers is None else self.buffers.num_ranks
         comes = lambda number: number is not None and comes_in_parts(self.shapes, self.configs, number, ranks)
-        return [i for i, number in enumerate(numbers) if ranks and comes(number)]
+        return [operation for operation in self.broadcasts if ranks and comes(self.operations[operation][0])]
 
     @property
     def sent(self) -> list[int]:
@@ -138,9 +137,8 @@ class CtaChain:
         """Returns by which broadcast CTAs get an operation's result, if they do by one."""
         if operation not in self.in_parts or steps.exchange is None:
             return self._broadcast(operation, steps)
-        number, _ = self.operations[operation]
-        rank, features = self.named.get("rank"), self.shapes[number].out_features
-        return Broadcast(rank, self.buffers, self._exchange(operation, steps), features)
+        features = self.shapes[self.operations[operation][0]].out_features
+        return Broadcast(self.named.get("rank"), self.buffers, self._exchange(operation, steps), features)
 
     def _exchange(self, operation: int, steps: Steps):
         """Returns the number of an operation's exchange with other devices, if it ends in one."""

@@ -139,7 +139,11 @@ def comes_in_parts(
     """Returns whether CTAs receive what each device adds to the result of product `number`, and add it themselves.
 
     So x takes one trip over the link, and none from the CTA that adds. Words are as many as devices, so rows are few.
-    The words may be overwritten when all CTAs have sent the result of the following product, or have met before it.
+
+    The exchange after the next one overwrites the words. A device is in it only when it has all of the next one's
+    result. Other devices' CTAs that sent that had read the words before. One without a part of the following product
+    reads those of its tiles, and sends nothing. So each CTA must have a part, or CTAs must meet before that product.
+    And none may receive x for a tile of which it sends nothing.
     """
     if number + 1 == len(shapes) or not shapes[number].has_residual or shapes[0].rows * num_ranks > MAX_ROWS:
         return False

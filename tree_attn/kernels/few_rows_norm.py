@@ -1,8 +1,8 @@
 """RMSNorm within a product of few rows: each stage's x is multiplied by the norm's scale, and its squares are added up.
 
 All is by element, in place: a thread reads and writes its own elements of shared memory. So a stage takes one barrier,
-that before tensor cores read x. A thread has a feature of each block, of the rows that there are, and not of those that
-pad them to the tensor core's columns. Threads add their squares up when a tile has been multiplied.
+that before tensor cores read x. A thread has a feature of each block, of all rows but those that pad x. Threads add
+their squares up when a tile has been multiplied.
 """
 
 import functools
