@@ -10,7 +10,7 @@ from attention_cases import rounded
 
 from tree_attn import PrefixLevel, Shard, attend, hydragen_decode, lean_decode, paged_decode
 from tree_attn.arguments import AttentionOptions
-from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.lean_layout import is_few_query_rows, is_many_query
 from tree_attn.kernels.targets import HOPPER
 from tree_attn.local import attend_shard, shard_attention

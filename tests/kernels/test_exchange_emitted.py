@@ -9,7 +9,7 @@ from jaxlib.mlir.dialects import arith
 
 from tree_attn.kernels import epilogue, exchange
 from tree_attn.kernels import mlir as ops
-from tree_attn.kernels.exchange import Buffers, Place
+from tree_attn.kernels.exchange_words import Buffers, Place
 
 THREADS, NUM_CTAS, STEP = 4, 2, 7
 DEVICE_BYTES = 1 << 32  # between the buffers of two ranks

@@ -8,7 +8,7 @@ import pytest
 from epilogue_model import Meeting
 from exchange_model import Protocol, failures
 
-from tree_attn.kernels.exchange import exchanging_ctas
+from tree_attn.kernels.exchange_words import exchanging_ctas
 
 
 @pytest.mark.parametrize(

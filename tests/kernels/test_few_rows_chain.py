@@ -13,7 +13,7 @@ from few_rows_cases import H200_SMS, Chain, chains_of_models
 from lean_interpreter import interpreter, needs_interpreter
 
 from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves, few_rows_norm
-from tree_attn.kernels.exchange import MIN_CTAS, Buffers
+from tree_attn.kernels.exchange_words import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import (
     _receives_in_vain,

@@ -9,7 +9,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from tree_attn.kernels import mlir as ops
-from tree_attn.kernels.exchange import THREADS
+from tree_attn.kernels.exchange_words import THREADS
 from tree_attn.kernels.few_rows_broadcast import thread
 from tree_attn.kernels.few_rows_layout import FewRowsConfig
 from tree_attn.kernels.few_rows_norm import leave_sums, left_sum, multiplied, num_sums

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tree_attn import SoftmaxState, make_mesh, tree_decode
 from tree_attn.kernels import launch_order, lean_call, lean_layout
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE
-from tree_attn.kernels.exchange import PARTIAL_WORDS, Buffers
+from tree_attn.kernels.exchange_words import PARTIAL_WORDS, Buffers
 from tree_attn.kernels.schedule import lean_schedule
 from tree_attn.reduce import fused, peer_memory, reduce_state
 from tree_attn.reduce.fused import MAX_ELEMENTS, OLDEST_JAX

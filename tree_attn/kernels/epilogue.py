@@ -15,18 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, memref, scf
 
 from tree_attn.kernels import mlir as ops
-from tree_attn.kernels.exchange import (
-    LOWEST,
-    Buffers,
-    Place,
-    await_words,
-    both_ways,
-    count_step,
-    locate,
-    merged_results,
-    step_number,
-    writing,
-)
+from tree_attn.kernels.exchange import LOWEST, both_ways, merged_results, writing
+from tree_attn.kernels.exchange_words import Buffers, Place, await_words, count_step, locate, step_number
 
 # Partial states that a thread reads before it waits for one: a dependent load takes longer than all arithmetic. With
 # more, a kernel with this end would need more than the 128 registers that let two CTAs share an SM.

@@ -1,10 +1,10 @@
 """Results that all CTAs of a chain get by words in memory, for which they need not meet.
 
-A number travels with the step's in a word of 8 bytes, as between devices (`exchange.py`). Who reads the word knows by
-its step whether the number is there. So a result takes one trip to the next product's x. A meeting takes several: until
-all is written, to the count, from the count, and for the copy. But words are four times the bytes, and CTAs that read
-all of x so read weights more slowly. So they do for the stages whose weights wait already. They copy the rest of x,
-for which they have met by then.
+A number travels with the step's in a word of 8 bytes, as between devices (`exchange_words.py`). Who reads the word
+knows by its step whether the number is there. So a result takes one trip to the next product's x. A meeting takes
+several: until all is written, to the count, from the count, and for the copy. But words are four times the bytes, and
+CTAs that read all of x so read weights more slowly. So they do for the stages whose weights wait already. They copy the
+rest of x, for which they have met by then.
 
 The words are a buffer of one rank. A CTA reads the number of steps once, when a launch begins, and counts on. It writes
 the number when it has all that it reads. Who sends of step n has got all results of step n - 1. Those who made these
@@ -34,7 +34,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.epilogue import PARTIALS_AT_ONCE, SCALAR, Epilogue, inline
-from tree_attn.kernels.exchange import (
+from tree_attn.kernels.exchange_words import (
     MIN_CTAS,
     THREADS,
     WORDS_AT_ONCE,
@@ -123,7 +123,7 @@ class BroadcastEnd(Epilogue):
         """Merges, and broadcasts; a step with other devices is counted by the caller.
 
         Args:
-          rank_ref: as of `exchange.locate`.
+          rank_ref: as of `exchange_words.locate`.
           spans_ref: the partial states of each output tile (`lean_layout.partial_spans`).
         """
         count, (_, columns, head_dim) = math.prod(self.result), self.result

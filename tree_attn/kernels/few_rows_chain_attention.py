@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_broadcast import Broadcast, BroadcastEnd
 from tree_attn.kernels.few_rows_chain_heads import new_scratch, receive_heads, write_over
 from tree_attn.kernels.few_rows_copies import await_copies, copy_kv_together
@@ -42,7 +42,7 @@ class AttentionLayout:
     shape, config:  as of `lean.lean_attention`, of which all output tiles leave partial states; `config.num_stages`
                     does not count, for the ring's stages do
     group:          query columns of an output tile, without padding
-    buffers:        in which its result is merged with other devices' (`exchange.Buffers`); None: there are none
+    buffers:        in which its result is merged with other devices' (`exchange_words.Buffers`); None: there are none
     """
 
     shape: LeanShape

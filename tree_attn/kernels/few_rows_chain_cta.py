@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from tree_attn.kernels.epilogue import begin_step
-from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_broadcast import Broadcast, count_steps
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, CtaAttention, attention_barriers
 from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, comes_in_parts, fold_name, num_ctas

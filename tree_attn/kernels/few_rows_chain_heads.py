@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.epilogue import SCALAR
-from tree_attn.kernels.exchange import THREADS
+from tree_attn.kernels.exchange_words import THREADS
 from tree_attn.kernels.few_rows_broadcast import Broadcast, place_in_tiles, shared_address, thread, write_shared
 from tree_attn.kernels.registers import tiling
 

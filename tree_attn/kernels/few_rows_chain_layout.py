@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_broadcast import MAX_ROWS, local_buffers
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_layout import (

@@ -24,7 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from tree_attn.kernels.epilogue import SCALAR, inline
-from tree_attn.kernels.exchange import Buffers, transport
+from tree_attn.kernels.exchange_words import Buffers, transport
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, Heads
 from tree_attn.kernels.few_rows_results import LAYOUT
 from tree_attn.kernels.interpreter import is_interpreted

@@ -1,7 +1,7 @@
 """The sum over devices as the end of a product of few rows, where each device has a part of the in-features.
 
 Every device cuts out-features alike, so the same CTA of each has the same ones. It sends its results to all devices as
-`exchange.py` does, and receives those of the others. It adds them in the order of ranks. The first rank adds the
+`exchange_words.py` does, and receives those of the others. It adds them in the order of ranks. The first rank adds the
 residual to what it sends. A CTA waits for the same CTA of other devices. So all CTAs must fit a device at once, as they
 do: there are no more than SMs.
 """
@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.epilogue import SCALAR, begin_step, inline
-from tree_attn.kernels.exchange import MAX_CTAS, THREADS, Buffers, count_step, transport
+from tree_attn.kernels.exchange_words import MAX_CTAS, THREADS, Buffers, count_step, transport
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_results import LAYOUT, places, storing
 

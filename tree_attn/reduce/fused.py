@@ -25,7 +25,7 @@ class Exchange:
     """The merge over the devices that meet in `buffers`: a `tree_attn.local.Exchange`.
 
     rank:     this device's, int32 `[1]`; None where each process has one device
-    buffers:  the devices' `tree_attn.kernels.exchange.Buffers`
+    buffers:  the devices' `tree_attn.kernels.exchange_words.Buffers`
     """
 
     rank: jax.Array | None
@@ -50,14 +50,14 @@ class Exchange:
           num_ctas: of the kernel.
           num_partials: the most that it leaves, each of `columns` columns and `padded_head_dim` head dims.
         """
-        from tree_attn.kernels import epilogue, exchange
+        from tree_attn.kernels import epilogue, exchange_words
 
         *output_tiles, columns, head_dim = result.shape
         # The last read of an output tile's partials may reach beyond them, by up to `PARTIALS_AT_ONCE`.
         words = (num_partials + epilogue.PARTIALS_AT_ONCE) * (padded_head_dim + 2) * columns
         elements = math.prod(output_tiles) * columns * (head_dim + 1)
-        has_room = elements <= self.buffers.capacity and words <= exchange.PARTIAL_WORDS
-        if not has_room or not exchange.MIN_CTAS <= num_ctas <= exchange.MAX_CTAS:
+        has_room = elements <= self.buffers.capacity and words <= exchange_words.PARTIAL_WORDS
+        if not has_room or not exchange_words.MIN_CTAS <= num_ctas <= exchange_words.MAX_CTAS:
             return None
         return epilogue.Epilogue(self.buffers, num_ctas)
 
@@ -136,7 +136,7 @@ def meeting(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[ja
 
 def _meeting_place(axes: tuple[str, ...], mesh: Mesh | None, elements: int) -> tuple[tuple[jax.Device, ...], Any]:
     """Returns the first group of devices that meet along `axes`, and the buffers of all groups."""
-    from tree_attn.kernels.exchange import Buffers, exchanging_ctas
+    from tree_attn.kernels.exchange_words import Buffers, exchanging_ctas
     from tree_attn.kernels.launch_order import runs_kernels_in_order
     from tree_attn.reduce import peer_memory
 

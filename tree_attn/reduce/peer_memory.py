@@ -62,7 +62,7 @@ def check_platform(devices: Sequence[jax.Device]) -> None:
     """Raises PeerMemoryError unless the devices are GPUs that CUDA runs, and for which the exchange is written."""
     if (runtime := runtime_of(devices[0])) != "cuda":
         raise PeerMemoryError(f"fused needs NVIDIA GPUs, got {runtime!r} devices")
-    from tree_attn.kernels.exchange import MIN_CTAS
+    from tree_attn.kernels.exchange_words import MIN_CTAS
     from tree_attn.kernels.targets import TARGETS
 
     capability = getattr(devices[0], "compute_capability", "9.0")  # devices to compile for have none

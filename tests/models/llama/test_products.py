@@ -15,7 +15,7 @@ from lean_interpreter import arguments_by_numpy
 
 from tree_attn.cache import KVCache
 from tree_attn.kernels import few_rows_call, few_rows_chain_call, targets
-from tree_attn.kernels.exchange import Buffers
+from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_chain_call import AfterAttention, NewHeads, Norm
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.local import mosaic_gpu
