@@ -15,13 +15,15 @@ WAYS = ("mosaic_gpu", "mosaic_gpu_chain")
 PICKED = "picked"  # by `products=None`: over devices a chain whose attention is a launch of its own
 # Of a chain's products gate and up have fewer CTAs than others, and steps go round the ring more than once.
 SMALL = dict(intermediate_size=1792, num_heads=16, head_dim=64)
-# Those of Llama 3.1 8B: over devices CTAs add up what each device gives of the output and of down.
+# Those of Llama 3.1 8B. Of both, CTAs of two devices add up what each gives of the output and of down, for two rows.
 LARGE = dict(intermediate_size=14336, num_heads=32, head_dim=128)
+# Those of Llama 3.2 1B: so they do of the output, and down is broadcast.
+TINY = dict(hidden_size=2048, intermediate_size=8192, num_heads=32, head_dim=64)
 # Sequences, new tokens of each, the model's window, and its sizes.
 CASES = (
     (1, 1, None, SMALL), (2, 1, None, SMALL), (3, 1, None, SMALL), (4, 1, None, SMALL), (1, 3, None, SMALL),
     (2, 1, 100, SMALL), (8, 1, None, SMALL), (16, 1, None, SMALL), (1, 4, None, SMALL), (3, 3, None, SMALL),
-    (1, 1, None, LARGE), (2, 1, None, LARGE), (3, 1, None, LARGE),
+    (1, 1, None, LARGE), (2, 1, None, LARGE), (3, 1, None, LARGE), (1, 1, None, TINY), (2, 1, None, TINY),
 )  # fmt: skip
 
 
@@ -36,9 +38,8 @@ def llama_checks(num_devices: int) -> Iterator[dict]:
 
     mesh = make_mesh({"seq": num_devices})
     for batch, tokens, window, sizes in CASES:
-        shape = LlamaConfig(
-            num_layers=2, hidden_size=4096, num_kv_heads=8, vocab_size=4096, max_position=1024, window=window, **sizes
-        )
+        fixed = dict(num_layers=2, num_kv_heads=8, vocab_size=4096, max_position=1024, window=window)
+        shape = LlamaConfig(**{"hidden_size": 4096} | fixed | sizes)
         sharding = spread_over(shape, mesh)
         # With a window, and of several tokens, attention is a launch of its own in any case.
         has_choice = num_devices > 1 and sharding.is_on_gpus and window is None

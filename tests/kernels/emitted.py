@@ -186,11 +186,13 @@ class _Thread:
                 carried = yield from self._run(op.blocks[0], [number, *carried])
             return carried
         assert op.name == "scf.while"
+        before, after = op.blocks
         while True:
-            is_waiting, *found = yield from self._run(op.blocks[0], [])
+            is_waiting, *found = yield from self._run(before, operands)
             if not is_waiting:
                 return found
             yield
+            operands = yield from self._run(after, found)
 
     def _shuffle(self, text: str, x):
         """Returns what the thread at a distance has, when that has come to the same shuffle."""

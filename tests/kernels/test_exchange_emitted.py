@@ -1,15 +1,21 @@
 """The fused exchange as it is emitted, run thread by thread: states and their parts, merged among ranks."""
 
+import dataclasses
+import functools
 import itertools
+import types
 
 import emitted
 import numpy as np
 import pytest
-from jaxlib.mlir.dialects import arith
+from few_rows_cases import Product
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
 
-from tree_attn.kernels import epilogue, exchange
+from tree_attn.kernels import epilogue, exchange, exchange_words, few_rows_broadcast
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.exchange_words import Buffers, Place
+from tree_attn.kernels.few_rows_layout import FewRowsConfig
 
 THREADS, NUM_CTAS, STEP = 4, 2, 7
 DEVICE_BYTES = 1 << 32  # between the buffers of two ranks
@@ -176,3 +182,50 @@ def states_of(acc, top, total, spans):
         outs.append(out)
         lses.append(lse)
     return np.stack(outs), np.stack(lses)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_readers_add_what_each_rank_sends(ranks, monkeypatch, rows=2, num_features=512, column=256):
+    """A thread has a feature of each block of x, as in the CTAs of a chain."""
+    shape = Product(rows=rows, in_features=num_features).shape
+    config = FewRowsConfig(tile=8, tiles=1, num_ctas=1, block_in=128, num_stages=2, stack=2)
+    x = np.random.default_rng(0).normal(size=(ranks, rows * num_features)).astype(np.float32)
+    buffers = dataclasses.replace(buffers_of(ranks, capacity=x.shape[1]), table=None if ranks == 1 else 0)
+    broadcast = few_rows_broadcast.Broadcast(None, buffers, step=None, features=num_features)
+    memory, found, threads = stale_memory(buffers), [], []
+    for rank in range(ranks):
+        place = functools.partial(place_of, rank, ranks)
+        monkeypatch.setattr(few_rows_broadcast, "locate", lambda *_, place=place: place())
+
+        def receive(found_ref):
+            values = [registers(STEP), registers(column)]
+            addresses = few_rows_broadcast._addresses(broadcast, values, shape, config)
+            first = [ops.int32(0)] * 2 * len(addresses)  # what was read before any was there
+            sums = few_rows_broadcast.awaited_sums(broadcast, addresses, first, ops.int32(STEP))
+            for i, total in enumerate(sums):
+                memref.store(total, found_ref, [few_rows_broadcast.thread(), at(i)])
+
+        def send(x_ref, place=place):
+            sent = exchange_words.transport(buffers, place(), ops.int32(STEP))
+            for first in range(0, x.shape[1], 128):
+                element = arith.addi(few_rows_broadcast.thread(), at(first))
+                sent.send(element, memref.load(x_ref, [element]))
+
+        found.append(np.full((128, 2 * rows), np.nan, np.float32))
+        block = emitted.emitted(receive, [found[-1].shape], ["f32"])
+        threads += emitted.threads_of(block, [found[-1]], memory, 1, 128)
+        block = emitted.emitted(send, [x[rank].shape], ["f32"])
+        threads += emitted.threads_of(block, [x[rank]], memory, 1, 128)
+    emitted.run(threads)
+    expected = functools.reduce(np.add, x).reshape(rows, num_features)[:, column:].reshape(rows, 2, 128)
+    for one in found:
+        np.testing.assert_array_equal(one.T.reshape(2, rows, 128), expected.swapaxes(0, 1))
+
+
+def registers(number: int):
+    """Returns a scalar as a kernel has it."""
+    return types.SimpleNamespace(registers=np.array([ops.int32(number)], dtype=object))
+
+
+def at(number: int):
+    return arith.constant(ir.IndexType.get(), number)

@@ -138,7 +138,14 @@ def test_the_model_of_products_finds_what_would_be_wrong(broken):
     assert "a word of step 0 was overwritten before it was read" in found
 
 
-@pytest.mark.parametrize("options", [{}, {"lacking": ((1, 1), (3, 1))}, {"lacking": (), "before_all": ()}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"lacking": ((1, 1), (3, 1))}, {"lacking": (), "before_all": ()},
+        {"in_parts": (0,), "before_all": ()},  # down is broadcast
+    ],
+    ids=str,
+)  # fmt: skip
 def test_parts_of_results_are_read_before_later_exchanges_overwrite_them(options):
     assert not list(chain_exchange_model.failures(chain_exchange_model.chain_in_parts(**options)))
 

@@ -9,10 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from few_rows_cases import H200_SMS, Chain, chains_of_models
+from few_rows_cases import H200_SMS, Chain, Layer, chains_of_models
 from lean_interpreter import interpreter, needs_interpreter
 
-from tree_attn.kernels import few_rows_broadcast, few_rows_chain, few_rows_chain_cta, few_rows_moves, few_rows_norm
+from tree_attn.kernels import (
+    few_rows_broadcast,
+    few_rows_chain,
+    few_rows_chain_call,
+    few_rows_chain_cta,
+    few_rows_moves,
+    few_rows_norm,
+)
 from tree_attn.kernels.exchange_words import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import (
@@ -26,6 +33,7 @@ from tree_attn.kernels.few_rows_chain_layout import (
 from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.lean_call import plan_call
 from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
+from tree_attn.kernels.registers import WRITES_IN_PLACE
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 pytestmark = pytest.mark.usefixtures("time_limit")
@@ -226,9 +234,52 @@ def test_ctas_add_up_what_devices_give_where_few_words_are_that_and_none_is_read
         comes = functools.partial(comes_in_parts, chain.shapes, chain.configs, num_ranks=ranks)
         assert [number for number in range(4) if comes(number)] == expected
     assert not _receives_in_vain(chain.shapes[3], chain.configs[3])
-    empty = large(hidden=256, intermediate=8576)
-    assert _receives_in_vain(*(each[1] for each in (empty.shapes, empty.configs)))
-    assert not comes_in_parts(empty.shapes, empty.configs, 0, 2), "a CTA receives x for an empty tile"
+    even = Chain(hidden=2048, intermediate=4096, num_features=1024, heads=(8, 4, 64), ctas=128)
+    assert even.configs[3].tiles * even.configs[3].blocks(even.shapes[3]) <= even.configs[3].num_stages
+    assert even.configs[3].num_ctas == 96 and not comes_in_parts(even.shapes, even.configs, 2, 2)
+    fewer = [dataclasses.replace(config, num_ctas=96) for config in even.configs]
+    assert comes_in_parts(even.shapes, fewer, 2, 2), "each CTA has heads, and none meets another"
+    *products, heads = large().shapes
+    first = (heads, *products)
+    assert comes_in_parts(first, chain_configs(first, H200_SMS), 1, 2), "of a whole layer the output"
+    # The last CTA's last tile is empty; or two are, of which only the first is received.
+    for empty in (large(hidden=256, intermediate=8576), large(hidden=256, intermediate=19072)):
+        assert _receives_in_vain(*(each[1] for each in (empty.shapes, empty.configs)))
+        assert not comes_in_parts(empty.shapes, empty.configs, 0, 2)
+
+
+def test_steps_of_what_is_sent_within_a_device_and_between_devices_are_counted_apart():
+    """The numbers are the same for those who send, who receive and who count."""
+    buffers = Buffers(table=0, num_ranks=2, capacity=4096)
+    sizes = dict(hidden=4096, intermediate=7168, num_features=2048, heads=(4, 4, 128), ctas=H200_SMS)
+    small = dict(hidden=2048, intermediate=4096, num_features=1024, heads=(4, 4, 64), ctas=H200_SMS)
+    steps = few_rows_chain_cta.Steps(100, 200)
+    for chain, sent, received, exchanged in (
+        (Chain(**sizes), {1: 100}, {0: 200, 1: 100, 2: 201}, {0: 200, 2: 201, 3: 202}),
+        (Chain(**small), {1: 100, 2: 101}, {0: 200, 1: 100, 2: 101}, {0: 200, 2: 201, 3: 202}),
+        (Chain(rows=3, **sizes), {0: 100, 1: 101, 2: 102}, {0: 100, 1: 101, 2: 102}, {0: 200, 2: 201, 3: 202}),
+    ):
+        of_cta = few_rows_chain_cta.CtaChain(
+            shapes=chain.shapes, configs=chain.configs, attention=None, buffers=buffers, named={"words": "words"},
+            outputs=(), ends=[1, None, 1, 1], fulls=[], free=None, smem={},
+        )  # fmt: skip
+        of_each = zip(range(4), map(functools.partial(of_cta._broadcast, steps=steps), range(4)))
+        assert {i: found.step for i, found in of_each if found is not None} == sent
+        assert {i: of_cta._received(i, steps).step for i in range(3)} == received
+        of_each = ((i, of_cta._exchange(i, steps)) for i in range(4))
+        assert {i: found for i, found in of_each if found is not None} == exchanged
+        assert of_cta.sent == list(sent)
+        ranks = {i: of_cta._received(i, steps).buffers.num_ranks for i in received}
+        assert ranks == {i: 1 if i in sent else 2 for i in received}
+
+
+def test_a_layer_of_as_many_stages_as_fit_is_lowered(monkeypatch):
+    """Each array begins a kibibyte: by their sizes alone one more stage would fit."""
+    if jax.__version_info__ < WRITES_IN_PLACE:
+        pytest.skip("a chain needs JAX 0.11")
+    monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: H200_SMS)
+    layer = Layer(batch=4, hidden=1536, intermediate=4608, slots=1024)
+    jax.jit(layer.run).trace(*layer.array_shapes()).lower(lowering_platforms=("cuda",))
 
 
 def test_who_receives_x_sends_something_where_x_may_be_overwritten():

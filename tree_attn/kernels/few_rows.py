@@ -26,14 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.few_rows_cta import CtaProduct
-from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape, check_fits
+from tree_attn.kernels.few_rows_layout import GRAIN, REDUCTION_BYTES, FewRowsConfig, FewRowsShape, check_fits
 from tree_attn.kernels.few_rows_moves import full_barriers, ring_scratch
 from tree_attn.kernels.few_rows_ring import Ring
 from tree_attn.kernels.few_rows_sum import SumEnd
 from tree_attn.kernels.overlap import await_previous_kernel, begin_next_kernel
 from tree_attn.kernels.registers import launch
-
-REDUCTION_BYTES = 1024
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "config"))

@@ -232,26 +232,36 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
         peeked, (*_, step, _) = (payloads, numbers), values
         addresses, step = _addresses(broadcast, values, shape, config), step.registers.item()
         first = [vector.extract(x, [], [0]) for array in peeked for x in array.registers]
-        count = len(addresses)
-        until = scf.WhileOp([ops.i32()] * 2 * count, first)
-        with ir.InsertionPoint(until.before.blocks.append(*[ops.i32()] * 2 * count)) as point:
-            found = list(point.block.arguments)
-            is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
-            for number in found[count:]:
-                is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, number, step))
-            scf.ConditionOp(is_missing, found)
-        with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
-            again = [_halves(broadcast.load(address)) for address in addresses]
-            scf.YieldOp([x for half in zip(*again) for x in half])
+        xs = awaited_sums(broadcast, addresses, first, step)
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
-        found = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
-        for block, row in _words_of_stage(shape, config):
+        for x, (block, row) in zip(xs, _words_of_stage(shape, config), strict=True):
             target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
-            parts = itertools.islice(found, broadcast.buffers.num_ranks)
-            write_shared(target, functools.reduce(arith.addf, parts))
+            write_shared(target, x)
         ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
     emit(smem, *arguments, *peeked)
+
+
+def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> list:
+    """Emits reads of words until all bear the step, and returns what all ranks add to each element, float32.
+
+    Args:
+      addresses: of words, for each element those of all ranks; first: what they were once, first their payloads, i32.
+    """
+    count = len(addresses)
+    until = scf.WhileOp([ops.i32()] * 2 * count, first)
+    with ir.InsertionPoint(until.before.blocks.append(*[ops.i32()] * 2 * count)) as point:
+        found = list(point.block.arguments)
+        is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
+        for number in found[count:]:
+            is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, number, step))
+        scf.ConditionOp(is_missing, found)
+    with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
+        again = [_halves(broadcast.load(address)) for address in addresses]
+        scf.YieldOp([x for half in zip(*again) for x in half])
+    payloads = iter([arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count]])
+    ranks = broadcast.buffers.num_ranks
+    return [functools.reduce(arith.addf, itertools.islice(payloads, ranks)) for _ in range(count // ranks)]
 
 
 def steps_at_once(broadcast: Broadcast, *, shape: FewRowsShape, config: FewRowsConfig) -> int:

@@ -36,12 +36,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows import REDUCTION_BYTES, in_rows, multiply_few_rows, multiply_into_cache, queries_of
+from tree_attn.kernels.few_rows import in_rows, multiply_few_rows, multiply_into_cache, queries_of
 from tree_attn.kernels.few_rows_broadcast import clear, words_of
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_barriers
 from tree_attn.kernels.few_rows_chain_cta import HEADS, CtaChain, Steps
 from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, num_ctas, shared_scratch
-from tree_attn.kernels.few_rows_layout import GRAIN, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.few_rows_layout import GRAIN, REDUCTION_BYTES, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import full_barriers
 from tree_attn.kernels.few_rows_ring import copies_together
 from tree_attn.kernels.few_rows_sum import SumEnd

@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_broadcast import MAX_ROWS, local_buffers
-from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_scratch, kv_scratch
+from tree_attn.kernels.few_rows_chain_attention import QUERY_PLACES, AttentionLayout, attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_layout import (
     COMPACT_ROWS,
-    OTHER_BYTES,
+    REDUCTION_BYTES,
     TENSOR_ROWS,
     FewRowsConfig,
     FewRowsShape,
@@ -25,10 +25,13 @@ from tree_attn.kernels.few_rows_layout import (
 )
 from tree_attn.kernels.few_rows_moves import ring_scratch
 from tree_attn.kernels.few_rows_ring import BLOCK_IN, STAGE_ROWS
+from tree_attn.kernels.kv_parts import BARRIER_BYTES
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
+ALIGNMENT = 1024  # of arrays in shared memory
+NUM_RING_BARRIERS = 3  # of each stage: weights, x, and that it has been read
 STACKS = (8, 4, 2, 1)
 MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
 MIN_STAGES = 2
@@ -129,8 +132,10 @@ def tells_all_reads(
 
 def _receives_in_vain(shape: FewRowsShape, config: FewRowsConfig, receives_all: bool = False) -> bool:
     """Returns whether a CTA receives x for a tile without out-features."""
-    is_empty = (config.num_ctas * config.tiles - 1) * config.tile >= shape.out_features
-    return is_empty and (receives_all or (config.tiles - 1) * config.blocks(shape) < config.num_stages)
+    of_last = shape.out_features - (config.num_ctas - 1) * config.tiles * config.tile
+    first_empty = -(-of_last // config.tile)  # of the last CTA's tiles
+    is_received = receives_all or first_empty * config.blocks(shape) < config.num_stages
+    return first_empty < config.tiles and is_received
 
 
 def comes_in_parts(
@@ -190,8 +195,14 @@ def fold_name(shape: tuple[int, int]) -> str:
 
 
 def chain_bytes(shapes, configs, attention: LeanShape | None = None) -> int:
-    """Returns the shared memory of a chain's CTA."""
-    size = lambda smem: math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
+    """Returns the shared memory of a chain's CTA, as Pallas lays it out: each array begins a kibibyte."""
+
+    def size(smem) -> int:
+        num_bytes = math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
+        return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
     scratch = shared_scratch(shapes, configs)
     of_attention = {} if attention is None else attention_scratch(attention)
-    return sum(map(size, (*scratch.pop("ring_smem"), *scratch.values(), *of_attention.values()))) + OTHER_BYTES
+    arrays = sum(map(size, (*scratch.pop("ring_smem"), *scratch.values(), *of_attention.values())))
+    num_barriers = NUM_RING_BARRIERS * configs[0].num_stages + (0 if attention is None else 2 * QUERY_PLACES)
+    return arrays + REDUCTION_BYTES + BARRIER_BYTES * num_barriers
