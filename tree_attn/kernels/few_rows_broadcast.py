@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -232,18 +233,19 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
         peeked, (*_, step, _) = (payloads, numbers), values
         addresses, step = _addresses(broadcast, values, shape, config), step.registers.item()
         first = [vector.extract(x, [], [0]) for array in peeked for x in array.registers]
-        xs = awaited_sums(broadcast, addresses, first, step)
+        sums = awaited_sums(broadcast, addresses, first, step)
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
-        for x, (block, row) in zip(xs, _words_of_stage(shape, config), strict=True):
+        for block, row in _words_of_stage(shape, config):
             target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
-            write_shared(target, x)
-        ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
+            write_shared(target, next(sums))
+        if not config.is_compact:
+            ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
     emit(smem, *arguments, *peeked)
 
 
-def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> list:
-    """Emits reads of words until all bear the step, and returns what all ranks add to each element, float32.
+def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> Iterator:
+    """Emits reads of words until all bear the step, and yields what all ranks add to each element, float32.
 
     Args:
       addresses: of words, for each element those of all ranks; first: what they were once, first their payloads, i32.
@@ -259,9 +261,9 @@ def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> li
     with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
         again = [_halves(broadcast.load(address)) for address in addresses]
         scf.YieldOp([x for half in zip(*again) for x in half])
-    payloads = iter([arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count]])
+    payloads = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
     ranks = broadcast.buffers.num_ranks
-    return [functools.reduce(arith.addf, itertools.islice(payloads, ranks)) for _ in range(count // ranks)]
+    return (functools.reduce(arith.addf, itertools.islice(payloads, ranks)) for _ in range(count // ranks))
 
 
 def steps_at_once(broadcast: Broadcast, *, shape: FewRowsShape, config: FewRowsConfig) -> int:

@@ -22,15 +22,7 @@ from tree_attn.kernels.few_rows_layout import COMPACT_ROWS, GRAIN, IN_MULTIPLE, 
 from tree_attn.kernels.mlir import asm_results, i32, int32
 from tree_attn.kernels.mma import multiply_and_add, reader
 from tree_attn.kernels.registers import full, tiling
-from tree_attn.kernels.warps import (
-    LAYOUT,
-    across,
-    address_of,
-    element,
-    fragmented,
-    pair_of,
-    places,
-)
+from tree_attn.kernels.warps import LAYOUT, across, address_of, element, fragmented, pair_of, places
 
 SIZE = (TENSOR_ROWS, GRAIN)  # of a product
 STEP = 16  # in-features of an instruction
@@ -69,7 +61,7 @@ def multiply_stage(sums, weights, x, stage, shape: FewRowsShape, config: FewRows
       sums: of stages before; weights, x: references; stage: its number, i32.
     """
     row_bytes, steps = config.block_in * 2, config.block_in // STEP
-    of_x = _place_of_x(x, stage, shape, config)
+    of_x = _address_of_x(x, stage, shape, config)
     read = reader(weights, 2, trans=False, offset=arith.muli(stage, int32(config.stage_rows(shape) * row_bytes)))
     zero = arith.constant(ir.F32Type.get(), 0.0)
     # Of odd steps the sums are others, so that products of one part overlap.
@@ -88,7 +80,7 @@ def multiply_stage(sums, weights, x, stage, shape: FewRowsShape, config: FewRows
     return [[arith.addf(*two) for two in zip(*of_part)] for of_part in zip(*both)]
 
 
-def _place_of_x(x, stage, shape: FewRowsShape, config: FewRowsConfig):
+def _address_of_x(x, stage, shape: FewRowsShape, config: FewRowsConfig):
     """Returns the address of a thread's first two elements of x."""
     warp, group, place = places(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)))
     row = arith.minui(arith.andi(group, int32(COMPACT_ROWS - 1)), int32(shape.rows - 1))
