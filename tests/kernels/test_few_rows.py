@@ -115,6 +115,13 @@ def test_every_shape_that_is_supported_has_a_layout_that_fits(is_early):
         check_fits(product.shape, few_rows_config(product.shape, sms, is_early))
 
 
+@pytest.mark.parametrize("rows, block_in", [(5, 128), (1, 64)])
+def test_x_is_padded_where_the_kernel_needs_it(rows, block_in):
+    product = Product(rows=rows, layout={"block_in": block_in})
+    with pytest.raises(ValueError, match="config must pad x of more than 4 rows and of narrow blocks"):
+        check_fits(product.shape, dataclasses.replace(product.config, is_compact=True))
+
+
 def test_small_tiles_fill_the_tensor_core_by_stacked_blocks():
     """Llama 3.2 1B's output and down products have such tiles; larger ones were not measured stacked."""
     stack_of = lambda i, o, options, **more: (

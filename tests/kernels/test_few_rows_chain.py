@@ -33,7 +33,7 @@ from tree_attn.kernels.few_rows_chain_layout import (
 from tree_attn.kernels.few_rows_cta import CtaProduct
 from tree_attn.kernels.lean_call import plan_call
 from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
-from tree_attn.kernels.registers import WRITES_IN_PLACE
+from tree_attn.kernels.registers import RESERVED_SMEM_BYTES, WRITES_IN_PLACE
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 pytestmark = pytest.mark.usefixtures("time_limit")
@@ -139,6 +139,17 @@ def test_a_stage_of_one_product_is_a_stage_of_the_next(chain):
     for shape, config in zip(chain.shapes, configs, strict=True):
         assert config.tile * config.tiles * config.num_ctas >= shape.out_features
         assert shape.parts * config.slabs * config.stacked <= 128
+
+
+def test_a_ring_has_as_many_stages_as_fit():
+    """A stage more may take more than the one before, for arrays are aligned."""
+    rng, room = np.random.default_rng(0), SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES
+    for _ in range(300):
+        sizes = dict(zip(("hidden", "intermediate", "num_features"), (128 * rng.integers(2, 100, size=3)).tolist()))
+        heads = [None, (4, 4, 64), (2, 7, 128)][rng.integers(3)]
+        shapes = Chain(rows=int(rng.integers(1, 17)), heads=heads, **sizes).shapes
+        configs = chain_configs(shapes, H200_SMS, may_be_compact=bool(rng.integers(2)))
+        assert chain_bytes(shapes, configs) <= room < chain_bytes(shapes, more_stages(configs))
 
 
 def test_no_more_stages_are_on_their_way_than_there_are():

@@ -5,8 +5,8 @@ reader that sees the right number has the payload. So there is no flag after the
 link.
 
 A step's number is 1 + the number of exchanges before it, which each device counts in its own memory. All exchanges of a
-process share buffers and steps. In a step a thread writes each element of this device to buffer slot `[step % 2, rank]`
-of all devices. It reads each element of every slot until its number is the step's.
+process share buffers and steps. In a step threads write each element of this device to buffer slot `[step % 2, rank]`
+of all devices. They read each element of every slot until its number is the step's.
 
 Two buffer slots per rank suffice. A device is in step n only if all others had begun step n - 1. They had then ended
 step n - 2, whose slots step n overwrites. `tests/kernels/exchange_model.py` explores all interleavings.

@@ -6,6 +6,7 @@ the keys and the values of a KV tile. So a stage that one operation has read is 
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -86,10 +87,11 @@ def _filled(
         dataclasses.replace(config, num_stages=stages, in_flight=min(IN_FLIGHT, stages)) for config in configs
     )
     bytes_of = lambda stages: chain_bytes(shapes, of_stages(stages), attention)
-    of_stage = bytes_of(2) - bytes_of(1)
-    stages = 1 + (smem_bytes - bytes_of(1)) // of_stage
+    # One by one: as arrays are aligned, not every stage takes the same.
+    stages = next(stages for stages in itertools.count() if bytes_of(stages + 1) > smem_bytes)
     if stages < MIN_STAGES:
-        return f"a chain needs {MIN_STAGES} stages of {of_stage} bytes, and {smem_bytes} bytes hold {stages}"
+        needed = bytes_of(MIN_STAGES)
+        return f"a chain needs {MIN_STAGES} stages, which take {needed} bytes, and {smem_bytes} bytes hold {stages}"
     return of_stages(stages)
 
 
