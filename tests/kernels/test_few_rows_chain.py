@@ -284,6 +284,26 @@ def test_steps_of_what_is_sent_within_a_device_and_between_devices_are_counted_a
         assert ranks == {i: 1 if i in sent else 2 for i in received}
 
 
+@pytest.mark.parametrize("batch, sizes, layout", [
+    (1, dict(hidden=2048, intermediate=8192, heads=(8, 4, 64)), (6, True)),
+    (2, dict(hidden=2048, intermediate=8192, heads=(8, 4, 64)), (4, False)),
+    (1, {}, (5, False)),
+])  # fmt: skip
+def test_layers_of_the_two_models_have_the_rings_that_were_timed(monkeypatch, batch, sizes, layout):
+    if jax.__version_info__ < WRITES_IN_PLACE:
+        pytest.skip("a chain needs JAX 0.11")
+    chosen: list = []
+    choose = few_rows_chain_call.chain_configs
+    monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: H200_SMS)
+    monkeypatch.setattr(
+        few_rows_chain_call, "chain_configs", lambda *a, **k: chosen.append(choose(*a, **k)) or chosen[-1]
+    )
+    layer = Layer(batch=batch, slots=8192, **sizes)
+    jax.jit(layer.run).trace(*layer.array_shapes())
+    ((config, *_),) = chosen
+    assert (config.num_stages, config.is_compact) == layout
+
+
 def test_a_layer_of_as_many_stages_as_fit_is_lowered(monkeypatch):
     """Each array begins a kibibyte: by their sizes alone one more stage would fit."""
     if jax.__version_info__ < WRITES_IN_PLACE:

@@ -18,7 +18,6 @@ from tree_attn.kernels.few_rows_broadcast import MAX_ROWS, local_buffers
 from tree_attn.kernels.few_rows_chain_attention import QUERY_PLACES, AttentionLayout, attention_scratch, kv_scratch
 from tree_attn.kernels.few_rows_layout import (
     COMPACT_ROWS,
-    REDUCTION_BYTES,
     TENSOR_ROWS,
     FewRowsConfig,
     FewRowsShape,
@@ -197,7 +196,10 @@ def fold_name(shape: tuple[int, int]) -> str:
 
 
 def chain_bytes(shapes, configs, attention: LeanShape | None = None) -> int:
-    """Returns the shared memory of a chain's CTA, as Pallas lays it out: each array begins a kibibyte."""
+    """Returns the shared memory of a chain's CTA, as Pallas lays it out: each array begins a kibibyte.
+
+    Pallas' reductions would take more, and a chain has none.
+    """
 
     def size(smem) -> int:
         num_bytes = math.prod(smem.shape) * jnp.dtype(smem.dtype).itemsize
@@ -207,4 +209,4 @@ def chain_bytes(shapes, configs, attention: LeanShape | None = None) -> int:
     of_attention = {} if attention is None else attention_scratch(attention)
     arrays = sum(map(size, (*scratch.pop("ring_smem"), *scratch.values(), *of_attention.values())))
     num_barriers = NUM_RING_BARRIERS * configs[0].num_stages + (0 if attention is None else 2 * QUERY_PLACES)
-    return arrays + REDUCTION_BYTES + BARRIER_BYTES * num_barriers
+    return arrays + BARRIER_BYTES * num_barriers
