@@ -118,7 +118,8 @@ def test_every_shape_that_is_supported_has_a_layout_that_fits(is_early):
 @pytest.mark.parametrize("rows, block_in", [(5, 128), (1, 64)])
 def test_x_is_padded_where_the_kernel_needs_it(rows, block_in):
     product = Product(rows=rows, layout={"block_in": block_in})
-    with pytest.raises(ValueError, match="config must pad x of more than 4 rows and of narrow blocks"):
+    message = "config.is_compact takes up to 4 rows, and blocks of 128 in-features or more, "
+    with pytest.raises(ValueError, match=f"{message}got {rows} rows and {block_in} in-features"):
         check_fits(product.shape, dataclasses.replace(product.config, is_compact=True))
 
 

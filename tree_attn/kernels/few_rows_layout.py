@@ -30,8 +30,8 @@ MIN_STAGES = 2  # with fewer nothing is read while something is multiplied
 TILE_COST = 4  # out-features that would take the time of one more tile: its end, and x once more
 CTA_BYTES = 192 * 1024  # of all stages, where one CTA has an SM
 OVERLAPPED_CTA_BYTES = 104 * 1024  # of all stages, where the next kernel's CTA is there too
-REDUCTION_BYTES = 1024  # of what Pallas reduces by
-OTHER_BYTES = 3 * 1024  # of barriers, that, and what is lost where arrays are aligned
+REDUCTION_BYTES = 1024  # that Pallas takes for reductions across warps
+OTHER_BYTES = 3 * 1024  # for barriers, for these reductions, and for gaps between arrays, which are aligned
 ACTIVATIONS = ("silu",)
 
 
@@ -258,7 +258,8 @@ def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
         raise ValueError(f"config must need at most {room} bytes of shared memory, got {config} for {shape}")
     of_stage = config.in_features_of_stage
     if config.is_compact and (shape.rows > COMPACT_ROWS or config.block_in < BLOCKS_IN[1]):
-        raise ValueError(f"config must pad x of more than {COMPACT_ROWS} rows and of narrow blocks, got {config}")
+        needed = f"up to {COMPACT_ROWS} rows, and blocks of {BLOCKS_IN[1]} in-features or more"
+        raise ValueError(f"config.is_compact takes {needed}, got {shape.rows} rows and {config.block_in} in-features")
     is_cut = config.tile % shape.grain or config.stacked > TENSOR_ROWS or shape.in_features % of_stage
     if is_cut or config.tile * config.tiles * config.num_ctas < shape.out_features:
         raise ValueError(f"config must have tiles that cover {shape}, got {config}")
