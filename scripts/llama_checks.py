@@ -15,9 +15,10 @@ WAYS = ("mosaic_gpu", "mosaic_gpu_chain")
 PICKED = "picked"  # by `products=None`: over devices a chain whose attention is a launch of its own
 # Of a chain's products gate and up have fewer CTAs than others, and steps go round the ring more than once.
 SMALL = dict(intermediate_size=1792, num_heads=16, head_dim=64)
-# Those of Llama 3.1 8B. Of both, CTAs of two devices add up what each gives of the output and of down, for two rows.
+# Those of Llama 3.1 8B. With these and the small ones, over two devices, CTAs add up what each device gives of the
+# output and of down, for one row and for two.
 LARGE = dict(intermediate_size=14336, num_heads=32, head_dim=128)
-# Those of Llama 3.2 1B: so they do of the output, and down is broadcast.
+# Those of Llama 3.2 1B: CTAs add up the output so, and get down by a broadcast.
 TINY = dict(hidden_size=2048, intermediate_size=8192, num_heads=32, head_dim=64)
 # Sequences, new tokens of each, the model's window, and its sizes.
 CASES = (

@@ -68,8 +68,8 @@ def interpreter():
 def has_race(call: Call, *, kernel: int = 0, or_is_unawaited: bool = False) -> bool:
     """Returns whether kernel number `kernel` races.
 
-    With `or_is_unawaited`, an arrival that no thread waited for counts too. Which of its complaints comes depends on
-    the order in which the threads run. JAX 0.12 raises a race, and other errors.
+    With `or_is_unawaited`, an arrival that no thread waited for counts too. JAX 0.12 raises an error for a race. For
+    such an arrival it raises one of three: which one depends on the order in which the threads run.
     """
     error = ""
     with interpreter() as found:

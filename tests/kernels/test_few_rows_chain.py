@@ -305,7 +305,7 @@ def test_layers_of_the_two_models_have_the_rings_that_were_timed(monkeypatch, ba
 
 
 def test_a_layer_of_as_many_stages_as_fit_is_lowered(monkeypatch):
-    """Each array begins a kibibyte: by their sizes alone one more stage would fit."""
+    """By the sizes of arrays alone one more stage would fit; each begins at a multiple of 1,024 bytes."""
     if jax.__version_info__ < WRITES_IN_PLACE:
         pytest.skip("a chain needs JAX 0.11")
     monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: H200_SMS)

@@ -30,7 +30,7 @@ from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
-ALIGNMENT = 1024  # of arrays in shared memory
+ALIGNMENT = 1024  # bytes: arrays in shared memory begin at multiples of it
 NUM_RING_BARRIERS = 3  # of each stage: weights, x, and that it has been read
 STACKS = (8, 4, 2, 1)
 MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
@@ -196,7 +196,7 @@ def fold_name(shape: tuple[int, int]) -> str:
 
 
 def chain_bytes(shapes, configs, attention: LeanShape | None = None) -> int:
-    """Returns the shared memory of a chain's CTA, as Pallas lays it out: each array begins a kibibyte.
+    """Returns the bytes of shared memory of a chain's CTA, where Pallas begins each array at a multiple of 1,024.
 
     Pallas' reductions would take more, and a chain has none.
     """
