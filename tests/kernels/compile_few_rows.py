@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune
 
 import jax
 import numpy as np
-from few_rows_cases import compiled_appends, compiled_chains, compiled_layers, compiled_products
+from few_rows_cases import compiled_appends, compiled_chains, compiled_layers, compiled_products, compiled_several
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,7 +23,7 @@ def main():
     for product in (*compiled_products(), *compiled_appends()):
         jax.jit(product.run).trace(*product.shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(product), "ctas_per_sm": 2 if product.is_early else 1}), flush=True)
-    for chain in (*compiled_chains(), *compiled_layers()):
+    for chain in (*compiled_chains(), *compiled_layers(), *compiled_several()):
         jax.jit(chain.run).trace(*chain.array_shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(chain), "ctas_per_sm": 1}), flush=True)
 

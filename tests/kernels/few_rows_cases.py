@@ -11,7 +11,9 @@ from tree_attn.kernels.few_rows import multiply_few_rows, multiply_into_cache
 from tree_attn.kernels.few_rows_chain import multiply_chain
 from tree_attn.kernels.few_rows_chain_call import NewHeads, Norm, WholeLayer
 from tree_attn.kernels.few_rows_chain_layout import chain_configs
+from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS, Layers
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape, Heads, few_rows_config
+from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
 
 EPS = 1e-5
 NORMED, GATED, ADDED = {"eps": EPS}, {"parts": 2, "activation": "silu"}, {"has_residual": True}
@@ -341,8 +343,12 @@ class Layer:
             of(self.batch, dtype="int32"), of(self.batch, 1, 1, head_dim // 2, dtype="float32"),
         )  # fmt: skip
 
-    def run(self, x, norm, mlp_norm, heads, output, gate_up, down, key, value, lengths, angle):
+    def run(self, *arrays):
         """Runs the layer."""
+        return self.call(*arrays).run()
+
+    def call(self, x, norm, mlp_norm, heads, output, gate_up, down, key, value, lengths, angle) -> WholeLayer:
+        """Returns the call of the kernel."""
         new = NewHeads(
             norm=Norm(scale=norm, eps=EPS), weights=heads, key=key, value=value, slots=lengths[:, None],
             cosine_sine=(angle, angle),
@@ -350,10 +356,41 @@ class Layer:
         return WholeLayer(
             x=x, heads=new, spans=(jnp.zeros((1, 1), jnp.int32), lengths[:, None] + 1), scale=0.1, output=output,
             gate_up=gate_up, down=down, norm=Norm(scale=mlp_norm, eps=EPS), activation="silu",
-        ).run()  # fmt: skip
+        )  # fmt: skip
+
+
+OF_1B = dict(hidden=2048, intermediate=8192, heads=(8, 4, 64), slots=1088)
 
 
 def compiled_layers() -> list[Layer]:
     """Returns those of models that are compiled."""
-    of_1b = dict(hidden=2048, intermediate=8192, heads=(8, 4, 64), slots=1088)
-    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**of_1b), Layer(**of_1b, batch=3)]
+    return [Layer(), Layer(batch=4), Layer(slots=64), Layer(**OF_1B), Layer(**OF_1B, batch=3)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several:
+    """So many layers in one launch."""
+
+    layer: Layer = Layer()
+    count: int = MAX_LAYERS
+
+    def __str__(self):
+        """A test's name."""
+        return f"{self.count} of {self.layer}"
+
+    def array_shapes(self, sharding=None):
+        """Returns the shapes of what `run` takes: x, what each layer has of its own, and what they share."""
+        x, *arrays, lengths, angle = self.layer.array_shapes(sharding)
+        return x, [arrays] * self.count, lengths, angle
+
+    def run(self, x, of_layers, lengths, angle):
+        """Runs the layers."""
+        return Layers([self.layer.call(x, *of_layer, lengths, angle) for of_layer in of_layers]).run()
+
+
+def compiled_several() -> list[Several]:
+    """Returns those that are compiled; with an older JAX each layer is a launch of its own."""
+    if jax.__version_info__ < KERNELS_ARE_RECORDED:
+        return []
+    layers = Layer(), Layer(batch=2), Layer(batch=4), Layer(**OF_1B), Layer(**OF_1B, batch=4)
+    return [Several(layer=layer) for layer in layers] + [Several(layer=Layer(**OF_1B, batch=2), count=2)]

@@ -17,17 +17,18 @@ from tree_attn.kernels import (
     few_rows_chain,
     few_rows_chain_call,
     few_rows_chain_cta,
+    few_rows_chain_messages,
     few_rows_moves,
     few_rows_norm,
 )
 from tree_attn.kernels.exchange_words import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
 from tree_attn.kernels.few_rows_chain_layout import (
-    _receives_in_vain,
     chain_bytes,
     chain_configs,
     comes_in_parts,
     num_ctas,
+    receives_in_vain,
     tells_all_reads,
 )
 from tree_attn.kernels.few_rows_cta import CtaProduct
@@ -83,9 +84,9 @@ def test_products_follow_one_another_in_one_ring(chain, monkeypatch):
     products, shapes, configs = chain.products, chain.shapes, chain.configs
     _, residual, weights, scales, heads = chain.inputs()
     inputs = [product.inputs()[0] for product in (*products, chain.append) if product is not None]
-    monkeypatch.setattr(few_rows_chain_cta, "read_count", lambda *_: jnp.int32(0))
-    monkeypatch.setattr(few_rows_chain_cta, "come", lambda *_: None)
-    monkeypatch.setattr(few_rows_chain_cta, "meet", lambda *_: None)
+    monkeypatch.setattr(few_rows_chain_messages, "read_count", lambda *_: jnp.int32(0))
+    monkeypatch.setattr(few_rows_chain_messages, "come", lambda *_: None)
+    monkeypatch.setattr(few_rows_chain_messages, "meet", lambda *_: None)
 
     def refs_of(named, outputs, shapes):
         return [
@@ -182,8 +183,8 @@ def test_each_product_takes_the_one_before_and_the_residual_stream():
 def traced_calls(chain: Chain, monkeypatch) -> list[tuple]:
     """Traces a launch, and returns what its CTAs tell one another."""
     calls: list[tuple] = []
-    monkeypatch.setattr(few_rows_chain_cta, "come", lambda _, *of: calls.append(("come", *of)))
-    monkeypatch.setattr(few_rows_chain_cta, "meet", lambda _, number, before: calls.append(("meet", number)))
+    monkeypatch.setattr(few_rows_chain_messages, "come", lambda _, *of: calls.append(("come", *of)))
+    monkeypatch.setattr(few_rows_chain_messages, "meet", lambda _, number, before: calls.append(("meet", number)))
 
     def read_count(_, number):
         calls.append(("read", number))
@@ -195,7 +196,7 @@ def traced_calls(chain: Chain, monkeypatch) -> list[tuple]:
 
     _settle_x = few_rows_moves.settle_x
     monkeypatch.setattr(few_rows_moves, "settle_x", settle_x)
-    monkeypatch.setattr(few_rows_chain_cta, "read_count", read_count)
+    monkeypatch.setattr(few_rows_chain_messages, "read_count", read_count)
     shapes, configs = chain.shapes, chain.configs
     *inputs, _ = chain.inputs()
     jax.jit(lambda *arrays: few_rows_chain._launch(*arrays, shapes, configs)).trace(*inputs)
@@ -205,7 +206,7 @@ def traced_calls(chain: Chain, monkeypatch) -> list[tuple]:
 @needs_interpreter
 def test_what_the_ring_holds_of_x_is_received_and_ctas_meet_for_the_rest(monkeypatch):
     chain = Chain(hidden=2048, intermediate=8192, num_features=2048, ctas=H200_SMS)
-    for module in (few_rows_chain, few_rows_chain_cta):
+    for module in (few_rows_chain, few_rows_chain_messages):
         monkeypatch.setattr(module, "broadcasts", lambda *_: True)
     calls = traced_calls(chain, monkeypatch)
     steps = [config.tiles * config.blocks(shape) for shape, config in zip(chain.shapes, chain.configs)]
@@ -244,7 +245,7 @@ def test_ctas_add_up_what_devices_give_where_few_words_are_that_and_none_is_read
     ):  # fmt: skip
         comes = functools.partial(comes_in_parts, chain.shapes, chain.configs, num_ranks=ranks)
         assert [number for number in range(4) if comes(number)] == expected
-    assert not _receives_in_vain(chain.shapes[3], chain.configs[3])
+    assert not receives_in_vain(chain.shapes[3], chain.configs[3])
     even = Chain(hidden=2048, intermediate=4096, num_features=1024, heads=(8, 4, 64), ctas=128)
     assert even.configs[3].tiles * even.configs[3].blocks(even.shapes[3]) <= even.configs[3].num_stages
     assert even.configs[3].num_ctas == 96 and not comes_in_parts(even.shapes, even.configs, 2, 2)
@@ -255,7 +256,7 @@ def test_ctas_add_up_what_devices_give_where_few_words_are_that_and_none_is_read
     assert comes_in_parts(first, chain_configs(first, H200_SMS), 1, 2), "of a whole layer the output"
     # The last CTA's last tile is empty; or two are, of which only the first is received.
     for empty in (large(hidden=256, intermediate=8576), large(hidden=256, intermediate=19072)):
-        assert _receives_in_vain(*(each[1] for each in (empty.shapes, empty.configs)))
+        assert receives_in_vain(*(each[1] for each in (empty.shapes, empty.configs)))
         assert not comes_in_parts(empty.shapes, empty.configs, 0, 2)
 
 
@@ -264,7 +265,7 @@ def test_steps_of_what_is_sent_within_a_device_and_between_devices_are_counted_a
     buffers = Buffers(table=0, num_ranks=2, capacity=4096)
     sizes = dict(hidden=4096, intermediate=7168, num_features=2048, heads=(4, 4, 128), ctas=H200_SMS)
     small = dict(hidden=2048, intermediate=4096, num_features=1024, heads=(4, 4, 64), ctas=H200_SMS)
-    steps = few_rows_chain_cta.Steps(100, 200)
+    steps = few_rows_chain_messages.Steps(100, 200)
     for chain, sent, received, exchanged in (
         (Chain(**sizes), {1: 100}, {0: 200, 1: 100, 2: 201}, {0: 200, 2: 201, 3: 202}),
         (Chain(**small), {1: 100, 2: 101}, {0: 200, 1: 100, 2: 101}, {0: 200, 2: 201, 3: 202}),

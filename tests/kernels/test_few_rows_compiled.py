@@ -1,7 +1,7 @@
 """Products of few rows, compiled ahead of time for Hopper: no register is spilled, and CTAs fit an SM."""
 
 import pytest
-from few_rows_cases import compiled_appends, compiled_chains, compiled_layers, compiled_products
+from few_rows_cases import compiled_appends, compiled_chains, compiled_layers, compiled_products, compiled_several
 from test_lean_compiled import assert_fits, pytestmark, report_of  # noqa: F401
 
 MAX_REGISTERS = 128  # with which two CTAs of 256 threads fit an SM
@@ -32,3 +32,10 @@ def test_a_layer_spills_no_register(layer, compiled):
     """Three warpgroups of a CTA have up to 168 registers a thread."""
     ctas_per_sm, kernels, *_ = compiled[str(layer)]
     assert (ctas_per_sm, kernels["few_rows_chain"][1]) == (1, 0)
+
+
+@pytest.mark.parametrize("several", compiled_several(), ids=str)
+def test_several_layers_spill_no_register(several, compiled):
+    """In a loop the compiler would hold in registers what is alike in all layers, for there is room for it."""
+    ctas_per_sm, kernels, *_ = compiled[str(several)]
+    assert (ctas_per_sm, kernels["few_rows_layers"][1]) == (1, 0)

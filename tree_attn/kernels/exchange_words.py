@@ -43,6 +43,7 @@ class Buffers:
     capacity:       elements of one slot
     num_ctas:       CTAs that exchange; one more must fit a device, so there are more multiprocessors
     partial_words:  for the device's partial states
+    first:          elements of a slot before the first of the exchange
 
     A buffer is `2 * num_ranks` slots of `capacity` words of 8 bytes. Then comes the number of exchanges so far, once
     for each of `MAX_CTAS` CTAs. Last come `partial_words`.
@@ -53,6 +54,7 @@ class Buffers:
     capacity: int
     num_ctas: int = MIN_CTAS
     partial_words: int = PARTIAL_WORDS
+    first: int = 0
 
     replace = dataclasses.replace
 
@@ -149,6 +151,8 @@ def transport(buffers: Buffers, place: Place, step) -> Transport:
     parity = arith.extui(ops.i64(), arith.andi(step, arith.constant(ops.i32(), 1)))
     slot_bytes = buffers.capacity * ops.WORD_BYTES
     slots = arith.muli(parity, ops.constant(buffers.num_ranks * slot_bytes))
+    if buffers.first > 0:
+        slots = ops.plus(slots, ops.constant(buffers.first * ops.WORD_BYTES))
     rank_slot = ops.plus(slots, arith.muli(place.rank, ops.constant(slot_bytes)))
 
     def send(element, x):
@@ -163,7 +167,7 @@ def transport(buffers: Buffers, place: Place, step) -> Transport:
         ]
 
     def received(elements, are_wanted):
-        last = arith.constant(ir.IndexType.get(), buffers.capacity - 1)
+        last = arith.constant(ir.IndexType.get(), buffers.capacity - buffers.first - 1)
         both, size = list(zip(elements, are_wanted, strict=True)), max(1, WORDS_AT_ONCE // buffers.num_ranks)
         for first in range(0, len(both), size):
             some = both[first : first + size]

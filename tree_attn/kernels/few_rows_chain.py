@@ -39,8 +39,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_attn.kernels.few_rows import in_rows, multiply_few_rows, multiply_into_cache, queries_of
 from tree_attn.kernels.few_rows_broadcast import clear, words_of
 from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attention_barriers
-from tree_attn.kernels.few_rows_chain_cta import HEADS, CtaChain, Steps
+from tree_attn.kernels.few_rows_chain_cta import HEADS, CtaChain
 from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, num_ctas, shared_scratch
+from tree_attn.kernels.few_rows_chain_messages import Steps
+from tree_attn.kernels.few_rows_layers import CtaLayers, layers_barriers, name_of
 from tree_attn.kernels.few_rows_layout import GRAIN, REDUCTION_BYTES, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import full_barriers
 from tree_attn.kernels.few_rows_ring import copies_together
@@ -101,6 +103,39 @@ def multiply_chain(
     return run(x, residual, weights, scales, heads, rank, tables)
 
 
+@functools.partial(jax.jit, static_argnames=("shapes", "configs", "attention", "buffers"))
+def run_layers(
+    x, weights, scales, places, caches, rank, tables, *, shapes: tuple[FewRowsShape, ...],
+    configs: tuple[FewRowsConfig, ...], attention: AttentionLayout, buffers=None,
+):  # fmt: skip
+    """Returns the result of the last of several layers, `[rows, O]`, and all caches; one launch runs them.
+
+    Args:
+      x: `[rows, I]` of the first.
+      weights, scales: of each layer, as `multiply_chain` takes them.
+      places: angles and slots, as `multiply_into_cache` takes them, of all layers.
+      caches: keys and values of each layer.
+      others: as of `multiply_chain`, of each layer.
+    """
+
+    @jax.custom_batching.sequential_vmap  # CTAs of two launches must not count together
+    def run(x, weights, scales, places, caches, rank, tables):
+        caches = jax.tree.map(jax.new_ref, caches)
+        of_layers = [
+            {f"weights {i}": array for i, array in enumerate(weights)}
+            | {f"scale {i}": array for i, array in enumerate(scales)}
+            | dict(zip(HEADS[2:], cache, strict=True))
+            for weights, scales, cache in zip(weights, scales, caches, strict=True)
+        ]
+        named = {name_of(name, layer): array for layer, of in enumerate(of_layers) for name, array in of.items()}
+        named |= dict(zip(HEADS[:2], places, strict=True)) | tables
+        options = dict(rank=rank, attention=attention, num_layers=len(weights))
+        *_, y = _launch(x, None, (), (), shapes, configs, buffers, **options, **named)
+        return y[: shapes[0].rows], jax.tree.map(jax.freeze, caches)
+
+    return run(x, weights, scales, places, caches, rank, tables)
+
+
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
     for weight, scale, shape, config in zip(weights, scales, shapes, configs, strict=True):
         stages = min(config.num_stages, config.tiles * config.blocks(shape))
@@ -112,33 +147,40 @@ def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
     return x
 
 
-def _launch(x, residual, weights, scales, shapes, configs, buffers=None, attention=None, **others):
-    """Returns the results of all products; those that are x of a product have rows that pad them, for its copies."""
+def _launch(
+    x, residual, weights, scales, shapes, configs, buffers=None, attention=None, num_layers=None, **others
+):  # fmt: skip
+    """Returns the results of all products; those that are x of a product have rows that pad them, for its copies.
+
+    With `num_layers` weights and scales are of `CtaLayers.named`, by name, among the others.
+    """
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
     arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
     # Counts do not stay zero, and the compiler may give equal arrays the same memory: no other has such a shape.
-    arrays |= {"counts": jnp.zeros((1, len(shapes) - (attention is None), 1, 1), jnp.uint32)}
+    num_meetings = len(shapes) - (attention is None) + (num_layers is not None)
+    arrays |= {"counts": jnp.zeros((1, num_meetings, 1, 1), jnp.uint32)}
     if broadcasts(shapes, configs, attention, buffers is not None):
-        arrays |= {"words": words_of(chain_buffers(shapes, attention))}
+        arrays |= {"words": words_of(chain_buffers(shapes, attention, num_layers=num_layers))}
     for number, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arrays |= {f"weights {number}": weight, f"scale {number}": scale}
     arrays = {name: array for name, array in (arrays | others).items() if array is not None}
     results = [jax.ShapeDtypeStruct((padded, shape.out_features), shape.out_dtype) for shape in shapes]
-    results[-1] = jax.ShapeDtypeStruct((rows, shapes[-1].out_features), shapes[-1].out_dtype)
+    if num_layers is None:  # else it is x of the next layer
+        results[-1] = jax.ShapeDtypeStruct((rows, shapes[-1].out_features), shapes[-1].out_dtype)
     for number, shape in enumerate(shapes):
-        if shape.heads is not None:
+        if shape.heads is not None and attention is None:
             results[number] = queries_of(shape, arrays["key"].shape[2])
     results = [result for result, shape in zip(results, shapes, strict=True) if _writes_result(shape, attention)]
     return launch(
-        functools.partial(_multiply, tuple(arrays), shapes, configs, attention, buffers),
+        functools.partial(_multiply, tuple(arrays), shapes, configs, attention, buffers, num_layers),
         out_type=tuple(results),
         grid=(num_ctas(configs),),
         grid_names=("cta",),
         num_threads=len(Warpgroup),
         thread_name="warpgroup",
         scratch_bytes=REDUCTION_BYTES,
-        name="few_rows_chain" if buffers is None else "few_rows_chain_sum",
+        name="few_rows_layers" if num_layers else "few_rows_chain" if buffers is None else "few_rows_chain_sum",
     )(*arrays.values())
 
 
@@ -147,7 +189,7 @@ def _writes_result(shape: FewRowsShape, attention: AttentionLayout | None) -> bo
     return shape.heads is None or attention is None
 
 
-def _multiply(names, shapes, configs, attention, buffers, *refs):
+def _multiply(names, shapes, configs, attention, buffers, num_layers, *refs):
     named, written = dict(zip(names, refs)), iter(refs[len(names) :])
     outputs = [next(written) if _writes_result(shape, attention) else None for shape in shapes]
     is_cut = [buffers is not None and (shape.has_residual or shape.heads is not None) for shape in shapes]
@@ -158,10 +200,11 @@ def _multiply(names, shapes, configs, attention, buffers, *refs):
     assert len(tiles) <= 1, "products of the residual stream have the same tiles"
 
     def multiply(fulls, free, **smem):
-        chain = CtaChain(
+        options = dict(
             shapes=shapes, configs=configs, attention=attention, buffers=buffers, named=named, outputs=outputs,
             ends=ends, fulls=fulls, free=free, smem=smem,
         )  # fmt: skip
+        chain = CtaChain(**options) if num_layers is None else CtaLayers(**options, num_layers=num_layers)
         works = {
             Warpgroup.COMPUTES: _compute, Warpgroup.MOVES_WEIGHTS: _move_weights, Warpgroup.MOVES_X: _move_x
         }  # fmt: skip
@@ -175,14 +218,20 @@ def _multiply(names, shapes, configs, attention, buffers, *refs):
         free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs, attention and attention.shape),
         **({} if attention is None else attention_barriers()),
+        **({} if num_layers is None else layers_barriers()),
         collective_axes="warpgroup",
     )
 
 
 def _move_weights(chain: CtaChain) -> None:
     begin_next_kernel()
-    for number, operation in enumerate(chain.run(Steps())):
-        chain.if_here(number, operation.move_weights)
+
+    def move(chain, steps):
+        for number, operation in enumerate(chain.run(steps)):
+            chain.if_here(number, operation.move_weights)
+        return operation
+
+    chain.in_turn(Steps(), move)
 
 
 def _move_x(chain: CtaChain) -> None:
@@ -191,24 +240,38 @@ def _move_x(chain: CtaChain) -> None:
     if chain.attention is not None:
         clear(chain.smem["query_smem"])
     await_previous_kernel()
-    before = chain.read_counts()
-    for number, operation in enumerate(chain.run(chain.begin_steps())):
+    chain = chain.prepared()
+    before, steps = chain.read_counts(), chain.begin_steps()
+    chain.send_before(steps)  # after the counts have been read
 
-        def move(number=number, operation=operation):
-            operation.move_x(functools.partial(chain.meet, number - 1, before))
+    def move(chain, steps):
+        for number, operation in enumerate(chain.run(steps)):
 
-        chain.if_here(number, move)
-        chain.come_without(number)  # after the counts have been read
+            def move_x(chain=chain, number=number, operation=operation):
+                operation.move_x(functools.partial(chain.meet, number - 1, before))
+
+            chain.if_here(number, move_x)
+            chain.come_without(number)  # after the counts have been read
+        return operation
+
+    chain.in_turn(steps, move)
 
 
 def _compute(chain: CtaChain) -> None:
     await_previous_kernel()
-    steps = chain.begin_steps()
-    for number, operation in enumerate(chain.run_to_end(steps)):
+    chain = chain.prepared()
+    first_steps = chain.begin_steps()
+    chain.await_before()
 
-        def compute(number=number, operation=operation):
-            operation.compute()
-            chain.come(number)
+    def compute_all(chain, steps):
+        for number, operation in enumerate(chain.run_to_end(steps)):
 
-        chain.if_here(number, compute)
-    chain.count_steps(steps)
+            def compute(chain=chain, number=number, operation=operation):
+                operation.compute()
+                chain.come(number)
+
+            chain.if_here(number, compute)
+        return operation
+
+    chain.in_turn(first_steps, compute_all)
+    chain.count_steps(first_steps)

@@ -211,6 +211,16 @@ class WholeLayer(_Chain):
     logits_soft_cap: float | None = None
     exchange: Any = None
 
+    @property
+    def all_weights(self) -> tuple[Any, ...]:
+        """Returns those of all products, `[parts, O, I]`."""
+        return self.heads.weights.reshape(1, -1, self.x.shape[-1]), *self._weights
+
+    @property
+    def all_scales(self) -> tuple[Any, ...]:
+        """Returns the scale of each product's norm, or None."""
+        return self.heads.norm.scale, *self._scales
+
     def plan(self) -> tuple[tuple[FewRowsShape, ...], tuple[FewRowsConfig, ...], AttentionLayout, dict] | str:
         """Returns products and layouts, attention's layout and its tables; or why one launch cannot do the layer."""
         batch, tokens, _ = self.x.shape
@@ -269,10 +279,9 @@ class WholeLayer(_Chain):
             raise Unchained(planned)
         shapes, configs, layout, tables = planned
         rank, buffers = self.meeting or (None, None)
-        x, heads = self._flat(self.x), self.heads
-        weights = heads.weights.reshape(1, -1, x.shape[-1]), *self._weights
+        x = self._flat(self.x)
         y, key, value = multiply_chain(
-            x, x, weights, (heads.norm.scale, *self._scales), heads.operands(shapes[0]), rank, tables,
+            x, x, self.all_weights, self.all_scales, self.heads.operands(shapes[0]), rank, tables,
             shapes=shapes, configs=configs, attention=layout, buffers=buffers,
         )  # fmt: skip
         return y.reshape(self.x.shape), key, value

@@ -1,26 +1,19 @@
-"""A chain as one CTA runs it: its operations one after another, and what tells it that others have done theirs."""
+"""A chain as one CTA runs it: its operations one after another."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 
-from tree_attn.kernels.epilogue import begin_step
-from tree_attn.kernels.exchange_words import Buffers
-from tree_attn.kernels.few_rows_broadcast import Broadcast, count_steps
-from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, CtaAttention, attention_barriers
-from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, comes_in_parts, fold_name, num_ctas
+from tree_attn.kernels.few_rows_chain_attention import CtaAttention, attention_barriers
+from tree_attn.kernels.few_rows_chain_layout import fold_name
+from tree_attn.kernels.few_rows_chain_messages import ChainMessages, Steps, is_here
 from tree_attn.kernels.few_rows_cta import CtaProduct
-from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import ring_scratch
 from tree_attn.kernels.few_rows_ring import Ring
-from tree_attn.kernels.few_rows_sum import count_exchanges
-from tree_attn.kernels.lean_walk import run_of_cta
-from tree_attn.kernels.meetings import come, meet, read_count
+from tree_attn.kernels.lean_walk import Run, run_of_cta
 from tree_attn.kernels.overlap import await_previous_kernel
 
 HEADS = ("angles", "slots", "key", "value")  # arguments of a product that ends in heads
@@ -36,115 +29,53 @@ def refs_of(named: dict, outputs, shapes) -> list[dict]:
     return products
 
 
-class Steps(NamedTuple):
-    """Numbers of a launch's first broadcast, and of its first exchange with other devices; None: there are none."""
-
-    broadcast: Any = None
-    exchange: Any = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CtaChain:
+class CtaChain(ChainMessages):
     """The operations of a CTA, which pass through its ring one after another.
 
     Attributes:
-      named, outputs: references of arguments, and of products' results; None of what only words have.
-      ends, fulls: of each product its end and the barriers of copies; fulls may be one for all.
+      outputs: references of products' results; None of what only words have.
+      fulls: of each product the barriers of copies; they may be one for all.
       free: barriers of the ring.
       smem: of `shared_scratch` and `attention_barriers`.
+      first_step: of the ring; num_steps: of all layers, if there are several.
+      others: of `ChainMessages`.
     """
 
-    shapes: tuple[FewRowsShape, ...]
-    configs: tuple[FewRowsConfig, ...]
-    attention: AttentionLayout | None
-    buffers: Buffers | None
-    named: dict
     outputs: tuple
-    ends: list
     fulls: list
     free: Any
     smem: dict
+    first_step: Any = 0
+    num_steps: Any = None
+
+    def prepared(self) -> "CtaChain":
+        """Returns the chain with what is read once, and not for each layer."""
+        return self
+
+    def in_turn(self, steps: Steps, body: Callable) -> None:
+        """Calls `body(chain, steps)` for each layer; it returns the last operation, as `run` yields it.
+
+        Args:
+          steps: of `begin_steps`, or `Steps()`.
+        """
+        body(self, steps)
+
+    def send_before(self, steps: Steps) -> None:
+        """Sends what the first operation receives, if it does."""
+
+    def await_before(self) -> None:
+        """Waits, in the computing warpgroup, until what is sent so is written."""
 
     @property
-    def operations(self) -> list[tuple[int | None, Any]]:
-        """Returns the products' numbers in their order, and where attention is, None; and the config of each."""
-        found: list[tuple[int | None, Any]] = []
-        for number, (shape, config) in enumerate(zip(self.shapes, self.configs)):
-            found.append((number, config))
-            if shape.heads is not None and self.attention is not None:
-                found.append((None, self.attention.config))
-        return found
+    def refs(self) -> list[dict]:
+        """Returns the arguments of each product by name."""
+        return refs_of(self.named, self.outputs, self.shapes)
 
     @property
-    def broadcasts(self) -> list[int]:
-        """Returns the operations whose results come by words."""
-        if not broadcasts(self.shapes, self.configs, self.attention, self.buffers is not None):
-            return []
-        return list(range(len(self.operations) - 1))
-
-    @property
-    def in_parts(self) -> list[int]:
-        """Returns those whose results come as what devices add, by the words of an exchange."""
-        ranks = 0 if self.buffers is None else self.buffers.num_ranks
-        comes = lambda number: number is not None and comes_in_parts(self.shapes, self.configs, number, ranks)
-        return [operation for operation in self.broadcasts if ranks and comes(self.operations[operation][0])]
-
-    @property
-    def sent(self) -> list[int]:
-        """Returns those whose results CTAs send one another within the device."""
-        return [operation for operation in self.broadcasts if operation not in self.in_parts]
-
-    @property
-    def exchanges(self) -> list[int]:
-        """Returns the operations that end in an exchange whose steps this counts; where CTAs meet, products do."""
-        products = [number for number, _ in self.operations]
-        is_cut = self.buffers is not None and self.broadcasts
-        return [i for i, number in enumerate(products) if is_cut and (number is None or self.ends[number] is not None)]
-
-    def begin_steps(self) -> Steps:
-        """Returns the numbers of the first steps, as this CTA finds them."""
-        broadcast = exchange = None
-        if self.sent:
-            broadcast = begin_step(chain_buffers(self.shapes, self.attention), self.named["words"])
-        if self.exchanges:
-            exchange = begin_step(self.buffers, self.named.get("rank"))
-        return Steps(broadcast, exchange)
-
-    def count_steps(self, steps: Steps) -> None:
-        """Counts the steps, when the CTA has got all that it reads."""
-        if self.sent:
-            count_steps(self._broadcast(self.sent[-1], steps), num_ctas(self.configs))
-        if self.exchanges:
-            last = steps.exchange + (len(self.exchanges) - 1)
-            count_exchanges(self.buffers, self.named.get("rank"), last, num_ctas(self.configs))
-
-    def _broadcast(self, operation: int, steps: Steps) -> Broadcast | None:
-        """Returns the broadcast of an operation's result within the device, if that is sent so."""
-        if operation not in self.sent or steps.broadcast is None:
-            return None
-        number, _ = self.operations[operation]
-        if number is None:
-            features = self.attention.num_features
-        else:  # heads are of all devices
-            shape = self.shapes[number]
-            features = shape.out_features if shape.heads is None else self.attention.head_features
-        return Broadcast(
-            words_ref=self.named["words"], buffers=chain_buffers(self.shapes, self.attention),
-            step=steps.broadcast + self.sent.index(operation), features=features,
-        )  # fmt: skip
-
-    def _received(self, operation: int, steps: Steps) -> Broadcast | None:
-        """Returns by which broadcast CTAs get an operation's result, if they do by one."""
-        if operation not in self.in_parts or steps.exchange is None:
-            return self._broadcast(operation, steps)
-        features = self.shapes[self.operations[operation][0]].out_features
-        return Broadcast(self.named.get("rank"), self.buffers, self._exchange(operation, steps), features)
-
-    def _exchange(self, operation: int, steps: Steps):
-        """Returns the number of an operation's exchange with other devices, if it ends in one."""
-        if operation not in self.exchanges or steps.exchange is None:
-            return None
-        return steps.exchange + self.exchanges.index(operation)
+    def begins_ring(self) -> bool:
+        """Returns whether nothing is on its way when the first operation begins: messages would wait behind weights."""
+        return self.attention is not None
 
     def run(self, steps: Steps) -> "Iterator[CtaProduct | CtaAttention]":
         """Yields the operations as the CTA runs them; what comes of attention is read from memory, in its turn.
@@ -152,29 +83,32 @@ class CtaChain:
         Args:
           steps: of `begin_steps`; `Steps()` for the warpgroup that moves weights, which needs none.
         """
-        first_step: Any = 0
-        refs = refs_of(self.named, self.outputs, self.shapes)
+        first_step, refs = self.first_step, self.refs
         for i, (number, config) in enumerate(self.operations):
             ring = Ring(
                 full=self.fulls[0 if len(self.fulls) == 1 else number], free=self.free,
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
-                is_first=i == 0 and self.attention is not None,
+                is_first=i == 0 and self.begins_ring,
             )  # fmt: skip
             options = dict(
-                ring=ring, x_broadcast=self._received(i - 1, steps), broadcast=self._broadcast(i, steps),
+                ring=ring, x_broadcast=self._x_of(i, steps), broadcast=self._broadcast(i, steps),
                 exchange_step=self._exchange(i, steps),
             )  # fmt: skip
             operation = self._attention(options) if number is None else self._product(number, refs[number], options)
             yield operation
             num = operation.num_steps
-            first_step = first_step + (num if self._has_all(config) else jnp.where(_is_here(config), num, 0))
+            first_step = first_step + (num if self._has_all(config) else jnp.where(is_here(config), num, 0))
+
+    def end_of(self, last: "CtaProduct | CtaAttention"):
+        """Returns the step of the ring after the last operation's, which is that operation's of this CTA."""
+        _, config = self.operations[-1]
+        num = last.num_steps if self._has_all(config) else jnp.where(is_here(config), last.num_steps, 0)
+        return last.ring.first_step + num
 
     def run_to_end(self, steps: Steps) -> "list[CtaProduct | CtaAttention]":
         """Returns the operations, which know the number of all of the ring's steps."""
         operations = list(self.run(steps))
-        (*_, config), last = (config for _, config in self.operations), operations[-1]
-        num = last.num_steps if self._has_all(config) else jnp.where(_is_here(config), last.num_steps, 0)
-        num_steps = last.ring.first_step + num
+        num_steps = self.end_of(operations[-1]) if self.num_steps is None else self.num_steps
         with_all = lambda ring: dataclasses.replace(ring, num_steps=num_steps)
         return [dataclasses.replace(operation, ring=with_all(operation.ring)) for operation in operations]
 
@@ -196,55 +130,10 @@ class CtaChain:
         await_previous_kernel()  # it may have made the tables
         names = ("query_smem", "weights_smem", "columns_smem", "new_smem", *attention_barriers())
         return CtaAttention(
-            layout=self.attention, refs=self.named,
-            run=run_of_cta(self.named, self.attention.shape, self.attention.config),
+            layout=self.attention, refs=self.named, run=self.run_of_attention(),
             kv_smem=self.smem["ring_smem"][1], **{name: self.smem[name] for name in names}, **options,
         )  # fmt: skip
 
-    def _has_all(self, config) -> bool:
-        """Returns whether all CTAs have a part of an operation of that config."""
-        return config.num_ctas == num_ctas(self.configs)
-
-    def if_here(self, number: int, body) -> None:
-        """Runs `body` if the CTA has a part of operation `number`."""
-        _, config = self.operations[number]
-        if self._has_all(config):
-            body()
-        else:
-            pl.when(_is_here(config))(body)
-
-    def _meets(self, number: int) -> bool:
-        """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received."""
-        if not 0 <= number < len(self.operations) - 1:
-            return False
-        (product, _), (following, config) = self.operations[number : number + 2]
-        if number not in self.broadcasts:
-            return True
-        if product is None or following is None:
-            return False
-        return config.tiles * config.blocks(self.shapes[following]) > config.num_stages
-
-    def read_counts(self) -> dict:
-        """Returns the counts of all meetings, before the CTA comes."""
-        numbers = range(len(self.operations))
-        return {number: read_count(self.named["counts"], number) for number in numbers if self._meets(number)}
-
-    def come(self, number: int) -> None:
-        """Comes to the meeting after an operation, if there is one, when the CTA's part is written."""
-        if self._meets(number):
-            come(self.named["counts"], number, num_ctas(self.configs))
-
-    def come_without(self, number: int) -> None:
-        """Comes to the meeting after an operation of which the CTA has no part."""
-        _, config = self.operations[number]
-        if not self._has_all(config):
-            pl.when(~_is_here(config))(lambda: self.come(number))
-
-    def meet(self, number: int, before: dict) -> None:
-        """Waits for the whole result of an operation, if CTAs meet after it."""
-        if self._meets(number):
-            meet(self.named["counts"], number, before[number])
-
-
-def _is_here(config):
-    return lax.axis_index("cta") < config.num_ctas
+    def run_of_attention(self) -> Run:
+        """Returns the CTA's run of KV tiles."""
+        return run_of_cta(self.named, self.attention.shape, self.attention.config)

@@ -126,12 +126,12 @@ def tells_all_reads(
     for number, (shape, config) in enumerate(zip(shapes, configs, strict=True)):
         operation = number + (has_attention and number > 0)  # attention follows the heads, the first product
         of_attention = has_attention and operation == 2  # all of it is received; else what the ring holds
-        if _receives_in_vain(shape, config, of_attention) and 0 < operation <= num_operations - 3:
+        if receives_in_vain(shape, config, of_attention) and 0 < operation <= num_operations - 3:
             return False
     return True
 
 
-def _receives_in_vain(shape: FewRowsShape, config: FewRowsConfig, receives_all: bool = False) -> bool:
+def receives_in_vain(shape: FewRowsShape, config: FewRowsConfig, receives_all: bool = False) -> bool:
     """Returns whether a CTA receives x for a tile without out-features."""
     of_last = shape.out_features - (config.num_ctas - 1) * config.tiles * config.tile
     first_empty = -(-of_last // config.tile)  # of the last CTA's tiles
@@ -140,7 +140,8 @@ def _receives_in_vain(shape: FewRowsShape, config: FewRowsConfig, receives_all: 
 
 
 def comes_in_parts(
-    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], number: int, num_ranks: int
+    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], number: int, num_ranks: int, *,
+    is_repeated: bool = False,
 ) -> bool:  # fmt: skip
     """Returns whether CTAs receive what each device adds to the result of product `number`, and add it themselves.
 
@@ -150,20 +151,35 @@ def comes_in_parts(
     result. Other devices' CTAs that sent that had read the words before. One without a part of the following product
     reads those of its tiles, and sends nothing. So each CTA must have a part, or CTAs must meet before that product.
     And none may receive x for a tile of which it sends nothing.
+
+    Args:
+      is_repeated: whether another layer follows, so that its first product takes the last result.
     """
-    if number + 1 == len(shapes) or not shapes[number].has_residual or shapes[0].rows * num_ranks > MAX_ROWS:
+    following = (number + 1) % len(shapes)
+    if (following == 0 and not is_repeated) or not shapes[number].has_residual or shapes[0].rows * num_ranks > MAX_ROWS:
         return False
-    shape, config = shapes[number + 1], configs[number + 1]
+    shape, config = shapes[following], configs[following]
     meets = config.tiles * config.blocks(shape) > config.num_stages
-    return (meets or config.num_ctas == num_ctas(configs)) and not _receives_in_vain(shape, config)
+    return (meets or config.num_ctas == num_ctas(configs)) and not receives_in_vain(shape, config)
 
 
-def chain_buffers(shapes, attention: AttentionLayout | None) -> Buffers:
-    """Returns the layout of the words in which a chain broadcasts."""
+def chain_buffers(shapes, attention: AttentionLayout | None, *, num_layers: int | None = None) -> Buffers:
+    """Returns the layout of the words in which a chain broadcasts.
+
+    Of several layers attention's results lie behind others, from `first_attended` on. A CTA merges them when the heads
+    that it needs have been attended with. By then others may still receive x for heads, two steps before.
+    """
     sizes = [shape.rows * shape.out_features for shape in shapes]
     if attention is None:
         return local_buffers(max(sizes))
-    return local_buffers(max(*sizes, shapes[0].rows * attention.head_features), *attention.partials)
+    count = max(*sizes, shapes[0].rows * attention.head_features)
+    behind = 0 if num_layers is None else shapes[0].rows * attention.num_features
+    return local_buffers(count + behind, *attention.partials)
+
+
+def first_attended(shapes, attention: AttentionLayout) -> int:
+    """Returns the number of the first word of attention's results in a launch of several layers."""
+    return chain_buffers(shapes, attention).capacity
 
 
 def num_ctas(configs: tuple[FewRowsConfig, ...]) -> int:

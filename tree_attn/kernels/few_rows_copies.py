@@ -4,6 +4,8 @@ A stage is up to 16 copies of weights, and 8 of x. For each of them `plgpu.copy_
 the warpgroup meet, and arrive. Here they arrive once for all bytes, and one thread begins all copies.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import launch_context, utils
@@ -13,6 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape
+from tree_attn.kernels.few_rows_of_layers import CopiesOfLayer, all_refs, grouped, layer_of
 from tree_attn.kernels.kv_parts import BARRIER_BYTES, address_of_barriers
 from tree_attn.kernels.registers import tiling
 
@@ -138,33 +141,40 @@ def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, dtype, 
     """Emits one arrival for all bytes, and the copies of `body`; the first `num_tiled` targets lie in tiles."""
     transforms = tiling(dtype, IN_MULTIPLE)
     address = address_of_barriers(barriers) + stage * BARRIER_BYTES
-    scalars = [jnp.asarray(x, jnp.int32) for x in (address, *scalars)]
+    scalars = [jnp.asarray(x, jnp.int32) for x in (address, layer_of(refs), *scalars)]
+    sources = [array for ref in refs for array in all_refs(ref)]
     of_targets = [plgpu.RefType(transforms)] * num_tiled + [plgpu.RefType()] * (len(targets) - num_tiled)
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *of_targets, *[_SCALAR] * len(scalars)))
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(sources), *of_targets, *[_SCALAR] * len(scalars)))
     def emit(ctx, *operands):
-        sources, operands = operands[: len(refs)], operands[len(refs) :]
-        address, *places = (x.registers.item() for x in operands[len(targets) :])
-        copy = _Copy(address, list(zip(sources, operands)))
+        of_refs, operands = grouped(operands[: len(sources)], refs), operands[len(sources) :]
+        address, layer, *places = (x.registers.item() for x in operands[len(targets) :])
+        copy = _Copy(address, layer, list(zip(of_refs, operands)))
         # A barrier of Pallas counts each thread of a warpgroup that arrives at it.
         copy.barrier.arrive_expect_tx(num_bytes // utils.WARPGROUP_SIZE)
         body(ctx, copy, *(arith.index_cast(ir.IndexType.get(), place) for place in places))
 
-    emit(*refs, *targets, *scalars)
+    emit(*sources, *targets, *scalars)
 
 
 class _Copy:
-    """Copies by one thread, which do not arrive by themselves; `pairs` are sources and targets."""
+    """Copies by one thread, which do not arrive by themselves.
 
-    def __init__(self, address, pairs):
-        self.barrier = _barrier_at(address)
+    `pairs` are sources and targets, where a source is the arrays of all layers, of which that of `layer` is copied.
+    """
+
+    def __init__(self, address, layer, pairs):
+        self.barrier, self.layer = _barrier_at(address), layer
         self.elected = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
         self.pairs = pairs
 
     def __call__(self, ctx, source, place, target, *, is_tiled: bool = True) -> None:
-        itemsize = utils.bitwidth(ir.MemRefType(source.type).element_type) // 8
-        ctx.async_copy(
-            src_ref=source,
+        itemsize = utils.bitwidth(ir.MemRefType(source[0].type).element_type) // 8
+        if len(source) > 1:
+            copy = CopiesOfLayer(ctx, source, self.layer).async_copy
+        else:
+            copy = functools.partial(ctx.async_copy, src_ref=source[0])
+        copy(
             dst_ref=target,
             gmem_slice=place,
             gmem_transform=(launch_context.TileTransform((GRAIN, IN_MULTIPLE)),) if is_tiled else (),

@@ -23,9 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
-from tree_attn.kernels.epilogue import SCALAR, inline
-from tree_attn.kernels.exchange_words import Buffers, transport
+from tree_attn.kernels.epilogue import SCALAR
+from tree_attn.kernels.exchange_words import Buffers, locate, transport
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, Heads
+from tree_attn.kernels.few_rows_of_layers import all_refs, grouped, layer_of, of_layer
 from tree_attn.kernels.few_rows_results import LAYOUT
 from tree_attn.kernels.interpreter import is_interpreted
 from tree_attn.kernels.mlir import narrowed
@@ -121,22 +122,30 @@ def write_heads(
         _interpreted_write(refs, result, slots, first_pair, shape, config)
         return
     operands = [(result, LAYOUT), (slots, LAYOUT), (first_pair, SCALAR)]
-    operands += [(ref, plgpu.RefType()) for ref in refs if ref is not None]
+    refs = [ref for ref in refs if ref is not None]
+    operands += [(jnp.int32(layer_of(refs)), SCALAR)]
+    operands += [(array, plgpu.RefType()) for ref in refs for array in all_refs(ref)]
     operands += [] if broadcast is None else broadcast.operands
     if gathering is None:
 
         @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands))
-        def emit(_, *values):
-            write = _Writer(*values, shape=shape, config=config, broadcast=broadcast)
+        def emit(ctx, *values):
+            write = _Writer(ctx, refs, *values, shape=shape, config=config, broadcast=broadcast)
             result = values[0]
             result.foreach(lambda x, where: write(write.take_slot(), where, [x]))
 
         emit(*(value for value, _ in operands))
         return
 
-    def emit_gathering(place, *values):
+    has_rank = gathering.rank_ref is not None
+    operands += [(gathering.rank_ref, plgpu.RefType())] * has_rank + [(gathering.step, SCALAR)]
+
+    @plgpu.inline_mgpu(arg_types=tuple(layout for _, layout in operands))
+    def emit_gathering(ctx, *values):
         *values, step = values
-        write, result = _Writer(*values, shape=shape, config=config, broadcast=broadcast), values[0]
+        *values, rank = values if has_rank else (*values, None)
+        place = locate(gathering.buffers, rank)
+        write, result = _Writer(ctx, refs, *values, shape=shape, config=config, broadcast=broadcast), values[0]
         exchange, wheres = transport(gathering.buffers, place, step.registers.item()), []
 
         def send_own(x, where):
@@ -149,18 +158,21 @@ def write_heads(
         for where, parts in zip(wheres, of_ranks, strict=True):
             write(write.take_slot(), where, parts)
 
-    inline(gathering.buffers, emit_gathering, gathering.rank_ref, *operands, (gathering.step, SCALAR))
+    emit_gathering(*(value for value, _ in operands))
 
 
 class _Writer:
     """Writes elements of a tile to queries or a cache, and broadcasts them."""
 
-    def __init__(self, _, slots, pair, *refs, shape: FewRowsShape, config: FewRowsConfig, broadcast=None):
+    def __init__(
+        self, ctx, refs, _, slots, pair, layer, *arrays, shape: FewRowsShape, config: FewRowsConfig, broadcast=None
+    ):  # fmt: skip
         self.send = None
         if broadcast is not None:
-            *refs, words, step = refs
+            *arrays, words, step = arrays
             self.send = broadcast.transport(words, step).send
-        *query, key, value = refs
+        layer = layer.registers.item()
+        *query, key, value = (of_layer(ctx, of_ref, layer) for of_ref in grouped(arrays, refs))
         self.query, self.caches, self.pair = query[0] if query else None, (key, value), pair
         self.shape, self.heads, self.tile = shape, shape.heads, config.tile
         self.num_kv_heads = shape.out_features // ((shape.heads.group + 2) * shape.heads.head_dim)

@@ -41,6 +41,11 @@ def read_count(counts_ref, index: int):
     return emit(counts_ref)
 
 
+def other_side(before, times):
+    """Returns a count of `read_count` as it would be if all had met so many times since, int32."""
+    return before ^ (times << 31)
+
+
 def come(counts_ref, index: int, num_ctas: int) -> None:
     """Counts a CTA in by one of its warpgroups. What this wrote to memory is seen by all that have met.
 

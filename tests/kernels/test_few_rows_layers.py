@@ -1,0 +1,145 @@
+"""Several layers in one launch: what may be one, what their words hold, and every order of their CTAs' operations."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from few_rows_cases import OF_1B, Layer
+from layers_exchange_model import Layers as Exchanges
+from layers_exchange_model import failures
+
+from tree_attn.kernels import few_rows_chain, few_rows_chain_call, few_rows_layers, few_rows_layers_call
+from tree_attn.kernels.few_rows_chain_call import Unchained
+from tree_attn.kernels.few_rows_chain_layout import chain_buffers, first_attended
+from tree_attn.kernels.few_rows_layers import CtaLayers
+from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS, Layers
+from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
+
+needs_launches = pytest.mark.skipif(
+    jax.__version_info__ < KERNELS_ARE_RECORDED, reason="with an older JAX each layer is a launch of its own"
+)
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    monkeypatch.setattr(few_rows_chain_call, "num_sms", lambda: 132)
+    monkeypatch.setattr(few_rows_chain_call, "is_interpreted", lambda: False)
+
+
+def calls(count: int = 2, layer: Layer | None = None) -> list:
+    """Returns so many layers of one shape, of arrays that are never read."""
+    arrays = [jnp.zeros(x.shape, x.dtype) for x in (layer or Layer(**OF_1B | {"slots": 64})).array_shapes()]
+    return [Layer.call(Layer(), *arrays)] * count
+
+
+@needs_launches
+def test_layers_of_a_model_are_one_launch(on_h200):
+    shapes, configs, layout, tables = Layers(calls()).plan()
+    assert [config.num_ctas for config in configs] == [96, 128, 128, 128]  # of 3,072 heads' features pairs of 8 rows
+    assert layout.config.num_ctas == 128
+    assert set(tables) == {"sequences", "runs", "spans"}
+    assert len(shapes) == 4
+
+
+@needs_launches
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layers: layers[:1], "a launch has 2 to 16 layers, not 1"),
+        (lambda layers: layers * MAX_LAYERS, "a launch has 2 to 16 layers, not 32"),
+        (lambda layers: [layers[0], dataclasses.replace(layers[1], scale=0.2)], "layers of one launch are alike"),
+        (lambda _: calls(layer=Layer(**OF_1B | {"intermediate": 1792, "slots": 64})), "a part of all products"),
+        (lambda _: calls(layer=Layer(**OF_1B | {"batch": 5, "slots": 64})), "up to 4 sequences, not 1 of 5"),
+    ],
+    ids=["one", "many", "scale", "a part", "sequences"],
+)
+def test_what_cannot_be_one_launch_has_a_reason(change, reason, on_h200):
+    with pytest.raises(Unchained, match=reason):
+        Layers(change(calls())).run()
+
+
+def test_with_an_older_jax_each_layer_is_a_launch(on_h200, monkeypatch):
+    monkeypatch.setattr(few_rows_layers_call, "KERNELS_ARE_RECORDED", (99, 0))
+    assert Layers(calls()).plan() == f"a launch of several layers needs JAX 0.12, not {jax.__version__}"
+
+
+@needs_launches
+def test_what_attention_gives_has_words_of_its_own(on_h200):
+    shapes, _, layout, _ = Layers(calls()).plan()
+    one, several = (chain_buffers(shapes, layout, num_layers=number) for number in (None, 2))
+    assert first_attended(shapes, layout) == one.capacity
+    assert several.capacity == one.capacity + layout.num_features
+    assert several.partial_words == one.partial_words
+
+
+# Of two devices, whose CTAs merge elements of heads in several orders.
+OVER_DEVICES = [
+    {
+        "devices": 2,
+        "delays": False,
+        "makes": (0, 1),
+        "attends": ((0, 2), (1, 3)),
+        "merges": merges,
+        "in_parts": in_parts,
+    }
+    for merges in (((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    for in_parts in ((), ("output",), ("down",), ("output", "down"))
+]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layers": 3},
+        {"makes": (0, 1, 1)},
+        {"makes": (None, 0, 1), "attends": ((0,), (1,), (0,)), "merges": ((0,), (1,), (1,))},
+        {"attends": ((0,), (0,), (1,)), "merges": ((1,), (0,), (1,))},
+        {"meets": False},
+        {"devices": 2, "makes": (0, None), "attends": ((1,), (0,)), "merges": ((0,), (1,)), "in_parts": ("down",)},
+        *OVER_DEVICES,
+    ],
+    ids=str,
+)
+def test_words_are_read_before_they_are_overwritten(changes):
+    assert list(failures(Exchanges(**changes))) == []
+
+
+@pytest.mark.parametrize("changes", [{}, OVER_DEVICES[0], OVER_DEVICES[2]], ids=str)
+def test_words_of_attention_among_others_are_overwritten_too_early(changes):
+    """Who merges a head's states has waited for those who made it, and not for those who receive x for others."""
+    assert any("overwritten" in failure for failure in failures(Exchanges(**changes | {"apart": False})))
+
+
+def test_one_slot_does_not_suffice():
+    assert any(failures(Exchanges(slots=1)))
+
+
+def test_computing_waits_until_x_is_written(monkeypatch):
+    """A CTA without heads and KV tiles reads the residual at once, which another of its warpgroups writes."""
+    calls = []
+    record = lambda name, result=None: lambda *_, **__: calls.append(name) or result
+    for name in ("await_previous_kernel", "begin_next_kernel", "clear"):
+        monkeypatch.setattr(few_rows_chain, name, record(name))
+    monkeypatch.setattr(few_rows_layers.plgpu, "barrier_wait", lambda barrier: calls.append(f"wait {barrier}"))
+    monkeypatch.setattr(few_rows_layers.plgpu, "barrier_arrive", lambda barrier: calls.append(f"arrive {barrier}"))
+    for name in ("begin_steps", "in_turn", "count_steps", "come", "read_counts"):
+        monkeypatch.setattr(CtaLayers, name, record(name))
+    monkeypatch.setattr(CtaLayers, "prepared", lambda self: self)
+    monkeypatch.setattr(CtaLayers, "of_layer", lambda self, *_: self)
+    for name in ("_product", "_broadcast", "_exchange", "steps_of_layer"):
+        product = types.SimpleNamespace(send_before=record("send x"))
+        monkeypatch.setattr(CtaLayers, name, record(name, product))
+    monkeypatch.setattr(CtaLayers, "refs", property(lambda _: [None]))
+    monkeypatch.setattr(CtaLayers, "operations", property(lambda _: [(0, None)]))
+    fields = dict(shapes=(None,), configs=(types.SimpleNamespace(is_compact=True),), attention=None, buffers=None)
+    fields |= dict(named={"x": None}, outputs=(), ends=[], fulls=[], free=None, smem={"x_written": "x_written"})
+    chain = CtaLayers(**fields, num_layers=2)
+    few_rows_chain._compute(chain)
+    assert calls.index("wait x_written") < calls.index("in_turn")
+    calls.clear()
+    monkeypatch.setattr(CtaLayers, "broadcasts", property(lambda _: []))
+    few_rows_chain._move_x(chain)
+    assert calls.index("read_counts") < calls.index("send x") < calls.index("arrive x_written") < calls.index("come")
