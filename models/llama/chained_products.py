@@ -1,4 +1,4 @@
-"""Products by the kernel for few rows: a layer in one launch, or one from its attention to the next layer's."""
+"""Products by the kernel for few rows: a launch of several layers, of one, or from its attention to the next's."""
 
 import dataclasses
 import logging
@@ -23,7 +23,7 @@ _log = logging.getLogger("tree_attn")
 
 @dataclasses.dataclass(frozen=True)
 class ChainedProducts(FewRowsProducts):
-    """Products by the kernel for few rows. A layer with its attention is one launch, where it can be.
+    """Products by the kernel for few rows. Layers with their attention are one launch, where they can be, or one each.
 
     Otherwise the products between two layers' attention are. The first layer's product of query, key and value is then
     a launch of its own, as the head's always is. These read weights early where `is_early`; the products of layers that
@@ -72,7 +72,11 @@ def _chained(name: str) -> str:
 def _run_chained(layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any, others: Any):
     """Runs the layers; `others` is the context of what is not chained, but for the first layer's heads."""
     heads = None  # queries, and keys and values that are in no cache yet, if the launch before has made them
-    for i, layer in enumerate(layers):
+    num_run = 0
+    while num_run < len(layers) and (launch := _run_together(layers[num_run:], x, cache, num_run, context)) is not None:
+        x, cache, count = launch
+        num_run += count
+    for i, layer in enumerate(layers[num_run:], num_run):
         with jax.named_scope(f"layer_{i}"):
             if heads is None and (whole := _run_whole(layer, x, cache, i, context)) is not None:
                 x, cache = whole
@@ -80,10 +84,51 @@ def _run_chained(layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: 
             branch = Branch(x=x, norm=layer.attention_norm, post_norm=layer.attention_post_norm)
             with jax.named_scope("attention"):
                 if heads is None:
-                    *heads, cache = layer.attention.rotated(branch, cache, i, context if i == 0 else others)
+                    *heads, cache = layer.attention.rotated(branch, cache, i, context if i == num_run else others)
                 with jax.named_scope("attend"):
                     attended, cache = context.attend(*heads, cache, i)
             x, heads, cache = _finish(layers[i : i + 2], branch, attended, cache, i, others)
+    return x, cache
+
+
+def _run_together(layers: Sequence[Any], x: jax.Array, cache: AnyCache, i: int, context: Any):
+    """Returns the result of several layers, the cache, and how many they are, of one launch; or None: there is none."""
+    from tree_attn.kernels.few_rows_chain_call import Unchained
+    from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS
+
+    count = -(-len(layers) // -(-len(layers) // MAX_LAYERS))  # of launches that have equally many
+    wholes = [_Whole(layer, x, i + number, context) for number, layer in enumerate(layers[:count])]
+    reason = next((reason for whole in wholes if (reason := whole.unavailable(cache)) is not None), None)
+    if reason is None and not all(wholes[0].attends_alike(whole, cache) for whole in wholes):
+        reason = "layers of one launch attend alike"
+    if reason is None:
+        try:
+            with jax.named_scope(f"layers_{i}_to_{i + count - 1}"):
+                return *_run_wholes(wholes, cache), count
+        except Unchained as error:
+            reason = str(error)
+    _log.info("products: layers %d to %d are not one launch: %s", i, i + count - 1, reason)
+    return None
+
+
+def _run_wholes(wholes: Sequence["_Whole"], cache: AnyCache) -> tuple[jax.Array, AnyCache]:
+    """Returns the result of several layers, of one launch, and the cache.
+
+    Raises:
+      Unchained: one launch cannot do them.
+    """
+    from tree_attn.kernels.few_rows_layers_call import Layers
+
+    arrays, specs = zip(*(whole.arrays(cache) for whole in wholes), strict=True)
+
+    def on_device(x, arrays):
+        launches = [whole.launch(cache, x, *of_layer) for whole, of_layer in zip(wholes, arrays, strict=True)]
+        return Layers(launches).run()
+
+    out_specs = P(), tuple(of_layer[-4:-2] for of_layer in specs)
+    x, caches = wholes[0].over_devices(on_device, (P(), specs), out_specs)(wholes[0].x, arrays)
+    for whole, (key, value) in zip(wholes, caches, strict=True):
+        cache = with_layer(cache, whole.number, key, value)
     return x, cache
 
 
@@ -163,7 +208,8 @@ class _OneLaunch:
     def _meeting(self, num_exchanged: int):
         return fused.meeting(self._axes, self.context.sharding.mesh, num_exchanged) if self._num_devices > 1 else None
 
-    def _over_devices(self, on_device: Callable, specs: Sequence[P], out_specs: Any) -> Callable:
+    def over_devices(self, on_device: Callable, specs: Sequence[P], out_specs: Any) -> Callable:
+        """Returns `on_device` as a function of arrays that are cut over the devices."""
         if self._num_devices == 1:
             return on_device
         options = dict(axis_names=set(self._axes), in_specs=tuple(specs), out_specs=out_specs)
@@ -216,26 +262,33 @@ class _Whole(_OneLaunch):
         Raises:
           Unchained: one launch cannot do it.
         """
-        arrays = [(self.x, P()), *self._weights(), *self._heads(self.layer, self.number, cache)]
-        arrays, specs = zip(
-            *arrays, (cache.operands(self.number, num_new=1)["key_value_seq_lengths"], P()), strict=True
-        )
-        stored = cache.arrays.layers[self.number]
-        num_exchanged = max(self._num_exchanged(self.layer), self._num_attended)
-
-        def on_device(x, output, gate_up, down, kernel, key, value, lengths, seen):
-            part = dataclasses.replace(stored, key=key, value=value)
-            slots = slots_or_beyond(part, lengths, 1)
-            heads = self._new_heads(self.layer, self.number, kernel, key, value, slots)
-            return self._launch(x, output, gate_up, down, heads, self._meeting(num_exchanged), seen, part)
-
-        x, key, value = self._over_devices(on_device, specs, (P(), *specs[-4:-2]))(*arrays)
+        arrays, specs = self.arrays(cache)
+        on_device = lambda *arrays: self.launch(cache, *arrays).run()
+        x, key, value = self.over_devices(on_device, (P(), *specs), (P(), *specs[-4:-2]))(self.x, *arrays)
         return x, with_layer(cache, self.number, key, value)
 
-    def _launch(self, x, output, gate_up, down, heads, meeting, lengths, stored):
+    def arrays(self, cache: AnyCache) -> tuple[tuple, tuple]:
+        """Returns the arrays of `launch` after x, and how they are cut over devices."""
+        arrays = [*self._weights(), *self._heads(self.layer, self.number, cache)]
+        arrays.append((cache.operands(self.number, num_new=1)["key_value_seq_lengths"], P()))
+        return tuple(zip(*arrays, strict=True))
+
+    def attends_alike(self, other: "_Whole", cache: AnyCache) -> bool:
+        """Returns whether two layers rotate, see and store alike, as those of one launch do."""
+        numbers, context = (self.number, other.number), self.context
+        angles = zip(*map(context.cosine_sine, numbers), strict=True)
+        first, second = ((context.attention_options(i), cache.arrays.layers[i].block_size) for i in numbers)
+        return first == second and all(one is another for one, another in angles)
+
+    def launch(self, cache: AnyCache, x, output, gate_up, down, kernel, key, value, lengths, seen):
+        """Returns the launch as the kernel takes it, of a device's parts of the arrays."""
         from tree_attn.kernels.few_rows_chain_call import WholeLayer
 
-        options = AttentionOptions(key_value_seq_lengths=lengths, **self.context.attention_options(self.number))
+        stored = cache.arrays.layers[self.number]
+        meeting = self._meeting(max(self._num_exchanged(self.layer), self._num_attended))
+        part = dataclasses.replace(stored, key=key, value=value)
+        heads = self._new_heads(self.layer, self.number, kernel, key, value, slots_or_beyond(part, lengths, 1))
+        options = AttentionOptions(key_value_seq_lengths=seen, **self.context.attention_options(self.number))
         axes = stored.axes if self._num_devices > 1 else ()
         num_slots = heads.key.shape[1]
         visible = visibility(
@@ -246,7 +299,7 @@ class _Whole(_OneLaunch):
             logits_soft_cap=options.soft_cap, exchange=None if meeting is None else fused.Exchange(*meeting),
             output=output, gate_up=gate_up, down=down, norm=_norm_of(self.layer.mlp_norm),
             activation=self.layer.mlp.activation, meeting=meeting,
-        ).run()  # fmt: skip
+        )  # fmt: skip
 
     @property
     def _mesh(self):
@@ -287,7 +340,7 @@ class _Link(_OneLaunch):
             return self._product(*arrays, key, value, lengths, slots=slots, meeting=meeting).run()
 
         out_specs = P() if self.following is None else (P(), P(), *specs[-3:-1])
-        on_device = self._over_devices(on_device, specs, out_specs)
+        on_device = self.over_devices(on_device, specs, out_specs)
         if self.following is None:
             return on_device(*arrays), None, cache
         y, query, key, value = on_device(*arrays)

@@ -23,11 +23,11 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_chain`, by which a layer of one token for each sequence is
         one launch with its attention, and else the products between two layers' attention are. With JAX 0.12 that reads
-        weights before the previous kernel has ended. So the program must take them as arguments, and none of its
-        kernels may write them. None is the fastest where the kernel runs, for up to 16 tokens at a time; over several
-        GPUs for up to 3, with attention in a launch of its own; and else `xla`. The fastest is `mosaic_gpu_chain`
-        (docs/log/llama.md). With a loop over layers it is `mosaic_gpu` on one GPU. The kernel has no
-        gradient.
+        weights before the previous kernel has ended, and up to 16 layers are one launch. So the program must
+        take them as arguments, and none of its kernels may write them. None is the fastest where the kernel runs, for
+        up to 16 tokens at a time; over several GPUs for up to 3, with attention in a launch of its own; and else `xla`.
+        The fastest is `mosaic_gpu_chain` (docs/log/llama.md). With a loop over layers it is `mosaic_gpu` on one GPU.
+        The kernel has no gradient.
       sharding: of the model. Over several devices the kernel needs weights that are cut, and a sequence that is cut
         over all of the mesh.
       unrolls_layers: of the model. A loop over layers copies their weights, so they cannot be read ahead.

@@ -1,8 +1,10 @@
 """Compiles a decoding program of a small Llama for an absent H200, and prints as JSON what is launched.
 
-`launches` are those of the second of three layers, by the scopes that they come from; `copies` are shapes of copies.
+`launches` are those of the second of three layers, or of several with it, by the scopes that they come from; `copies`
+are shapes of copies.
 """
 
+import dataclasses
 import gc
 import json
 import os
@@ -31,6 +33,8 @@ CONFIG = LlamaConfig(
     num_layers=3, hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1024,
     max_position=4096,
 )  # fmt: skip
+# Of its layers each CTA has a part of every product, so that they can be one launch.
+LARGE = dataclasses.replace(CONFIG, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8)
 NUM_TOKENS = 8  # of a call, in a loop
 
 
@@ -39,27 +43,31 @@ def main():
     tuning.device_kind = lambda: "NVIDIA H200"
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = Mesh(np.array(topology.devices), "seq")
-    sharding = spread_over(CONFIG, mesh, "seq")
+    for products in ("xla", "mosaic_gpu", "mosaic_gpu_chain"):
+        report(CONFIG, products, products, mesh)
+    report(LARGE, "mosaic_gpu_chain", "several layers", mesh)
+
+
+def report(config: LlamaConfig, products: str, name: str, mesh: Mesh) -> None:
+    sharding = spread_over(config, mesh, "seq")
     create = parameters.abstract(sharding, jnp.bfloat16)
     of = lambda dtype, spec, *size: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
-    stored = of(jnp.bfloat16, P(None, "seq"), 1, CONFIG.max_position, CONFIG.num_kv_heads, CONFIG.head_dim)
+    stored = of(jnp.bfloat16, P(None, "seq"), 1, config.max_position, config.num_kv_heads, config.head_dim)
     layer = LayerCache(key=stored, value=stored, mesh=mesh, axis_name="seq", block_size=1)
-    layers = LayerTuple((layer,) * CONFIG.num_layers)
+    layers = LayerTuple((layer,) * config.num_layers)
     cache = KVCache(arrays=layers, lengths=of(jnp.int32, P(), 1), overflowed=of(bool, P(), 1))
     attention = by_name("single", sharding, implementation="mosaic_gpu")
-    for products in ("xla", "mosaic_gpu", "mosaic_gpu_chain"):
-        model = Llama(CONFIG, sharding, create, unroll_layers=True, products=products)
-        structure, state = nnx.split(model)
+    structure, state = nnx.split(Llama(config, sharding, create, unroll_layers=True, products=products))
 
-        def decode(state, tokens, cache, structure=structure):
-            def step(carry, _):
-                logits, cache = nnx.merge(structure, state).decode(*carry, attention)
-                return (logits.argmax(axis=-1).astype(jnp.int32), cache), None
+    def decode(state, tokens, cache):
+        def step(carry, _):
+            logits, cache = nnx.merge(structure, state).decode(*carry, attention)
+            return (logits.argmax(axis=-1).astype(jnp.int32), cache), None
 
-            return jax.lax.scan(step, (tokens, cache), length=NUM_TOKENS)[0]
+        return jax.lax.scan(step, (tokens, cache), length=NUM_TOKENS)[0]
 
-        traced = jax.jit(decode, donate_argnums=2).trace(state, of(jnp.int32, P(), 1, 1), cache)
-        print(json.dumps({"products": products} | launched(traced.lower().compile().as_text())), flush=True)
+    traced = jax.jit(decode, donate_argnums=2).trace(state, of(jnp.int32, P(), 1, 1), cache)
+    print(json.dumps({"products": name} | launched(traced.lower().compile().as_text())), flush=True)
 
 
 def launched(text: str) -> dict:
@@ -68,7 +76,9 @@ def launched(text: str) -> dict:
         if re.match(r"%?(fused|wrapped|command_buffer)", computation.lstrip()):
             continue
         for line in computation.splitlines():
-            if (scope := re.search(r"layer_1/([\w/]+)", line)) and re.search(r" (fusion|custom-call)\(", line):
+            if (scope := re.search(r"layers?_(?:1|0_to_2)/([\w/]+)", line)) and re.search(
+                r" (fusion|custom-call)\(", line
+            ):
                 launches.append(scope[1])
             copies += re.findall(r"= (\S+?)(?:\{\S*)? copy\(", line)
     return {"launches": launches, "copies": copies}

@@ -18,6 +18,7 @@ from tree_attn.kernels import few_rows_call, few_rows_chain_call, targets
 from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_chain_call import AfterAttention, NewHeads, Norm
 from tree_attn.kernels.interpreter import interpreted_kernels
+from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import (
@@ -356,28 +357,34 @@ def test_a_layer_is_attention_and_one_launch(
     assert reason is None or reason in caplog.text
 
 
+RUNS_TOGETHER = jax.__version_info__ >= KERNELS_ARE_RECORDED
+TOGETHER = [1, 0, 0, 1] if RUNS_TOGETHER else [1, 0, 2, 0]
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
     ("options", "num_tokens", "batch", "expected", "reason"),
     [
-        ({}, 1, 1, [1, 0, 2], None),  # the head, and each layer
-        ({}, 1, 4, [1, 0, 2], None),
-        ({"window": 6}, 1, 1, [1, 1, 2], "layer 0 is not one launch: attention in a launch has not run with a window"),
-        ({}, 2, 1, [1, 1, 2], "layer 0 is not one launch: a launch attends with one query of each sequence, not 2"),
-        ({}, 1, 5, [1, 1, 2], "layer 0 is not one launch: a chain attends with one query of each of up to 4 sequences"),
-        ({"head_dim": 80}, 1, 1, [1, 1, 2], "a chain's attention has a head dim of (64, 128)"),
-        ({"num_heads": 32}, 1, 1, [1, 1, 2], "a chain's attention has up to 8 or 16 query heads"),
-        ({"implementation": "xla"}, 1, 1, [1, 1, 2], "attention is one that a launch does not replace"),
-        ({"reduction": "gather"}, 1, 1, [1, 1, 2], "attention is one that a launch does not replace"),
-        ({"dtype": jnp.float8_e4m3fn}, 1, 1, [1 + 2, 0, 2], "in their own dtype, bfloat16, not float8_e4m3fn"),
-        ({"query_key_value_bias": True}, 1, 1, [1 + 2, 0, 2], "layer 0 is not one launch: a chain makes queries"),
+        ({}, 1, 1, TOGETHER, None),  # the head, and all layers
+        ({}, 1, 4, TOGETHER, None),
+        ({"num_layers": 17}, 1, 1, [1, 0, 0, 2] if RUNS_TOGETHER else [1, 0, 17, 0], None),
+        ({"num_layers": 1}, 1, 1, [1, 0, 1, 0], "layers 0 to 0 are not one launch: a launch has 2 to 16 layers, not 1"),
+        ({"window": 6}, 1, 1, [1, 1, 2, 0], "attention in a launch has not run with a window"),
+        ({}, 2, 1, [1, 1, 2, 0], "a launch attends with one query of each sequence, not 2"),
+        ({}, 1, 5, [1, 1, 2, 0], "a chain attends with one query of each of up to 4 sequences"),
+        ({"head_dim": 80}, 1, 1, [1, 1, 2, 0], "a chain's attention has a head dim of (64, 128)"),
+        ({"num_heads": 32}, 1, 1, [1, 1, 2, 0], "a chain's attention has up to 8 or 16 query heads"),
+        ({"implementation": "xla"}, 1, 1, [1, 1, 2, 0], "attention is one that a launch does not replace"),
+        ({"reduction": "gather"}, 1, 1, [1, 1, 2, 0], "attention is one that a launch does not replace"),
+        ({"dtype": jnp.float8_e4m3fn}, 1, 1, [1 + 2, 0, 2, 0], "in their own dtype, bfloat16, not float8_e4m3fn"),
+        ({"query_key_value_bias": True}, 1, 1, [1 + 2, 0, 2, 0], "a chain makes queries"),
     ],
     ids=[
-        "whole", "four sequences", "window", "two tokens", "many sequences", "head dim", "group", "implementation",
-        "reduction", "cache", "biases",
+        "together", "four sequences", "17 layers", "one layer", "window", "two tokens", "many sequences", "head dim",
+        "group", "implementation", "reduction", "cache", "biases",
     ],
 )  # fmt: skip
-def test_a_layer_of_one_token_is_one_launch(
+def test_layers_of_one_token_are_one_launch(
     options, num_tokens, batch, expected, reason, sharding_over, on_one_sm, monkeypatch, caplog
 ):  # fmt: skip
     monkeypatch.setattr("tree_attn.local.mosaic_gpu.unavailable", lambda: None)
@@ -394,7 +401,8 @@ def test_a_layer_of_one_token_is_one_launch(
     decode = jax.jit(lambda tokens: model.decode(tokens, cache, attention)[0])
     with caplog.at_level(logging.INFO, "tree_attn"):
         text = decode.trace(jnp.ones((batch, num_tokens), jnp.int32)).lower(lowering_platforms=("cuda",)).as_text()
-    assert [text.count(f"call @multiply_{name}") for name in ("few_rows", "into_cache", "chain")] == expected
+    names = "multiply_few_rows", "multiply_into_cache", "multiply_chain", "run_layers"
+    assert [text.count(f"call @{name}") for name in names] == expected
     assert reason is None or reason in caplog.text
 
 
