@@ -21,7 +21,7 @@ from tree_attn.kernels.launch_order import runs_kernels_in_order
 from tree_attn.kernels.lean_call import lean_shape, plan_call
 from tree_attn.kernels.lean_layout import LeanConfig, partial_spans
 from tree_attn.kernels.registers import WRITES_IN_PLACE
-from tree_attn.kernels.tuning import num_sms, read_rate
+from tree_attn.kernels.tuning import num_sms
 
 
 class Unchained(ValueError):
@@ -160,7 +160,7 @@ class AfterAttention(_Chain):
         shapes = self._shapes(products, arrays)
         if isinstance(shapes, str):
             return shapes
-        configs = chain_configs(shapes, num_sms(), may_be_compact=self._may_be_compact, read_rate=read_rate())
+        configs = chain_configs(shapes, num_sms(), may_be_compact=self._may_be_compact)
         return configs if isinstance(configs, str) else (shapes, configs)
 
     def run(self):
@@ -241,9 +241,7 @@ class WholeLayer(_Chain):
         lean = lean_shape(query, heads.key, **options)
         if (reason := unsupported_attention(lean, group)) is not None:
             return reason
-        configs = chain_configs(
-            shapes, num_sms(), attention=lean, may_be_compact=self._may_be_compact, read_rate=read_rate()
-        )
+        configs = chain_configs(shapes, num_sms(), attention=lean, may_be_compact=self._may_be_compact)
         if isinstance(configs, str):
             return configs
         if not tells_all_reads(shapes, configs, has_attention=True):

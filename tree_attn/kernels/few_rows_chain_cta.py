@@ -88,7 +88,7 @@ class CtaChain(ChainMessages):
             ring = Ring(
                 full=self.fulls[0 if len(self.fulls) == 1 else number], free=self.free,
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
-                is_first=i == 0 and self.begins_ring, pace=self.configs[i if number is None else number].pace,
+                is_first=i == 0 and self.begins_ring,
             )  # fmt: skip
             options = dict(
                 ring=ring, x_broadcast=self._x_of(i, steps), broadcast=self._broadcast(i, steps),

@@ -48,7 +48,6 @@ def chain_configs(
     smem_bytes: int = SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES,
     attention: LeanShape | None = None,
     may_be_compact: bool = False,
-    read_rate: int | None = None,
 ) -> tuple[FewRowsConfig, ...] | str:
     """Returns a layout for each product of a chain, or why there is none.
 
@@ -57,7 +56,6 @@ def chain_configs(
       smem_bytes: shared memory of a CTA.
       attention: what is in the chain of it, or None.
       may_be_compact: whether x need not be padded, where the ring has so many more stages that it pays.
-      read_rate: bytes that all CTAs read in a cycle of an SM's clock (`tuning.read_rate`), or None.
     """
     configs = []
     for shape in shapes:
@@ -71,9 +69,7 @@ def chain_configs(
             tile=tile, tiles=tiles, num_ctas=-(-shape.out_features // (tile * tiles)), block_in=BLOCK_IN, num_stages=1,
             is_early=True, stack=stack, slabs=slabs, rows=STAGE_ROWS,
         )  # fmt: skip
-        num_bytes = tile * shape.parts * config.in_features_of_stage * jnp.dtype(shape.dtype).itemsize
-        pace = None if read_rate is None else num_bytes * config.num_ctas // read_rate
-        configs.append(dataclasses.replace(config, pace=pace))
+        configs.append(config)
     padded = _filled(shapes, configs, smem_bytes, attention)
     if isinstance(padded, str) or not may_be_compact or shapes[0].rows > COMPACT_ROWS:
         return padded

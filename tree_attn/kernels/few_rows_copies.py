@@ -116,34 +116,15 @@ def await_copies(barriers, step, num_stages: int) -> None:
 
     Unlike `plgpu.barrier_wait` it may leave out steps, and wait for one more than once.
     """
+    phase = lax.div(step, num_stages)
+    address = address_of_barriers(barriers) + lax.rem(step, num_stages) * BARRIER_BYTES
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR))
     def emit(_, address, phase):
         parity = arith.trunci(ir.IntegerType.get_signless(1), phase.registers.item())
         _barrier_at(address.registers.item()).wait_parity(parity)
 
-    emit(*_place_of_barrier(barriers, step, num_stages))
-
-
-def await_copies_or_cycles(barriers, step, num_stages: int, cycles: int) -> None:
-    """Waits as `await_copies` does, but no longer than so many cycles of the SM's clock."""
-
-    @plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR))
-    def emit(_, address, phase):
-        parity = arith.andi(phase.registers.item(), ops.int32(1))
-        text = (
-            "{ .reg .pred done, early; .reg .u32 start, now; mov.u32 start, %clock;"
-            " AGAIN: mbarrier.test_wait.parity.shared::cta.b64 done, [$0], $1; @done bra DONE;"
-            " mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.u32 early, now, $2; @early bra AGAIN; DONE: }"
-        )
-        ops.asm(text, None, address.registers.item(), parity, ops.int32(cycles))
-
-    emit(*_place_of_barrier(barriers, step, num_stages))
-
-
-def _place_of_barrier(barriers, step, num_stages: int) -> tuple:
-    """Returns the address of the barrier of a step's stage, and how often it has been waited for before."""
-    return address_of_barriers(barriers) + lax.rem(step, num_stages) * BARRIER_BYTES, lax.div(step, num_stages)
+    emit(address, phase)
 
 
 def _barrier_at(address) -> utils.BarrierRef:

@@ -103,7 +103,6 @@ class FewRowsConfig:
                   blocks of 128 or more in-features
     in_flight:    stages whose weights are on their way at once, at most `num_stages`, or None: all that are free; in a
                   product's first `num_stages` steps one is, or all if it is a whole layer's first
-    pace:         cycles of the SM's clock after which another may follow that one before it has arrived, or None
     """
 
     tile: int
@@ -116,7 +115,6 @@ class FewRowsConfig:
     slabs: int = 1
     rows: int | None = None
     in_flight: int | None = None
-    pace: int | None = None
     is_compact: bool = False
 
     @property

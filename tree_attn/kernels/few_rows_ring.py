@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_copies import await_copies, await_copies_or_cycles
+from tree_attn.kernels.few_rows_copies import await_copies
 from tree_attn.kernels.interpreter import is_interpreted
 
 STAGE_ROWS, BLOCK_IN = 128, 128  # of weights in a stage of a chain's ring
@@ -33,7 +33,6 @@ class Ring:
       free: barriers of the stages, at which computing arrives when it has read one.
       num_stages, in_flight: as in `FewRowsConfig`.
       is_first: whether no message is on its way when the operation begins, so that all stages may be.
-      pace: cycles between two copies while messages are on their way, as in `FewRowsConfig`.
       num_steps: of all operations of the CTA; only computing needs it.
     """
 
@@ -43,7 +42,6 @@ class Ring:
     in_flight: int | None = None
     first_step: Any = 0
     is_first: bool = False
-    pace: int | None = None
     num_steps: Any = None
 
     def stage(self, step):
@@ -61,13 +59,8 @@ class Ring:
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        few = 1 if self.pace is None else 2
-        before = self.first_step + step - jnp.where(step < self.num_stages, few, self.in_flight)
+        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
-        if self.pace is not None and not self.is_first:
-            last = self.first_step + step - 1
-            is_paced = (step < self.num_stages) & (last >= 0)
-            pl.when(is_paced)(lambda: await_copies_or_cycles(self.full[0], last, self.num_stages, self.pace))
         pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
     def await_first_x(self) -> None:

@@ -12,7 +12,6 @@ from tree_attn.kernels.lean_layout import ROWS, LeanConfig, LeanShape, max_smem_
 from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.schedule import MERGE_KV_TILES, MIN_KV_TILES_PER_RUN, longest_run
 
-READ_RATES = {"NVIDIA H200": 2300}  # 4.55 TB/s at 1.98 GHz
 DEFAULT_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 MAX_COLS_OF_TWO_CTAS = 16  # query columns with which an SM has registers for two CTAs
 MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 128 keys, of head dims up to 64
@@ -188,11 +187,6 @@ def num_sms() -> int:
     """Returns the streaming multiprocessors of the first local GPU; an H200's where there is none."""
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else DEFAULT_SMS
-
-
-def read_rate() -> int | None:
-    """Returns the bytes that all SMs read in a cycle of their clock, at which chains' copies pace; None: not measured."""
-    return READ_RATES.get(device_kind())
 
 
 def device_kind() -> str:
