@@ -89,10 +89,9 @@ def _expected_calls(name: str, sharding, case: tuple, shape) -> list[int]:
     if name in ("mosaic_gpu_chain", PICKED):
         # The head; over devices the first heads too, where attention is a launch of its own; a chain of each layer.
         is_whole = name != PICKED and tokens == 1 and batch <= MAX_ROWS and window is None
-        # Where CTAs lack parts of products after attention, layers are launches of their own.
-        have_parts = {TINY["intermediate_size"]: 8, LARGE["intermediate_size"]: 2}  # on so many devices at the most
-        are_together = is_whole and sharding.mesh.size <= have_parts.get(shape.intermediate_size, 0)
-        if are_together and jax.__version_info__ >= KERNELS_ARE_RECORDED:
+        # Where CTAs lack parts of products after attention, and over devices, layers are launches of their own.
+        have_parts = shape.intermediate_size != SMALL["intermediate_size"]
+        if is_whole and is_alone and have_parts and jax.__version_info__ >= KERNELS_ARE_RECORDED:
             return [1, 0, 0, 1]
         return [1 if is_alone or is_whole else 2, 0, 2, 0]
     return [7, 0, 0, 0] if is_alone else [5, 4, 0, 0]

@@ -93,6 +93,8 @@ def _run_chained(layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: 
 
 def _run_together(layers: Sequence[Any], x: jax.Array, cache: AnyCache, i: int, context: Any):
     """Returns the result of several layers, the cache, and how many they are, of one launch; or None: there is none."""
+    if context.sharding.mesh.size > 1:
+        return None  # over devices each layer is a launch of its own
     from tree_attn.kernels.few_rows_chain_call import Unchained
     from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS
 
@@ -119,14 +121,8 @@ def _run_wholes(wholes: Sequence["_Whole"], cache: AnyCache) -> tuple[jax.Array,
     """
     from tree_attn.kernels.few_rows_layers_call import Layers
 
-    arrays, specs = zip(*(whole.arrays(cache) for whole in wholes), strict=True)
-
-    def on_device(x, arrays):
-        launches = [whole.launch(cache, x, *of_layer) for whole, of_layer in zip(wholes, arrays, strict=True)]
-        return Layers(launches).run()
-
-    out_specs = P(), tuple(of_layer[-4:-2] for of_layer in specs)
-    x, caches = wholes[0].over_devices(on_device, (P(), specs), out_specs)(wholes[0].x, arrays)
+    launches = [whole.launch(cache, whole.x, *whole.arrays(cache)[0]) for whole in wholes]
+    x, caches = Layers(launches).run()
     for whole, (key, value) in zip(wholes, caches, strict=True):
         cache = with_layer(cache, whole.number, key, value)
     return x, cache
@@ -208,8 +204,7 @@ class _OneLaunch:
     def _meeting(self, num_exchanged: int):
         return fused.meeting(self._axes, self.context.sharding.mesh, num_exchanged) if self._num_devices > 1 else None
 
-    def over_devices(self, on_device: Callable, specs: Sequence[P], out_specs: Any) -> Callable:
-        """Returns `on_device` as a function of arrays that are cut over the devices."""
+    def _over_devices(self, on_device: Callable, specs: Sequence[P], out_specs: Any) -> Callable:
         if self._num_devices == 1:
             return on_device
         options = dict(axis_names=set(self._axes), in_specs=tuple(specs), out_specs=out_specs)
@@ -264,7 +259,7 @@ class _Whole(_OneLaunch):
         """
         arrays, specs = self.arrays(cache)
         on_device = lambda *arrays: self.launch(cache, *arrays).run()
-        x, key, value = self.over_devices(on_device, (P(), *specs), (P(), *specs[-4:-2]))(self.x, *arrays)
+        x, key, value = self._over_devices(on_device, (P(), *specs), (P(), *specs[-4:-2]))(self.x, *arrays)
         return x, with_layer(cache, self.number, key, value)
 
     def arrays(self, cache: AnyCache) -> tuple[tuple, tuple]:
@@ -340,7 +335,7 @@ class _Link(_OneLaunch):
             return self._product(*arrays, key, value, lengths, slots=slots, meeting=meeting).run()
 
         out_specs = P() if self.following is None else (P(), P(), *specs[-3:-1])
-        on_device = self.over_devices(on_device, specs, out_specs)
+        on_device = self._over_devices(on_device, specs, out_specs)
         if self.following is None:
             return on_device(*arrays), None, cache
         y, query, key, value = on_device(*arrays)

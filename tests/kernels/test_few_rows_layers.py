@@ -51,9 +51,10 @@ def test_layers_of_a_model_are_one_launch(on_h200):
         (lambda layers: layers * MAX_LAYERS, "a launch has 2 to 16 layers, not 32"),
         (lambda layers: [layers[0], dataclasses.replace(layers[1], scale=0.2)], "layers of one launch are alike"),
         (lambda _: calls(layer=Layer(**OF_1B | {"intermediate": 1792, "slots": 64})), "a part of all products"),
+        (lambda layers: [dataclasses.replace(layers[0], meeting=(0, None))] * 2, "one launch on one device"),
         (lambda _: calls(layer=Layer(**OF_1B | {"batch": 5, "slots": 64})), "up to 4 sequences, not 1 of 5"),
     ],
-    ids=["one", "many", "scale", "a part", "sequences"],
+    ids=["one", "many", "scale", "a part", "devices", "sequences"],
 )
 def test_what_cannot_be_one_launch_has_a_reason(change, reason, on_h200):
     with pytest.raises(Unchained, match=reason):
@@ -74,21 +75,6 @@ def test_what_attention_gives_has_words_of_its_own(on_h200):
     assert several.partial_words == one.partial_words
 
 
-# Of two devices, whose CTAs merge elements of heads in several orders.
-OVER_DEVICES = [
-    {
-        "devices": 2,
-        "delays": False,
-        "makes": (0, 1),
-        "attends": ((0, 2), (1, 3)),
-        "merges": merges,
-        "in_parts": in_parts,
-    }
-    for merges in (((0, 2), (1, 3)), ((0, 1), (2, 3)))
-    for in_parts in ((), ("output",), ("down",), ("output", "down"))
-]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -98,8 +84,6 @@ OVER_DEVICES = [
         {"makes": (None, 0, 1), "attends": ((0,), (1,), (0,)), "merges": ((0,), (1,), (1,))},
         {"attends": ((0,), (0,), (1,)), "merges": ((1,), (0,), (1,))},
         {"meets": False},
-        {"devices": 2, "makes": (0, None), "attends": ((1,), (0,)), "merges": ((0,), (1,)), "in_parts": ("down",)},
-        *OVER_DEVICES,
     ],
     ids=str,
 )
@@ -107,10 +91,9 @@ def test_words_are_read_before_they_are_overwritten(changes):
     assert list(failures(Exchanges(**changes))) == []
 
 
-@pytest.mark.parametrize("changes", [{}, OVER_DEVICES[0], OVER_DEVICES[2]], ids=str)
-def test_words_of_attention_among_others_are_overwritten_too_early(changes):
+def test_words_of_attention_among_others_are_overwritten_too_early():
     """Who merges a head's states has waited for those who made it, and not for those who receive x for others."""
-    assert any("overwritten" in failure for failure in failures(Exchanges(**changes | {"apart": False})))
+    assert any("overwritten" in failure for failure in failures(Exchanges(apart=False)))
 
 
 def test_one_slot_does_not_suffice():
@@ -129,7 +112,7 @@ def test_computing_waits_until_x_is_written(monkeypatch):
         monkeypatch.setattr(CtaLayers, name, record(name))
     monkeypatch.setattr(CtaLayers, "prepared", lambda self: self)
     monkeypatch.setattr(CtaLayers, "of_layer", lambda self, *_: self)
-    for name in ("_product", "_broadcast", "_exchange", "steps_of_layer"):
+    for name in ("_product", "_broadcast", "steps_of_layer"):
         product = types.SimpleNamespace(send_before=record("send x"))
         monkeypatch.setattr(CtaLayers, name, record(name, product))
     monkeypatch.setattr(CtaLayers, "refs", property(lambda _: [None]))

@@ -103,12 +103,12 @@ def multiply_chain(
     return run(x, residual, weights, scales, heads, rank, tables)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "configs", "attention", "buffers"))
+@functools.partial(jax.jit, static_argnames=("shapes", "configs", "attention"))
 def run_layers(
-    x, weights, scales, places, caches, rank, tables, *, shapes: tuple[FewRowsShape, ...],
-    configs: tuple[FewRowsConfig, ...], attention: AttentionLayout, buffers=None,
+    x, weights, scales, places, caches, tables, *, shapes: tuple[FewRowsShape, ...],
+    configs: tuple[FewRowsConfig, ...], attention: AttentionLayout,
 ):  # fmt: skip
-    """Returns the result of the last of several layers, `[rows, O]`, and all caches; one launch runs them.
+    """Returns the result of the last of several layers, `[rows, O]`, and all caches; one launch of one device.
 
     Args:
       x: `[rows, I]` of the first.
@@ -119,7 +119,7 @@ def run_layers(
     """
 
     @jax.custom_batching.sequential_vmap  # CTAs of two launches must not count together
-    def run(x, weights, scales, places, caches, rank, tables):
+    def run(x, weights, scales, places, caches, tables):
         caches = jax.tree.map(jax.new_ref, caches)
         of_layers = [
             {f"weights {i}": array for i, array in enumerate(weights)}
@@ -129,11 +129,11 @@ def run_layers(
         ]
         named = {name_of(name, layer): array for layer, of in enumerate(of_layers) for name, array in of.items()}
         named |= dict(zip(HEADS[:2], places, strict=True)) | tables
-        options = dict(rank=rank, attention=attention, num_layers=len(weights))
-        *_, y = _launch(x, None, (), (), shapes, configs, buffers, **options, **named)
+        options = dict(attention=attention, num_layers=len(weights))
+        *_, y = _launch(x, None, (), (), shapes, configs, **options, **named)
         return y[: shapes[0].rows], jax.tree.map(jax.freeze, caches)
 
-    return run(x, weights, scales, places, caches, rank, tables)
+    return run(x, weights, scales, places, caches, tables)
 
 
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):

@@ -140,8 +140,7 @@ def receives_in_vain(shape: FewRowsShape, config: FewRowsConfig, receives_all: b
 
 
 def comes_in_parts(
-    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], number: int, num_ranks: int, *,
-    is_repeated: bool = False,
+    shapes: tuple[FewRowsShape, ...], configs: tuple[FewRowsConfig, ...], number: int, num_ranks: int
 ) -> bool:  # fmt: skip
     """Returns whether CTAs receive what each device adds to the result of product `number`, and add it themselves.
 
@@ -151,14 +150,10 @@ def comes_in_parts(
     result. Other devices' CTAs that sent that had read the words before. One without a part of the following product
     reads those of its tiles, and sends nothing. So each CTA must have a part, or CTAs must meet before that product.
     And none may receive x for a tile of which it sends nothing.
-
-    Args:
-      is_repeated: whether another layer follows, so that its first product takes the last result.
     """
-    following = (number + 1) % len(shapes)
-    if (following == 0 and not is_repeated) or not shapes[number].has_residual or shapes[0].rows * num_ranks > MAX_ROWS:
+    if number + 1 == len(shapes) or not shapes[number].has_residual or shapes[0].rows * num_ranks > MAX_ROWS:
         return False
-    shape, config = shapes[following], configs[following]
+    shape, config = shapes[number + 1], configs[number + 1]
     meets = config.tiles * config.blocks(shape) > config.num_stages
     return (meets or config.num_ctas == num_ctas(configs)) and not receives_in_vain(shape, config)
 

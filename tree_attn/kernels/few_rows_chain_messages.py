@@ -65,13 +65,9 @@ class ChainMessages:
     @property
     def in_parts(self) -> list[int]:
         """Returns those whose results come as what devices add, by the words of an exchange."""
-        return [operation for operation in self.broadcasts if self._comes_in_parts(operation)]
-
-    def _comes_in_parts(self, operation: int, **options) -> bool:
-        number, _ = self.operations[operation]
-        if self.buffers is None or number is None:
-            return False
-        return comes_in_parts(self.shapes, self.configs, number, self.buffers.num_ranks, **options)
+        ranks = 0 if self.buffers is None else self.buffers.num_ranks
+        comes = lambda number: number is not None and comes_in_parts(self.shapes, self.configs, number, ranks)
+        return [operation for operation in self.broadcasts if ranks and comes(self.operations[operation][0])]
 
     @property
     def sent(self) -> list[int]:

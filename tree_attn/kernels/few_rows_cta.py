@@ -17,7 +17,7 @@ from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig,
 from tree_attn.kernels.few_rows_moves import ProductMoves
 from tree_attn.kernels.few_rows_norm import no_squares, scaled, totals
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
-from tree_attn.kernels.registers import LOG2_E, full, load
+from tree_attn.kernels.registers import LOG2_E, load
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,7 @@ class CtaProduct(ProductMoves):
         def send(tile, _):
             feature = self.first_feature(tile)
             x = read_residual(x_ref, feature, shape, config)
-            if self.end is None:
-                write_rows(self.out_ref, x, feature, shape, config, self.broadcast)
-                return
-            # The sum over devices of nothing and of the residual, which one of them adds.
-            of_tile = self.out_ref, full(0.0, x.shape, LAYOUT), x, feature, shape
-            self.end.add(self.refs.get("rank"), self.exchange_step, *of_tile, self.broadcast)
+            write_rows(self.out_ref, x, feature, shape, config, self.broadcast)
 
         lax.fori_loop(0, self.config.tiles, send, None)
 

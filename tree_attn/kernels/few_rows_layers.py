@@ -7,11 +7,9 @@ Each CTA has a part of every product but that of heads. A layer's x comes by wor
 do within a layer (`few_rows_broadcast.py`). The first layer's is sent before the loop. What layers have in common is
 read once. Of what they have of their own, a number chooses (`few_rows_of_layers.py`).
 
-Slots of words are two here too, within a device and of exchanges, as `few_rows_broadcast.py` says. But who merges a
-head's states has waited for those who made that head. Others may still receive x for theirs, whose words would be
-overwritten. So attention's results have words of their own in a slot (`tests/kernels/layers_exchange_model.py`).
-
-Over several devices x of the first layer is sent as a sum over them, to which one device adds it.
+Slots of words are two here too, as `few_rows_broadcast.py` says. But who merges a head's states has waited for those
+who made that head. Others may still receive x for theirs, whose words would be overwritten. So attention's results have
+words of their own in a slot (`tests/kernels/layers_exchange_model.py`).
 """
 
 import dataclasses
@@ -81,11 +79,6 @@ class CtaLayers(CtaChain):
         return list(range(len(self.operations)))
 
     @property
-    def in_parts(self) -> list[int]:
-        """Does `CtaChain.in_parts`: the last result may come so too."""
-        return [operation for operation in self.broadcasts if self._comes_in_parts(operation, is_repeated=True)]
-
-    @property
     def words(self) -> Buffers:
         """Does `CtaChain.words`."""
         return chain_buffers(self.shapes, self.attention, num_layers=self.num_layers)
@@ -100,36 +93,26 @@ class CtaLayers(CtaChain):
 
     def steps_of_layer(self, steps: Steps, layer) -> Steps:
         """Returns the first steps of a layer, of those of `begin_steps`: by the first of them it gets its x."""
-        of_layer = lambda step, number: None if step is None else step + layer * number
-        return Steps(of_layer(steps.broadcast, len(self.sent)), of_layer(steps.exchange, len(self.exchanges)))
+        return Steps() if steps.broadcast is None else Steps(steps.broadcast + layer * len(self.sent))
 
     def _broadcast(self, operation: int, steps: Steps) -> Broadcast | None:
         sent = super()._broadcast(operation, steps)
         if sent is None:
             return None
-        behind_x = int(self._last in self.sent)  # which the layer before sends
         is_attended = self.operations[operation][0] is None
         first = first_attended(self.shapes, self.attention) if is_attended else 0
-        return dataclasses.replace(sent, step=sent.step + behind_x, buffers=sent.buffers.replace(first=first))
-
-    def _exchange(self, operation: int, steps: Steps):
-        step = super()._exchange(operation, steps)
-        return None if step is None else step + 1
+        # Behind x, which the layer before sends.
+        return dataclasses.replace(sent, step=sent.step + 1, buffers=sent.buffers.replace(first=first))
 
     def _x_of(self, operation: int, steps: Steps) -> Broadcast | None:
         if operation > 0:
             return super()._x_of(operation, steps)
-        return self._received(self._last, self._of_layer_before(steps))
-
-    def _of_layer_before(self, steps: Steps) -> Steps:
-        return self.steps_of_layer(steps, -1)
+        return self._broadcast(self._last, self.steps_of_layer(steps, -1))
 
     def send_before(self, steps: Steps) -> None:
         """Sends x of the first layer, as if a layer before had ended in it."""
-        number, before = len(self.shapes) - 1, self._of_layer_before(steps)
-        options = dict(
-            ring=None, broadcast=self._broadcast(self._last, before), exchange_step=self._exchange(self._last, before)
-        )
+        number, broadcast = len(self.shapes) - 1, self._x_of(0, steps)
+        options = dict(ring=None, broadcast=broadcast)
         self._product(number, self.of_layer(0, 0).refs[number], options).send_before(self.named["x"])
         plgpu.barrier_arrive(self.smem["x_written"])
         self.come(self._last)

@@ -7,7 +7,7 @@ import jax
 
 from tree_attn.kernels.few_rows_chain import run_layers
 from tree_attn.kernels.few_rows_chain_call import Unchained, WholeLayer
-from tree_attn.kernels.few_rows_chain_layout import chain_bytes, first_attended, num_ctas, receives_in_vain
+from tree_attn.kernels.few_rows_chain_layout import chain_bytes, num_ctas, receives_in_vain
 from tree_attn.kernels.few_rows_layers import layers_barriers
 from tree_attn.kernels.kv_parts import BARRIER_BYTES
 from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
@@ -36,6 +36,8 @@ class Layers:
             return f"a launch of several layers needs JAX 0.12, not {jax.__version__}"
         if any(_describe(layer) != _describe(first) for layer in self.layers):
             return "layers of one launch are alike"
+        if first.meeting is not None:
+            return "several layers are one launch on one device"
         planned = first.plan()
         if isinstance(planned, str):
             return planned
@@ -51,12 +53,6 @@ class Layers:
         num_bytes = chain_bytes(shapes, configs, layout.shape) + BARRIER_BYTES * len(layers_barriers())
         if num_bytes > SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES:
             return f"several layers take {num_bytes} bytes of an SM's shared memory, more than it has"
-        if layout.buffers is not None:
-            behind = first_attended(shapes, layout)
-            attended = layout.shape.num_output_tiles * layout.group * (layout.shape.head_dim + 1)
-            if behind + attended > layout.buffers.capacity:
-                return f"devices exchange up to {layout.buffers.capacity} numbers, not {behind + attended}"
-            layout = dataclasses.replace(layout, buffers=layout.buffers.replace(first=behind))
         return shapes, configs, layout, tables
 
     def run(self):
@@ -81,11 +77,8 @@ class Layers:
         *places, _, _ = first.heads.operands(shapes[0])
         caches = tuple((layer.heads.key, layer.heads.value) for layer in self.layers)
         x = first.x.reshape(first.x.shape[0], -1)
-        rank, buffers = first.meeting or (None, None)
-        y, caches = run_layers(
-            x, weights, scales, tuple(places), caches, rank, tables, shapes=shapes, configs=configs, attention=layout,
-            buffers=buffers,
-        )  # fmt: skip
+        options = dict(shapes=shapes, configs=configs, attention=layout)
+        y, caches = run_layers(x, weights, scales, tuple(places), caches, tables, **options)
         return y.reshape(first.x.shape), caches
 
 
