@@ -23,7 +23,7 @@ def by_name(name: str | None, sharding: LlamaSharding, *, unrolls_layers: bool) 
     Args:
       name: `xla`; `mosaic_gpu`, the kernel; or `mosaic_gpu_chain`, by which a layer of one token for each sequence is
         one launch with its attention, and else the products between two layers' attention are. With JAX 0.12 that reads
-        weights before the previous kernel has ended, and up to 16 layers are one launch. So the program must
+        weights before the previous kernel has ended, and on one GPU up to 16 layers are one launch. So the program must
         take them as arguments, and none of its kernels may write them. None is the fastest where the kernel runs, for
         up to 16 tokens at a time; over several GPUs for up to 3, with attention in a launch of its own; and else `xla`.
         The fastest is `mosaic_gpu_chain` (docs/log/llama.md). With a loop over layers it is `mosaic_gpu` on one GPU.
