@@ -1,7 +1,7 @@
 """Compiles a decoding program of a small Llama for an absent H200, and prints as JSON what is launched.
 
-`launches` are those of the second of three layers, or of several with it, by the scopes that they come from; `copies`
-are shapes of copies.
+`launches` are those of the second of three layers, by the scopes that they come from; `kernels` are this library's, of
+all layers and of what follows; `copies` are shapes of copies.
 """
 
 import dataclasses
@@ -71,17 +71,16 @@ def report(config: LlamaConfig, products: str, name: str, mesh: Mesh) -> None:
 
 
 def launched(text: str) -> dict:
-    launches, copies = [], []
+    launches, kernels, copies = [], [], []
     for computation in re.split(r"\n\n", text):
         if re.match(r"%?(fused|wrapped|command_buffer)", computation.lstrip()):
             continue
         for line in computation.splitlines():
-            if (scope := re.search(r"layers?_(?:1|0_to_2)/([\w/]+)", line)) and re.search(
-                r" (fusion|custom-call)\(", line
-            ):
+            if (scope := re.search(r"layer_1/([\w/]+)", line)) and re.search(r" (fusion|custom-call)\(", line):
                 launches.append(scope[1])
+            kernels += re.findall(r" custom-call\(.*?(\w+)/mpmd_map\"", line)
             copies += re.findall(r"= (\S+?)(?:\{\S*)? copy\(", line)
-    return {"launches": launches, "copies": copies}
+    return {"launches": launches, "kernels": kernels, "copies": copies}
 
 
 if __name__ == "__main__":
