@@ -11,7 +11,7 @@ import pytest
 from lean_cases import Call
 from lean_interpreter import check, has_race, needs_interpreter, set_layout
 
-from tree_attn.kernels import kv_parts, lean_compute, lean_merge, lean_moves
+from tree_attn.kernels import kv_parts, lean_compute, lean_merge, lean_moves, tall_cta
 from tree_attn.kernels import lean as lean_kernel
 from tree_attn.kernels import tall as tall_kernel
 
@@ -110,12 +110,12 @@ SHORT_STREAMS = Call(kv_heads=3, queries=8, group=8, slots=64, batch=2, options=
 
 @pytest.mark.parametrize("call", [Call(queries=40, kv_heads=1), STREAMS], ids=["many", "streams"])
 @pytest.mark.parametrize(
-    "barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[place * halves + half]"]
+    "barrier", ["key_full.at[stage]", "value_full.at[stage]", "query_full.at[place * self._halves + half]"]
 )
 def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, call, monkeypatch):
     set_layout(monkeypatch, num_ctas=1 if call is not STREAMS else 2)
-    changed = mutant(tall_kernel, f"plgpu.barrier_wait({barrier})")
-    monkeypatch.setattr(tall_kernel, "tall_attention", changed.tall_attention)
+    monkeypatch.setattr(tall_cta, "TallCta", mutant(tall_cta, f"plgpu.barrier_wait(self.{barrier})").TallCta)
+    monkeypatch.setattr(tall_kernel, "tall_attention", mutant(tall_kernel, None).tall_attention)
     assert has_race(call, or_is_unawaited=call is STREAMS and barrier.startswith("query"))
 
 
@@ -130,6 +130,7 @@ def test_a_wait_that_is_left_out_is_found_where_queries_are_rows(barrier, call, 
 def test_a_wait_that_is_left_out_is_found_where_streams_move(barrier, call, monkeypatch):
     set_layout(monkeypatch, num_ctas=2)
     leave_out_of_moving(barrier, monkeypatch)
+    monkeypatch.setattr(tall_cta, "TallCta", mutant(tall_cta, None).TallCta)
     monkeypatch.setattr(tall_kernel, "tall_attention", mutant(tall_kernel, None).tall_attention)
     assert has_race(call, or_is_unawaited=True)
 

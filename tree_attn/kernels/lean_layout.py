@@ -207,7 +207,7 @@ class LeanShape:
 def max_smem_bytes(shape: LeanShape, config: LeanConfig) -> int:
     """Returns an upper bound on the shared memory of one CTA of the first kernel.
 
-    `_attend_runs` of `lean.py` and `tall.py` allocate it.
+    `lean._attend_runs` and `tall_cta.tall_scratch` describe it.
     """
     itemsize = jnp.dtype(shape.dtype).itemsize
     kv_tile = config.block_kv * (shape.head_dim + shape.padded_head_dim)

@@ -64,7 +64,7 @@ class OutputTile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Segment:
+class Segment:
     """A run's part within one output tile.
 
     kv_tile, num_kv_tiles:  its first KV tile within the output tile, and how many it has
@@ -154,7 +154,7 @@ def walk(run: Run, tables, shape: LeanShape, config: LeanConfig, attend_segment,
                 num_kv_tiles=kv_tiles,
                 span_end=span_end,
             ),
-            _Segment(
+            Segment(
                 kv_tile=kv_tile,
                 num_kv_tiles=num_kv_tiles,
                 kv_tiles_done=kv_tiles_done,
