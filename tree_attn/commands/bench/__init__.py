@@ -107,7 +107,8 @@ def _add_programs(parser: argparse.ArgumentParser) -> None:
         "--products",
         metavar="NAME",
         help="how new tokens are multiplied with weights: xla; mosaic_gpu, a kernel for 1 to 16 of them on Hopper "
-        "GPUs; or mosaic_gpu_chain, a layer or all between two layers' attention in one launch; default: the fastest",
+        "GPUs; or mosaic_gpu_chain, several layers, or all between two layers' attention, in one launch; default: the "
+        "fastest",
     )
     parser.add_argument("--replicate-weights", action="store_true", help="every device holds and reads all weights")
     parser.add_argument(
