@@ -27,6 +27,10 @@ class Device:
     platform: str = "gpu"
     device_kind: str = "fake"
 
+    @property
+    def client(self):
+        return types.SimpleNamespace(platform_version="cuda")
+
 
 @dataclasses.dataclass(frozen=True)
 class FakeCluster:
