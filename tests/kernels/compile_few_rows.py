@@ -22,7 +22,7 @@ def main():
     sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
     for product in (*compiled_products(), *compiled_appends()):
         jax.jit(product.run).trace(*product.shapes(sharding)).lower().compile()
-        print(json.dumps({"call": str(product), "ctas_per_sm": 2 if product.is_early else 1}), flush=True)
+        print(json.dumps({"call": str(product), "ctas_per_sm": product.ctas_per_sm}), flush=True)
     for chain in (*compiled_chains(), *compiled_layers(), *compiled_several()):
         jax.jit(chain.run).trace(*chain.array_shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(chain), "ctas_per_sm": 1}), flush=True)

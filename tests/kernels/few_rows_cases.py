@@ -46,6 +46,7 @@ class Product:
     dtype: str = "bfloat16"
     ctas: int = 3
     is_early: bool = False
+    shares_sm: bool | None = None
     options: dict = dataclasses.field(default_factory=dict)
     layout: dict = dataclasses.field(default_factory=dict)
 
@@ -66,7 +67,11 @@ class Product:
 
     @property
     def config(self) -> FewRowsConfig:
-        return dataclasses.replace(few_rows_config(self.shape, self.ctas, self.is_early), **self.layout)
+        return dataclasses.replace(few_rows_config(self.shape, self.ctas, self.is_early, self.shares_sm), **self.layout)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2 if self.config.shares_sm else 1
 
     def shapes(self, sharding=None):
         """Returns the shapes of x, weights, scale and residual."""
@@ -113,6 +118,7 @@ def compiled_products() -> list[Product]:
         *model(LLAMA_8B),
         *model(LLAMA_8B[2:3], rows=16),
         *model(LLAMA_8B[:3], rows=16, is_early=True),
+        *model(LLAMA_8B[4:], is_early=True, shares_sm=False),
         *model(LLAMA_1B[3:4]),
         *model(LLAMA_1B[1:2], rows=12, dtype="float16"),
         *model(LLAMA_1B[:1], layout={"stack": 2, "block_in": 128, "num_stages": 6}),
@@ -141,6 +147,10 @@ class Append:
         """A test's name: what differs from the default."""
         values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return "append " + " ".join(f"{name}={value}" for name, value in values if value != getattr(Append, name))
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2 if self.is_early else 1
 
     @property
     def shape(self) -> FewRowsShape:

@@ -90,18 +90,19 @@ def test_a_wait_that_is_left_out_is_found(barrier, monkeypatch):
 MODELS = [(1, shape) for shape in (*LLAMA_1B, *LLAMA_8B)] + [(16, shape) for shape in LLAMA_8B]
 
 
-@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("is_early, shares_sm", [(False, None), (True, None), (True, False)])
 @pytest.mark.parametrize(("rows", "shape"), MODELS, ids=str)
-def test_work_is_even_and_enough_is_in_flight(rows, shape, is_early):
+def test_work_is_even_and_enough_is_in_flight(rows, shape, is_early, shares_sm):
     in_features, out_features, options = shape
     product = Product(rows=rows, in_features=in_features, out_features=out_features, options=options, ctas=H200_SMS)
-    shape, config = product.shape, few_rows_config(product.shape, H200_SMS, is_early)
+    shape, config = product.shape, few_rows_config(product.shape, H200_SMS, is_early, shares_sm)
     check_fits(shape, config)
+    assert config.shares_sm == (is_early and shares_sm is None)
     of_cta = config.tile * config.tiles
     assert (config.num_ctas - 1) * of_cta < out_features <= config.num_ctas * of_cta
     assert out_features / H200_SMS >= 0.96 * of_cta
     in_flight = config.num_stages * shape.parts * config.stacked * config.block_in * shape.dtype.itemsize
-    assert in_flight * (2 if is_early else 1) >= 64 * 1024  # of weights, for an SM
+    assert in_flight * (2 if config.shares_sm else 1) >= 64 * 1024  # of weights, for an SM
 
 
 @pytest.mark.parametrize("is_early", [False, True])

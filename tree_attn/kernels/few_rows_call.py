@@ -21,7 +21,8 @@ from tree_attn.kernels.tuning import num_sms
 
 def few_rows_product(
     x, weights, *, scale=None, eps: float | None = None, adds_one: bool = False, activation: str | None = None,
-    residual=None, out_dtype=None, is_early: bool = False, layout: Mapping[str, int] | None = None,
+    residual=None, out_dtype=None, is_early: bool = False, shares_sm: bool | None = None,
+    layout: Mapping[str, int] | None = None,
 ):  # fmt: skip
     """Computes `y = f(norm(x) W^T) + residual` of few rows, in one launch.
 
@@ -33,6 +34,7 @@ def few_rows_product(
       residual: `[rows, O]` in the dtype of x, or None.
       out_dtype: of y; None: of x.
       is_early: whether weights are read before the previous kernel has ended. No kernel of the program may write them.
+      shares_sm: whether an SM has room for a CTA of the next kernel, so that it can begin early too; None: `is_early`.
       layout: fields of `FewRowsConfig` that are to differ from those chosen, for measurements.
 
     Returns:
@@ -54,7 +56,7 @@ def few_rows_product(
         dtype=x.dtype, out_dtype=jnp.dtype(out_dtype or x.dtype), activation=activation,
         eps=None if scale is None else eps, adds_one=adds_one, has_residual=residual is not None,
     )  # fmt: skip
-    config = dataclasses.replace(few_rows_config(shape, num_sms(), is_early), **(layout or {}))
+    config = dataclasses.replace(few_rows_config(shape, num_sms(), is_early, shares_sm), **(layout or {}))
     weights = weights.reshape(shape.parts, out_features, in_features)
     return multiply_few_rows(x, weights, scale, residual, shape=shape, config=config)
 

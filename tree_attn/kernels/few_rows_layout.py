@@ -98,6 +98,7 @@ class FewRowsConfig:
                   64 rows, the rows of x some of its columns, and what does not belong together is dropped
     slabs:        stacks of a stage and a part, which are multiplied one after another
     is_early:     whether weights are read before the previous kernel has ended
+    shares_sm:    whether an SM has room for a CTA of the next kernel too
     rows:         of weights that a stage has room for, or None: as many as it needs
     is_compact:   whether x has no rows in shared memory that pad it (`few_rows_mma.py`); of up to `COMPACT_ROWS`, in
                   blocks of 128 or more in-features
@@ -111,6 +112,7 @@ class FewRowsConfig:
     block_in: int
     num_stages: int
     is_early: bool = False
+    shares_sm: bool = False
     stack: int = 1
     slabs: int = 1
     rows: int | None = None
@@ -178,7 +180,9 @@ def block_bytes(shape: FewRowsShape, tile: int, block_in: int) -> int:
 
 
 @functools.cache
-def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> FewRowsConfig:
+def few_rows_config(
+    shape: FewRowsShape, sms: int, is_early: bool = False, shares_sm: bool | None = None
+) -> FewRowsConfig:  # fmt: skip
     """Returns a layout by arithmetic: as even as tiles of 8 out-features allow, and as many stages as an SM holds.
 
     Blocks of small tiles are stacked, until they fill the tensor core's rows (docs/log/llama.md: "The products' kernel
@@ -186,8 +190,9 @@ def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> Fe
 
     Args:
       sms: streaming multiprocessors, each of which gets one CTA.
-      is_early: leaves half of an SM to the next kernel.
+      is_early, shares_sm: of `FewRowsConfig`; by default a layout that is early shares an SM.
     """
+    shares_sm = is_early if shares_sm is None else shares_sm
     tile, tiles = tiles_of_cta(-(-shape.out_features // sms), shape.grain)
     num_ctas = -(-shape.out_features // (tile * tiles))
     weight_bytes = shape.parts * tile * jnp.dtype(shape.dtype).itemsize
@@ -198,9 +203,9 @@ def few_rows_config(shape: FewRowsShape, sms: int, is_early: bool = False) -> Fe
     while True:
         config = FewRowsConfig(
             tile=tile, tiles=tiles, num_ctas=num_ctas, block_in=block_in if stack == 1 else STACKED_BLOCK_IN,
-            num_stages=0, is_early=is_early, stack=stack,
+            num_stages=0, is_early=is_early, shares_sm=shares_sm, stack=stack,
         )  # fmt: skip
-        budget = (OVERLAPPED_CTA_BYTES if is_early else CTA_BYTES) + OTHER_BYTES - smem_bytes(shape, config)
+        budget = (OVERLAPPED_CTA_BYTES if shares_sm else CTA_BYTES) + OTHER_BYTES - smem_bytes(shape, config)
         stages = budget // (stack * block_bytes(shape, tile, config.block_in))
         if stages >= MIN_STAGES or stack == 1:
             break
@@ -252,7 +257,7 @@ def smem_bytes(shape: FewRowsShape, config: FewRowsConfig) -> int:
 
 def check_fits(shape: FewRowsShape, config: FewRowsConfig) -> None:
     """Raises ValueError where a layout does not fit the shape or an SM."""
-    ctas = 2 if config.is_early else 1
+    ctas = 2 if config.shares_sm else 1
     room = SMEM_BYTES_PER_SM // ctas - RESERVED_SMEM_BYTES
     if smem_bytes(shape, config) > room:
         raise ValueError(f"config must need at most {room} bytes of shared memory, got {config} for {shape}")
