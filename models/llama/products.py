@@ -206,7 +206,9 @@ class FewRowsProducts(XlaProducts):
         """Does `XlaProducts.logits`, in one launch."""
         if self._is_refused("logits", branch.x, table, norm=branch.norm):
             return super().logits(branch, table)
-        return self._run(branch.x, table, table.shape[:1], norm=branch.norm, out_dtype=jnp.float32)
+        # No kernel follows that would begin early, so its stages fill the SM.
+        options = dict(out_dtype=jnp.float32, shares_sm=False)
+        return self._run(branch.x, table, table.shape[:1], norm=branch.norm, **options)
 
     def _is_refused(self, name: str, x, kernel, *, norm: Any = None, activation: str | None = None) -> bool:
         """Returns whether the kernel cannot multiply these, and logs why."""
