@@ -34,6 +34,12 @@ class ChainedProducts(FewRowsProducts):
         """Does `XlaProducts.name_of`."""
         return _chained(super().name_of(rows))
 
+    def unrolls_steps(self, rows: int) -> bool:
+        """Does `XlaProducts.unrolls_steps`: where layers may be one launch, and CUDA graphs have it."""
+        from tree_attn.kernels.few_rows_broadcast import MAX_ROWS
+
+        return self.is_early and rows <= min(MAX_ROWS, self.max_rows)
+
     def run_layers(self, layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any):
         """Does `XlaProducts.run_layers`."""
         if math.prod(x.shape[:-1]) > self.max_rows:

@@ -68,6 +68,14 @@ class XlaProducts:
         """Returns which of `product_choice.PRODUCTS` multiply so many new tokens at a time."""
         return "xla"
 
+    def unrolls_steps(self, rows: int) -> bool:
+        """Returns whether a step of so many new tokens is so few launches that a program has several without a loop.
+
+        In a loop over steps each is a CUDA graph of its own. What a step does before its layers then waits for the last
+        step's end. But a program without a loop takes longer to compile, by what is compiled of a step.
+        """
+        return False
+
     @property
     def of_shard(self) -> "XlaProducts":
         """The products of a device's own part of the weights, within a `shard_map` over all devices."""

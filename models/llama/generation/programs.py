@@ -22,6 +22,7 @@ from tree_attn.models.llama.prefix import Prefix
 # beats Triton above 16 sequences", "Independent kernels side by side gain up to 5 % below 256 sequences".
 MAX_BATCH_FOR_TRITON_PRODUCTS = 16
 MAX_BATCH_FOR_CONCURRENT_KERNELS = 128
+UNROLLED_STEPS = 8  # of a loop's turn, where steps are unrolled
 
 XlaOptions = Mapping[str, bool | int | str]
 
@@ -180,7 +181,11 @@ class Programs:
         return *self.next_slots(logits, slots), logits, filled
 
     def _decode(self, parameters, slots, prefixes, *, cache):
-        """Runs `tokens_per_dispatch` steps: the slots after the last, and the results of all."""
+        """Runs `tokens_per_dispatch` steps: the slots after the last, and the results of all.
+
+        Where a step is few launches, a turn of the loop has up to eight of them: one CUDA graph, in which what depends
+        on lengths alone, such as the rotation and the attention's schedule, is made for all of them at first.
+        """
         model = self.model_of(parameters)
 
         def step(carry, _):
@@ -190,7 +195,9 @@ class Programs:
             return (slots, cache), (slots.tokens, log_p, logits[:, 0])
 
         count = self.tokens_per_dispatch
-        (slots, cache), (tokens, log_p, logits) = jax.lax.scan(step, (slots, cache), length=count, unroll=count == 1)
+        together = min(count, UNROLLED_STEPS) if model.products.unrolls_steps(slots.tokens.shape[0]) else 1
+        (slots, cache), results = jax.lax.scan(step, (slots, cache), length=count, unroll=count == 1 or together)
+        tokens, log_p, logits = results
         return slots, tokens, log_p, tuple(logits), cache
 
 

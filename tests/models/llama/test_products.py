@@ -535,9 +535,12 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     chained = lambda **options: product_choice.by_name("mosaic_gpu_chain", one, **options)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=True)
     assert chained(unrolls_layers=True).name_of(16) == "mosaic_gpu_chain"
+    assert [chained(unrolls_layers=True).unrolls_steps(rows) for rows in (1, 4, 5)] == [True, True, False]
     with pytest.raises(NotImplementedError, match="read ahead: unroll_layers must be True"):
         chained(unrolls_layers=False)
     over_two = product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
     assert over_two == ChainedProductsOfShards(two) and over_two.name_of(1) == "mosaic_gpu_chain"
+    assert not over_two.unrolls_steps(1), "over devices a layer is several launches"
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=False)
+    assert not chained(unrolls_layers=True).unrolls_steps(1), "an older JAX has no graphs of our kernels"

@@ -21,6 +21,7 @@ from tree_attn.models.llama import (
 )
 from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation import programs as programs_module
+from tree_attn.models.llama.products import XlaProducts
 from tree_attn.sparq import SparqOptions
 
 
@@ -117,6 +118,23 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
     monkeypatch.setattr(programs_module, "is_rocm", lambda device: True)
     generator()
     assert on_one.programs.xla_options(16) == {}
+
+
+@pytest.mark.parametrize("count, num_loops", [(3, 0), (20, 1)])
+def test_steps_of_few_launches_follow_one_another_in_one_turn_of_the_loop(tiny_model, monkeypatch, count, num_loops):
+    model = tiny_model(1)
+
+    def tokens_and_loops(unrolls: bool):
+        monkeypatch.setattr(XlaProducts, "unrolls_steps", lambda self, rows: unrolls and rows == 2)
+        generator = Generator(model, by_name("single", model.sharding), tokens_per_dispatch=count)
+        prompts = [[5, 3, 9], [7]]
+        loops = re.findall(r" while\(.*op_name=\"(\S+)\"", generator.compile(prompts, 30).decode.as_text())
+        # A loop over layers has their name.
+        return [step.tokens.tolist() for step in generator.stream(prompts, 30)], sum("layers" not in x for x in loops)
+
+    in_loop, unrolled = tokens_and_loops(False), tokens_and_loops(True)
+    assert unrolled[0] == in_loop[0] and len(in_loop[0]) == 30
+    assert (in_loop[1], unrolled[1]) == (1, num_loops)
 
 
 @pytest.mark.slow
