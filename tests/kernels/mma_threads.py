@@ -1,4 +1,4 @@
-"""The threads of a warpgroup in NumPy: what `mma`, `columns`, `warps` and others emit is carried out, not compiled.
+"""The threads of a warpgroup in NumPy: what `mma`, `columns` and `warps` emit is carried out instead of compiled.
 
 Pallas' interpreter knows no inline PTX. Here each emitted operation acts on the values of all 128 threads, and each PTX
 instruction does what NVIDIA's manual says of its fragments. Shared memory is bytes, swizzled as a TMA copy leaves them.
@@ -15,13 +15,13 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import columns, few_rows_mma, few_rows_wgmma, mma, warps
+from tree_attn.kernels import columns, few_rows_mma, mma, warps
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.targets import AMPERE
 
 THREADS, WARPS = 128, 4
 LANE, WARP = np.arange(THREADS) % 32, np.arange(THREADS) // 32
-DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "i1": np.bool_}
+DTYPES = {"i32": np.int32, "f32": np.float32, "i1": np.bool_}
 
 
 @dataclasses.dataclass
@@ -229,54 +229,6 @@ class Instructions:
         return [(sums[..., i] + product[:, i // 2, :, :, i % 2]).reshape(THREADS) for i in range(4)]
 
 
-def _wgmma(memory: Memory, text: str, sums: list, descriptors: list) -> list:
-    """Carries out `wgmma`s of one operation: float32 of threads, with what the instructions add.
-
-    Args:
-      sums: float32 `[128]` of each register; descriptors: of the operands behind them, the same for all threads.
-    """
-    fixed = {f"${len(sums) + i}": int(np.unique(x).item()) for i, x in enumerate(descriptors)}
-    pattern = re.compile(
-        r"add\.s64 (?P<name>\w), (?P<of>\$\d+), (?P<plus>\d+);|wgmma\.mma_async\.sync\.aligned\.m64n(?P<n>\d+)k16\.f32"
-        r"\.(?P<kind>b?f16)\.b?f16 \{(?P<registers>[^}]*)\}, a, b, adds, 1, 1, 0, 0;|(?P<other>[a-z.]+[^;]*;)"
-    )
-    others, descriptor_of, sums = [], {}, list(sums)
-    for line in pattern.finditer(text.strip().removeprefix("{").removesuffix("}")):
-        if line["other"]:
-            others.append(line["other"])
-        elif line["name"]:
-            descriptor_of[line["name"]] = fixed[line["of"]] + int(line["plus"])
-        else:
-            dtype = np.float16 if line["kind"] == "f16" else ml_dtypes.bfloat16
-            left, right = (_operand(memory, descriptor_of[x], n, dtype) for x, n in (("a", 64), ("b", int(line["n"]))))
-            product = (left @ right.T).reshape(WARPS, 2, 8, -1, 4, 2)  # [warp, half, g, n, t, 2]
-            numbers = [int(x[1:]) for x in line["registers"].split(", ")]
-            for i, number in enumerate(numbers):
-                of_thread = product[:, i // 2 % 2, :, i // 4, :, i % 2]
-                sums[number] = sums[number] + of_thread.reshape(THREADS)
-    assert others == [
-        ".reg .pred adds;", ".reg .b64 a, b;", "setp.eq.b32 adds, 0, 0;", "wgmma.fence.sync.aligned;",
-        "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;",
-    ]  # fmt: skip
-    return sums
-
-
-def _operand(memory: Memory, descriptor: int, rows: int, dtype):
-    """Returns `[rows, 16]` that lies as a descriptor says, by cores of 8 rows and 16 bytes."""
-    bits = lambda first, count: descriptor >> first & (1 << count) - 1
-    start, by_core, by_group = (16 * bits(first, 14) for first in (0, 16, 32))
-    row, byte = np.arange(rows)[:, None], np.arange(32)
-    if bits(62, 2) == 1:  # swizzled: a row has 128 bytes, and cores follow one another in it
-        assert bits(49, 3) == 0 and start // 128 % 8 == 0, "8 rows begin at a multiple of 1,024 bytes"
-        at = start + row // 8 * by_group + row % 8 * 128 + byte
-        at ^= (at >> 3) & 112
-    else:
-        assert bits(62, 2) == 0
-        at = start + row // 8 * by_group + row % 8 * 16 + byte // 16 * by_core + byte % 16
-    assert (memory.array_of[at] == memory.array_of[start]).all(), "nothing behind the array is read"
-    return memory.bytes[at].copy().view(dtype).astype(np.float32)
-
-
 def _of(kind, function):
     return lambda *xs: Value(kind or xs[0].kind, np.asarray(function(*(x.array for x in xs))))
 
@@ -287,7 +239,7 @@ def _unsigned(function):
 
 @contextlib.contextmanager
 def threads(monkeypatch):
-    """Has `mma`, `columns`, `few_rows_mma`, `few_rows_wgmma` and `warps` run on threads in NumPy.
+    """Has `mma`, `columns`, `few_rows_mma` and `warps` of `tree_attn.kernels` run on threads in NumPy.
 
     Yields their shared memory.
     """
@@ -298,9 +250,6 @@ def threads(monkeypatch):
         kinds = {"r": "i32", "f": "f32"}
         out = instructions.run(text, *(x.array for x in operands))
         return [Value(kinds[kind], np.asarray(x, DTYPES[kinds[kind]])) for kind, x in zip(results, out)]
-
-    def emitted_in_place(text, values, *operands):
-        return [Value("f32", x) for x in _wgmma(memory, text, *([x.array for x in xs] for xs in (values, operands)))]
 
     @contextlib.contextmanager
     def when(predicate):
@@ -314,17 +263,14 @@ def threads(monkeypatch):
     arith = types.SimpleNamespace(
         constant=lambda kind, x: Value(kind, np.full(THREADS, x, DTYPES[kind])),
         addi=_unsigned(np.add), subi=_unsigned(np.subtract), muli=_unsigned(np.multiply),
-        andi=_unsigned(np.bitwise_and), ori=_of(None, np.bitwise_or), xori=_unsigned(np.bitwise_xor),
+        andi=_unsigned(np.bitwise_and), ori=_of(None, np.logical_or), xori=_unsigned(np.bitwise_xor),
         shli=_unsigned(np.left_shift), shrui=_unsigned(np.right_shift),
         divui=_unsigned(np.floor_divide), remui=_unsigned(np.remainder), maxsi=_of("i32", np.maximum),
         minui=_unsigned(np.minimum),
         addf=_of("f32", np.add), mulf=_of("f32", np.multiply), maximumf=_of("f32", maximum),
         bitcast=lambda kind, x: Value(kind, x.array.view(DTYPES[kind])),
         cmpi=lambda compare, x, y: Value("i1", compare(x.array, y.array)),
-        CmpIPredicate=types.SimpleNamespace(
-            eq=np.equal, slt=np.less, sge=np.greater_equal, uge=np.greater_equal
-        ),
-        select=_of("f32", np.where), extui=lambda kind, x: Value(kind, x.array.astype(DTYPES[kind])),
+        CmpIPredicate=types.SimpleNamespace(eq=np.equal, slt=np.less, sge=np.greater_equal),
         index_cast=lambda kind, x: x,
     )  # fmt: skip
     ir = types.SimpleNamespace(
@@ -341,10 +287,7 @@ def threads(monkeypatch):
             when=when, FragmentedArray=lambda _registers, _layout, _is_signed: Fragments(_registers, _layout)
         ),
         "asm_results": emitted,
-        "asm_in_place": emitted_in_place,
-        "constant": lambda number: Value("i64", np.full(THREADS, number, np.int64)),
         "i32": lambda: "i32",
-        "i64": lambda: "i64",
         "int32": lambda number: Value("i32", np.full(THREADS, number, np.int32)),
         "utils": types.SimpleNamespace(warpgroup_barrier=memory.barrier),
         "address_of": lambda ref: Value("i32", np.full(THREADS, ref.address, np.int32)),
@@ -353,7 +296,7 @@ def threads(monkeypatch):
         "bagged": lambda words: Fragments(np.array(words, dtype=object), None),
     }
     for name, fake in fakes.items():
-        users = [module for module in (mma, columns, few_rows_mma, few_rows_wgmma, warps) if hasattr(module, name)]
+        users = [module for module in (mma, columns, few_rows_mma, warps) if hasattr(module, name)]
         assert users, name
         for module in users:
             monkeypatch.setattr(module, name, fake)

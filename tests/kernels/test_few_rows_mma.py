@@ -1,4 +1,4 @@
-"""Products of rows that nothing pads, by both instructions, thread by thread in NumPy, against plain products."""
+"""Products of rows that nothing pads, thread by thread in NumPy, against plain products."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from few_rows_cases import Product
 
-from tree_attn.kernels import few_rows_mma, few_rows_wgmma
+from tree_attn.kernels import few_rows_mma
 from tree_attn.kernels.few_rows_copies import row_of
 from tree_attn.kernels.few_rows_layout import FewRowsConfig
 from tree_attn.kernels.registers import tiling
@@ -24,39 +24,32 @@ CASES = [
     (1, {}, {"tile": 48, "slabs": 2, "rows": 128}),
     (3, {}, {"tile": 40}),
     (1, {}, {"tile": 64, "block_in": 256}),
-    (1, {"parts": 2, "activation": "silu"}, {"tile": 56, "rows": 128}),
 ]
 
 
-WAYS = [(few_rows_mma, *case) for case in CASES] + [(few_rows_wgmma, *case) for case in CASES if case[0] == 1]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("way", "rows", "options", "layout"), WAYS, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_a_stage_is_multiplied_as_it_should_be(memory, way, rows, options, layout, dtype):
+@pytest.mark.parametrize(("rows", "options", "layout"), CASES, ids=str)
+def test_a_stage_is_multiplied_as_it_should_be(memory, rows, options, layout, dtype):
     shape = Product(rows=rows, options=options, dtype=dtype).shape
     config = FewRowsConfig(
         **{"tiles": 1, "num_ctas": 1, "block_in": 128, "num_stages": STAGES, "is_compact": True} | layout
     )
-    # Behind its rows `wgmma` reads one more; another product of a chain may have more blocks.
-    more = 1 if way is few_rows_wgmma else 2
     blocks, rng = config.slabs * config.stack, np.random.default_rng(0)
     draw = lambda *size: rng.normal(size=size).astype(jnp.dtype(dtype))
     weights = draw(STAGES * config.stage_rows(shape) - config.stacked + 64, config.block_in)
-    x = draw(STAGES, blocks + more, rows, config.block_in)
+    x = draw(STAGES, blocks + 2, rows, config.block_in)  # another product of a chain may have more blocks
     x_ref = memory.put(x.reshape(-1, config.block_in), None)
-    x_ref.shape = STAGES, (blocks + more) * rows, config.block_in
+    x_ref.shape = STAGES, (blocks + 2) * rows, config.block_in
     refs = memory.put(weights, tiling(jnp.dtype(dtype), 64)), x_ref
     zero = mma_threads.scalar(0).registers[0]
     zero = dataclasses.replace(zero, kind="f32", array=np.zeros(128, np.float32))
-    count = config.stack * 4 if way is few_rows_wgmma else 4
-    sums = [[zero] * count for _ in range(shape.parts)]
+    sums = [[zero] * 4 for _ in range(shape.parts)]
     for stage in range(STAGES):
         number = mma_threads.scalar(stage).registers[0]
-        sums = way.multiply_stage(sums, *refs, number, shape, config)
+        sums = few_rows_mma.multiply_stage(sums, *refs, number, shape, config)
     for part, of_part in enumerate(sums):
-        pairs = [way.pair_of(*of_part[i : i + 2]) for i in range(0, count, 2)]
-        product = way.in_columns(way.fragmented(pairs, (64, 2 * count), way.LAYOUT), config)
+        pairs = [few_rows_mma.pair_of(*of_part[:2]), few_rows_mma.pair_of(*of_part[2:])]
+        product = few_rows_mma.in_columns(few_rows_mma.fragmented(pairs, few_rows_mma.SIZE, few_rows_mma.LAYOUT))
         found = mma_threads.joined(product, few_rows_mma.SIZE)
         folded = sum(found[place * config.tile :][: config.tile, :rows] for place in range(config.stack))
         expected = expected_of(part, weights, x, shape, config)

@@ -45,7 +45,7 @@ from tree_attn.kernels.exchange_words import (
     locate,
     transport,
 )
-from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape, reads_by_descriptor
+from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.registers import tiling
 
 MAX_ROWS = 4  # of a result that is broadcast: of more, words are too many for each CTA to read
@@ -238,7 +238,7 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
         for block, row in _words_of_stage(shape, config):
             target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
             write_shared(target, next(sums))
-        if reads_by_descriptor(shape, config):
+        if not config.is_compact:
             ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
     emit(smem, *arguments, *peeked)

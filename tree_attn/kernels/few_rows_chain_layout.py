@@ -75,8 +75,7 @@ def chain_configs(
         return padded
     compact = [dataclasses.replace(config, is_compact=True) for config in configs]
     compact = _filled(shapes, compact, smem_bytes, attention)
-    more_stages = 1 if shapes[0].rows == 1 else MORE_STAGES
-    return compact if compact[0].num_stages - padded[0].num_stages >= more_stages else padded
+    return compact if compact[0].num_stages - padded[0].num_stages >= MORE_STAGES else padded
 
 
 def _filled(

@@ -11,16 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import few_rows_mma, few_rows_wgmma
+from tree_attn.kernels import few_rows_mma
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, turned, write_heads
-from tree_attn.kernels.few_rows_layout import (
-    GRAIN,
-    TENSOR_ROWS,
-    FewRowsConfig,
-    FewRowsShape,
-    reads_by_descriptor,
-    turns_in_fold,
-)
+from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, turns_in_fold
 from tree_attn.kernels.few_rows_moves import ProductMoves
 from tree_attn.kernels.few_rows_norm import no_squares, scaled, totals
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
@@ -105,19 +98,18 @@ class CtaProduct(ProductMoves):
     def _compact_products(self, tile):
         """Does `_products` for x that nothing pads; its products have the columns of one block."""
         shape, config = self.shape, self.config
-        tensor_cores = few_rows_wgmma if reads_by_descriptor(shape, config) else few_rows_mma
 
         def block_step(block, carried):
             products, squares = carried
             step = tile * self.blocks + block
             stage, squares = self._await_stage(step, squares)
-            products = tensor_cores.multiplied(products, self.weights_smem, self.x_smem, stage, shape, config)
+            products = few_rows_mma.multiplied(products, self.weights_smem, self.x_smem, stage, shape, config)
             pl.when(block < self.blocks - 1)(lambda: self.ring.release(step))
             return products, squares
 
-        nothing = tensor_cores.nothing(shape, config), no_squares(shape, config)
+        nothing = few_rows_mma.nothing(shape), no_squares(shape, config)
         products, squares = lax.fori_loop(0, self.blocks, block_step, nothing)
-        return tuple(tensor_cores.in_columns(product, config) for product in products), squares
+        return tuple(map(few_rows_mma.in_columns, products)), squares
 
     def _await_stage(self, step, squares):
         """Waits for a step's stage, and multiplies its x by the norm's scale; returns its number, and `squares`."""

@@ -142,11 +142,6 @@ class FewRowsConfig:
         return shape.parts * self.slabs * self.stacked if self.rows is None else self.rows
 
 
-def reads_by_descriptor(shape: FewRowsShape, config: FewRowsConfig) -> bool:
-    """Returns whether tensor cores read x from shared memory, by `wgmma`, and threads do not for them."""
-    return not config.is_compact or shape.rows == 1
-
-
 def unsupported(
     rows: int, out_features: int, in_features: int, dtype, activation: str | None = None, *, has_norm: bool = False
 ) -> str | None:

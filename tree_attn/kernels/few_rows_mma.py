@@ -29,7 +29,7 @@ STEP = 16  # in-features of an instruction
 STEPS_AT_ONCE = 8  # whose x is read before any is multiplied
 
 
-def nothing(shape: FewRowsShape, _: FewRowsConfig) -> tuple:
+def nothing(shape: FewRowsShape) -> tuple:
     """Returns zeros to which `multiplied` adds: a product for each part."""
     return tuple(full(0.0, SIZE, LAYOUT) for _ in range(shape.parts))
 
@@ -93,7 +93,7 @@ def _address_of_x(x, stage, shape: FewRowsShape, config: FewRowsConfig):
     return arith.addi(address_of(x), within)
 
 
-def in_columns(product, _: FewRowsConfig):
+def in_columns(product):
     """Returns a product, `[64, cols]`, whose second halves have been moved to the columns of x."""
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=plgpu.ShapeDtypeStruct(SIZE, jnp.float32, layout=LAYOUT))

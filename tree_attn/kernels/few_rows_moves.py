@@ -23,7 +23,6 @@ from tree_attn.kernels.few_rows_layout import (
     FewRowsConfig,
     FewRowsShape,
     fold_shape,
-    reads_by_descriptor,
     turn_shape,
     turns_in_fold,
 )
@@ -40,8 +39,7 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
     tiled = functools.partial(smem, transforms=tiling(shape.dtype, IN_MULTIPLE))
     # Tiles lie one behind another, and 64 out-features from the last tile's first are there too.
     weight_rows = stages * config.stage_rows(shape) - config.stacked + TENSOR_ROWS
-    beyond = 1 if config.is_compact and reads_by_descriptor(shape, config) else 0  # what `wgmma` reads behind x
-    size_of_x = stages, config.slabs * config.stack * config.x_rows(shape) + beyond, config.block_in
+    size_of_x = stages, config.slabs * config.stack * config.x_rows(shape), config.block_in
     scratch = {
         "weights_smem": tiled((weight_rows, config.block_in)),
         "x_smem": smem(size_of_x) if config.is_compact else tiled(size_of_x),

@@ -38,18 +38,6 @@ def asm_results(text: str, results: str, *operands: ir.Value, moves: bool = Fals
     return [llvm.extractvalue(kind, out, [i]) for i, kind in enumerate(kinds)]
 
 
-def asm_in_place(text: str, values: list, *operands: ir.Value) -> list:
-    """Emits PTX that reads and writes float32: `$0`, `$1`, ... stand for them, and for the operands behind them.
-
-    Returns:
-      The values as the PTX has left them.
-    """
-    count, kind = len(values), llvm.StructType.get_literal([ir.F32Type.get()] * len(values))
-    constraints = [*["=f"] * count, *[_LETTERS[str(x.type)] for x in operands], *map(str, range(count))]
-    out = llvm.inline_asm(kind, [*operands, *values], text, ",".join(constraints), has_side_effects=True)
-    return [llvm.extractvalue(ir.F32Type.get(), out, [i]) for i in range(count)]
-
-
 def exp2(x):
     """Returns `2 ** x`, as the hardware approximates it."""
     return asm("ex2.approx.f32 $0, $1;", ir.F32Type.get(), x)
