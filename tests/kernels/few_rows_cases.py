@@ -379,23 +379,27 @@ def compiled_layers() -> list[Layer]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Several:
-    """So many layers in one launch."""
+    """So many layers in one launch, which may look up x in a table."""
 
     layer: Layer = Layer()
     count: int = MAX_LAYERS
+    looks_up: bool = False
 
     def __str__(self):
         """A test's name."""
-        return f"{self.count} of {self.layer}"
+        return f"{self.count} of {self.layer}{' embedded' if self.looks_up else ''}"
 
     def array_shapes(self, sharding=None):
-        """Returns the shapes of what `run` takes: x, what each layer has of its own, and what they share."""
+        """Returns the shapes of what `run` takes: x, what each layer has of its own, what they share, and a table."""
         x, *arrays, lengths, angle = self.layer.array_shapes(sharding)
-        return x, [arrays] * self.count, lengths, angle
+        table = jax.ShapeDtypeStruct((1024, x.shape[-1]), x.dtype, sharding=sharding)
+        tokens = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32, sharding=sharding)
+        return x, [arrays] * self.count, lengths, angle, *([table, tokens] if self.looks_up else [])
 
-    def run(self, x, of_layers, lengths, angle):
+    def run(self, x, of_layers, lengths, angle, *embedded):
         """Runs the layers."""
-        return Layers([self.layer.call(x, *of_layer, lengths, angle) for of_layer in of_layers]).run()
+        layers = [self.layer.call(x, *of_layer, lengths, angle) for of_layer in of_layers]
+        return Layers(layers, embedded or None).run()
 
 
 def compiled_several() -> list[Several]:
@@ -403,4 +407,5 @@ def compiled_several() -> list[Several]:
     if jax.__version_info__ < KERNELS_ARE_RECORDED:
         return []
     layers = Layer(), Layer(batch=2), Layer(batch=4), Layer(**OF_1B), Layer(**OF_1B, batch=4)
-    return [Several(layer=layer) for layer in layers] + [Several(layer=Layer(**OF_1B, batch=2), count=2)]
+    looking_up = [Several(layer=layer, looks_up=True) for layer in (Layer(), Layer(**OF_1B, batch=3))]
+    return [Several(layer=layer) for layer in layers] + [Several(layer=Layer(**OF_1B, batch=2), count=2), *looking_up]
