@@ -105,7 +105,6 @@ def _run_together(layers: Sequence[Any], x: jax.Array, cache: AnyCache, i: int, 
     from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS
 
     count = -(-len(layers) // -(-len(layers) // MAX_LAYERS))  # of launches that have equally many
-    embedded = context.embedded if i == 0 else None
     wholes = [_Whole(layer, x, i + number, context) for number, layer in enumerate(layers[:count])]
     reason = next((reason for whole in wholes if (reason := whole.unavailable(cache)) is not None), None)
     if reason is None and not all(wholes[0].attends_alike(whole, cache) for whole in wholes):
@@ -113,20 +112,15 @@ def _run_together(layers: Sequence[Any], x: jax.Array, cache: AnyCache, i: int, 
     if reason is None:
         try:
             with jax.named_scope(f"layers_{i}_to_{i + count - 1}"):
-                return *_run_wholes(wholes, cache, embedded), count
+                return *_run_wholes(wholes, cache), count
         except Unchained as error:
             reason = str(error)
     _log.info("products: layers %d to %d are not one launch: %s", i, i + count - 1, reason)
     return None
 
 
-def _run_wholes(
-    wholes: Sequence["_Whole"], cache: AnyCache, embedded: tuple[jax.Array, jax.Array] | None
-) -> tuple[jax.Array, AnyCache]:
+def _run_wholes(wholes: Sequence["_Whole"], cache: AnyCache) -> tuple[jax.Array, AnyCache]:
     """Returns the result of several layers, of one launch, and the cache.
-
-    Args:
-      embedded: of `ForwardContext`, if the launch looks up x.
 
     Raises:
       Unchained: one launch cannot do them.
@@ -134,7 +128,7 @@ def _run_wholes(
     from tree_attn.kernels.few_rows_layers_call import Layers
 
     launches = [whole.launch(cache, whole.x, *whole.arrays(cache)[0]) for whole in wholes]
-    x, caches = Layers(launches, embedded).run()
+    x, caches = Layers(launches).run()
     for whole, (key, value) in zip(wholes, caches, strict=True):
         cache = with_layer(cache, whole.number, key, value)
     return x, cache

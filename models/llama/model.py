@@ -208,8 +208,7 @@ class Llama(nnx.Module):
             x = self.sharding.constrain(scaled_embedding(x, self.config), "batch", token_axis, "embed")
         context = ForwardContext(
             cosine_sine=rotations(self.config, positions), attend=attend, sharding=self.sharding,
-            token_axis=token_axis, products=self.products if token_axis is None else XlaProducts(),
-            embedded=None if self.config.scales_embedding else (self.embedding[...], tokens), **options,
+            token_axis=token_axis, products=self.products if token_axis is None else XlaProducts(), **options,
         )  # fmt: skip
         if self.unroll_layers:
             return context.products.run_layers(self.layers, x, cache, context)

@@ -38,8 +38,6 @@ class ForwardContext:
       appends: whether keys and values may be in the cache before attention.
       attention_options: `layer -> options`, as `tree_attn.attend` takes them, where a launch of products may attend
         too, each query to its sequence's cache; None: only `attend` does.
-      embedded: the embedding and the tokens, int32 `[B, T]`, whose rows of it are what the first layer takes, so that a
-        launch may look them up; None: they are scaled.
     """
 
     cosine_sine: Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]
@@ -49,7 +47,6 @@ class ForwardContext:
     products: XlaProducts
     appends: bool = False
     attention_options: Callable[[int], dict[str, Any]] | None = None
-    embedded: tuple[jax.Array, jax.Array] | None = None
 
     def clashes(self, axis: str) -> bool:
         """True if a logical axis is cut over devices of the sequence: an array can have only one of the two."""

@@ -1,8 +1,7 @@
 """Compiles a decoding program of a small Llama for an absent H200, and prints as JSON what is launched.
 
 `launches` are those of the second of three layers, by the scopes that they come from; `kernels` are this library's, of
-all layers and of what follows, in the order in which they run; `others` are the kernels of XLA's that run between the
-first and the last of these; `copies` are shapes of copies.
+all layers and of what follows; `copies` are shapes of copies.
 """
 
 import dataclasses
@@ -28,7 +27,6 @@ from tree_attn.cache_layer import LayerCache, LayerTuple
 from tree_attn.kernels import tuning
 from tree_attn.local import mosaic_gpu
 from tree_attn.models.llama import Llama, LlamaConfig, by_name, parameters, spread_over
-from tree_attn.models.llama.generation.sampling import Sampling, next_tokens
 
 H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 CONFIG = LlamaConfig(
@@ -38,7 +36,6 @@ CONFIG = LlamaConfig(
 # Of its layers each CTA has a part of every product, so that they can be one launch.
 LARGE = dataclasses.replace(CONFIG, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8)
 NUM_TOKENS = 8  # of a call, in a loop
-UNROLLED = 3  # tokens of a call without one
 
 
 def main():
@@ -49,10 +46,9 @@ def main():
     for products in ("xla", "mosaic_gpu", "mosaic_gpu_chain"):
         report(CONFIG, products, products, mesh)
     report(LARGE, "mosaic_gpu_chain", "several layers", mesh)
-    report(LARGE, "mosaic_gpu_chain", "steps without a loop", mesh, is_straight=True)
 
 
-def report(config: LlamaConfig, products: str, name: str, mesh: Mesh, *, is_straight: bool = False) -> None:
+def report(config: LlamaConfig, products: str, name: str, mesh: Mesh) -> None:
     sharding = spread_over(config, mesh, "seq")
     create = parameters.abstract(sharding, jnp.bfloat16)
     of = lambda dtype, spec, *size: jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
@@ -66,29 +62,25 @@ def report(config: LlamaConfig, products: str, name: str, mesh: Mesh, *, is_stra
     def decode(state, tokens, cache):
         def step(carry, _):
             logits, cache = nnx.merge(structure, state).decode(*carry, attention)
-            tokens, log_p = next_tokens(logits[:, 0], Sampling(), None, by_kernel=is_straight)
-            return (tokens[:, None], cache), (log_p, logits) if is_straight else None
+            return (logits.argmax(axis=-1).astype(jnp.int32), cache), None
 
-        return jax.lax.scan(step, (tokens, cache), length=UNROLLED if is_straight else NUM_TOKENS, unroll=is_straight)
+        return jax.lax.scan(step, (tokens, cache), length=NUM_TOKENS)[0]
 
     traced = jax.jit(decode, donate_argnums=2).trace(state, of(jnp.int32, P(), 1, 1), cache)
     print(json.dumps({"products": name} | launched(traced.lower().compile().as_text())), flush=True)
 
 
 def launched(text: str) -> dict:
-    launches, kernels, copies, order = [], [], [], []
+    launches, kernels, copies = [], [], []
     for computation in re.split(r"\n\n", text):
         if re.match(r"%?(fused|wrapped|command_buffer)", computation.lstrip()):
             continue
         for line in computation.splitlines():
             if (scope := re.search(r"layer_1/([\w/]+)", line)) and re.search(r" (fusion|custom-call)\(", line):
                 launches.append(scope[1])
-            kernels += (found := re.findall(r" custom-call\(.*?(\w+)/mpmd_map\"", line))
-            order += found or re.findall(r" (fusion)\(", line)
+            kernels += re.findall(r" custom-call\(.*?(\w+)/mpmd_map\"", line)
             copies += re.findall(r"= (\S+?)(?:\{\S*)? copy\(", line)
-    ours = [i for i, name in enumerate(order) if name != "fusion"]
-    others = order[ours[0] : ours[-1]].count("fusion") if ours else 0
-    return {"launches": launches, "kernels": kernels, "others": others, "copies": copies}
+    return {"launches": launches, "kernels": kernels, "copies": copies}
 
 
 if __name__ == "__main__":

@@ -379,27 +379,23 @@ def compiled_layers() -> list[Layer]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Several:
-    """So many layers in one launch, which may look up x in a table."""
+    """So many layers in one launch."""
 
     layer: Layer = Layer()
     count: int = MAX_LAYERS
-    looks_up: bool = False
 
     def __str__(self):
         """A test's name."""
-        return f"{self.count} of {self.layer}{' embedded' if self.looks_up else ''}"
+        return f"{self.count} of {self.layer}"
 
     def array_shapes(self, sharding=None):
-        """Returns the shapes of what `run` takes: x, what each layer has of its own, what they share, and a table."""
+        """Returns the shapes of what `run` takes: x, what each layer has of its own, and what they share."""
         x, *arrays, lengths, angle = self.layer.array_shapes(sharding)
-        table = jax.ShapeDtypeStruct((1024, x.shape[-1]), x.dtype, sharding=sharding)
-        tokens = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32, sharding=sharding)
-        return x, [arrays] * self.count, lengths, angle, *([table, tokens] if self.looks_up else [])
+        return x, [arrays] * self.count, lengths, angle
 
-    def run(self, x, of_layers, lengths, angle, *embedded):
+    def run(self, x, of_layers, lengths, angle):
         """Runs the layers."""
-        layers = [self.layer.call(x, *of_layer, lengths, angle) for of_layer in of_layers]
-        return Layers(layers, embedded or None).run()
+        return Layers([self.layer.call(x, *of_layer, lengths, angle) for of_layer in of_layers]).run()
 
 
 def compiled_several() -> list[Several]:
@@ -407,5 +403,4 @@ def compiled_several() -> list[Several]:
     if jax.__version_info__ < KERNELS_ARE_RECORDED:
         return []
     layers = Layer(), Layer(batch=2), Layer(batch=4), Layer(**OF_1B), Layer(**OF_1B, batch=4)
-    looking_up = [Several(layer=layer, looks_up=True) for layer in (Layer(), Layer(**OF_1B, batch=3))]
-    return [Several(layer=layer) for layer in layers] + [Several(layer=Layer(**OF_1B, batch=2), count=2), *looking_up]
+    return [Several(layer=layer) for layer in layers] + [Several(layer=Layer(**OF_1B, batch=2), count=2)]

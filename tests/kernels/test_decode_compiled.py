@@ -26,10 +26,6 @@ def test_a_layer_by_the_kernel_is_five_launches_or_one_and_copies_no_cache():
     assert [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu_chain"]] == ["whole"]
     (kernels,) = [row["kernels"] for row in rows if row["products"] == "several layers"]
     assert kernels == ["few_rows_layers", "few_rows"]  # and the head
-    (straight,) = [row for row in rows if row["products"] == "steps without a loop"]
-    # Each step looks up its token's row in the launch of its layers.
-    assert straight["kernels"] == ["few_rows_layers", "few_rows", "most_likely"] * 3
-    assert straight["others"] == 0
     assert len(launches["xla"]) > 10
     for row in rows:
         assert [shape for shape in row["copies"] if "bf16" in shape] == []

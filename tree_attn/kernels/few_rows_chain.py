@@ -105,13 +105,13 @@ def multiply_chain(
 
 @functools.partial(jax.jit, static_argnames=("shapes", "configs", "attention"))
 def run_layers(
-    x, weights, scales, places, caches, tables, tokens=None, *, shapes: tuple[FewRowsShape, ...],
+    x, weights, scales, places, caches, tables, *, shapes: tuple[FewRowsShape, ...],
     configs: tuple[FewRowsConfig, ...], attention: AttentionLayout,
 ):  # fmt: skip
     """Returns the result of the last of several layers, `[rows, O]`, and all caches; one launch of one device.
 
     Args:
-      x: `[rows, I]` of the first; or a table `[V, I]`, and `tokens`, int32 `[rows]`: its rows that are x.
+      x: `[rows, I]` of the first.
       weights, scales: of each layer, as `multiply_chain` takes them.
       places: angles and slots, as `multiply_into_cache` takes them, of all layers.
       caches: keys and values of each layer.
@@ -119,7 +119,7 @@ def run_layers(
     """
 
     @jax.custom_batching.sequential_vmap  # CTAs of two launches must not count together
-    def run(x, weights, scales, places, caches, tables, tokens):
+    def run(x, weights, scales, places, caches, tables):
         caches = jax.tree.map(jax.new_ref, caches)
         of_layers = [
             {f"weights {i}": array for i, array in enumerate(weights)}
@@ -128,12 +128,12 @@ def run_layers(
             for weights, scales, cache in zip(weights, scales, caches, strict=True)
         ]
         named = {name_of(name, layer): array for layer, of in enumerate(of_layers) for name, array in of.items()}
-        named |= dict(zip(HEADS[:2], places, strict=True)) | tables | {"tokens": tokens}
+        named |= dict(zip(HEADS[:2], places, strict=True)) | tables
         options = dict(attention=attention, num_layers=len(weights))
         *_, y = _launch(x, None, (), (), shapes, configs, **options, **named)
         return y[: shapes[0].rows], jax.tree.map(jax.freeze, caches)
 
-    return run(x, weights, scales, places, caches, tables, tokens)
+    return run(x, weights, scales, places, caches, tables)
 
 
 def _multiply_apart(x, residual, weights, scales, heads, shapes, configs):
@@ -156,7 +156,7 @@ def _launch(
     """
     rows = shapes[0].rows
     padded = shapes[0].columns if rows > GRAIN else rows  # a copy cuts x into groups of 8 rows
-    arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]) if padded > rows else x, "residual": residual}
+    arrays = {"x": jnp.pad(x, [(0, padded - rows), (0, 0)]), "residual": residual}
     # Counts do not stay zero, and the compiler may give equal arrays the same memory: no other has such a shape.
     num_meetings = len(shapes) - (attention is None) + (num_layers is not None)
     arrays |= {"counts": jnp.zeros((1, num_meetings, 1, 1), jnp.uint32)}

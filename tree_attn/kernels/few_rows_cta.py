@@ -35,17 +35,13 @@ class CtaProduct(ProductMoves):
         if is_counted:
             self.end.end(rank, step)
 
-    def send_before(self, x_ref, tokens_ref=None) -> None:
-        """Writes and sends x, `[rows, O]`, as if it were the result: what the first layer of a launch begins with.
-
-        Args:
-          tokens_ref: of `read_residual`.
-        """
+    def send_before(self, x_ref) -> None:
+        """Writes and sends x, `[rows, O]`, as if it were the result: what the first layer of a launch begins with."""
         shape, config = self.shape, self.config
 
         def send(tile, _):
             feature = self.first_feature(tile)
-            x = read_residual(x_ref, feature, shape, config, tokens_ref)
+            x = read_residual(x_ref, feature, shape, config)
             write_rows(self.out_ref, x, feature, shape, config, self.broadcast)
 
         lax.fori_loop(0, self.config.tiles, send, None)

@@ -113,8 +113,7 @@ class CtaLayers(CtaChain):
         """Sends x of the first layer, as if a layer before had ended in it."""
         number, broadcast = len(self.shapes) - 1, self._x_of(0, steps)
         options = dict(ring=None, broadcast=broadcast)
-        product = self._product(number, self.of_layer(0, 0).refs[number], options)
-        product.send_before(self.named["x"], self.named.get("tokens"))
+        self._product(number, self.of_layer(0, 0).refs[number], options).send_before(self.named["x"])
         plgpu.barrier_arrive(self.smem["x_written"])
         self.come(self._last)
 

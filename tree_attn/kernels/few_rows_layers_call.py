@@ -23,13 +23,9 @@ class Layers:
     """Several layers, each of which adds to the result of the one before.
 
     Of others than the first neither x is read, nor slots, angles and spans: these are the same for all.
-
-    Attributes:
-      embedded: a table `[V, D]` and int32 `[B, 1]`, whose rows are x of the first layer; or None.
     """
 
     layers: Sequence[WholeLayer]
-    embedded: tuple[jax.Array, jax.Array] | None = None
 
     def plan(self):
         """Returns what `WholeLayer.plan` does for the first, or why one launch cannot do all."""
@@ -80,11 +76,9 @@ class Layers:
         scales = tuple(layer.all_scales for layer in self.layers)
         *places, _, _ = first.heads.operands(shapes[0])
         caches = tuple((layer.heads.key, layer.heads.value) for layer in self.layers)
-        x, tokens = (first.x, None) if self.embedded is None else self.embedded
-        x = x.reshape(x.shape[0], -1)
-        tokens = None if tokens is None else tokens.reshape(-1)
+        x = first.x.reshape(first.x.shape[0], -1)
         options = dict(shapes=shapes, configs=configs, attention=layout)
-        y, caches = run_layers(x, weights, scales, tuple(places), caches, tables, tokens, **options)
+        y, caches = run_layers(x, weights, scales, tuple(places), caches, tables, **options)
         return y.reshape(first.x.shape), caches
 
 

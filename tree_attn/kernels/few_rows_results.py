@@ -13,18 +13,14 @@ from jaxlib.mlir.dialects import arith, memref
 
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.interpreter import is_interpreted
-from tree_attn.kernels.mlir import int32, narrowed, widened
+from tree_attn.kernels.mlir import narrowed, widened
 from tree_attn.kernels.registers import full
 
 LAYOUT = plgpu.Layout.WGMMA
 
 
-def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig, tokens_ref=None):
-    """Returns what is to be added to a tile, float32 `[64, cols]`; where there is nothing, numbers of other places.
-
-    Args:
-      tokens_ref: int32 `[rows]`, which rows of `ref` these are, or the nearest that there are; None: the first.
-    """
+def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
+    """Returns what is to be added to a tile, float32 `[64, cols]`; where there is nothing, numbers of other places."""
     size = (TENSOR_ROWS, shape.columns)
     if is_interpreted():
         beyond = [(0, size[1] - shape.rows), (0, size[0])]
@@ -32,27 +28,14 @@ def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig, toke
         return lax.dynamic_slice(whole, (feature, 0), size)
     result = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=LAYOUT)
 
-    refs = [ref] if tokens_ref is None else [ref, tokens_ref]
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(refs)), return_type=result)
-    def emit(_, zeros, feature, ref, *tokens):
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=result)
+    def emit(_, zeros, ref, feature):
         at, _ = places(feature, shape, config)
-
-        def read(_, place):
-            row, column = at(*place)
-            return widened(memref.load(ref, [_row_of(*tokens, row, ref) if tokens else row, column]))
-
         # Without a branch all reads are on their way together.
+        read = lambda _, place: widened(memref.load(ref, at(*place)))
         return zeros.foreach(read, create_array=True)
 
-    return emit(full(0.0, size, LAYOUT), feature, *refs)
-
-
-def _row_of(tokens, number, table):
-    """Returns a token's row of a table, an index, or the nearest that there is."""
-    last = int32(ir.MemRefType(table.type).shape[0] - 1)
-    row = arith.maxsi(arith.minsi(memref.load(tokens, [number]), last), int32(0))
-    return arith.index_cast(ir.IndexType.get(), row)
+    return emit(full(0.0, size, LAYOUT), ref, feature)
 
 
 def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig, broadcast=None) -> None:
