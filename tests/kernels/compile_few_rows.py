@@ -14,8 +14,6 @@ from few_rows_cases import compiled_appends, compiled_chains, compiled_layers, c
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tree_attn.kernels.most_likely import most_likely
-
 H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 
 
@@ -28,9 +26,6 @@ def main():
     for chain in (*compiled_chains(), *compiled_layers(), *compiled_several()):
         jax.jit(chain.run).trace(*chain.array_shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(chain), "ctas_per_sm": 1}), flush=True)
-    logits = jax.ShapeDtypeStruct((3, 128256), np.float32, sharding=sharding)
-    most_likely.trace(logits).lower().compile()
-    print(json.dumps({"call": "most_likely", "ctas_per_sm": 1}), flush=True)
 
 
 if __name__ == "__main__":

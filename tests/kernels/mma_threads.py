@@ -1,4 +1,4 @@
-"""The threads of a warpgroup in NumPy: what `mma`, `columns`, `warps` and others emit is carried out, not compiled.
+"""The threads of a warpgroup in NumPy: what `mma`, `columns` and `warps` emit is carried out instead of compiled.
 
 Pallas' interpreter knows no inline PTX. Here each emitted operation acts on the values of all 128 threads, and each PTX
 instruction does what NVIDIA's manual says of its fragments. Shared memory is bytes, swizzled as a TMA copy leaves them.
@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels import columns, few_rows_mma, mma, most_likely, warps
+from tree_attn.kernels import columns, few_rows_mma, mma, warps
 from tree_attn.kernels.lean_layout import LeanShape
 from tree_attn.kernels.targets import AMPERE
 
@@ -155,9 +155,6 @@ class Instructions:
             r"prmt\.b32 \$0, \$1, 0, 0x(\d+)": self._prmt,
             r"mul\.rn\.f16x2 \$0, \$1, \$2": lambda _, x, y: [_packed(_halves(x) * _halves(y))],
             r"or\.b32 \$0, \$1, \$2": lambda _, x, y: [x | y],
-            r"max\.NaN\.f32": lambda _, x, y: [np.maximum(x, y)],
-            r"ex2\.approx\.f32": lambda _, x: [np.exp2(x)],
-            r"redux\.sync\.min\.u32 \$0, \$1, -1": self._minimum,
             r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(f16|bf16)": self._mma,
         }.items():
             if match := re.match(pattern, text):
@@ -203,10 +200,6 @@ class Instructions:
         self.memory.bytes[rows[..., None] + np.arange(16)] = raw
         return []
 
-    def _minimum(self, _, x):
-        minimum = _by_warp(x.view(np.uint32)).min(axis=1, keepdims=True)
-        return [np.broadcast_to(minimum, (WARPS, 32)).reshape(THREADS).view(np.int32)]
-
     def _narrow(self, match, low, high):
         return [_packed(np.stack([low, high], -1), np.float16 if match[1] == "f16" else ml_dtypes.bfloat16)]
 
@@ -246,7 +239,7 @@ def _unsigned(function):
 
 @contextlib.contextmanager
 def threads(monkeypatch):
-    """Has `mma`, `columns`, `few_rows_mma`, `most_likely` and `warps` run on threads in NumPy.
+    """Has `mma`, `columns`, `few_rows_mma` and `warps` of `tree_attn.kernels` run on threads in NumPy.
 
     Yields their shared memory.
     """
@@ -270,17 +263,14 @@ def threads(monkeypatch):
     arith = types.SimpleNamespace(
         constant=lambda kind, x: Value(kind, np.full(THREADS, x, DTYPES[kind])),
         addi=_unsigned(np.add), subi=_unsigned(np.subtract), muli=_unsigned(np.multiply),
-        andi=_unsigned(np.bitwise_and), ori=_of(None, np.bitwise_or), xori=_unsigned(np.bitwise_xor),
+        andi=_unsigned(np.bitwise_and), ori=_of(None, np.logical_or), xori=_unsigned(np.bitwise_xor),
         shli=_unsigned(np.left_shift), shrui=_unsigned(np.right_shift),
         divui=_unsigned(np.floor_divide), remui=_unsigned(np.remainder), maxsi=_of("i32", np.maximum),
         minui=_unsigned(np.minimum),
         addf=_of("f32", np.add), mulf=_of("f32", np.multiply), maximumf=_of("f32", maximum),
         bitcast=lambda kind, x: Value(kind, x.array.view(DTYPES[kind])),
         cmpi=lambda compare, x, y: Value("i1", compare(x.array, y.array)),
-        CmpIPredicate=types.SimpleNamespace(eq=np.equal, slt=np.less, sge=np.greater_equal, ult=np.less),
-        cmpf=lambda compare, x, y: Value("i1", compare(x.array, y.array)), subf=_of("f32", np.subtract),
-        CmpFPredicate=types.SimpleNamespace(OEQ=np.equal, UNO=lambda x, y: np.isnan(x) | np.isnan(y)),
-        select=lambda is_first, x, y: Value(x.kind, np.where(is_first.array, x.array, y.array)),
+        CmpIPredicate=types.SimpleNamespace(eq=np.equal, slt=np.less, sge=np.greater_equal),
         index_cast=lambda kind, x: x,
     )  # fmt: skip
     ir = types.SimpleNamespace(
@@ -299,14 +289,14 @@ def threads(monkeypatch):
         "asm_results": emitted,
         "i32": lambda: "i32",
         "int32": lambda number: Value("i32", np.full(THREADS, number, np.int32)),
-        "utils": types.SimpleNamespace(warpgroup_barrier=memory.barrier, when=when),
+        "utils": types.SimpleNamespace(warpgroup_barrier=memory.barrier),
         "address_of": lambda ref: Value("i32", np.full(THREADS, ref.address, np.int32)),
         "element": lambda x, i=0: Value(x.kind, x.array[:, i] if x.array.ndim > 1 else x.array),
         "pair_of": lambda *xs: Value(xs[0].kind, np.stack([x.array for x in xs], -1)),
         "bagged": lambda words: Fragments(np.array(words, dtype=object), None),
     }
     for name, fake in fakes.items():
-        users = [module for module in (mma, columns, few_rows_mma, most_likely, warps) if hasattr(module, name)]
+        users = [module for module in (mma, columns, few_rows_mma, warps) if hasattr(module, name)]
         assert users, name
         for module in users:
             monkeypatch.setattr(module, name, fake)

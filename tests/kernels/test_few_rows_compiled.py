@@ -39,9 +39,3 @@ def test_several_layers_spill_no_register(several, compiled):
     """In a loop the compiler would hold in registers what is alike in all layers, for there is room for it."""
     ctas_per_sm, kernels, *_ = compiled[str(several)]
     assert (ctas_per_sm, kernels["few_rows_layers"][1]) == (1, 0)
-
-
-def test_the_choice_of_a_token_spills_no_register(compiled):
-    ctas_per_sm, kernels, *_ = compiled["most_likely"]
-    registers, spilled = kernels["most_likely"]
-    assert (ctas_per_sm, spilled) == (1, 0) and registers <= 64

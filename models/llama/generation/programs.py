@@ -149,18 +149,14 @@ class Programs:
         chunk = self._layout.chunk_of(tokens.shape[1])
         return model.prefill(tokens, lengths, cache, self._attention, prefixes=prefixes, chunk=chunk)
 
-    def next_slots(self, logits: jax.Array, slots: BatchSlots, **options) -> tuple[BatchSlots, jax.Array]:
-        """Chooses the next token of each slot: the slots after it, and the tokens' log-probabilities.
-
-        Args:
-          options: of `sampling.next_tokens`.
-        """
+    def next_slots(self, logits: jax.Array, slots: BatchSlots) -> tuple[BatchSlots, jax.Array]:
+        """Chooses the next token of each slot: the slots after it, and the tokens' log-probabilities."""
         with jax.named_scope("choose"):
             key_of = lambda sequence, step: jax.random.fold_in(
                 jax.random.fold_in(jax.random.key(self._sampling.seed), sequence), step
             )
             keys = jax.vmap(key_of)(slots.sequences, slots.steps)
-            tokens, log_p = next_tokens(logits, self._sampling, keys, self.sharding.num_shards("vocab"), **options)
+            tokens, log_p = next_tokens(logits, self._sampling, keys, self.sharding.num_shards("vocab"))
             return BatchSlots(tokens, slots.sequences, slots.steps + 1), log_p
 
     def _lower_prefill(
@@ -187,19 +183,19 @@ class Programs:
     def _decode(self, parameters, slots, prefixes, *, cache):
         """Runs `tokens_per_dispatch` steps: the slots after the last, and the results of all.
 
-        Where a step is few launches, a turn of the loop has up to eight steps: one CUDA graph. What depends on lengths
-        alone, such as the rotation and the attention's schedule, is made for all of them at first.
+        Where a step is few launches, a turn of the loop has up to eight of them: one CUDA graph, in which what depends
+        on lengths alone, such as the rotation and the attention's schedule, is made for all of them at first.
         """
-        model, count = self.model_of(parameters), self.tokens_per_dispatch
-        is_straight = model.products.unrolls_steps(slots.tokens.shape[0])
+        model = self.model_of(parameters)
 
         def step(carry, _):
             slots, cache = carry
             logits, cache = model.decode(slots.tokens[:, None], cache, self._attention, prefixes=prefixes)
-            slots, log_p = self.next_slots(logits[:, 0], slots, by_kernel=is_straight)
+            slots, log_p = self.next_slots(logits[:, 0], slots)
             return (slots, cache), (slots.tokens, log_p, logits[:, 0])
 
-        together = min(count, UNROLLED_STEPS) if is_straight else 1
+        count = self.tokens_per_dispatch
+        together = min(count, UNROLLED_STEPS) if model.products.unrolls_steps(slots.tokens.shape[0]) else 1
         (slots, cache), results = jax.lax.scan(step, (slots, cache), length=count, unroll=count == 1 or together)
         tokens, log_p, logits = results
         return slots, tokens, log_p, tuple(logits), cache

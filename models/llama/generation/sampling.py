@@ -50,7 +50,7 @@ class Sampling:
 
 
 def next_tokens(
-    logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: int = 1, *, by_kernel: bool = False
+    logits: jax.Array, sampling: Sampling, keys: jax.Array, num_shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses the next token of each sequence, and says how likely the model finds it.
 
@@ -60,14 +60,13 @@ def next_tokens(
       keys: JAX random keys `[B]`, for this step of each sequence, so that no draw depends on the rest of the batch.
       num_shards: pieces into which the vocabulary is cut. A greedy choice then moves one candidate of each piece
         between devices, where a plain argmax would move all logits.
-      by_kernel: whether a kernel for Hopper may choose a greedy token of one piece.
 
     Returns:
       int32 `[B]`: among equal logits, greedy takes the lowest token. And their log-probabilities, float32 `[B]`, NaN
       where the largest logit is not finite.
     """
     if sampling.temperature == 0:
-        return _greedy(logits, num_shards, by_kernel)
+        return _greedy(logits, num_shards)
     scaled = logits / sampling.temperature
     if sampling.top_k is not None:
         scaled = _keep_top_k(scaled, min(sampling.top_k, logits.shape[-1]))
@@ -94,17 +93,11 @@ def log_probability(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(is_token, logits, 0), axis=-1) - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _greedy(logits: jax.Array, num_shards: int, by_kernel: bool) -> tuple[jax.Array, jax.Array]:
+def _greedy(logits: jax.Array, num_shards: int) -> tuple[jax.Array, jax.Array]:
     """Returns the most likely tokens and their log-probabilities, from one pass over the logits.
 
     For a maximum and a sum after it XLA would make seven small kernels on a GPU, and as many gaps between them.
     """
-    if by_kernel and num_shards == 1:
-        from tree_attn.kernels import most_likely
-
-        if most_likely.unsupported(logits.shape, logits.dtype) is None:
-            tokens, largest, sums = most_likely.most_likely(logits)
-            return tokens, _log_of_share(largest, sums)
     batch, vocab_size = logits.shape
     pieces = logits.reshape(batch, num_shards, vocab_size // num_shards)
     places = jax.lax.broadcasted_iota(jnp.int32, pieces.shape, 2)
@@ -114,12 +107,7 @@ def _greedy(logits: jax.Array, num_shards: int, by_kernel: bool) -> tuple[jax.Ar
     largest, sums, tokens = jax.lax.reduce(
         (largest, sums, shards * pieces.shape[-1] + places), nothing, _more_likely, (1,)
     )
-    return tokens, _log_of_share(largest, sums)
-
-
-def _log_of_share(largest: jax.Array, sums: jax.Array) -> jax.Array:
-    """Returns the log-probability of the largest logit; `sums` are of exp(logit - largest)."""
-    return jnp.where(jnp.isfinite(largest), 0 - jnp.log(sums), jnp.nan)
+    return tokens, jnp.where(jnp.isfinite(largest), 0 - jnp.log(sums), jnp.nan)
 
 
 def _more_likely(a: tuple, b: tuple) -> tuple:

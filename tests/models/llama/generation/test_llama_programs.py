@@ -123,7 +123,6 @@ def test_xla_options_of_decoding_on_gpus_depend_on_the_batch_and_devices(tiny_mo
 @pytest.mark.parametrize("count, num_loops", [(3, 0), (20, 1)])
 def test_steps_of_few_launches_follow_one_another_in_one_turn_of_the_loop(tiny_model, monkeypatch, count, num_loops):
     model = tiny_model(1)
-    monkeypatch.setattr("tree_attn.kernels.most_likely.unsupported", lambda *_: "this is a CPU")
 
     def tokens_and_loops(unrolls: bool):
         monkeypatch.setattr(XlaProducts, "unrolls_steps", lambda self, rows: unrolls and rows == 2)
