@@ -20,6 +20,16 @@ def test_bytes_are_those_of_all_weights():
     assert case("output").copies == 6  # 34 MB each: 200 MB
 
 
+@pytest.mark.parametrize("part", ["head", "query_key_value"])
+def test_a_product_is_made_whole_before_it_is_cut(part):
+    case = Case(config="llama-3.2-1b", part=part, rows=1)
+    of = lambda *size: jax.ShapeDtypeStruct(size, "bfloat16")
+    (product,) = case.products
+    weights = of(1, product.out_features, product.in_features), of(product.in_features)
+    program = str(jax.make_jaxpr(case.step("xla", {}))(of(1, product.in_features), weights))
+    assert program.index("dot_general") < program.index("optimization_barrier") < program.rindex("slice")
+
+
 def test_arguments_name_cases_and_layouts():
     assert bench_products.runs(["xla", "few_rows"], "num_stages=4,") == [
         ("xla", ""), ("few_rows", "num_stages=4"), ("few_rows", ""),

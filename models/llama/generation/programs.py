@@ -183,8 +183,8 @@ class Programs:
     def _decode(self, parameters, slots, prefixes, *, cache):
         """Runs `tokens_per_dispatch` steps: the slots after the last, and the results of all.
 
-        Where a step is few launches, a turn of the loop has up to eight of them: one CUDA graph, in which what depends
-        on lengths alone, such as the rotation and the attention's schedule, is made for all of them at first.
+        Where a step is few launches, a turn of the loop has up to eight steps: one CUDA graph. What depends on lengths
+        alone, such as the rotation and the attention's schedule, is made for all of them at first.
         """
         model = self.model_of(parameters)
 
