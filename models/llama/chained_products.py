@@ -34,11 +34,13 @@ class ChainedProducts(FewRowsProducts):
         """Does `XlaProducts.name_of`."""
         return _chained(super().name_of(rows))
 
-    def unrolls_steps(self, rows: int) -> bool:
-        """Does `XlaProducts.unrolls_steps`: where layers may be one launch, and CUDA graphs have it."""
+    def unrolls_steps(self, layers: Sequence[Any], x: jax.ShapeDtypeStruct, cache: AnyCache, context: Any) -> bool:
+        """Does `XlaProducts.unrolls_steps`: where launches have whole layers, and CUDA graphs have these launches."""
         from tree_attn.kernels.few_rows_broadcast import MAX_ROWS
 
-        return self.is_early and rows <= min(MAX_ROWS, self.max_rows)
+        if not self.is_early or math.prod(x.shape[:-1]) > min(MAX_ROWS, self.max_rows):
+            return False
+        return all(_Whole(layer, x, i, context).unavailable(cache) is None for i, layer in enumerate(layers))
 
     def run_layers(self, layers: Sequence[Any], x: jax.Array, cache: AnyCache, context: Any):
         """Does `XlaProducts.run_layers`."""
@@ -184,12 +186,17 @@ class _OneLaunch:
 
     def _unavailable(self, layer: Any | None, number: int, cache: AnyCache) -> str | None:
         """Returns why there is no launch of this layer, which also makes the heads of another, if one is named."""
+        from tree_attn.kernels.few_rows_layout import unsupported_cache
+
         if self.layer.attention_post_norm is not None or self.layer.mlp_post_norm is not None:
             return "a chain has no norms after its branches"
         if layer is not None:
             if not (self.context.appends and layer.attention.is_plain):
                 return "a chain makes queries, keys and values of new tokens, without biases and norms"
             if (reason := unwritable(cache)) is not None:
+                return reason
+            head_dim, key = layer.attention.query_key_value[...].shape[2], cache.arrays.layers[number].key
+            if (reason := unsupported_cache(head_dim, self.x.dtype, key.dtype)) is not None:
                 return reason
             if (axes := cache.arrays.layers[number].axes) != self._axes:
                 return f"a chain writes a cache that is cut over {self._axes}, not {axes}"

@@ -180,8 +180,7 @@ class Llama(nnx.Module):
             read = lambda kind, **options: attention.decode(query, *of_kind(cache, layer, kind), levels, **options)
             return in_layer(self.config, layer, read), cache
 
-        options = self.config.attention_options if attention.is_replaceable and not prefixes else None
-        more = dict(appends=True, attention_options=options)
+        more = _decoding_options(self, attention, prefixes)
         x, cache = self._run_layers(tokens, positions, cache, attend, token_axis=None, **more)
         return _logits(self, x, self.products), cache.advance(num_tokens)
 
@@ -223,6 +222,26 @@ class Llama(nnx.Module):
             indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
             (x, cache), _ = jax.lax.scan(step, (x, cache), (indices, stacked))
         return x, cache
+
+
+def unrolls_steps(model: Llama, cache: AnyCache, attention: Attention, *, prefixes: Sequence[Prefix] = ()) -> bool:
+    """Returns whether a program has several steps without a loop over them, each of one token for each sequence.
+
+    Args:
+      cache, attention, prefixes: as `Llama.decode` takes them.
+    """
+    x = jax.ShapeDtypeStruct((cache.lengths.shape[0], 1, model.config.hidden_size), model.embedding[...].dtype)
+    context = ForwardContext(
+        cosine_sine=None, attend=None, sharding=model.sharding, token_axis=None, products=model.products,
+        **_decoding_options(model, attention, prefixes),
+    )  # fmt: skip
+    return model.unroll_layers and model.products.unrolls_steps(model.layers, x, cache, context)
+
+
+def _decoding_options(model: Llama, attention: Attention, prefixes: Sequence[Prefix]) -> dict[str, Any]:
+    """Returns fields of the context of new tokens."""
+    options = model.config.attention_options if attention.is_replaceable and not prefixes else None
+    return dict(appends=True, attention_options=options)
 
 
 def _logits(model: Llama, x: jax.Array, products: XlaProducts) -> jax.Array:

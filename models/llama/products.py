@@ -68,11 +68,14 @@ class XlaProducts:
         """Returns which of `product_choice.PRODUCTS` multiply so many new tokens at a time."""
         return "xla"
 
-    def unrolls_steps(self, rows: int) -> bool:
-        """Returns whether a step of so many new tokens is so few launches that a program has several without a loop.
+    def unrolls_steps(self, layers: Sequence[Any], x: jax.ShapeDtypeStruct, cache: AnyCache, context: Any) -> bool:
+        """Returns whether a step is so few launches that a program has several steps without a loop over them.
 
-        In a loop over steps each is a CUDA graph of its own. What a step does before its layers then waits for the last
+        In a loop each step is a CUDA graph of its own. What a step does before its layers then waits for the last
         step's end. But a program without a loop takes longer to compile, by what is compiled of a step.
+
+        Args:
+          x: shape and dtype of what the first layer takes; others as of `run_layers`.
         """
         return False
 
@@ -214,7 +217,7 @@ class FewRowsProducts(XlaProducts):
         """Does `XlaProducts.logits`, in one launch."""
         if self._is_refused("logits", branch.x, table, norm=branch.norm):
             return super().logits(branch, table)
-        # No kernel follows that would begin early, so its stages fill the SM.
+        # No kernel follows that would begin early.
         options = dict(out_dtype=jnp.float32, shares_sm=False)
         return self._run(branch.x, table, table.shape[:1], norm=branch.norm, **options)
 

@@ -15,7 +15,7 @@ from tree_attn.models.llama.generation.layout import BatchSlots, Layout
 from tree_attn.models.llama.generation.prefix_tree import Descendants, PrefixTree
 from tree_attn.models.llama.generation.sampling import Sampling, next_tokens
 from tree_attn.models.llama.layer_caches import AnyCache
-from tree_attn.models.llama.model import Llama
+from tree_attn.models.llama.model import Llama, unrolls_steps
 from tree_attn.models.llama.prefix import Prefix
 
 # Limits in sequences, measured on an H200. docs/log/llama.md: "Weights stored as one are multiplied faster, and cuBLAS
@@ -194,9 +194,10 @@ class Programs:
             slots, log_p = self.next_slots(logits[:, 0], slots)
             return (slots, cache), (slots.tokens, log_p, logits[:, 0])
 
-        count = self.tokens_per_dispatch
-        together = min(count, UNROLLED_STEPS) if model.products.unrolls_steps(slots.tokens.shape[0]) else 1
-        (slots, cache), results = jax.lax.scan(step, (slots, cache), length=count, unroll=count == 1 or together)
+        count, is_straight = self.tokens_per_dispatch, unrolls_steps(model, cache, self._attention, prefixes=prefixes)
+        together = min(count, UNROLLED_STEPS) if is_straight else 1
+        unroll = True if count == 1 else together  # True: there is no loop
+        (slots, cache), results = jax.lax.scan(step, (slots, cache), length=count, unroll=unroll)
         tokens, log_p, logits = results
         return slots, tokens, log_p, tuple(logits), cache
 

@@ -19,6 +19,7 @@ from tree_attn.kernels.exchange_words import Buffers
 from tree_attn.kernels.few_rows_chain_call import AfterAttention, NewHeads, Norm
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
+from tree_attn.kernels.overlap import overlaps
 from tree_attn.local import mosaic_gpu
 from tree_attn.mesh import make_mesh
 from tree_attn.models.llama import (
@@ -32,6 +33,7 @@ from tree_attn.models.llama import (
 )
 from tree_attn.models.llama.chained_products import ChainedProducts, ChainedProductsOfShards
 from tree_attn.models.llama.layers import RMSNorm
+from tree_attn.models.llama.model import unrolls_steps
 from tree_attn.models.llama.products import Branch, FewRowsProducts, ProductsOfShards, XlaProducts
 from tree_attn.models.llama.projections import ForwardContext
 from tree_attn.models.llama.rope import apply_rotation
@@ -404,6 +406,10 @@ def test_layers_of_one_token_are_one_launch(
     names = "multiply_few_rows", "multiply_into_cache", "multiply_chain", "run_layers"
     assert [text.count(f"call @{name}") for name in names] == expected
     assert reason is None or reason in caplog.text
+    if num_tokens == 1 and "head_dim" not in options and "num_heads" not in options:  # else planning finds it
+        has_whole_layers = expected[:2] == [1, 0]
+        assert unrolls_steps(model, cache, attention) == (has_whole_layers and overlaps())
+        assert not unrolls_steps(model, cache, attention, prefixes=("one",))
 
 
 def test_what_cannot_be_a_chain_has_a_reason(on_one_sm, monkeypatch):
@@ -504,6 +510,14 @@ def test_what_the_kernel_cannot_multiply_is_xlas_with_a_reason(dtype, tokens, ac
     assert reason in caplog.text
 
 
+def test_the_head_begins_early_and_shares_no_sm(monkeypatch):
+    found = []
+    monkeypatch.setattr(few_rows_call, "few_rows_product", lambda x, kernel, **options: found.append(options) or x)
+    branch, table = branch_of(1, jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    FewRowsProducts(is_early=True).logits(branch, table)
+    assert [(options["is_early"], options["shares_sm"]) for options in found] == [(True, False)]
+
+
 def test_beside_chains_products_of_layers_do_not_read_early(monkeypatch):
     found = []
     monkeypatch.setattr(chained_products, "_run_chained", lambda *arguments: found.append(arguments[-1].products))
@@ -535,12 +549,9 @@ def test_a_choice_that_cannot_run_is_refused(tiny_config, sharding_over, monkeyp
     chained = lambda **options: product_choice.by_name("mosaic_gpu_chain", one, **options)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=True)
     assert chained(unrolls_layers=True).name_of(16) == "mosaic_gpu_chain"
-    assert [chained(unrolls_layers=True).unrolls_steps(rows) for rows in (1, 4, 5)] == [True, True, False]
     with pytest.raises(NotImplementedError, match="read ahead: unroll_layers must be True"):
         chained(unrolls_layers=False)
     over_two = product_choice.by_name("mosaic_gpu_chain", two, unrolls_layers=True)
     assert over_two == ChainedProductsOfShards(two) and over_two.name_of(1) == "mosaic_gpu_chain"
-    assert not over_two.unrolls_steps(1), "over devices a layer is several launches"
     monkeypatch.setattr("tree_attn.kernels.overlap.overlaps", lambda *_: False)
     assert chained(unrolls_layers=True) == ChainedProducts(is_early=False)
-    assert not chained(unrolls_layers=True).unrolls_steps(1), "an older JAX has no graphs of our kernels"

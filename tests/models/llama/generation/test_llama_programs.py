@@ -21,7 +21,6 @@ from tree_attn.models.llama import (
 )
 from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation import programs as programs_module
-from tree_attn.models.llama.products import XlaProducts
 from tree_attn.sparq import SparqOptions
 
 
@@ -125,7 +124,9 @@ def test_steps_of_few_launches_follow_one_another_in_one_turn_of_the_loop(tiny_m
     model = tiny_model(1)
 
     def tokens_and_loops(unrolls: bool):
-        monkeypatch.setattr(XlaProducts, "unrolls_steps", lambda self, rows: unrolls and rows == 2)
+        monkeypatch.setattr(
+            programs_module, "unrolls_steps", lambda _, cache, *__, **___: unrolls and len(cache.lengths) == 2
+        )
         generator = Generator(model, by_name("single", model.sharding), tokens_per_dispatch=count)
         prompts = [[5, 3, 9], [7]]
         loops = re.findall(r" while\(.*op_name=\"(\S+)\"", generator.compile(prompts, 30).decode.as_text())
