@@ -26,6 +26,10 @@ def test_a_layer_by_the_kernel_is_five_launches_or_one_and_copies_no_cache():
     assert [launch.rsplit("/", 1)[0] for launch in launches["mosaic_gpu_chain"]] == ["whole"]
     (kernels,) = [row["kernels"] for row in rows if row["products"] == "several layers"]
     assert kernels == ["few_rows_layers", "few_rows"]  # and the head
+    (straight,) = [row for row in rows if row["products"] == "generation"]
+    assert straight["kernels"] == ["few_rows_layers", "few_rows"] * 3
+    # After a head two choose the token, and one looks up its row: all else is made for all steps at first.
+    assert straight["others"] == [0, 3, 0, 3, 0]
     assert len(launches["xla"]) > 10
     for row in rows:
         assert [shape for shape in row["copies"] if "bf16" in shape] == []
