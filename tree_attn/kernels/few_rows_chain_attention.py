@@ -153,10 +153,9 @@ class CtaAttention:
         def move_segment(output_tile, segment):
             def move(i, _):
                 step = segment.kv_tiles_done + i
+                self.ring.await_room(step)
                 first, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
-                for half in range(2):
-                    self.ring.await_room(step, half)
-                    self._copy_kv(step, output_tile, first, half)
+                self._copy_kv(step, output_tile, first)
 
             lax.fori_loop(0, segment.num_kv_tiles, move, None)
 
@@ -195,8 +194,7 @@ class CtaAttention:
 
     def _write_new(self, step, within) -> None:
         """Writes the new key and value to their slot of a step's KV tile, when that is there."""
-        for barriers in self.ring.full[:-1]:
-            await_copies(barriers, self.ring.first_step + step, self.ring.num_stages)
+        await_copies(self.ring.full[0], self.ring.first_step + step, self.ring.num_stages)
         stage, block_kv = self.ring.stage(step), self.layout.config.block_kv
         rows = [(2 * stage + number) * block_kv + within for number in range(2)]
         write_over(self.new_smem, self.kv_smem, rows)
@@ -217,12 +215,12 @@ class CtaAttention:
             columns=self.layout.group, writes_results=False, step=broadcast.step if is_alone else self.exchange_step,
         ).compute()  # fmt: skip
 
-    def _copy_kv(self, step, output_tile, first, half: int) -> None:
+    def _copy_kv(self, step, output_tile, first) -> None:
         block_kv = self.layout.config.block_kv
-        barriers, stage = self.ring.full[half], self.ring.stage(step)
-        array = self.refs[("key", "value")[half]]
+        barriers, stage = self.ring.full[0], self.ring.stage(step)
+        arrays = [self.refs[name] for name in ("key", "value")]
         place = output_tile.sequence, first, output_tile.head
-        copy_kv_together(array, self.kv_smem, barriers, stage, place, half, block_kv=block_kv)
+        copy_kv_together(arrays, self.kv_smem, barriers, stage, place, block_kv=block_kv)
 
 
 def _kv_rows(kv_smem, stage, number: int, block_kv: int):

@@ -35,12 +35,11 @@ def row_of(slab: int, part: int, place: int, group: int, shape: FewRowsShape, co
 
 
 def copy_weights_together(
-    refs, smems, barriers, stage, column, features, half: int, *, shape: FewRowsShape, config: FewRowsConfig
+    refs, smems, barriers, stage, column, features, *, shape: FewRowsShape, config: FewRowsConfig
 ) -> None:
-    """Begins the copies of a half of a stage's weights; with those of the second, of its norm's scale.
+    """Begins the copies of a stage's weights, and of its norm's scale.
 
     Args:
-      half: which, 0 or 1.
       refs: weights `[parts, O, I]`, and scale `[I]` where there is a norm; smems: `weights_smem` and `scale_smem`.
       barriers: of the stages; stage: its number.
       column: the first of its in-features.
@@ -49,28 +48,20 @@ def copy_weights_together(
     rows = config.tile if len(features) == 1 else GRAIN
     stage = jnp.asarray(stage, jnp.int32)
     first_tile = stage * (config.stage_rows(shape) // GRAIN)
-    if half == 0:
-        refs, smems = refs[:1], smems[:1]
     targets = [smems[0], *(smem.at[stage] for smem in smems[1:])]
-    copies = [
-        (place, part, group)
-        for place in blocks_of(config) for part in range(shape.parts) for group in range(len(features))
-    ]  # fmt: skip
-    middle = len(copies) // 2
-    copies = copies[middle:] if half else copies[:middle]
-    row_bytes = config.block_in * jnp.dtype(shape.dtype).itemsize
-    num_bytes = len(copies) * rows * row_bytes + _block_bytes(shape, config, len(refs) - 1)
+    num_bytes = _block_bytes(shape, config, shape.parts * config.tile + len(refs) - 1)
 
     def emit(ctx, copy, first_tile, column, *features):
         (weights, target), *scales = copy.pairs
-        columns_of = lambda block: utils.ds(_plus(column, block * config.block_in), config.block_in)
-        for (slab, place, block), part, group in copies:
-            tile = _plus(first_tile, row_of(slab, part, place, group, shape, config) // GRAIN)
-            place_of_tile = utils.memref_slice(target, (utils.ds(tile, rows // GRAIN),))
-            copy(ctx, weights, (_index(part), utils.ds(features[group], rows), columns_of(block)), place_of_tile)
-        for scale, scale_target in scales:
-            for *_, block in blocks_of(config):
-                copy(ctx, scale, (columns_of(block),), utils.memref_slice(scale_target, (block,)), is_tiled=False)
+        for slab, place, block in blocks_of(config):
+            columns = utils.ds(_plus(column, block * config.block_in), config.block_in)
+            for part in range(shape.parts):
+                for group, feature in enumerate(features):
+                    tile = _plus(first_tile, row_of(slab, part, place, group, shape, config) // GRAIN)
+                    place_of_tile = utils.memref_slice(target, (utils.ds(tile, rows // GRAIN),))
+                    copy(ctx, weights, (_index(part), utils.ds(feature, rows), columns), place_of_tile)
+            for scale, scale_target in scales:
+                copy(ctx, scale, (columns,), utils.memref_slice(scale_target, (block,)), is_tiled=False)
 
     _emit(emit, refs, targets, barriers, stage, num_bytes, [first_tile, column, *features], shape.dtype)
 
@@ -97,27 +88,27 @@ def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, 
     _emit(emit, [ref], [smem.at[stage]], barriers, stage, num_bytes, [column], shape.dtype, num_tiled=num_tiled)
 
 
-def copy_kv_together(ref, smem, barriers, stage, place, half: int, *, block_kv: int) -> None:
-    """Begins the copy of a KV tile's keys, half 0, or of its values, half 1.
+def copy_kv_together(refs, smem, barriers, stage, place, *, block_kv: int) -> None:
+    """Begins the copies of a KV tile.
 
     Args:
-      ref: `[B, S, K, H]`; smem: of a ring's stages, first the keys of each, then its values.
+      refs: keys and values, `[B, S, K, H]`; smem: of a ring's stages, first the keys of each, then its values.
       barriers, stage: as in `copy_weights_together`.
       place: sequence, first slot, and head. What is beyond the last slot is filled with zeros.
     """
-    dtype, head_dim = ref.dtype, ref.shape[-1]
+    dtype, head_dim = refs[0].dtype, refs[0].shape[-1]
     sequence, first_slot, head = place
     first_tile = stage * (2 * block_kv // GRAIN)
 
     def emit(ctx, copy, first_tile, sequence, first_slot, head):
-        ((array, target),) = copy.pairs
-        tiles = utils.ds(_plus(first_tile, half * block_kv // GRAIN), block_kv // GRAIN)
-        slots, head_dims = utils.ds(first_slot, block_kv), utils.ds(_index(0), head_dim)
-        copy(ctx, array, (sequence, slots, head, head_dims), utils.memref_slice(target, (tiles,)))
+        for number, (array, target) in enumerate(copy.pairs):
+            tiles = utils.ds(_plus(first_tile, number * block_kv // GRAIN), block_kv // GRAIN)
+            slots, head_dims = utils.ds(first_slot, block_kv), utils.ds(_index(0), head_dim)
+            copy(ctx, array, (sequence, slots, head, head_dims), utils.memref_slice(target, (tiles,)))
 
-    num_bytes = block_kv * head_dim * jnp.dtype(dtype).itemsize
+    num_bytes = 2 * block_kv * head_dim * jnp.dtype(dtype).itemsize
     scalars = [first_tile, sequence, first_slot, head]
-    _emit(emit, [ref], [smem], barriers, stage, num_bytes, scalars, dtype)
+    _emit(emit, refs, [smem, smem], barriers, stage, num_bytes, scalars, dtype, num_tiled=2)
 
 
 def await_copies(barriers, step, num_stages: int) -> None:

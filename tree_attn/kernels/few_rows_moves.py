@@ -57,7 +57,7 @@ def ring_scratch(shape: FewRowsShape, config: FewRowsConfig) -> dict[str, Any]:
 def full_barriers(shape: FewRowsShape, config: FewRowsConfig) -> list[plgpu.Barrier]:
     """Returns the barriers at which the copies of each stage arrive: of weights and of x, or one for both."""
     if copies_together():
-        return [plgpu.Barrier(num_barriers=config.num_stages)] * 3
+        return [plgpu.Barrier(num_barriers=config.num_stages)] * 2
     copies = shape.parts * (1 if shape.heads is None else config.tile // GRAIN)
     arrivals = config.slabs * config.stack * (copies + 1 + (shape.eps is not None))
     return [plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=arrivals)]
@@ -108,9 +108,8 @@ class ProductMoves:
         """Copies the weights of all steps, each when its stage has been read and few enough are on their way."""
 
         def move(step, _):
-            for half in range(2):
-                self.ring.await_room(step, half)
-                self.copy_half(step, half)
+            self.ring.await_room(step)
+            self.copy_weights(step)
 
         lax.fori_loop(0, self.num_steps, move, None)
 
@@ -193,24 +192,17 @@ class ProductMoves:
 
     def copy_weights(self, step, _=None) -> None:
         """Copies a step's weights, and its norm's scale."""
-        for half in range(2):
-            self.copy_half(step, half)
-
-    def copy_half(self, step, half: int) -> None:
-        """Copies a half of a step's weights."""
         stage, groups = self.ring.stage(step), self._groups(step)
+        full = self.ring.full[0].at[stage]
         if copies_together():
             has_scale = self.scale_smem is not None
             copy_weights_together(
                 [self.refs["weights"], *([self.refs["scale"]] if has_scale else [])],
                 [self.weights_smem, *([self.scale_smem] if has_scale else [])],
-                self.ring.full[half], stage, self._column(step), [first for first, _ in groups], half,
-                shape=self.shape, config=self.config,
+                self.ring.full[0], stage, self._column(step), [first for first, _ in groups], shape=self.shape,
+                config=self.config,
             )  # fmt: skip
             return
-        if half:
-            return
-        full = self.ring.full[0].at[stage]
         for slab, place, block in blocks_of(self.config):
             columns = pl.ds(self._column(step, block), self.config.block_in)
             for part in range(self.shape.parts):

@@ -5,7 +5,6 @@ every step, whatever it copies then: so all agree on the barriers' phases.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from tree_attn.kernels.few_rows_copies import await_copies
 from tree_attn.kernels.interpreter import is_interpreted
 
 STAGE_ROWS, BLOCK_IN = 128, 128  # of weights in a stage of a chain's ring
-HALVES_AHEAD = 2
 
 
 def copies_together() -> bool:
@@ -55,21 +53,15 @@ class Ring:
         is_refilled = self.first_step + step >= self.num_stages
         pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free.at[self.stage(step)]))
 
-    def await_room(self, step, half: int) -> None:
+    def await_room(self, step) -> None:
         """Waits until the step's stage has been read, and few enough weights are on their way."""
-        if half == 0:
-            self.await_free(step)
+        self.await_free(step)
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        is_ahead = step < self.num_stages
-        for is_so, halves in ((is_ahead, HALVES_AHEAD), (~is_ahead, 2 * self.in_flight)):
-            steps, number = divmod(half - halves, 2)
-            before = self.first_step + step + steps
-            is_limited = is_so & (before >= 0)
-            if self.is_first:
-                is_limited &= step >= self.num_stages
-            pl.when(is_limited)(functools.partial(await_copies, self.full[number], before, self.num_stages))
+        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
+        is_limited = step >= self.num_stages if self.is_first else before >= 0
+        pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
     def await_first_x(self) -> None:
         """Waits until x of the first step is there."""
