@@ -237,11 +237,14 @@ class Generator:
         del levels
         slots, log_p, logits, caches = programs.prefill(parameters, tokens, lengths, slots, caches=caches)
         yield slots.tokens[None], log_p[None], (logits,)
-        prefixes, cache = prefixes_of(caches, tree.descendants[-1]), caches[-1]
+        prefixes, arrays = prefixes_of(caches, tree.descendants[-1]), jax.tree.leaves(caches[-1])
         del caches, logits, log_p
         for _ in range(max_new_tokens - 1, 0, -self.tokens_per_dispatch):
-            slots, *results, cache = programs.decode(parameters, slots, prefixes, cache=cache)
-            yield results
+            slots, tokens, log_p, logits, arrays = programs.decode(parameters, slots, prefixes, arrays=arrays)
+            # Else these copies begin when the host waits for them, 0.3 ms of a call.
+            tokens.copy_to_host_async()
+            log_p.copy_to_host_async()
+            yield tokens, log_p, logits
 
 
 def _check_parts(**parts: tuple[Any, Any]) -> None:

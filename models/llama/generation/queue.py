@@ -101,7 +101,9 @@ class _Queue:
             if all(sequence is None for sequence in self.sequences):
                 return
             start = time.perf_counter()
-            slots, tokens, log_p, logits, cache = decode(self.programs.parameters, slots, (), cache=cache)
+            arrays, containers = jax.tree.flatten(cache)
+            slots, tokens, log_p, logits, arrays = decode(self.programs.parameters, slots, (), arrays=arrays)
+            cache = jax.tree.unflatten(containers, arrays)
             tokens, log_p = jax.device_get((tokens, log_p))
             seconds = (time.perf_counter() - start) / len(tokens)
             for of_step in zip(tokens, log_p, logits, strict=True):
