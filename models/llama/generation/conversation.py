@@ -13,7 +13,7 @@ from tree_attn.models.llama.generation.generate import GeneratedSequence, Genera
 from tree_attn.models.llama.generation.generator import Generator, Step
 from tree_attn.models.llama.generation.layout import BatchSlots
 from tree_attn.models.llama.generation.prefix_tree import unshared
-from tree_attn.models.llama.generation.programs import StreamPrograms, shardings_of
+from tree_attn.models.llama.generation.programs import StreamPrograms, decode_with, shardings_of
 from tree_attn.models.llama.generation.request import check_request, check_stop_ids
 
 
@@ -101,7 +101,8 @@ class Conversation:
             if not max_new_tokens:
                 return
             since, cache, self._cache = now, self._cache, None  # donated
-            slots, *results, self._cache = self._decode(self.generator.programs.parameters, slots, (), cache=cache)
+            arguments = self._decode, self.generator.programs.parameters, slots, ()
+            slots, *results, self._cache = decode_with(*arguments, cache=cache)
 
     def _num_slots(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """Returns the slots that an answer needs: the last dispatch and the last chunk are written whole."""

@@ -207,6 +207,13 @@ class Programs:
         return slots, tokens, log_p, tuple(logits), jax.tree.leaves(cache)
 
 
+def decode_with(decode: jax.stages.Compiled, *arguments, cache: AnyCache) -> tuple:
+    """Returns what a decoding program does, with the cache in the place of its arrays."""
+    arrays, containers = jax.tree.flatten(cache)
+    *results, arrays = decode(*arguments, arrays=arrays)
+    return *results, jax.tree.unflatten(containers, arrays)
+
+
 def prefixes_of(caches: Sequence[AnyCache], descendants: Descendants) -> tuple[Prefix, ...]:
     """Returns the prefix levels above one depth of a tree.
 

@@ -12,7 +12,7 @@ from tree_attn.arguments import check_integer
 from tree_attn.models.llama.generation.generator import Generator, Step
 from tree_attn.models.llama.generation.inputs import Inputs
 from tree_attn.models.llama.generation.layout import BatchSlots
-from tree_attn.models.llama.generation.programs import Programs, form_of, shardings_of
+from tree_attn.models.llama.generation.programs import Programs, decode_with, form_of, shardings_of
 from tree_attn.models.llama.generation.request import check_max_batch, check_request, check_stop_ids
 from tree_attn.models.llama.layer_caches import AnyCache
 
@@ -101,9 +101,7 @@ class _Queue:
             if all(sequence is None for sequence in self.sequences):
                 return
             start = time.perf_counter()
-            arrays, containers = jax.tree.flatten(cache)
-            slots, tokens, log_p, logits, arrays = decode(self.programs.parameters, slots, (), arrays=arrays)
-            cache = jax.tree.unflatten(containers, arrays)
+            slots, tokens, log_p, logits, cache = decode_with(decode, self.programs.parameters, slots, (), cache=cache)
             tokens, log_p = jax.device_get((tokens, log_p))
             seconds = (time.perf_counter() - start) / len(tokens)
             for of_step in zip(tokens, log_p, logits, strict=True):

@@ -8,6 +8,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -166,6 +167,30 @@ def test_the_first_token_is_read_before_more_is_launched_and_then_one_call_is_ah
     monkeypatch.setattr(generator.programs, "of_tree", lambda *args: programs._replace(decode=decode))
     stream = generator.stream([[1, 2, 3]], 4)
     assert [(next(stream) and len(launched)) for _ in range(4)] == [0, 2, 3, 3]
+
+
+def test_what_the_host_reads_of_a_call_is_copied_before_it_is_waited_for(tiny_model, monkeypatch):
+    class Watched:
+        def __init__(self, array, call):
+            self.array, self.call = array, call
+
+        def copy_to_host_async(self):
+            copied.append(self.call)
+
+        def __array__(self, *_, **__):
+            return np.asarray(self.array)
+
+    def decode(*args, **options):
+        calls.append(len(calls))
+        slots, *results, logits, arrays = programs.decode(*args, **options)
+        return slots, *(Watched(result, calls[-1]) for result in results), logits, arrays
+
+    generator, calls, copied = Generator(tiny_model(1), by_name("single", tiny_model(1).sharding)), [], []
+    programs = generator.compile([[1, 2, 3]], 6)
+    monkeypatch.setattr(generator.programs, "of_tree", lambda *_: programs._replace(decode=decode))
+    stream = generator.stream([[1, 2, 3]], 6)
+    next(stream), next(stream)
+    assert calls == [0, 1] and copied.count(1) == 2, "the second call's tokens and log-probabilities"
 
 
 def test_a_call_makes_several_tokens_by_default_on_gpus_only(tiny_model, monkeypatch):
