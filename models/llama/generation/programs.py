@@ -30,8 +30,8 @@ XlaOptions = Mapping[str, bool | int | str]
 class StreamPrograms(NamedTuple):
     """The two compiled programs of a generation; `as_text()` and `memory_analysis()` describe them.
 
-    `decode` takes and returns the cache's arrays, as `jax.tree.leaves` has them. A call with the cache itself takes the
-    host 0.1 ms more, for its containers.
+    `decode` is `(parameters, slots, prefixes, arrays=) -> (slots, tokens, log_p, logits, arrays)`. Its arrays are
+    those of the cache, as `jax.tree.leaves` has them, and are donated. A call with the cache itself takes longer.
     """
 
     prefill: jax.stages.Compiled
@@ -208,7 +208,7 @@ class Programs:
 
 
 def decode_with(decode: jax.stages.Compiled, *arguments, cache: AnyCache) -> tuple:
-    """Returns what a decoding program does, with the cache in the place of its arrays."""
+    """Returns what a decoding program does, with the cache in the place of its arrays; the one passed is donated."""
     arrays, containers = jax.tree.flatten(cache)
     *results, arrays = decode(*arguments, arrays=arrays)
     return *results, jax.tree.unflatten(containers, arrays)
