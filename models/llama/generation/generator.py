@@ -240,11 +240,11 @@ class Generator:
         prefixes, arrays = prefixes_of(caches, tree.descendants[-1]), jax.tree.leaves(caches[-1])
         del caches, logits, log_p
         for _ in range(max_new_tokens - 1, 0, -self.tokens_per_dispatch):
-            slots, tokens, log_p, logits, arrays = programs.decode(parameters, slots, prefixes, arrays=arrays)
+            slots, chosen, log_p, logits, arrays = programs.decode(parameters, slots, prefixes, arrays=arrays)
             # Else these copies begin when the host waits for them, which takes 0.2 to 0.3 ms longer.
-            tokens.copy_to_host_async()
+            chosen.copy_to_host_async()
             log_p.copy_to_host_async()
-            yield tokens, log_p, logits
+            yield chosen, log_p, logits
 
 
 def _check_parts(**parts: tuple[Any, Any]) -> None:
