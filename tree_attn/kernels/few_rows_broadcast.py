@@ -47,7 +47,6 @@ from tree_attn.kernels.exchange_words import (
 )
 from tree_attn.kernels.few_rows_layout import GRAIN, IN_MULTIPLE, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.registers import tiling
-from tree_attn.kernels.warps import halves
 
 MAX_ROWS = 4  # of a result that is broadcast: of more, words are too many for each CTA to read
 
@@ -86,7 +85,6 @@ class Broadcast:
     buffers: Buffers
     step: Any
     features: int
-    in_pairs: bool = False
 
     @property
     def operands(self) -> list[tuple[Any, Any]]:
@@ -97,31 +95,6 @@ class Broadcast:
         """Returns the functions that send and receive, of the values of `operands`."""
         *words, step = values
         return transport(self.buffers, locate(self.buffers, *(words or [None])), step.registers.item())
-
-    def sender(self, *values, distance: int):
-        """Returns a function `(element, x, is_wanted)` that sends, which all threads of a warp call together.
-
-        Args:
-          values: of `operands`.
-          distance: between the threads that have an element of even number and the next one.
-        """
-        *words, step = values
-        number, send = step.registers.item(), self.transport(*values).send
-
-        def send_pair(element, x, is_wanted):
-            (following,) = ops.asm_results(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "f", x)
-            two = arith.constant(ir.IndexType.get(), 2)
-            is_even = arith.cmpi(
-                arith.CmpIPredicate.eq, arith.remui(element, two), arith.constant(ir.IndexType.get(), 0)
-            )
-            with mgpu.when(arith.andi(is_wanted, is_even)):
-                send(arith.divui(element, two), halves(x, following, "bf16"))
-
-        def send_one(element, x, is_wanted):
-            with mgpu.when(is_wanted):
-                send(element, x)
-
-        return send_pair if self.in_pairs else send_one
 
     def load(self, address):
         """Returns a word that this device or another may be writing meanwhile."""
@@ -157,26 +130,26 @@ class BroadcastEnd(Epilogue):
         count, (_, columns, head_dim) = math.prod(self.result), self.result
 
         def emit(place, step, spans_ref, words, own_step):
-            step, send = step.registers.item(), broadcast.sender(words, own_step, distance=1)
+            step, send = step.registers.item(), broadcast.transport(words, own_step).send
             at = functools.partial(arith.constant, ir.IndexType.get())
 
             def write(x, output_tile, column, dim):
                 column = arith.addi(arith.muli(output_tile, at(columns)), column)
-                is_of_rank = self._is_of_rank(output_tile, place.rank)
-                send(arith.addi(arith.muli(column, at(head_dim)), dim), x, is_of_rank)
+                with mgpu.when(self._is_of_rank(output_tile, place.rank)):
+                    send(arith.addi(arith.muli(column, at(head_dim)), dim), x)
 
             if self.buffers.table is not None:
                 self.exchange(place, step, spans_ref, (self.result, write, lambda *_: None), padded_head_dim)
                 return
             merged = self.merged(place, step, spans_ref, self.result, padded_head_dim)
-            is_lse, always = (arith.constant(ir.IntegerType.get_signless(1), x) for x in (0, 1))
+            is_lse = arith.constant(ir.IntegerType.get_signless(1), 0)
             first = arith.addi(thread(), arith.muli(gpu.block_id(gpu.Dimension.x), at(THREADS)))
             loop = scf.ForOp(first, at(count), at(self.num_ctas * THREADS))
             with ir.InsertionPoint(loop.body):
                 column, dim = (f(loop.induction_variable, at(head_dim)) for f in (arith.divui, arith.remui))
                 output_tile, column = (f(column, at(columns)) for f in (arith.divui, arith.remui))
                 (x,) = merged([(output_tile, column, dim, is_lse)])
-                send(loop.induction_variable, x, always)
+                send(loop.induction_variable, x)
                 scf.YieldOp([])
 
         operands = [(step, SCALAR), (spans_ref, plgpu.RefType()), *broadcast.operands]
@@ -260,19 +233,11 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape,
         peeked, (*_, step, _) = (payloads, numbers), values
         addresses, step = _addresses(broadcast, values, shape, config), step.registers.item()
         first = [vector.extract(x, [], [0]) for array in peeked for x in array.registers]
+        sums = awaited_sums(broadcast, addresses, first, step)
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
-        if broadcast.in_pairs:
-            pairs = awaited(broadcast, addresses, first, step)
-            for (block, row, within), pair in zip(_pairs_of_stage(shape, config), pairs, strict=True):
-                row, column = (arith.index_cast(ops.i32(), x) for x in (row, within))
-                row = arith.addi(arith.muli(arith.index_cast(ops.i32(), block), ops.int32(config.x_rows(shape))), row)
-                place = place_of_x(row, arith.muli(column, ops.int32(2)), config)
-                ops.asm("st.shared.b32 [$0], $1;", None, arith.addi(base, place), pair)
-        else:
-            sums = awaited_sums(broadcast, addresses, first, step)
-            for block, row in _words_of_stage(shape, config):
-                target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
-                write_shared(target, next(sums))
+        for block, row in _words_of_stage(shape, config):
+            target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
+            write_shared(target, next(sums))
         if not config.is_compact:
             ops.asm("fence.proxy.async.shared::cta;", None)  # tensor cores read by the other proxy
 
@@ -285,13 +250,6 @@ def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> It
     Args:
       addresses: of words, for each element those of all ranks; first: what they were once, first their payloads, i32.
     """
-    payloads = (arith.bitcast(ir.F32Type.get(), x) for x in awaited(broadcast, addresses, first, step))
-    ranks = broadcast.buffers.num_ranks
-    return (functools.reduce(arith.addf, itertools.islice(payloads, ranks)) for _ in range(len(addresses) // ranks))
-
-
-def awaited(broadcast: Broadcast, addresses: list, first: list, step) -> list:
-    """Emits reads of words until all bear the step, and returns their payloads, i32; others as of `awaited_sums`."""
     count = len(addresses)
     until = scf.WhileOp([ops.i32()] * 2 * count, first)
     with ir.InsertionPoint(until.before.blocks.append(*[ops.i32()] * 2 * count)) as point:
@@ -303,7 +261,9 @@ def awaited(broadcast: Broadcast, addresses: list, first: list, step) -> list:
     with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
         again = [_halves(broadcast.load(address)) for address in addresses]
         scf.YieldOp([x for half in zip(*again) for x in half])
-    return list(until.results[:count])
+    payloads = (arith.bitcast(ir.F32Type.get(), x) for x in until.results[:count])
+    ranks = broadcast.buffers.num_ranks
+    return (functools.reduce(arith.addf, itertools.islice(payloads, ranks)) for _ in range(count // ranks))
 
 
 def steps_at_once(broadcast: Broadcast, *, shape: FewRowsShape, config: FewRowsConfig) -> int:
@@ -317,23 +277,7 @@ def _words_of_stage(shape: FewRowsShape, config: FewRowsConfig) -> list[tuple[in
     return [(block, row) for block in range(config.slabs * config.stack) for row in range(shape.rows)]
 
 
-def _pairs_of_stage(shape: FewRowsShape, config: FewRowsConfig) -> list[tuple]:
-    """Emits block, row and pair of features of each word that a thread has of a stage; several may have the same."""
-    at = functools.partial(arith.constant, ir.IndexType.get())
-    of_block, blocks = config.block_in // 2, config.slabs * config.stack
-    count = blocks * shape.rows * of_block
-    found = []
-    for first in range(0, count, THREADS):
-        word = arith.remui(arith.addi(thread(), at(first)), at(count))
-        block, within = (f(word, at(of_block)) for f in (arith.divui, arith.remui))
-        block, row = (f(block, at(shape.rows)) for f in (arith.divui, arith.remui))
-        found.append((block, row, within))
-    return found
-
-
 def _num_words(broadcast: Broadcast, shape: FewRowsShape, config: FewRowsConfig) -> tuple[int]:
-    if broadcast.in_pairs:
-        return (-(-len(_words_of_stage(shape, config)) // 2) * THREADS,)
     return (THREADS * len(_words_of_stage(shape, config)) * broadcast.buffers.num_ranks,)
 
 
@@ -348,17 +292,8 @@ def _addresses(broadcast: Broadcast, values, shape: FewRowsShape, config: FewRow
     """Returns the addresses of a thread's words of a stage, of all ranks for each; `values` are those in the kernel."""
     *values, column = values
     index = ir.IndexType.get()
-    addresses_of = broadcast.transport(*values).addresses
-    if broadcast.in_pairs:
-        at = functools.partial(arith.constant, index)
-        first = arith.divui(arith.index_cast(index, column.registers.item()), at(2))
-        found = []
-        for block, row, within in _pairs_of_stage(shape, config):
-            of_row = arith.muli(row, at(broadcast.features // 2))
-            of_block = arith.muli(block, at(config.block_in // 2))
-            found += addresses_of(arith.addi(arith.addi(first, within), arith.addi(of_row, of_block)))
-        return found
     feature = arith.addi(arith.index_cast(index, column.registers.item()), thread())
+    addresses_of = broadcast.transport(*values).addresses
     first_of = lambda block, row: arith.constant(index, row * broadcast.features + block * config.block_in)
     places = [arith.addi(feature, first_of(*place)) for place in _words_of_stage(shape, config)]
     return [address for place in places for address in addresses_of(place)]

@@ -110,13 +110,8 @@ class ChainMessages:
             features = shape.out_features if shape.heads is None else self.attention.head_features
         return Broadcast(
             words_ref=self.named["words"], buffers=self.words,
-            step=steps.broadcast + self.sent.index(operation), features=features, in_pairs=self._in_pairs(number),
+            step=steps.broadcast + self.sent.index(operation), features=features,
         )  # fmt: skip
-
-    def _in_pairs(self, product: int | None) -> bool:
-        import os
-        is_heads = product is not None and self.shapes[product].heads is not None
-        return not is_heads and self.buffers is None and os.environ.get("PAIRS", "1") == "1"
 
     def _received(self, operation: int, steps: Steps) -> Broadcast | None:
         """Returns by which broadcast CTAs get an operation's result, if they do by one."""
@@ -150,9 +145,6 @@ class ChainMessages:
     def _meets(self, number: int) -> bool:
         """Returns whether CTAs meet after an operation: the next one takes more of its result than what is received."""
         if number not in self._followed:
-            return False
-        import os
-        if os.environ.get("ALL") == "1" and number in self.broadcasts and self.buffers is None:
             return False
         product, (following, config) = self.operations[number][0], self.operations[self._followed[number]]
         if number not in self.broadcasts:

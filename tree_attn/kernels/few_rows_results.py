@@ -17,7 +17,6 @@ from tree_attn.kernels.mlir import narrowed, widened
 from tree_attn.kernels.registers import full
 
 LAYOUT = plgpu.Layout.WGMMA
-THREADS_OF_ROW = 4  # of a warp have the columns of an out-feature
 
 
 def read_residual(ref, feature, shape: FewRowsShape, config: FewRowsConfig):
@@ -66,26 +65,29 @@ def write_rows(ref, result, feature, shape: FewRowsShape, config: FewRowsConfig,
         at, is_inside = places(feature, shape, config)
         store = storing(ref, shape, broadcast, sending)
 
-        result.foreach(lambda x, place: store(x, at(*place), is_inside(*place)))
+        def write(x, place):
+            with utils.when(is_inside(*place)):
+                store(x, at(*place))
+
+        result.foreach(write)
 
     emit(result, ref, feature, *(value for value, _ in sending))
 
 
 def storing(ref, shape: FewRowsShape, broadcast, sending):
-    """Returns a function `(x, [row, feature], is_inside)` that writes a number of a result, and broadcasts it.
+    """Returns a function `(x, [row, feature])` that writes a number of a result, and broadcasts it.
 
     Args:
       broadcast, sending: of `write_rows`, and the values of its operands in the kernel; or None, and none.
     """
-    send = None if broadcast is None else broadcast.sender(*sending, distance=THREADS_OF_ROW)
+    send = None if broadcast is None else broadcast.transport(*sending).send
 
-    def store(x, place, is_inside):
+    def store(x, place):
         if send is not None:
             row, feature = place
             width = arith.constant(ir.IndexType.get(), shape.out_features)
-            send(arith.addi(arith.muli(row, width), feature), x, is_inside)
-        with utils.when(is_inside):
-            memref.store(narrowed(x, ref), ref, place)
+            send(arith.addi(arith.muli(row, width), feature), x)
+        memref.store(narrowed(x, ref), ref, place)
 
     return store
 

@@ -59,7 +59,7 @@ class Ring:
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        before = self.first_step + step - jnp.where(step < self.num_stages, int(__import__("os").environ.get("BEFORE", "1")), self.in_flight)
+        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
         pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 

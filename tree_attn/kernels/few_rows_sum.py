@@ -92,7 +92,8 @@ class SumEnd:
             are_inside = [is_inside(*where) for where in wheres]
             of_ranks = exchange.received(map(element, wheres), are_inside)
             for where, inside, parts in zip(wheres, are_inside, of_ranks, strict=True):
-                store(functools.reduce(arith.addf, parts), at(*where), inside)
+                with utils.when(inside):
+                    store(functools.reduce(arith.addf, parts), at(*where))
 
         operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
         operands += ([] if residual is None else [(residual, LAYOUT)]) + sending
