@@ -108,7 +108,7 @@ class ProductMoves:
         """Copies the weights of all steps, each when its stage has been read and few enough are on their way."""
 
         def move(step, _):
-            self.ring.await_room(step)
+            self.ring.await_room(step, self.num_held)
             self.copy_weights(step)
 
         lax.fori_loop(0, self.num_steps, move, None)

@@ -53,13 +53,13 @@ class Ring:
         is_refilled = self.first_step + step >= self.num_stages
         pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free.at[self.stage(step)]))
 
-    def await_room(self, step) -> None:
+    def await_room(self, step, num_held: int = 0) -> None:
         """Waits until the step's stage has been read, and few enough weights are on their way."""
         self.await_free(step)
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
+        before = self.first_step + step - jnp.where(step < self.num_stages + num_held, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
         pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
