@@ -107,7 +107,7 @@ class CtaProduct(ProductMoves):
             plgpu.barrier_wait(self.ring.full[0].at[stage])
             weights = few_rows_mma.held_weights(self.weights_smem, stage, shape, config)
             held.append((weights, held_scale(self.scale_smem.at[stage], config) if shape.eps is not None else None))
-            self.ring.release(step)
+            self.ring.release(step, 0)
         squares = no_squares(shape, config)
         for i, (weights, scale) in enumerate(held):
             stage = self.ring.stage(first + i)
@@ -119,6 +119,7 @@ class CtaProduct(ProductMoves):
             products = few_rows_mma.multiplied(
                 products, self.weights_smem, self.x_smem, stage, shape, config, held=weights
             )
+            self.ring.release(first + i, -1)
 
         def block_step(block, carried):
             products, squares = carried
