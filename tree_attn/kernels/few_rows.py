@@ -122,7 +122,7 @@ def _multiply(names, shape: FewRowsShape, config: FewRowsConfig, end: SumEnd | N
     pl.run_scoped(
         multiply,
         full=full_barriers(shape, config),
-        free=[plgpu.Barrier(num_barriers=config.num_stages)],
+        free=plgpu.Barrier(num_barriers=config.num_stages),
         **ring_scratch(shape, config),
         collective_axes="warpgroup",
     )

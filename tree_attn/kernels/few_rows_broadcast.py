@@ -69,10 +69,8 @@ def words_of(buffers: Buffers):
     To XLA it is constant, and arrays of one shape may be one. So no other array has such a shape, and those of one
     shape have one capacity.
     """
-    import os
     words = -(-buffers.num_bytes // ops.WORD_BYTES)
-    copies = int(os.environ.get("COPIES", "1"))
-    return jnp.zeros((1, copies * -(-words // buffers.capacity), buffers.capacity, 1, 2), jnp.uint32)
+    return jnp.zeros((1, -(-words // buffers.capacity), buffers.capacity, 1, 2), jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +94,7 @@ class Broadcast:
     def transport(self, *values) -> Transport:
         """Returns the functions that send and receive, of the values of `operands`."""
         *words, step = values
-        place = locate(self.buffers, *(words or [None]))
-        import os
-        copies = int(os.environ.get("COPIES", "1"))
-        if copies > 1 and self.buffers.table is None:
-            words = -(-self.buffers.num_bytes // ops.WORD_BYTES)
-            stride = -(-words // self.buffers.capacity) * self.buffers.capacity * 8
-            cta = arith.index_cast(ops.i64(), gpu.block_id(gpu.Dimension.x))
-            mine = arith.muli(arith.remui(cta, ops.constant(copies)), ops.constant(stride))
-            bases = [ops.plus(place.local_base, ops.constant(r * stride)) for r in range(copies)]
-            place = place._replace(bases=bases, local_base=ops.plus(place.local_base, mine))
-        return transport(self.buffers, place, step.registers.item())
+        return transport(self.buffers, locate(self.buffers, *(words or [None])), step.registers.item())
 
     def load(self, address):
         """Returns a word that this device or another may be writing meanwhile."""
@@ -269,9 +257,6 @@ def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> It
         is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
         for number in found[count:]:
             is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, number, step))
-        import os
-        if os.environ.get("NOWAIT"):
-            is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
         scf.ConditionOp(is_missing, found)
     with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
         again = [_halves(broadcast.load(address)) for address in addresses]

@@ -215,7 +215,7 @@ def _multiply(names, shapes, configs, attention, buffers, num_layers, *refs):
     pl.run_scoped(
         multiply,
         fulls=fulls[:1] if copies_together() else fulls,  # then all are alike
-        free=[plgpu.Barrier(num_barriers=configs[0].num_stages)] * (2 if configs[0].is_compact else 1),
+        free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs, attention and attention.shape),
         **({} if attention is None else attention_barriers()),
         **({} if num_layers is None else layers_barriers()),

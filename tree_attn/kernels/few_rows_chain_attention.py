@@ -181,7 +181,7 @@ class CtaAttention:
 
             def keep_pace(i, _):
                 step = segment.kv_tiles_done + i
-                self.ring.await_free(step, -1)
+                self.ring.await_free(step)
                 first_slot, _ = tile_slots(shape, config, output_tile, segment.kv_tile + i)
                 within = slot - first_slot
                 is_here = (within >= 0) & (within < config.block_kv)

@@ -136,9 +136,4 @@ class CtaChain(ChainMessages):
 
     def run_of_attention(self) -> Run:
         """Returns the CTA's run of KV tiles."""
-        import os
-        from jax import lax
-        cta = lax.axis_index("cta")
-        if os.environ.get("REV") == "1":
-            cta = self.attention.config.num_ctas - 1 - cta
-        return run_of_cta(self.named, self.attention.shape, self.attention.config, cta)
+        return run_of_cta(self.named, self.attention.shape, self.attention.config)

@@ -31,7 +31,7 @@ from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
 from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 ALIGNMENT = 1024  # bytes: arrays in shared memory begin at multiples of it
-NUM_RING_BARRIERS = 4  # of each stage: weights, x, and that it has been read
+NUM_RING_BARRIERS = 3  # of each stage: weights, x, and that it has been read
 STACKS = (8, 4, 2, 1)
 MAX_X_ROWS = 64  # of a stage: x takes as much memory as weights of so many out-features
 MIN_STAGES = 2

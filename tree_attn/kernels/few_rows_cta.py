@@ -15,7 +15,7 @@ from tree_attn.kernels import few_rows_mma
 from tree_attn.kernels.few_rows_heads import Gathering, read_places_of, turned, write_heads
 from tree_attn.kernels.few_rows_layout import GRAIN, TENSOR_ROWS, FewRowsConfig, FewRowsShape, turns_in_fold
 from tree_attn.kernels.few_rows_moves import ProductMoves
-from tree_attn.kernels.few_rows_norm import held_scale, no_squares, scaled, totals
+from tree_attn.kernels.few_rows_norm import no_squares, scaled, totals
 from tree_attn.kernels.few_rows_results import LAYOUT, read_residual, write_rows
 from tree_attn.kernels.registers import LOG2_E, load
 
@@ -58,8 +58,7 @@ class CtaProduct(ProductMoves):
         else:
             acc = plgpu.ACC((TENSOR_ROWS, config.stack * shape.columns), jnp.float32)
             sums, squares = pl.run_scoped(functools.partial(self._products, tile), *[acc] * shape.parts)
-        if self.num_held < self.blocks:
-            self.ring.release((tile + 1) * self.blocks - 1)
+        self.ring.release((tile + 1) * self.blocks - 1)
         if squares is not None:
             squares = totals(squares, self.squares_smem, shape, config)
         if config.stack > 1:
@@ -100,48 +99,17 @@ class CtaProduct(ProductMoves):
         """Does `_products` for x that nothing pads; its products have the columns of one block."""
         shape, config = self.shape, self.config
 
-        products, first = few_rows_mma.nothing(shape), tile * self.blocks
-        held = []
-        for step in (first + i for i in range(self.num_held)):
-            stage = self.ring.stage(step)
-            plgpu.barrier_wait(self.ring.full[0].at[stage])
-            weights = few_rows_mma.held_weights(self.weights_smem, stage, shape, config)
-            held.append((weights, held_scale(self.scale_smem.at[stage], config) if shape.eps is not None else None))
-            self.ring.release(step, 0)
-        squares = no_squares(shape, config)
-        for i, (weights, scale) in enumerate(held):
-            stage = self.ring.stage(first + i)
-            plgpu.barrier_wait(self.ring.full[-1].at[stage])
-            if squares is not None:
-                of_stage = self.x_smem.at[stage], self.scale_smem.at[stage]
-                squares = scaled(*of_stage, squares, shape, config, held=scale)
-                plgpu.commit_smem()
-            products = few_rows_mma.multiplied(
-                products, self.weights_smem, self.x_smem, stage, shape, config, held=weights
-            )
-            self.ring.release(first + i, -1)
-
         def block_step(block, carried):
             products, squares = carried
-            step = first + block
+            step = tile * self.blocks + block
             stage, squares = self._await_stage(step, squares)
             products = few_rows_mma.multiplied(products, self.weights_smem, self.x_smem, stage, shape, config)
             pl.when(block < self.blocks - 1)(lambda: self.ring.release(step))
             return products, squares
 
-        products, squares = lax.fori_loop(self.num_held, self.blocks, block_step, (products, squares))
+        nothing = few_rows_mma.nothing(shape), no_squares(shape, config)
+        products, squares = lax.fori_loop(0, self.blocks, block_step, nothing)
         return tuple(map(few_rows_mma.in_columns, products)), squares
-
-    @property
-    def num_held(self) -> int:
-        """Returns of how many stages of a tile registers hold the weights while x is awaited."""
-        import os
-        if not self.config.is_compact:
-            return 0
-        name = "HOLD_O" if self.blocks <= 2 else "HOLD_DOWN"
-        if self.shape.eps is not None:
-            name = "HOLD_HEADS" if self.shape.heads is not None else "HOLD_GU"
-        return min(int(os.environ.get(name, "0")), self.blocks)
 
     def _await_stage(self, step, squares):
         """Waits for a step's stage, and multiplies its x by the norm's scale; returns its number, and `squares`."""

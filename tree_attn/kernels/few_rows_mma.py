@@ -22,22 +22,10 @@ from tree_attn.kernels.few_rows_layout import COMPACT_ROWS, GRAIN, IN_MULTIPLE, 
 from tree_attn.kernels.mlir import asm_results, i32, int32
 from tree_attn.kernels.mma import multiply_and_add, reader
 from tree_attn.kernels.registers import full, tiling
-from tree_attn.kernels.warps import (
-    LAYOUT,
-    THREADS,
-    across,
-    address_of,
-    bag,
-    bagged,
-    element,
-    fragmented,
-    pair_of,
-    places,
-)
+from tree_attn.kernels.warps import LAYOUT, across, address_of, element, fragmented, pair_of, places
 
 SIZE = (TENSOR_ROWS, GRAIN)  # of a product
 STEP = 16  # in-features of an instruction
-WORDS = 4  # of weights that a thread has for it
 STEPS_AT_ONCE = 8  # whose x is read before any is multiplied
 
 
@@ -46,72 +34,35 @@ def nothing(shape: FewRowsShape) -> tuple:
     return tuple(full(0.0, SIZE, LAYOUT) for _ in range(shape.parts))
 
 
-def held_weights(weights_smem, stage, shape: FewRowsShape, config: FewRowsConfig):
-    """Returns a stage's weights in registers."""
-    count = config.slabs * shape.parts * (config.block_in // STEP) * WORDS
-    held = plgpu.ShapeDtypeStruct((THREADS * count,), jnp.int32, layout=bag(count))
-    of_weights = plgpu.RefType(tiling(shape.dtype, IN_MULTIPLE))
-
-    @plgpu.inline_mgpu(arg_types=(of_weights, plgpu.Layout.WG_SPLAT), return_type=held)
-    def emit(_, weights, stage):
-        read = _reader(weights, stage.registers.item(), shape, config)
-        steps = range(config.block_in // STEP)
-        places = itertools.product(range(config.slabs), steps, range(shape.parts))
-        return bagged([word for place in places for word in read(*place)])
-
-    return emit(weights_smem, jnp.asarray(stage, jnp.int32))
-
-
-def multiplied(products, weights_smem, x_smem, stage, shape: FewRowsShape, config: FewRowsConfig, held=None) -> tuple:
+def multiplied(products, weights_smem, x_smem, stage, shape: FewRowsShape, config: FewRowsConfig) -> tuple:
     """Returns the products with what a stage's weights and x give.
 
     Args:
       products: of `nothing`, or of the stage before.
       weights_smem, x_smem: of all stages, as `few_rows_moves.ring_scratch` has them; the memory of x may have more
         blocks for each.
-      held: of `held_weights`, where the stage has other weights by now.
     """
     results = tuple(plgpu.ShapeDtypeStruct(SIZE, jnp.float32, layout=LAYOUT) for _ in products)
     of_smems = plgpu.RefType(tiling(shape.dtype, IN_MULTIPLE)), plgpu.RefType()
 
-    helds = [] if held is None else [bag(held.shape[0] // THREADS)]
-    layouts = *of_smems, plgpu.Layout.WG_SPLAT, *[LAYOUT] * len(products), *helds
-
-    @plgpu.inline_mgpu(arg_types=layouts, return_type=results)
+    @plgpu.inline_mgpu(arg_types=(*of_smems, plgpu.Layout.WG_SPLAT, *[LAYOUT] * len(products)), return_type=results)
     def emit(_, weights, x, stage, *products):
-        products, helds = products[: len(results)], products[len(results) :]
         sums = [[element(pair, i) for pair in product.registers.flat for i in range(2)] for product in products]
-        stage = stage.registers.item()
-        if helds:
-            words = [element(x) for x in helds[0].registers.flat]
-            steps = config.block_in // STEP
-
-            def read(slab, step, part):
-                first = WORDS * ((slab * steps + step) * shape.parts + part)
-                return words[first : first + WORDS]
-        else:
-            read = _reader(weights, stage, shape, config)
-        sums = multiply_stage(sums, read, x, stage, shape, config)
+        sums = multiply_stage(sums, weights, x, stage.registers.item(), shape, config)
         return tuple(fragmented([pair_of(*of[:2]), pair_of(*of[2:])], SIZE, LAYOUT) for of in sums)
 
-    return emit(weights_smem, x_smem, jnp.asarray(stage, jnp.int32), *products, *([] if held is None else [held]))
+    return emit(weights_smem, x_smem, jnp.asarray(stage, jnp.int32), *products)
 
 
-def _reader(weights, stage, shape: FewRowsShape, config: FewRowsConfig):
-    """Returns a function `(slab, step, part)` that emits the reading of a thread's weights, of a stage, i32."""
-    offset = arith.muli(stage, int32(config.stage_rows(shape) * config.block_in * 2))
-    read = reader(weights, 2, trans=False, offset=offset)
-    return lambda slab, step, part: read(row_of(slab, part, 0, 0, shape, config), 2 * step)
-
-
-def multiply_stage(sums, read, x, stage, shape: FewRowsShape, config: FewRowsConfig) -> list:
+def multiply_stage(sums, weights, x, stage, shape: FewRowsShape, config: FewRowsConfig) -> list:
     """Emits what a thread does with a stage, and returns its four sums of each part.
 
     Args:
-      sums: of stages before; read: of `_reader`, or what it returned; x: a reference; stage: its number, i32.
+      sums: of stages before; weights, x: references; stage: its number, i32.
     """
     row_bytes, steps = config.block_in * 2, config.block_in // STEP
     of_x = _address_of_x(x, stage, shape, config)
+    read = reader(weights, 2, trans=False, offset=arith.muli(stage, int32(config.stage_rows(shape) * row_bytes)))
     zero = arith.constant(ir.F32Type.get(), 0.0)
     # Of odd steps the sums are others, so that products of one part overlap.
     both = [list(sums), [[zero] * 4 for _ in sums]]
@@ -124,7 +75,8 @@ def multiply_stage(sums, read, x, stage, shape: FewRowsShape, config: FewRowsCon
         ]  # fmt: skip
         for step, right in zip(some, zip(words[::2], words[1::2]), strict=True):
             for part, sums_of in enumerate(both[step % 2]):
-                both[step % 2][part] = multiply_and_add(read(slab, step, part), right, sums_of, _operand_type(shape))
+                left = read(row_of(slab, part, 0, 0, shape, config), 2 * step)
+                both[step % 2][part] = multiply_and_add(left, right, sums_of, _operand_type(shape))
     return [[arith.addf(*two) for two in zip(*of_part)] for of_part in zip(*both)]
 
 

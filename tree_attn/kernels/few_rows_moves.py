@@ -108,7 +108,7 @@ class ProductMoves:
         """Copies the weights of all steps, each when its stage has been read and few enough are on their way."""
 
         def move(step, _):
-            self.ring.await_room(step, self.num_held)
+            self.ring.await_room(step)
             self.copy_weights(step)
 
         lax.fori_loop(0, self.num_steps, move, None)
@@ -124,7 +124,7 @@ class ProductMoves:
         num_received = self.num_received
 
         def move(step, _):
-            self.ring.await_free(step, -1)
+            self.ring.await_free(step)
             self.copy_x(step)
 
         if self.x_broadcast is not None:
@@ -149,7 +149,7 @@ class ProductMoves:
             peeked = [peek_x(broadcast, self._x_column(jnp.int32(step)), **options) for step in steps]
             for step, words in zip(steps, peeked, strict=True):
                 stage = self.ring.stage(step)
-                self.ring.await_free(step, -1)
+                self.ring.await_free(step)
                 settle_x(broadcast, words, self.x_smem.at[stage], self._x_column(jnp.int32(step)), **options)
                 plgpu.barrier_arrive(self.ring.full[-1].at[stage])
 

@@ -6,7 +6,6 @@ their squares up when a tile has been multiplied.
 """
 
 import functools
-import itertools
 
 import jax.numpy as jnp
 from jax import lax
@@ -52,27 +51,12 @@ def no_squares(shape: FewRowsShape, config: FewRowsConfig):
     return full(0.0, (THREADS * count,), warps.bag(count))
 
 
-def held_scale(scale_smem, config: FewRowsConfig):
-    """Returns the scale of a thread's feature of each block, in registers."""
-    blocks = config.slabs * config.stack
-    held = plgpu.ShapeDtypeStruct((THREADS * blocks,), jnp.float32, layout=warps.bag(blocks))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=held)
-    def emit(_, scale_smem):
-        number = arith.muli(arith.index_cast(ops.i32(), thread()), ops.int32(2))
-        base = arith.addi(shared_address(scale_smem), number)
-        return warps.bagged([_load(base, block * config.block_in * 2) for block in range(blocks)])
-
-    return emit(scale_smem)
-
-
-def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConfig, held=None):
+def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConfig):
     """Multiplies a stage's x by the norm's scale, and returns the squares with those of what x was.
 
     Args:
       x_smem: of the stage, as `few_rows_moves.ring_scratch` has it; scale_smem: `[blocks, block_in]`.
       squares: of `no_squares`, or of the stage before.
-      held: of `held_scale`, or None.
     """
     if is_interpreted():
         for block in range(config.slabs * config.stack):
@@ -84,18 +68,15 @@ def scaled(x_smem, scale_smem, squares, shape: FewRowsShape, config: FewRowsConf
 
     of_x = plgpu.RefType(() if config.is_compact else tiling(x_smem.dtype, IN_MULTIPLE))
 
-    helds = [] if held is None else [held]
-    of_held = [warps.bag(held.shape[0] // THREADS) for held in helds]
-
-    @plgpu.inline_mgpu(arg_types=(of_x, plgpu.RefType(), layout, *of_held), return_type=result)
-    def emit(_, x_smem, scale_smem, squares, *helds):
+    @plgpu.inline_mgpu(arg_types=(of_x, plgpu.RefType(), layout), return_type=result)
+    def emit(_, x_smem, scale_smem, squares):
         bases, sums = (shared_address(x_smem), shared_address(scale_smem)), _elements(squares)
-        return warps.bagged(multiplied(bases, sums, shape, config, *map(_elements, helds)))
+        return warps.bagged(multiplied(bases, sums, shape, config))
 
-    return emit(x_smem, scale_smem, squares, *helds)
+    return emit(x_smem, scale_smem, squares)
 
 
-def multiplied(bases, sums, shape: FewRowsShape, config: FewRowsConfig, scales=None) -> list:
+def multiplied(bases, sums, shape: FewRowsShape, config: FewRowsConfig) -> list:
     """Emits what a thread does with its elements of all blocks, and returns their sums of squares.
 
     Args:
@@ -116,16 +97,11 @@ def multiplied(bases, sums, shape: FewRowsShape, config: FewRowsConfig, scales=N
             of_x = arith.addi(bases[0], place_of_x(row, feature, config))
             to_tile = tile * GRAIN * config.block_in * 2  # fixed, too: a thread keeps addresses of one tile
             elements += [(i, (of_x, of_scale), (to_x + to_tile, to_scale)) for to_x, to_scale in distances]
-    of_blocks = itertools.cycle([None] * len(distances) if scales is None else scales)
-    elements = [(*element, scale) for element, scale in zip(elements, of_blocks)]
     sums = list(sums)
     for first in range(0, len(elements), ELEMENTS_AT_ONCE):
         some = elements[first : first + ELEMENTS_AT_ONCE]
-        loaded = [
-            [_load(addresses[0], distances[0]), _load(addresses[1], distances[1]) if scale is None else scale]
-            for _, addresses, distances, scale in some
-        ]
-        for (i, (address, _), (distance, _), _), (x, scale) in zip(some, loaded, strict=True):
+        loaded = [[_load(*at) for at in zip(*of_both)] for _, *of_both in some]
+        for (i, (address, _), (distance, _)), (x, scale) in zip(some, loaded, strict=True):
             if shape.adds_one:
                 scale = arith.addf(scale, arith.constant(ir.F32Type.get(), 1.0))
             _store(address, distance, arith.mulf(x, scale))

@@ -37,7 +37,7 @@ class Ring:
     """
 
     full: Sequence[Any]
-    free: Sequence[Any]
+    free: Any
     num_stages: int
     in_flight: int | None = None
     first_step: Any = 0
@@ -48,18 +48,18 @@ class Ring:
         """Returns the stage that a step fills."""
         return lax.rem(self.first_step + step, self.num_stages)
 
-    def await_free(self, step, of: int = 0) -> None:
+    def await_free(self, step) -> None:
         """Waits until the step's stage has been read."""
         is_refilled = self.first_step + step >= self.num_stages
-        pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free[of].at[self.stage(step)]))
+        pl.when(is_refilled)(lambda: plgpu.barrier_wait(self.free.at[self.stage(step)]))
 
-    def await_room(self, step, num_held: int = 0) -> None:
+    def await_room(self, step) -> None:
         """Waits until the step's stage has been read, and few enough weights are on their way."""
         self.await_free(step)
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        before = self.first_step + step - jnp.where(step < self.num_stages + num_held, 1, self.in_flight)
+        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
         pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
@@ -72,10 +72,9 @@ class Ring:
         for barriers in self.full:
             plgpu.barrier_wait(barriers.at[self.stage(step)])
 
-    def release(self, step, only: int | None = None) -> None:
+    def release(self, step) -> None:
         """Lets the step's stage be filled again, if one of the CTA's later steps does."""
 
         @pl.when(self.first_step + step + self.num_stages < self.num_steps)  # else nothing waits for it
         def _():
-            for barriers in self.free if only is None else [self.free[only]]:
-                plgpu.barrier_arrive(barriers.at[self.stage(step)])
+            plgpu.barrier_arrive(self.free.at[self.stage(step)])

@@ -203,7 +203,7 @@ class RunCompute:
         for first_dim, (acc, *stats) in self.products.parts(*state):
             value_scale = self._head_scale(1, output_tile)  # read here, for it takes a register
             part = first_dim, (acc if value_scale is None else acc * value_scale, *stats)
-            partial = partial_of(shape, self.config, self.run.cta, output_tile.index)
+            partial = partial_of(shape, self.config, lax.axis_index("cta"), output_tile.index)
             if first_dim == 0:  # sums by `wgmma` pass through shared memory: on Hopper both of these are a barrier
                 warps.await_all() if epilogue is not None else results.await_memory()
             if epilogue is not None:

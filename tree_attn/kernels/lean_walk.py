@@ -41,7 +41,6 @@ class Run:
     num_kv_tiles: Any
     table: Any = None
     row: Any = None
-    cta: Any = None
 
     def first_output_tile(self, shape: LeanShape):
         """Returns the number of its first output tile among those of all sequences."""
@@ -103,7 +102,7 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig, cta=None) -> Run:
         within = place * count + lane
         return Run(
             sequence=sequence, output_tile=within, kv_tile=kv_tile, num_kv_tiles=num_kv_tiles, table=tables["runs"],
-            row=number, cta=cta,
+            row=number,
         )  # fmt: skip
     # All is known but the CTA's number: no table to wait for.
     total, runs = static_runs(shape, config)
@@ -114,7 +113,6 @@ def run_of_cta(tables, shape: LeanShape, config: LeanConfig, cta=None) -> Run:
         output_tile=lax.rem(index, shape.output_tiles_per_sequence),
         kv_tile=lax.rem(start, shape.static_kv_tiles),
         num_kv_tiles=jnp.where(number < runs, end - start, 0),
-        cta=cta,
     )
 
 
