@@ -1,7 +1,8 @@
 """Compiles variants of the kernels for an absent GPU, and prints a line of JSON for each.
 
 The argument is a compute capability: for "9.0", an H200, all kernels but one kind are compiled, for others the lean
-kernel as it is there. `grouped` selects the kind left out: SparQ's kernels for groups of query heads, for an H200.
+kernel as it is there. `grouped` selects the kind left out: SparQ's kernels for groups of query heads, for an H200. With
+`more` behind a capability, other calls of the lean kernel are compiled, and only those.
 
 A program of its own, for ptxas reports registers and spills on the process's output. A kernel's report comes before
 its variant's line.
@@ -23,7 +24,7 @@ from gpus import GPUS, target_config
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import core, utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from lean_cases import AfterPrefix, variants, variants_elsewhere
+from lean_cases import AfterPrefix, more_variants, more_variants_elsewhere, variants, variants_elsewhere
 from lean_launches import count_launches
 
 from tree_attn.kernels import lean, lean_merge, lean_prefix, targets, tuning
@@ -31,7 +32,7 @@ from tree_attn.kernels.lean_layout import max_smem_bytes, padding_bytes
 from tree_attn.local import mosaic_gpu
 
 
-def main(chosen: str):
+def main(chosen: str, *more: str):
     capability = "9.0" if chosen == "grouped" else chosen
     name, sms, _ = GPUS[capability]
     topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(capability), topology="1x1x1")
@@ -63,14 +64,16 @@ def main(chosen: str):
     def ctas_per_sm(shape, config):
         return -(-config.num_ctas // (shape.streams * sms))
 
-    calls = {"grouped": list, "9.0": variants}.get(chosen, variants_elsewhere)()
+    on_hopper, elsewhere = (more_variants, more_variants_elsewhere) if more else (variants, variants_elsewhere)
+    calls = {"grouped": list, "9.0": on_hopper}.get(chosen, elsewhere)()
     with targets.assumed(capability):
         for call in calls:
             compile(call, str(call), lambda: ctas_per_sm(*planned[-1]))
-    for call in {"grouped": sparq_cases.COMPILED_GROUPED, "9.0": sparq_cases.COMPILED}.get(chosen, ()):
+    of_sparq = {"grouped": sparq_cases.COMPILED_GROUPED, "9.0": sparq_cases.COMPILED}
+    for call in () if more else of_sparq.get(chosen, ()):
         compile(call, f"sparq {call}")
 
 
 if __name__ == "__main__":
     gc.disable()  # tracing makes so many objects that a twentieth of the time would go to looking through them
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from attention_cases import rounded
 
 from tree_attn import PrefixLevel, Shard, attend, hydragen_decode, lean_decode, paged_decode
@@ -21,6 +22,18 @@ WHOLE = 128  # slots with which no output tile is cut in two, for a run has two 
 MANY = {"queries": 40, "group": 4}  # rows of the tensor core, and in the fewer cases columns
 GARBAGE = np.nan  # where no sequence has a key; it would spoil any result it got into, by a weight of zero too
 HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.array([5.1, 0.2], np.float32)}
+# Of calls that are compiled only.
+LENGTHS, LONG = {"lengths": (250, 70)}, {"slots": 704, "first": 640, "lengths": (700, 70)}
+ODD, PAGES = {"slots": 251, "lengths": (250, 70)}, {"layout": "paged", "lengths": (250, 70)}
+CAUSAL_MASK = {"options": {"is_causal": True}}
+CAUSAL = {"queries": 5} | CAUSAL_MASK
+CAPPED = {"options": {"is_causal": True, "logits_soft_cap": 30.0}}
+WINDOW = {"options": {"local_window_size": (70, 0)}}
+CAPPED_WINDOW = {"logits_soft_cap": 30.0} | WINDOW["options"]
+WIDE = {"queries": 8, "group": 16}  # more columns than one block of them holds
+FLOAT8 = {"stored_dtype": "float8_e4m3fn"}
+MANY_HEADS = FLOAT8 | {"kv_heads": 600}  # so many that KV tiles are large
+AFTER = {"lengths": (1040,) * 20, "spare_slots": 70}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,171 +209,180 @@ class Fused(Call):
         return shard_attention(query, key, value, options, Shard()).run(exchange=exchange)
 
 
+def thorough(parameters: list) -> list:
+    """Returns parameters of tests that CI leaves out, since they are like others (CONTRIBUTING.md)."""
+    of = lambda parameter: parameter if isinstance(parameter, tuple) else (parameter,)
+    return [pytest.param(*of(parameter), marks=pytest.mark.thorough) for parameter in parameters]
+
+
 def variants() -> list[Call]:
     """Returns calls that differ in the compiled kernel: head dims, dtypes, masks, layouts, query columns.
 
     Each compiles for seconds. Of calls that need about as many registers one is here, with the most of them. Head dim
     96 is missing: it is padded to 128 as 80 is, and their kernels need the same.
     """
-    lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
-    few = {"stored_dtype": "float8_e4m3fn"}
-    float8 = few | {"kv_heads": 600}  # so many that KV tiles are large
-    scaled = {"options": head_scales(600)}
-    wide = {"queries": 8, "group": 16}  # more columns than one block of them holds
-    masked = {"options": {"is_causal": True, "logits_soft_cap": 30.0}}
-    long = {"slots": 704, "first": 640, "lengths": (700, 70)}
-    after = {"lengths": (1040,) * 20, "spare_slots": 70}
     return [
-        *(
-            Call(head_dim=head_dim, **options)
-            for head_dim in (64, 80, 128, 256)
-            for options in ({}, lengths | causal, lengths | wide)
-        ),
-        *(Call(head_dim=head_dim, **float8, **scaled) for head_dim in (64, 80, 256)),
-        *(Call(head_dim=head_dim, **float8, **lengths | wide) for head_dim in (64, 128, 256)),
-        *(Call(head_dim=head_dim, **few, **lengths | wide) for head_dim in (128, 256)),
+        Call(),
+        *(Call(head_dim=head_dim, **LENGTHS | CAUSAL) for head_dim in (80, 256)),
+        *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (64, 80, 128, 256)),
+        Call(**MANY_HEADS, options=head_scales(600)),
+        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 128)),
+        Call(head_dim=128, **FLOAT8, **LENGTHS | WIDE),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
-        *(Call(kv_heads=1200, head_dim=head_dim, **lengths | {"queries": 3} | masked) for head_dim in (128, 256)),
-        Call(kv_heads=1200, head_dim=256, slots=251, **lengths),
-        Call(kv_heads=1200, head_dim=128, layout="packed", **lengths | {"queries": 3} | masked),
-        Call(head_dim=80, dtype="float16"),
-        Call(head_dim=128, dtype="float16", **float8, **lengths),
-        *(
-            Call(queries=queries, group=group, head_dim=128, **float8, **lengths, options=head_scales(600) | options)
-            for queries, group, options in (
-                (3, 8, {"is_causal": True, "logits_soft_cap": 30.0}),
-                (1, 16, {"local_window_size": (70, 0)}),
-            )
-        ),
-        Call(queries=8, group=4, head_dim=128, **lengths),
+        Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAPPED),
+        Call(head_dim=128, dtype="float16", **MANY_HEADS, **LENGTHS),
+        Call(queries=3, group=8, head_dim=128, **MANY_HEADS, **LENGTHS, options=head_scales(600) | CAPPED["options"]),
         # Few queries as rows, each with keys of its own; threads copy numbers that 8 does not divide.
-        *(
-            Call(queries=queries, group=group, head_dim=head_dim, lengths=(600, 70), **options)
-            for head_dim in (64, 128)
-            for queries, group, options in (
-                (8, 8, {"slots": 640, "options": {"is_causal": True, "logits_soft_cap": 30.0}}),
-                (5, 11, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
-                (7, 11, {"slots": 635, "options": {"local_window_size": (70, 0)}}),
-                (8, 16, {"slots": 640, "layout": "paged", "page": 16, "options": {"is_causal": True}}),
-            )
-        ),
+        Call(queries=5, group=11, head_dim=128, lengths=(600, 70), slots=635, **WINDOW),
+        Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL_MASK),
         # The same in two streams.
-        *(
-            Call(queries=queries, group=group, head_dim=head_dim, lengths=(300, 70), **options)
-            for queries, group, head_dim, options in (
-                (8, 8, 128, {"slots": 320, "options": {"logits_soft_cap": 30.0, "local_window_size": (70, 0)}}),
-                (5, 11, 128, {"slots": 315, "options": {"is_causal": True}}),
-                (4, 16, 128, {"slots": 320, "layout": "paged", "page": 32, "options": {"is_causal": True}}),
-                (4, 16, 128, {"slots": 320, "layout": "packed", "options": {"is_causal": True}}),
-                (4, 16, 64, {"slots": 320, "layout": "paged", "page": 32, "options": {"is_causal": True}}),
-            )
-        ),
-        # 40 and 48 query columns, whose merge is the kernel's too; and fewer than a copy moves.
-        *(
-            Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True})
-            for head_dim, queries, group in ((64, 5, 8), (128, 7, 6), (64, 2, 3))
-        ),
-        # Numbers of columns that 8 does not divide: threads copy them, and write their results.
-        *(
-            Call(queries=queries, group=group, head_dim=head_dim, **lengths, options={"is_causal": True} | options)
-            for head_dim, queries, group, options in (
-                (128, 4, 3, {}),
-                (256, 3, 5, {"local_window_size": (70, 0)}),
-                (64, 5, 5, {"logits_soft_cap": 30.0}),
-            )
-        ),
-        Call(queries=3, group=3, head_dim=128, **few, **lengths),
-        Call(queries=5, group=3, head_dim=128, slots=WHOLE),
+        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAPPED),
         Call(
-            queries=7, group=6, head_dim=128, slots=251, **lengths, options={"is_causal": True, "logits_soft_cap": 30.0}
+            queries=8,
+            group=8,
+            head_dim=128,
+            lengths=(300, 70),
+            slots=320,
+            options={"logits_soft_cap": 30.0} | WINDOW["options"],
         ),
+        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL_MASK),
+        # 40 and 48 query columns, whose merge is the kernel's too.
         *(
-            Call(layout=layout, head_dim=128, **lengths, **options)
-            for layout, options in (("packed", {"group": 16}), ("paged", causal), ("paged", float8 | scaled))
+            Call(queries=queries, group=group, head_dim=head_dim, **LENGTHS, **CAUSAL_MASK)
+            for head_dim, queries, group in ((64, 5, 8), (128, 7, 6))
         ),
-        *(
-            Call(head_dim=head_dim, slots=WHOLE, **options)
-            for head_dim in (64, 128, 256)
-            for options in ({}, float8 | wide)
-        ),
-        Call(**MANY, head_dim=64),
-        *(Call(**MANY, head_dim=head_dim, **lengths) for head_dim in (128, 256)),
+        # 15 columns, which 8 does not divide: threads copy them, and write their results.
+        Call(queries=3, group=5, head_dim=256, **LENGTHS, options=CAUSAL_MASK["options"] | WINDOW["options"]),
+        Call(layout="packed", head_dim=128, group=16, **LENGTHS),
+        Call(layout="paged", head_dim=128, **LENGTHS | CAUSAL),
+        Call(layout="paged", head_dim=128, **LENGTHS, **MANY_HEADS, options=head_scales(600)),
+        Call(head_dim=128, slots=WHOLE, **MANY_HEADS, **WIDE),
+        Call(**MANY, head_dim=256, **LENGTHS),
         # More than two KV tiles, so that there is a merge, which takes the other state along.
-        *(MergedWith(queries=40, group=group, head_dim=128, **long) for group in (1, 3, 8, 16)),
+        MergedWith(queries=40, group=3, head_dim=128, **LONG),
         # Numbers of queries that 8 does not divide: threads copy their rows.
-        *(MergedWith(queries=58, group=group, head_dim=128, **long) for group in (1, 2, 4)),
-        *(MergedWith(queries=42, group=8, head_dim=head_dim, **long) for head_dim in (64, 128)),
-        MergedWith(queries=133, head_dim=128, dtype="float16", **long),
-        *(
-            MergedWith(queries=queries, group=group, head_dim=256, **long)
-            for queries, group in ((58, 1), (58, 4), (42, 2))
-        ),
-        *(Call(queries=58, head_dim=head_dim, **lengths) for head_dim in (128, 256)),
+        MergedWith(queries=58, head_dim=128, **LONG),
+        MergedWith(queries=42, group=8, head_dim=128, **LONG),
+        MergedWith(queries=58, head_dim=256, **LONG),
         MergedWith(queries=58, group=4, head_dim=256, slots=703, first=643, lengths=(700, 70)),
         Call(kv_heads=1, group=5, head_dim=80, slots=65_536),  # results and partial states in shared memory
-        *(
-            MergedWith(queries=queries, head_dim=head_dim, **long)
-            for queries, head_dim in ((40, 64), (16, 80), (30, 256))
-        ),
-        Call(queries=16, head_dim=128, **lengths),
+        *(MergedWith(queries=queries, head_dim=head_dim, **LONG) for queries, head_dim in ((16, 80), (30, 256))),
         # KV tiles of 128 keys: 32 query columns, and 40, with which no register is left.
-        Call(queries=4, group=8, slots=640, lengths=(600, 70), options={"is_causal": True}),
-        *(
-            kind(queries=5, group=8, slots=635, lengths=(600, 70), options={"is_causal": True, "logits_soft_cap": 30.0})
-            for kind in (Call, Fused)
-        ),
-        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, causal, float8)),
-        Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
+        Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL_MASK),
+        *(kind(queries=5, group=8, slots=635, lengths=(600, 70), **CAPPED) for kind in (Call, Fused)),
         # Many short output tiles, for three CTAs of an SM.
-        *(
-            Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, **options)
-            for options in ({"slots": 222, "options": {"is_causal": True}}, {"layout": "paged", "page": 32})
-        ),
-        Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
+        Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, slots=222, **CAUSAL_MASK),
         # Many output tiles of large heads: two CTAs of one stage.
-        *(
-            Call(kv_heads=140, head_dim=256, **options)
-            for options in ({"batch": 2}, lengths | causal, {"slots": 251, **lengths})
-        ),
+        Call(layout="packed", kv_heads=140, head_dim=256, **LENGTHS | CAUSAL),
         Fused(kv_heads=140, head_dim=256, slots=1024, batch=2),
-        Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
-        Call(layout="paged", kv_heads=140, head_dim=256, **lengths, options={"local_window_size": (70, 0)}),
-        Call(layout="packed", kv_heads=140, head_dim=256, **lengths | causal),
-        # An output tile for each of three CTAs of an SM.
+        Call(kv_heads=300, group=4, head_dim=128, slots=200),  # an output tile for each of three CTAs of an SM
+        # Output tiles that begin with a prefix's states: one CTA of an SM and two, and rows that blocks cut.
+        AfterPrefix(slots=1364, first=1000, kv_heads=8, group=7, head_dim=128, **AFTER),
+        AfterPrefix(slots=1300, first=1000, kv_heads=16, group=16, head_dim=128, **AFTER),
+        # KV tiles that are copied in parts: odd numbers of slots, and small pages.
+        Call(head_dim=256, **ODD, **WIDE),
+        Call(head_dim=80, **ODD, **FLOAT8),
+        Call(**MANY, head_dim=256, **ODD),
+        Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0),
+        Call(page=8, head_dim=128, **PAGES),
+        *(Call(page=16, head_dim=128, queries=7, group=group, **PAGES, **CAUSAL_MASK) for group in (6, 8)),
+        Call(page=16, head_dim=128, **PAGES, **FLOAT8 | WIDE),
+        Call(page=16, head_dim=256, **PAGES, **WIDE),
+        *exchanges(),
+    ]
+
+
+def more_variants() -> list[Call]:
+    """Returns calls whose kernels need fewer registers than some of `variants`, or as many as one that is like them."""
+    return [
+        *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
+        *(Call(head_dim=head_dim, **LENGTHS | CAUSAL) for head_dim in (64, 128)),
+        *(Call(head_dim=head_dim, **MANY_HEADS, options=head_scales(600)) for head_dim in (80, 256)),
+        *(Call(head_dim=256, **float8, **LENGTHS | WIDE) for float8 in (MANY_HEADS, FLOAT8)),
+        *(Call(kv_heads=1200, head_dim=head_dim, **LENGTHS | {"queries": 3} | CAPPED) for head_dim in (128, 256)),
+        Call(kv_heads=1200, head_dim=256, slots=251, **LENGTHS),
+        Call(head_dim=80, dtype="float16"),
+        Call(group=16, head_dim=128, **MANY_HEADS, **LENGTHS, options=head_scales(600) | WINDOW["options"]),
+        Call(queries=8, group=4, head_dim=128, **LENGTHS),
         *(
-            Call(kv_heads=300, group=group, head_dim=head_dim, slots=slots)
-            for head_dim, group, slots in ((64, 1, 200), (128, 4, 200), (128, 1, 251))
+            Call(queries=queries, group=group, head_dim=head_dim, lengths=(600, 70), **options)
+            for head_dim, queries, group, options in (
+                (64, 5, 11, {"slots": 635} | WINDOW),
+                (64, 7, 11, {"slots": 635} | WINDOW),
+                (64, 8, 16, {"slots": 640, "layout": "paged", "page": 16} | CAUSAL_MASK),
+                (128, 8, 8, {"slots": 640} | CAPPED),
+                (128, 7, 11, {"slots": 635} | WINDOW),
+            )
         ),
+        Call(queries=5, group=11, head_dim=128, lengths=(300, 70), slots=315, **CAUSAL_MASK),
+        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="packed", **CAUSAL_MASK),
+        Call(queries=4, group=16, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL_MASK),
+        Call(queries=2, group=3, **LENGTHS, **CAUSAL_MASK),  # fewer columns than a copy moves
+        Call(queries=4, group=3, head_dim=128, **LENGTHS, **CAUSAL_MASK),
+        Call(queries=5, group=5, **LENGTHS, **CAPPED),
+        Call(queries=3, group=3, head_dim=128, **FLOAT8, **LENGTHS),
+        Call(queries=5, group=3, head_dim=128, slots=WHOLE),
+        Call(queries=7, group=6, head_dim=128, **ODD, **CAPPED),
+        *(Call(head_dim=head_dim, slots=WHOLE) for head_dim in (64, 128, 256)),
+        *(Call(head_dim=head_dim, slots=WHOLE, **MANY_HEADS, **WIDE) for head_dim in (64, 256)),
+        Call(**MANY, head_dim=64),
+        Call(**MANY, head_dim=128, **LENGTHS),
+        *(MergedWith(queries=40, group=group, head_dim=128, **LONG) for group in (1, 8, 16)),
+        *(MergedWith(queries=58, group=group, head_dim=128, **LONG) for group in (2, 4)),
+        MergedWith(queries=42, group=8, **LONG),
+        MergedWith(queries=133, head_dim=128, dtype="float16", **LONG),
+        *(MergedWith(queries=queries, group=group, head_dim=256, **LONG) for queries, group in ((58, 4), (42, 2))),
+        *(Call(queries=58, head_dim=head_dim, **LENGTHS) for head_dim in (128, 256)),
+        MergedWith(queries=40, **LONG),
+        Call(queries=16, head_dim=128, **LENGTHS),
+        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, CAUSAL, MANY_HEADS)),
+        Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
+        Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, layout="paged", page=32),
+        Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
+        *(Call(kv_heads=140, head_dim=256, **options) for options in ({"batch": 2}, LENGTHS | CAUSAL, ODD)),
+        Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
+        Call(layout="paged", kv_heads=140, head_dim=256, **LENGTHS, **WINDOW),
+        *(Call(kv_heads=300, head_dim=head_dim, slots=slots) for head_dim, slots in ((64, 200), (128, 251))),
         Call(kv_heads=300, slots=1024),  # the kernel before it ends first
         Call(head_dim=128, slots=200),
-        Call(head_dim=128, **lengths, options={"local_window_size": (70, 0), "logits_soft_cap": 30.0}),
-        # Output tiles that begin with a prefix's states: one, two and three CTAs of an SM, and rows that blocks cut.
+        Call(head_dim=128, **LENGTHS, options=CAPPED_WINDOW),
         AfterPrefix(batch=20, slots=1064, first=1000, kv_heads=8, group=4, head_dim=128),
-        AfterPrefix(slots=1364, first=1000, kv_heads=8, group=7, head_dim=128, **after),
-        AfterPrefix(slots=1049, first=1000, kv_heads=40, group=8, **after),
-        AfterPrefix(slots=1300, first=1000, kv_heads=16, group=16, head_dim=128, **after),
+        AfterPrefix(slots=1049, first=1000, kv_heads=40, group=8, **AFTER),
         AfterPrefix(batch=40, slots=1096, first=1000, kv_heads=4, group=2, head_dim=256),
-        *in_parts(),
-        *exchanges(),
+        Call(head_dim=64, slots=251),
+        Call(head_dim=128, **ODD, **CAUSAL),
+        Call(head_dim=128, slots=37, lengths=(37, 3)),
+        Call(**MANY, head_dim=64, **ODD),
+        Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **MANY),
+        MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
+        *(Call(page=page, head_dim=128, **PAGES) for page in (16, 32)),
+        Call(page=16, head_dim=128, **PAGES, **CAUSAL),
+        Call(page=128, head_dim=256, **PAGES, **MANY),
     ]
 
 
 def variants_elsewhere() -> list[Call]:
     """Returns calls that differ in the kernel compiled for GPUs other than Hopper's, of four kinds."""
-    lengths, causal = {"lengths": (250, 70)}, {"queries": 5, "options": {"is_causal": True}}
-    float8, wide = {"stored_dtype": "float8_e4m3fn", "kv_heads": 600}, {"queries": 8, "group": 16}
     return [
-        *(Call(head_dim=head_dim) for head_dim in (64, 256)),
-        *(Call(head_dim=head_dim, **lengths, **wide) for head_dim in (80, 128, 256)),
-        *(Call(head_dim=head_dim, **float8, **lengths, **wide) for head_dim in (128, 256)),
-        Call(head_dim=128, **float8, options=head_scales(600)),
-        Call(head_dim=80, dtype="float16", slots=251, **lengths, **causal),
-        Call(group=3, **lengths, **causal),
-        Call(layout="packed", head_dim=128, **lengths, **causal),
-        Call(layout="paged", page=16, head_dim=128, **lengths, options={"logits_soft_cap": 30.0}),
-        Call(head_dim=128, slots=WHOLE, **float8),
+        *(Call(head_dim=head_dim, **LENGTHS, **WIDE) for head_dim in (80, 256)),
+        Call(head_dim=128, **MANY_HEADS, **LENGTHS, **WIDE),
+        Call(**LENGTHS | CAUSAL, group=3),
+        Call(layout="packed", head_dim=128, **LENGTHS, **CAUSAL),
+        Call(layout="paged", page=16, head_dim=128, **LENGTHS, options={"logits_soft_cap": 30.0}),
         *exchanges()[:2],
         Fused(head_dim=128, group=16),  # more accumulators than a kernel that ends in an exchange has
+    ]
+
+
+def more_variants_elsewhere() -> list[Call]:
+    """Returns calls that are to `variants_elsewhere` what `more_variants` are to `variants`."""
+    return [
+        *(Call(head_dim=head_dim) for head_dim in (64, 256)),
+        Call(head_dim=128, **LENGTHS, **WIDE),
+        Call(head_dim=256, **MANY_HEADS, **LENGTHS, **WIDE),
+        Call(head_dim=128, **MANY_HEADS, options=head_scales(600)),
+        Call(head_dim=80, dtype="float16", **ODD, **CAUSAL),
+        Call(head_dim=128, slots=WHOLE, **MANY_HEADS),
     ]
 
 
@@ -379,31 +401,6 @@ def exchanges() -> list[Call]:
         Fused(head_dim=128, group=8, **float8, **long),
         Fused(queries=2, group=6, **long, options={"is_causal": True}),
         Fused(queries=3, kv_heads=140, head_dim=256, **long, options={"is_causal": True}),
-    ]
-
-
-def in_parts() -> list[Call]:
-    """Returns those of `variants` that copy KV tiles in parts: odd numbers of slots, and small pages."""
-    odd, pages = {"slots": 251, "lengths": (250, 70)}, {"layout": "paged", "lengths": (250, 70)}
-    causal, wide = {"queries": 5, "options": {"is_causal": True}}, {"queries": 8, "group": 16}
-    float8 = {"stored_dtype": "float8_e4m3fn"}
-    return [
-        Call(head_dim=64, slots=251),
-        Call(head_dim=256, **odd, **wide),
-        Call(head_dim=80, **odd, **float8),
-        Call(head_dim=128, **odd, **causal),
-        Call(head_dim=128, slots=37, lengths=(37, 3)),
-        *(Call(**MANY, head_dim=head_dim, **odd) for head_dim in (64, 256)),
-        *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
-        MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
-        *(Call(page=page, head_dim=128, **pages) for page in (8, 16, 32)),
-        *(
-            Call(page=16, head_dim=128, queries=7, group=group, **pages, options={"is_causal": True})
-            for group in (6, 8)
-        ),
-        *(Call(page=16, head_dim=128, **pages, **options) for options in (causal, float8 | wide)),
-        Call(page=16, head_dim=256, **pages, **wide),
-        Call(page=128, head_dim=256, **pages, **MANY),
     ]
 
 

@@ -10,7 +10,15 @@ import sys
 import pytest
 import sparq_cases
 from gpus import GPUS
-from lean_cases import Fused, exchanges, variants, variants_elsewhere
+from lean_cases import (
+    Fused,
+    exchanges,
+    more_variants,
+    more_variants_elsewhere,
+    thorough,
+    variants,
+    variants_elsewhere,
+)
 from lean_launches import num_launches
 
 from tree_attn.kernels.sparq_attend import CTAS_PER_SM
@@ -40,16 +48,23 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Returns ptxas's report of each variant for an H200, by call: CTAs per SM, kernels, shared memory, and launches.
-
-    Kernels are `{name: (registers, spilled bytes)}`. Shared memory is the first kernel's bytes, None if it was compiled
-    for an earlier variant, and the most that it was planned to have. Launches are counted in the lowered program.
-    """
+    """Returns what `report_of` does, of `variants` for an H200."""
     return report_of("compile_lean.py", "9.0")
 
 
+@pytest.fixture(scope="module")
+def more_compiled():
+    """Returns what `report_of` does, of `more_variants` for an H200."""
+    return report_of("compile_lean.py", "9.0", "more")
+
+
 def report_of(script_name: str, *arguments: str):
-    """Returns what the fixture `compiled` does, of the variants that a script compiles."""
+    """Returns ptxas's report of each variant that a script compiles, by call.
+
+    That is CTAs per SM, kernels, shared memory, and launches. Kernels are `{name: (registers, spilled bytes)}`. Shared
+    memory is the first kernel's bytes, None if it was compiled for an earlier variant, and the most that it was planned
+    to have. Launches are counted in the lowered program.
+    """
     script = pathlib.Path(__file__).with_name(script_name)
     path = os.pathsep.join([WHEELS, *sys.path])
     done = subprocess.run(
@@ -97,21 +112,22 @@ def assert_shares_memory(smem_bytes: tuple[int | None, int], ctas_per_sm: int, k
     assert ctas_per_sm * ((planned if found is None else found) + 1 + 1024) <= kib_per_sm * 1024
 
 
-@pytest.mark.parametrize("call", variants(), ids=str)
-def test_it_spills_no_register_and_its_ctas_fit(call, compiled):
-    ctas_per_sm, kernels, smem_bytes, _ = compiled[str(call)]
+def of_variants(calls: list, more: list) -> list:
+    """Returns parameters of a test: the name of the fixture that has compiled a call, and the call."""
+    return [("compiled", call) for call in calls] + thorough([("more_compiled", call) for call in more])
+
+
+@pytest.mark.parametrize("fixture, call", of_variants(variants(), more_variants()), ids=str)
+def test_it_spills_no_register_and_its_ctas_fit(fixture, call, request):
+    ctas_per_sm, kernels, smem_bytes, launches = request.getfixturevalue(fixture)[str(call)]
+    if not isinstance(call, Fused):
+        assert launches == num_launches(call), "one kernel and a merge"
     assert_shares_memory(smem_bytes, ctas_per_sm, GPUS["9.0"][-1])
     found, planned = smem_bytes
     assert found is None or found <= planned, "no more than planned"
     name = "tall_attention" if call.are_rows else "lean_attention"
     name = next((other for other in ("lean_exchange", "tall_streams") if other in kernels), name)
     assert_fits(name, kernels[name], ctas_per_sm)
-
-
-@pytest.mark.parametrize("call", [call for call in variants() if not isinstance(call, Fused)], ids=str)
-def test_variants_lower_to_one_kernel_and_a_merge(call, compiled):
-    *_, launches = compiled[str(call)]
-    assert launches == num_launches(call)
 
 
 def test_kernels_that_have_registers_for_it_end_in_an_exchange(compiled):
@@ -140,10 +156,28 @@ def test_no_merge_spills(compiled):
     assert max(registers for registers, _ in merges) <= MAX_MERGE_REGISTERS
 
 
-@pytest.mark.parametrize("capability", [capability for capability in GPUS if capability != "9.0"])
+ELSEWHERE = ["8.0", "12.0"]  # with much shared memory and with little, as 10.0 and 8.9 have
+
+
+@pytest.mark.parametrize("capability", ELSEWHERE + thorough(["8.9", "10.0"]))
 def test_elsewhere_than_on_hopper_it_spills_no_register_and_its_ctas_fit(capability):
     results = report_of("compile_lean.py", capability)
     assert len(results) == len(variants_elsewhere())
+    names = assert_all_fit(capability, results)
+    assert len(names) > len(results), "merges too"
+    assert names.count("lean_exchange") >= 2 and "fused_exchange" in names
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("capability", [capability for capability in GPUS if capability != "9.0"])
+def test_elsewhere_than_on_hopper_more_variants_fit(capability):
+    results = report_of("compile_lean.py", capability, "more")
+    assert len(results) == len(more_variants_elsewhere())
+    assert_all_fit(capability, results)
+
+
+def assert_all_fit(capability: str, results: dict) -> list[str]:
+    """Asserts that no kernel spills and that all CTAs fit, and returns the kernels' names."""
     *_, kib_per_sm = GPUS[capability]
     names, measured = [], []
     for ctas_per_sm, kernels, smem_bytes, _ in results.values():
@@ -155,5 +189,5 @@ def test_elsewhere_than_on_hopper_it_spills_no_register_and_its_ctas_fit(capabil
             if name in ("lean_attention", "lean_exchange"):
                 assert_fits(name, kernel, ctas_per_sm)
             assert kernel[1] == 0
-    assert len(names) > len(results) and None not in measured
-    assert names.count("lean_exchange") >= 2 and "fused_exchange" in names
+    assert None not in measured
+    return names

@@ -1,11 +1,13 @@
 """The lean kernel in Mosaic GPU's interpreter, against the oracle."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from assertions import assert_attention, assert_same_bits
-from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith
+from lean_cases import HEAD_SCALES, Call, Exchanged, MergedWith, thorough
 from lean_interpreter import check, interpreted, interpreter, needs_interpreter, set_layout
 
 from tree_attn.kernels import lean as lean_kernel
@@ -22,11 +24,8 @@ SINKS_OF_TWO = {"sinks": np.array([0.5, -1.0], np.float32)}
 CALLS = [
     Call(group=4),
     Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
-    Call(head_dim=96, lengths=(130, 0), slots=192, group=3),
     Call(head_dim=128, lengths=(250,), group=16),
-    Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"),
     Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
-    Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
     Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
     Call(
         queries=7, group=6, kv_heads=1, head_dim=128, options=CAUSAL, lengths=(250, 0)
@@ -35,11 +34,8 @@ CALLS = [
     Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
     Call(logit_size=1e4, lengths=(200, 13)),
-    Call(**FLOAT8, lengths=(200, 70)),
     Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
-    Call(**FLOAT8, head_dim=256, slots=192),
     Call(queries=5, group=8, kv_heads=1, head_dim=128, lengths=(150,), slots=192, **FLOAT8_CAUSAL),  # two blocks
-    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
     *(Call(**FLOAT8, layout=layout, lengths=RAGGED, group=3, head_dim=128) for layout in ("packed", "paged")),
     *(
         Call(layout=layout, lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192)
@@ -52,12 +48,10 @@ CALLS = [
             (16, {"queries": 3, "options": CAUSAL | {"local_window_size": (50, 0)}}),
             (32, {"head_dim": 256, "group": 2}),
             (16, {"head_dim": 128, "queries": 7, "group": 6, "kv_heads": 1, "options": CAUSAL}),
-            (32, {"group": 3, "head_dim": 80, "dtype": "float16"}),
         )
     ),
-    *(Call(**FLOAT8, layout="paged", page=page, lengths=(70, 0, 129), slots=160, head_dim=128) for page in (16, 32)),
+    Call(**FLOAT8, layout="paged", page=16, lengths=(70, 0, 129), slots=160, head_dim=128),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
-    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     # Queries before the first position see no key, whatever their window has at its right.
     *(
         Call(layout=layout, lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": window})
@@ -67,63 +61,77 @@ CALLS = [
 ]
 MANY = [  # queries, which are then rows of the tensor core
     Call(queries=40, group=4, kv_heads=1),
-    Call(queries=70, group=2, slots=200, lengths=(150, 0)),
-    Call(queries=40, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
     *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
     Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
     # Queries of several heads are read in place: an output tile has 128, 32 or 16 of each head of a group.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
-    Call(queries=40, slots=192, group=4, head_dim=128, lengths=(100,)),
-    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
     Call(queries=9, slots=192, group=16, lengths=(3, 192)),  # not 16
     Call(layout="packed", queries=11, group=3, head_dim=128, lengths=(90, 0, 70), slots=192, logit_size=1e4),
     # Few queries, which have keys of their own.
-    Call(queries=8, group=16, kv_heads=1, slots=512, head_dim=128, options=CAUSAL),
-    Call(queries=7, group=8, kv_heads=1, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(queries=8, group=7, kv_heads=1, slots=320, options=CAUSAL | WINDOW, lengths=(300, 130), logit_size=1e4),
-    Call(queries=5, group=11, kv_heads=1, slots=507, dtype="float16", options=CAUSAL, lengths=(500, 5)),
     *(
         Call(layout=layout, page=page, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
-        for layout, page in (("packed", 64), ("paged", 64), ("paged", 16))
+        for layout, page in (("packed", 64), ("paged", 16))
     ),
     # Of several KV heads.
     Call(queries=8, group=8, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(queries=5, group=11, kv_heads=3, slots=203, dtype="float16", options=CAUSAL, lengths=(200, 5)),
+    # In columns too.
+    Call(queries=30, slots=192, head_dim=80),
+]
+MORE = [
+    Call(head_dim=96, lengths=(130, 0), slots=192, group=3),
+    Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"),
+    Call(**FLOAT8, lengths=(200, 70)),
+    Call(**FLOAT8, head_dim=256, slots=192),
+    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
+    Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
+    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
+    Call(queries=70, group=2, slots=200, lengths=(150, 0)),
+    Call(queries=40, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
+    Call(queries=40, slots=192, group=4, head_dim=128, lengths=(100,)),
+    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
+    Call(queries=8, group=16, kv_heads=1, slots=512, head_dim=128, options=CAUSAL),
+    Call(queries=7, group=8, kv_heads=1, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
+    Call(queries=5, group=11, kv_heads=1, slots=507, dtype="float16", options=CAUSAL, lengths=(500, 5)),
     Call(
         layout="packed", queries=7, group=16, slots=320, lengths=(0, 300, 20), options=CAUSAL | WINDOW, logit_size=1e4
     ),
-    # In columns too.
     Call(queries=20, slots=192, kv_heads=3, lengths=(100, 0)),
-    Call(queries=30, slots=192, head_dim=80),
+    Call(layout="paged", page=32, lengths=(70, 0, 129, 16), slots=160, group=3, head_dim=80, dtype="float16"),
+    Call(**FLOAT8, layout="paged", page=32, lengths=(70, 0, 129), slots=160, head_dim=128),
+    Call(layout="paged", queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL),
 ]
 WHOLE = [  # output tiles that five CTAs share evenly
     Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
     Call(
         batch=5, slots=72, kv_heads=3, queries=8, group=4, head_dim=128, dtype="float16"
     ),  # three output tiles per CTA
-    Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
     Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
-    Call(batch=5, slots=128, kv_heads=1, queries=30, group=2),
     # One KV tile holds a sequence whatever its length.
     Call(lengths=(40, 0, 9, 33, 1), slots=40, head_dim=128, group=2, logit_size=1e4),
     Call(lengths=(64, 3), slots=64, queries=3, options=CAUSAL | {"local_window_size": (20, 0)} | FLOAT8["options"]),
-    Call(layout="paged", lengths=(64, 0, 31), slots=64, group=3, stored_dtype="float8_e4m3fn"),
-    Call(lengths=(56, 0), slots=56, queries=40, kv_heads=1),
     # Only the device knows the lengths, but output tiles are short, or many for their length.
     Call(lengths=(128, 0, 70, 64, 100), slots=128, group=2, head_dim=80),
-    Call(lengths=(65, 3, 128), slots=128, queries=3, options=CAUSAL | FLOAT8["options"]),
     Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
     Call(layout="paged", lengths=(120, 0, 31), slots=128, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(100, 128), slots=128, queries=40, kv_heads=1),
-    Call(lengths=(100, 128), slots=128, queries=11, group=8),
     Call(lengths=(100, 3), slots=128, queries=7, group=8, options=CAUSAL),
+]
+MORE_WHOLE = [
+    Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
+    Call(batch=5, slots=128, kv_heads=1, queries=30, group=2),
+    Call(layout="paged", lengths=(64, 0, 31), slots=64, group=3, stored_dtype="float8_e4m3fn"),
+    Call(lengths=(56, 0), slots=56, queries=40, kv_heads=1),
+    Call(lengths=(65, 3, 128), slots=128, queries=3, options=CAUSAL | FLOAT8["options"]),
+    Call(lengths=(100, 128), slots=128, queries=11, group=8),
     Call(lengths=(100, 128), slots=128, queries=12, head_dim=80),
 ]
 
 
-@pytest.mark.parametrize("call", CALLS + MANY, ids=str)
+@pytest.mark.parametrize("call", CALLS + MANY + thorough(MORE), ids=str)
 def test_it_is_exact_and_has_no_race(call):
     check(call)
 
@@ -145,18 +153,23 @@ def test_up_to_48_columns_of_few_queries_are_rows_where_much_is_read(call, monke
     check(call)
 
 
-@pytest.mark.parametrize("lengths, slots", [((120, 190), 192), ((41, 64), 64)])  # and one KV tile
-@pytest.mark.parametrize("page", [16, 32, 64])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"group": 4},
-        {"group": 4, "head_dim": 128, "stored_dtype": "float8_e4m3fn"},
-        {"queries": 8, "group": 8, "options": CAUSAL},
-    ],
-    ids=str,
+OF_PAGES = list(
+    itertools.product(
+        [
+            {"group": 4},
+            {"group": 4, "head_dim": 128, "stored_dtype": "float8_e4m3fn"},
+            {"queries": 8, "group": 8, "options": CAUSAL},
+        ],
+        [16, 32, 64],
+        [((120, 190), 192), ((41, 64), 64)],  # and one KV tile
+    )
 )
-def test_pages_before_a_window_are_not_read(options, page, lengths, slots):
+
+
+# Of each two of the three, all pairs come every other time.
+@pytest.mark.parametrize("options, page, lengths", OF_PAGES[::2] + thorough(OF_PAGES[1::2]), ids=str)
+def test_pages_before_a_window_are_not_read(options, page, lengths):
+    lengths, slots = lengths
     options = {"options": {}} | options
     call = Call(
         layout="paged", page=page, kv_heads=1, slots=slots, lengths=lengths,
@@ -211,28 +224,30 @@ def test_a_packed_sequence_is_not_reached_by_what_its_neighbours_hold(call):
     assert all(np.isnan(x[0]).all() and np.isnan(x[2]).all() for x in (out, lse))
 
 
-@pytest.mark.parametrize("call", WHOLE, ids=str)
+@pytest.mark.parametrize("call", WHOLE + thorough(MORE_WHOLE), ids=str)
 def test_output_tiles_that_no_run_cuts_need_no_merge(call):
     check(call, num_kernels=1)
 
 
 CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut others once or twice
-    Call(batch=4, slots=192, kv_heads=3, group=2),
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4),
-    Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, stored_dtype="float8_e4m3fn"),
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
     Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
     # Few queries, as columns and as rows: in two streams, and in half a block.
     Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),
-    Call(lengths=(250, 0, 70, 180, 3), queries=5, group=8, head_dim=256, options=CAUSAL),  # in two blocks
     Call(lengths=(500, 60, 3), slots=512, queries=7, group=8, head_dim=128, options=CAUSAL),
-    Call(lengths=(600, 60, 3), slots=640, queries=7, group=8, head_dim=128, options=CAUSAL),
     Call(lengths=(600, 60, 3), slots=640, queries=40, group=2),  # many queries
+]
+MORE_CUT = [
+    Call(batch=4, slots=192, kv_heads=3, group=2),
+    Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, stored_dtype="float8_e4m3fn"),
+    Call(lengths=(250, 0, 70, 180, 3), queries=5, group=8, head_dim=256, options=CAUSAL),  # in two blocks
+    Call(lengths=(600, 60, 3), slots=640, queries=7, group=8, head_dim=128, options=CAUSAL),
 ]
 
 
-@pytest.mark.parametrize("call", CUT, ids=str)
+@pytest.mark.parametrize("call", CUT + thorough(MORE_CUT), ids=str)
 def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
     check(call)
 
@@ -240,18 +255,22 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
 @pytest.mark.parametrize(
     "call, num_ctas",
     [
+        (CUT[0], 5),
         (CUT[1], 5),
-        (CUT[1], 6),
-        (CUT[3], 5),
-        (CUT[4], 6),
+        (CUT[2], 6),
         (Call(lengths=(190, 250), kv_heads=2), 8),  # 1, 3, 1, 2, 2 lanes
-        # Few queries as rows: in two streams, of which one has no run, and in blocks of 128.
-        (Call(lengths=(250, 0, 70, 180, 3), slots=320, queries=8, group=8, options=CAUSAL), 5),
+        # Few queries as rows, in two streams, of which one has no run.
         (
             Call(layout="paged", page=16, lengths=(250, 70), slots=320, queries=8, group=8, kv_heads=3, options=CAUSAL),
             13,
         ),
-        (Call(lengths=(650, 70, 0), slots=700, queries=8, group=16, head_dim=128, options=CAUSAL), 5),
+        *thorough(
+            [
+                (CUT[0], 6),
+                (Call(lengths=(250, 0, 70, 180, 3), slots=320, queries=8, group=8, options=CAUSAL), 5),
+                (Call(lengths=(650, 70, 0), slots=700, queries=8, group=16, head_dim=128, options=CAUSAL), 5),  # blocks
+            ]
+        ),
     ],
     ids=str,
 )
@@ -265,8 +284,22 @@ def test_output_tiles_that_the_schedule_leaves_whole_are_written_where_others_ma
     check(call, num_kernels=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"queries": 3, "group": 2}, {"queries": 8, "group": 7}], ids=str)
-@pytest.mark.parametrize("lengths", [None, (250, 70)], ids=str)
+@pytest.mark.parametrize(
+    "lengths, options",
+    [
+        (None, {}),
+        ((250, 70), {"queries": 3, "group": 2}),
+        ((250, 70), {"queries": 8, "group": 7}),
+        *thorough(
+            [
+                (None, {"queries": 3, "group": 2}),
+                (None, {"queries": 8, "group": 7}),
+                ((250, 70), {}),
+            ]
+        ),
+    ],
+    ids=str,
+)
 def test_output_tiles_that_runs_cut_are_merged_under_vmap_too(lengths, options):
     call = Call(batch=2, lengths=lengths, kv_heads=3, **options)
     query, key, value, *rest = call.inputs()
@@ -326,19 +359,23 @@ def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, options,
         MergedWith(
             queries=10, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128
         ),  # of two the other state is empty
-        MergedWith(queries=72, group=2, lengths=(250, 100)),  # two KV heads
         MergedWith(queries=136, group=4, lengths=(250, 0), logit_size=1e4),
         MergedWith(queries=32, group=3, head_dim=128),  # three heads do not share a block's rows
-        MergedWith(queries=16, lengths=(250, 100)),  # in columns
         MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
         MergedWith(queries=58, kv_heads=3, head_dim=128, slots=200),
-        MergedWith(queries=58, kv_heads=3, head_dim=256, slots=200),
         *(MergedWith(queries=queries, kv_heads=3) for queries in (64, 65)),  # rows in one half of a block, and in two
-        MergedWith(queries=9, group=8, head_dim=128, lengths=(250, 0), logit_size=1e4),
-        MergedWith(queries=133, group=1, dtype="float16"),
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
         MergedWith(queries=16, group=2, dtype="float16"),
         MergedWith(group=2),  # few queries, which XLA merges
+        *thorough(
+            [
+                MergedWith(queries=72, group=2, lengths=(250, 100)),  # two KV heads
+                MergedWith(queries=16, lengths=(250, 100)),  # in columns
+                MergedWith(queries=58, kv_heads=3, head_dim=256, slots=200),
+                MergedWith(queries=133, group=1, dtype="float16"),
+                MergedWith(queries=9, group=8, head_dim=128, lengths=(250, 0), logit_size=1e4),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -370,9 +407,13 @@ def test_an_exchange_merges_partial_states_or_else_the_state(call, num_kernels, 
         ("padded", {"num_ctas": 40}),  # more CTAs than KV tiles
         ("packed", {"num_ctas": 1}),  # one CTA for all output tiles
         ("padded", {"num_stages": 1}),
-        ("packed", {"num_stages": 1}),
-        ("padded", {"num_stages": 3}),
         ("packed", {"block_kv": 128, "num_ctas": 3}),
+        *thorough(
+            [
+                ("packed", {"num_stages": 1}),
+                ("padded", {"num_stages": 3}),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -390,12 +431,16 @@ LANES = {"num_ctas": 6}  # of two heads, or of three: as many lanes, with three 
         (Call(slots=512, kv_heads=3), 2),  # all keys: the schedule is static
         (Call(lengths=(500, 60), slots=512, queries=10, group=3), 2),  # a merge for each output tile
         (Call(lengths=(500, 0, 70, 180, 3), kv_heads=3, logit_size=1e4), 2),  # a merge for each run
-        (Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=2), 2),
         (Call(layout="packed", lengths=(300, 2, 129, 30), slots=512, kv_heads=2, group=3), 2),
-        (Call(layout="paged", lengths=(300, 64, 0), slots=320, kv_heads=2, head_dim=128), 2),
         (Call(queries=40, slots=320, lengths=(300, 70)), 2),  # rows of queries
         (MergedWith(group=2, lengths=(500, 100)), None),
-        (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
+        *thorough(
+            [
+                (Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=2), 2),
+                (Call(layout="paged", lengths=(300, 64, 0), slots=320, kv_heads=2, head_dim=128), 2),
+                (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
+            ]
+        ),
     ],
     ids=str,
 )

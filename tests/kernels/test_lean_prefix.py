@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lean_cases import AfterPrefix
+from lean_cases import AfterPrefix, thorough
 from lean_interpreter import check, needs_interpreter
 
 from tree_attn import PrefixLevel, attend, hydragen_decode
@@ -51,7 +51,7 @@ def runs_after(monkeypatch):
         ),
         # Few queries are columns of the prefix's kernel, in two blocks.
         (AfterPrefix(batch=5, slots=420, first=400, group=13, kv_heads=1, spare_slots=70), 2),
-        (AfterPrefix(batch=3, slots=460, first=400, group=4, dtype="float16"), 2),
+        *thorough([(AfterPrefix(batch=3, slots=460, first=400, group=4, dtype="float16"), 2)]),
     ],
     ids=str,
 )  # fmt: skip
@@ -66,7 +66,9 @@ def test_output_tiles_begin_with_a_prefixs_partial_states(call, num_kernels, run
         (AfterPrefix(batch=20, slots=200, group=4), 3),  # 40 short output tiles for five CTAs
         # Each head has rows of its own in a block, and sequences have some in two.
         (AfterPrefix(batch=12, slots=256, queries=5, group=4), 3),
-        (AfterPrefix(batch=12, slots=256, group=4, options={"key_scale": np.array([0.3, 1.7], np.float32)}), 3),
+        *thorough(
+            [(AfterPrefix(batch=12, slots=256, group=4, options={"key_scale": np.array([0.3, 1.7], np.float32)}), 3)]
+        ),
     ],
     ids=str,
 )
@@ -106,7 +108,7 @@ def test_short_prefixes_of_given_lengths_have_results_and_no_partial_states(slot
 
 @pytest.mark.parametrize("queries", range(1, 9))
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [*thorough([1]), 2])
 def test_rows_are_where_the_prefixs_kernel_has_them(kv_heads, group, queries):
     share = 41
     suffix, prefix = planned(share, queries, kv_heads, group, 128), planned(1, share * queries, kv_heads, group, 1000)
