@@ -25,11 +25,11 @@ HEAD_SCALES = {"key_scale": np.array([0.3, 1.7], np.float32), "value_scale": np.
 # Of calls that are compiled only.
 LENGTHS, LONG = {"lengths": (250, 70)}, {"slots": 704, "first": 640, "lengths": (700, 70)}
 ODD, PAGES = {"slots": 251, "lengths": (250, 70)}, {"layout": "paged", "lengths": (250, 70)}
-CAUSAL_MASK = {"options": {"is_causal": True}}
-CAUSAL = {"queries": 5} | CAUSAL_MASK
-CAPPED = {"options": {"is_causal": True, "logits_soft_cap": 30.0}}
+CAUSAL = {"options": {"is_causal": True}}
+FIVE_CAUSAL = {"queries": 5} | CAUSAL
+CAUSAL_CAPPED = {"options": {"is_causal": True, "logits_soft_cap": 30.0}}
 WINDOW = {"options": {"local_window_size": (70, 0)}}
-CAPPED_WINDOW = {"logits_soft_cap": 30.0} | WINDOW["options"]
+CAPPED_WINDOW = {"options": {"logits_soft_cap": 30.0} | WINDOW["options"]}
 WIDE = {"queries": 8, "group": 16}  # more columns than one block of them holds
 FLOAT8 = {"stored_dtype": "float8_e4m3fn"}
 MANY_HEADS = FLOAT8 | {"kv_heads": 600}  # so many that KV tiles are large
@@ -223,20 +223,27 @@ def variants() -> list[Call]:
     """
     return [
         Call(),
-        *(Call(head_dim=head_dim, **LENGTHS | CAUSAL) for head_dim in (80, 256)),
+        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (80, 256)),
         *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (64, 80, 128, 256)),
         Call(**MANY_HEADS, options=head_scales(600)),
         *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 128)),
-        Call(head_dim=128, **FLOAT8, **LENGTHS | WIDE),
+        *(Call(head_dim=head_dim, **FLOAT8, **LENGTHS | WIDE) for head_dim in (128, 256)),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
-        Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAPPED),
+        Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAUSAL_CAPPED),
         Call(head_dim=128, dtype="float16", **MANY_HEADS, **LENGTHS),
-        Call(queries=3, group=8, head_dim=128, **MANY_HEADS, **LENGTHS, options=head_scales(600) | CAPPED["options"]),
+        Call(
+            queries=3,
+            group=8,
+            head_dim=128,
+            **MANY_HEADS,
+            **LENGTHS,
+            options=head_scales(600) | CAUSAL_CAPPED["options"],
+        ),
         # Few queries as rows, each with keys of its own; threads copy numbers that 8 does not divide.
         Call(queries=5, group=11, head_dim=128, lengths=(600, 70), slots=635, **WINDOW),
-        Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL_MASK),
+        Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL),
         # The same in two streams.
-        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAPPED),
+        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
         Call(
             queries=8,
             group=8,
@@ -245,16 +252,16 @@ def variants() -> list[Call]:
             slots=320,
             options={"logits_soft_cap": 30.0} | WINDOW["options"],
         ),
-        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL_MASK),
+        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL),
         # 40 and 48 query columns, whose merge is the kernel's too.
         *(
-            Call(queries=queries, group=group, head_dim=head_dim, **LENGTHS, **CAUSAL_MASK)
+            Call(queries=queries, group=group, head_dim=head_dim, **LENGTHS, **CAUSAL)
             for head_dim, queries, group in ((64, 5, 8), (128, 7, 6))
         ),
         # 15 columns, which 8 does not divide: threads copy them, and write their results.
-        Call(queries=3, group=5, head_dim=256, **LENGTHS, options=CAUSAL_MASK["options"] | WINDOW["options"]),
+        Call(queries=3, group=5, head_dim=256, **LENGTHS, options=CAUSAL["options"] | WINDOW["options"]),
         Call(layout="packed", head_dim=128, group=16, **LENGTHS),
-        Call(layout="paged", head_dim=128, **LENGTHS | CAUSAL),
+        Call(layout="paged", head_dim=128, **LENGTHS | FIVE_CAUSAL),
         Call(layout="paged", head_dim=128, **LENGTHS, **MANY_HEADS, options=head_scales(600)),
         Call(head_dim=128, slots=WHOLE, **MANY_HEADS, **WIDE),
         Call(**MANY, head_dim=256, **LENGTHS),
@@ -268,24 +275,25 @@ def variants() -> list[Call]:
         Call(kv_heads=1, group=5, head_dim=80, slots=65_536),  # results and partial states in shared memory
         *(MergedWith(queries=queries, head_dim=head_dim, **LONG) for queries, head_dim in ((16, 80), (30, 256))),
         # KV tiles of 128 keys: 32 query columns, and 40, with which no register is left.
-        Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL_MASK),
-        *(kind(queries=5, group=8, slots=635, lengths=(600, 70), **CAPPED) for kind in (Call, Fused)),
+        Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL),
+        *(kind(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED) for kind in (Call, Fused)),
         # Many short output tiles, for three CTAs of an SM.
-        Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, slots=222, **CAUSAL_MASK),
+        Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, slots=222, **CAUSAL),
         # Many output tiles of large heads: two CTAs of one stage.
-        Call(layout="packed", kv_heads=140, head_dim=256, **LENGTHS | CAUSAL),
+        Call(layout="packed", kv_heads=140, head_dim=256, **LENGTHS | FIVE_CAUSAL),
         Fused(kv_heads=140, head_dim=256, slots=1024, batch=2),
         Call(kv_heads=300, group=4, head_dim=128, slots=200),  # an output tile for each of three CTAs of an SM
         # Output tiles that begin with a prefix's states: one CTA of an SM and two, and rows that blocks cut.
         AfterPrefix(slots=1364, first=1000, kv_heads=8, group=7, head_dim=128, **AFTER),
         AfterPrefix(slots=1300, first=1000, kv_heads=16, group=16, head_dim=128, **AFTER),
+        Call(lengths=(40, 7), slots=40, head_dim=128),  # one KV tile holds a sequence
         # KV tiles that are copied in parts: odd numbers of slots, and small pages.
         Call(head_dim=256, **ODD, **WIDE),
         Call(head_dim=80, **ODD, **FLOAT8),
         Call(**MANY, head_dim=256, **ODD),
-        Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0),
+        *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
         Call(page=8, head_dim=128, **PAGES),
-        *(Call(page=16, head_dim=128, queries=7, group=group, **PAGES, **CAUSAL_MASK) for group in (6, 8)),
+        *(Call(page=16, head_dim=128, queries=7, group=group, **PAGES, **CAUSAL) for group in (6, 8)),
         Call(page=16, head_dim=128, **PAGES, **FLOAT8 | WIDE),
         Call(page=16, head_dim=256, **PAGES, **WIDE),
         *exchanges(),
@@ -293,13 +301,16 @@ def variants() -> list[Call]:
 
 
 def more_variants() -> list[Call]:
-    """Returns calls whose kernels need fewer registers than some of `variants`, or as many as one that is like them."""
+    """Returns further calls, each of which is like one of `variants`. When these were chosen, that needed more."""
     return [
         *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
-        *(Call(head_dim=head_dim, **LENGTHS | CAUSAL) for head_dim in (64, 128)),
+        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 128)),
         *(Call(head_dim=head_dim, **MANY_HEADS, options=head_scales(600)) for head_dim in (80, 256)),
-        *(Call(head_dim=256, **float8, **LENGTHS | WIDE) for float8 in (MANY_HEADS, FLOAT8)),
-        *(Call(kv_heads=1200, head_dim=head_dim, **LENGTHS | {"queries": 3} | CAPPED) for head_dim in (128, 256)),
+        Call(head_dim=256, **MANY_HEADS, **LENGTHS | WIDE),
+        *(
+            Call(kv_heads=1200, head_dim=head_dim, **LENGTHS | {"queries": 3} | CAUSAL_CAPPED)
+            for head_dim in (128, 256)
+        ),
         Call(kv_heads=1200, head_dim=256, slots=251, **LENGTHS),
         Call(head_dim=80, dtype="float16"),
         Call(group=16, head_dim=128, **MANY_HEADS, **LENGTHS, options=head_scales(600) | WINDOW["options"]),
@@ -309,20 +320,20 @@ def more_variants() -> list[Call]:
             for head_dim, queries, group, options in (
                 (64, 5, 11, {"slots": 635} | WINDOW),
                 (64, 7, 11, {"slots": 635} | WINDOW),
-                (64, 8, 16, {"slots": 640, "layout": "paged", "page": 16} | CAUSAL_MASK),
-                (128, 8, 8, {"slots": 640} | CAPPED),
+                (64, 8, 16, {"slots": 640, "layout": "paged", "page": 16} | CAUSAL),
+                (128, 8, 8, {"slots": 640} | CAUSAL_CAPPED),
                 (128, 7, 11, {"slots": 635} | WINDOW),
             )
         ),
-        Call(queries=5, group=11, head_dim=128, lengths=(300, 70), slots=315, **CAUSAL_MASK),
-        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="packed", **CAUSAL_MASK),
-        Call(queries=4, group=16, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL_MASK),
-        Call(queries=2, group=3, **LENGTHS, **CAUSAL_MASK),  # fewer columns than a copy moves
-        Call(queries=4, group=3, head_dim=128, **LENGTHS, **CAUSAL_MASK),
-        Call(queries=5, group=5, **LENGTHS, **CAPPED),
+        Call(queries=5, group=11, head_dim=128, lengths=(300, 70), slots=315, **CAUSAL),
+        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="packed", **CAUSAL),
+        Call(queries=4, group=16, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL),
+        Call(queries=2, group=3, **LENGTHS, **CAUSAL),  # fewer columns than a copy moves
+        Call(queries=4, group=3, head_dim=128, **LENGTHS, **CAUSAL),
+        Call(queries=5, group=5, **LENGTHS, **CAUSAL_CAPPED),
         Call(queries=3, group=3, head_dim=128, **FLOAT8, **LENGTHS),
         Call(queries=5, group=3, head_dim=128, slots=WHOLE),
-        Call(queries=7, group=6, head_dim=128, **ODD, **CAPPED),
+        Call(queries=7, group=6, head_dim=128, **ODD, **CAUSAL_CAPPED),
         *(Call(head_dim=head_dim, slots=WHOLE) for head_dim in (64, 128, 256)),
         *(Call(head_dim=head_dim, slots=WHOLE, **MANY_HEADS, **WIDE) for head_dim in (64, 256)),
         Call(**MANY, head_dim=64),
@@ -335,28 +346,27 @@ def more_variants() -> list[Call]:
         *(Call(queries=58, head_dim=head_dim, **LENGTHS) for head_dim in (128, 256)),
         MergedWith(queries=40, **LONG),
         Call(queries=16, head_dim=128, **LENGTHS),
-        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in ({}, CAUSAL, MANY_HEADS)),
+        *(Call(lengths=(40, 7), slots=40, head_dim=128, **options) for options in (FIVE_CAUSAL, MANY_HEADS)),
         Call(lengths=(100, 7), slots=104, head_dim=128),  # two KV tiles, left whole
         Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, layout="paged", page=32),
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
-        *(Call(kv_heads=140, head_dim=256, **options) for options in ({"batch": 2}, LENGTHS | CAUSAL, ODD)),
+        *(Call(kv_heads=140, head_dim=256, **options) for options in ({"batch": 2}, LENGTHS | FIVE_CAUSAL, ODD)),
         Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
         Call(layout="paged", kv_heads=140, head_dim=256, **LENGTHS, **WINDOW),
         *(Call(kv_heads=300, head_dim=head_dim, slots=slots) for head_dim, slots in ((64, 200), (128, 251))),
         Call(kv_heads=300, slots=1024),  # the kernel before it ends first
         Call(head_dim=128, slots=200),
-        Call(head_dim=128, **LENGTHS, options=CAPPED_WINDOW),
+        Call(head_dim=128, **LENGTHS, **CAPPED_WINDOW),
         AfterPrefix(batch=20, slots=1064, first=1000, kv_heads=8, group=4, head_dim=128),
         AfterPrefix(slots=1049, first=1000, kv_heads=40, group=8, **AFTER),
         AfterPrefix(batch=40, slots=1096, first=1000, kv_heads=4, group=2, head_dim=256),
         Call(head_dim=64, slots=251),
-        Call(head_dim=128, **ODD, **CAUSAL),
+        Call(head_dim=128, **ODD, **FIVE_CAUSAL),
         Call(head_dim=128, slots=37, lengths=(37, 3)),
         Call(**MANY, head_dim=64, **ODD),
-        Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **MANY),
         MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
         *(Call(page=page, head_dim=128, **PAGES) for page in (16, 32)),
-        Call(page=16, head_dim=128, **PAGES, **CAUSAL),
+        Call(page=16, head_dim=128, **PAGES, **FIVE_CAUSAL),
         Call(page=128, head_dim=256, **PAGES, **MANY),
     ]
 
@@ -365,9 +375,9 @@ def variants_elsewhere() -> list[Call]:
     """Returns calls that differ in the kernel compiled for GPUs other than Hopper's, of four kinds."""
     return [
         *(Call(head_dim=head_dim, **LENGTHS, **WIDE) for head_dim in (80, 256)),
-        Call(head_dim=128, **MANY_HEADS, **LENGTHS, **WIDE),
-        Call(**LENGTHS | CAUSAL, group=3),
-        Call(layout="packed", head_dim=128, **LENGTHS, **CAUSAL),
+        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS, **WIDE) for head_dim in (128, 256)),
+        Call(**LENGTHS | FIVE_CAUSAL, group=3),
+        Call(layout="packed", head_dim=128, **LENGTHS, **FIVE_CAUSAL),
         Call(layout="paged", page=16, head_dim=128, **LENGTHS, options={"logits_soft_cap": 30.0}),
         *exchanges()[:2],
         Fused(head_dim=128, group=16),  # more accumulators than a kernel that ends in an exchange has
@@ -379,9 +389,8 @@ def more_variants_elsewhere() -> list[Call]:
     return [
         *(Call(head_dim=head_dim) for head_dim in (64, 256)),
         Call(head_dim=128, **LENGTHS, **WIDE),
-        Call(head_dim=256, **MANY_HEADS, **LENGTHS, **WIDE),
         Call(head_dim=128, **MANY_HEADS, options=head_scales(600)),
-        Call(head_dim=80, dtype="float16", **ODD, **CAUSAL),
+        Call(head_dim=80, dtype="float16", **ODD, **FIVE_CAUSAL),
         Call(head_dim=128, slots=WHOLE, **MANY_HEADS),
     ]
 

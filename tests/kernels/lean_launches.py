@@ -15,7 +15,7 @@ def count_launches(text: str) -> int:
 
 
 def num_launches(call: Call) -> int:
-    """Returns how many kernels one of `lean_cases.variants` is to take: one, and a merge where it cuts output tiles."""
+    """Returns how many kernels a call of `lean_cases` is to take: one, and a merge where it cuts output tiles."""
     if isinstance(call, AfterPrefix):
         return 2  # one for the prefix
     # A run has two KV tiles at least, of 128 keys at head dim 64 and for many queries: no output tile is cut.

@@ -26,7 +26,7 @@ CALLS = [
     Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
     Call(head_dim=128, lengths=(250,), group=16),
     Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
-    Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three
+    Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three blocks
     Call(
         queries=7, group=6, kv_heads=1, head_dim=128, options=CAUSAL, lengths=(250, 0)
     ),  # 42 columns, copied by threads
@@ -35,6 +35,8 @@ CALLS = [
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
     Call(logit_size=1e4, lengths=(200, 13)),
     Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
+    Call(**FLOAT8, head_dim=256, slots=192),
+    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
     Call(queries=5, group=8, kv_heads=1, head_dim=128, lengths=(150,), slots=192, **FLOAT8_CAUSAL),  # two blocks
     *(Call(**FLOAT8, layout=layout, lengths=RAGGED, group=3, head_dim=128) for layout in ("packed", "paged")),
     *(
@@ -52,6 +54,7 @@ CALLS = [
     ),
     Call(**FLOAT8, layout="paged", page=16, lengths=(70, 0, 129), slots=160, head_dim=128),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
+    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     # Queries before the first position see no key, whatever their window has at its right.
     *(
         Call(layout=layout, lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": window})
@@ -65,11 +68,13 @@ MANY = [  # queries, which are then rows of the tensor core
     *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
     Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
-    # Queries of several heads are read in place: an output tile has 128, 32 or 16 of each head of a group.
+    # Queries of several heads are read in place: an output tile has 128 or 16 of each head of a group, or 32.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
+    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
     Call(queries=9, slots=192, group=16, lengths=(3, 192)),  # not 16
     Call(layout="packed", queries=11, group=3, head_dim=128, lengths=(90, 0, 70), slots=192, logit_size=1e4),
     # Few queries, which have keys of their own.
+    Call(queries=8, group=16, kv_heads=1, slots=320, head_dim=128, options=CAUSAL),
     Call(queries=8, group=7, kv_heads=1, slots=320, options=CAUSAL | WINDOW, lengths=(300, 130), logit_size=1e4),
     *(
         Call(layout=layout, page=page, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
@@ -85,15 +90,10 @@ MORE = [
     Call(head_dim=96, lengths=(130, 0), slots=192, group=3),
     Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"),
     Call(**FLOAT8, lengths=(200, 70)),
-    Call(**FLOAT8, head_dim=256, slots=192),
-    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
     Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1),
-    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     Call(queries=70, group=2, slots=200, lengths=(150, 0)),
     Call(queries=40, kv_heads=1, slots=192, lengths=(100,), logit_size=1e4, options={"logits_soft_cap": 2.0}),
     Call(queries=40, slots=192, group=4, head_dim=128, lengths=(100,)),
-    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
-    Call(queries=8, group=16, kv_heads=1, slots=512, head_dim=128, options=CAUSAL),
     Call(queries=7, group=8, kv_heads=1, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(queries=5, group=11, kv_heads=1, slots=507, dtype="float16", options=CAUSAL, lengths=(500, 5)),
     Call(
@@ -155,20 +155,20 @@ def test_up_to_48_columns_of_few_queries_are_rows_where_much_is_read(call, monke
 
 OF_PAGES = list(
     itertools.product(
+        [((120, 190), 192), ((41, 64), 64)],  # and one KV tile
         [
             {"group": 4},
             {"group": 4, "head_dim": 128, "stored_dtype": "float8_e4m3fn"},
             {"queries": 8, "group": 8, "options": CAUSAL},
         ],
         [16, 32, 64],
-        [((120, 190), 192), ((41, 64), 64)],  # and one KV tile
     )
 )
 
 
-# Of each two of the three, all pairs come every other time.
-@pytest.mark.parametrize("options, page, lengths", OF_PAGES[::2] + thorough(OF_PAGES[1::2]), ids=str)
-def test_pages_before_a_window_are_not_read(options, page, lengths):
+# Every other one: so all pairs of two of the three come.
+@pytest.mark.parametrize("lengths, options, page", OF_PAGES[::2] + thorough(OF_PAGES[1::2]), ids=str)
+def test_pages_before_a_window_are_not_read(lengths, options, page):
     lengths, slots = lengths
     options = {"options": {}} | options
     call = Call(
@@ -234,7 +234,7 @@ CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut o
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
     Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
-    # Few queries, as columns and as rows: in two streams, and in half a block.
+    # Few queries, as columns, and as rows in two streams.
     Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),
     Call(lengths=(500, 60, 3), slots=512, queries=7, group=8, head_dim=128, options=CAUSAL),
     Call(lengths=(600, 60, 3), slots=640, queries=40, group=2),  # many queries
@@ -243,7 +243,7 @@ MORE_CUT = [
     Call(batch=4, slots=192, kv_heads=3, group=2),
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(250, 0, 70, 180, 3), queries=5, group=8, head_dim=256, options=CAUSAL),  # in two blocks
-    Call(lengths=(600, 60, 3), slots=640, queries=7, group=8, head_dim=128, options=CAUSAL),
+    Call(lengths=(600, 60, 3), slots=640, queries=7, group=8, head_dim=128, options=CAUSAL),  # rows in half a block
 ]
 
 
@@ -434,11 +434,11 @@ LANES = {"num_ctas": 6}  # of two heads, or of three: as many lanes, with three 
         (Call(layout="packed", lengths=(300, 2, 129, 30), slots=512, kv_heads=2, group=3), 2),
         (Call(queries=40, slots=320, lengths=(300, 70)), 2),  # rows of queries
         (MergedWith(group=2, lengths=(500, 100)), None),
+        (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
         *thorough(
             [
                 (Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=2), 2),
                 (Call(layout="paged", lengths=(300, 64, 0), slots=320, kv_heads=2, head_dim=128), 2),
-                (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
             ]
         ),
     ],

@@ -13,6 +13,7 @@ FLOAT8 = {"stored_dtype": "float8_e4m3fn", "options": HEAD_SCALES}
 CALLS = [
     (Call(group=4), 2),
     (Call(head_dim=80, lengths=(190, 64), slots=191, dtype="float16"), 2),
+    (Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"), 2),
     (Call(queries=5, group=3, options=CAUSAL, lengths=(250,), slots=251), 2),
     (Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1), 2),
     (Call(queries=8, group=16, kv_heads=1, slots=131, head_dim=128, lengths=(130,)), 2),  # six blocks of columns
@@ -25,7 +26,6 @@ CALLS = [
 ]
 MORE = [
     (Call(head_dim=96, lengths=(130, 0), slots=192, group=3), 2),
-    (Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"), 2),
     (Call(slots=201, options={"logits_soft_cap": 2.0}, logit_size=4.0), 2),
     (Call(**FLOAT8, head_dim=80, dtype="float16", slots=191, group=3), 2),
     (Call(layout="paged", page=128, lengths=(250, 0, 129), slots=256), 2),
@@ -40,8 +40,12 @@ def test_elsewhere_than_on_hopper_it_is_exact_and_has_no_race(call, num_kernels)
         check(call, num_kernels)
 
 
-@pytest.mark.parametrize("call", [Call(slots=512, kv_heads=1), Call(lengths=(500, 0, 77), slots=511)], ids=str)
-@pytest.mark.parametrize("num_stages", [1, *thorough([3])])
+STATIC, OF_LENGTHS = Call(slots=512, kv_heads=1), Call(lengths=(500, 0, 77), slots=511)
+
+
+@pytest.mark.parametrize(
+    "call, num_stages", [(STATIC, 1), (OF_LENGTHS, 3), *thorough([(STATIC, 3), (OF_LENGTHS, 1)])], ids=str
+)
 def test_no_number_of_stages_changes_the_result(call, num_stages, monkeypatch):
     set_layout(monkeypatch, num_stages=num_stages, num_ctas=2)
     with targets.assumed("8.0"):

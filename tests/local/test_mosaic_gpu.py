@@ -10,7 +10,7 @@ import pytest
 from assertions import assert_same_bits
 from jax.experimental.mosaic.gpu.utils import BarrierRef
 from jax.sharding import PartitionSpec as P
-from lean_cases import Call, Fused, exchanges, variants
+from lean_cases import Call, Fused, exchanges, more_variants, thorough, variants
 from lean_launches import count_launches, num_launches
 
 from tree_attn import Shard, attend, lean_decode, make_mesh, paged_decode, tree_decode
@@ -29,6 +29,10 @@ def lowered(function, *shapes) -> str:
     return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def without_exchange(calls: list) -> list:
+    return [call for call in calls if not isinstance(call, Fused)]
+
+
 @pytest.mark.skipif(
     jax.__version_info__ < mosaic_gpu.OLDEST_JAX, reason="runs with JAX 0.11 or newer: no kernel runs with an older one"
 )
@@ -36,7 +40,7 @@ def lowered(function, *shapes) -> str:
     "TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="test_lean_compiled.py counts the kernels of the same calls"
 )
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("call", [call for call in variants() if not isinstance(call, Fused)], ids=str)
+@pytest.mark.parametrize("call", without_exchange(variants()) + thorough(without_exchange(more_variants())), ids=str)
 def test_variants_lower_to_one_kernel_and_a_merge(call):
     assert count_launches(lowered(call.run, *call.shapes())) == num_launches(call)
 
