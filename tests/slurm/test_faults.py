@@ -141,13 +141,14 @@ def test_a_job_whose_rank_failed_by_itself_is_not_queued_again(cluster, tmp_path
 
 
 def test_a_coordinator_port_that_is_taken(cluster, tmp_path):
-    listen = "import socket, time; s = socket.create_server(('', 45678)); print('listens', flush=True); time.sleep(600)"
+    # Below the ports that Linux gives to connections, one of which could have it already.
+    listen = "import socket, time; s = socket.create_server(('', 23456)); print('listens', flush=True); time.sleep(600)"
     command = [MINICLUSTER, "exec", "n1", sys.executable, "-c", listen]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as taken:
         try:
             assert taken.stdout.readline() == "listens\n"
-            job = start(tmp_path / "out", TREE_ATTN_COORDINATOR_PORT="45678")
-            check_ended_badly(job, "45678", "n1")
+            job = start(tmp_path / "out", TREE_ATTN_COORDINATOR_PORT="23456")
+            check_ended_badly(job, "23456", "n1")
         finally:
             taken.kill()
     assert job.rows() == []
