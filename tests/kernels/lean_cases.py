@@ -244,14 +244,7 @@ def variants() -> list[Call]:
         Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL),
         # The same in two streams.
         Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
-        Call(
-            queries=8,
-            group=8,
-            head_dim=128,
-            lengths=(300, 70),
-            slots=320,
-            options={"logits_soft_cap": 30.0} | WINDOW["options"],
-        ),
+        Call(queries=8, group=8, head_dim=128, lengths=(300, 70), slots=320, **CAPPED_WINDOW),
         Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL),
         # 40 and 48 query columns, whose merge is the kernel's too.
         *(
