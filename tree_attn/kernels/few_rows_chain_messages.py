@@ -176,7 +176,8 @@ class ChainMessages:
 
     def meet(self, number: int, before: dict) -> None:
         """Waits for the whole result of an operation, if CTAs meet after it."""
-        if self._meets(number):
+        import os
+        if self._meets(number) and not os.environ.get("NOWAIT"):
             meet(self.named["counts"], number, before[number])
 
 
