@@ -108,7 +108,7 @@ class ProductMoves:
         """Copies the weights of all steps, each when its stage has been read and few enough are on their way."""
 
         def move(step, _):
-            self.ring.await_room(step)
+            dataclasses.replace(self.ring, num_received=min(self.num_steps, self.config.num_stages)).await_room(step)
             self.copy_weights(step)
             import os
             distance, start = int(os.environ.get("PRE", "0")), 0
@@ -161,7 +161,7 @@ class ProductMoves:
             for step, words in zip(steps, peeked, strict=True):
                 stage = self.ring.stage(step)
                 self.ring.await_free(step)
-                settle_x(broadcast, words, self.x_smem.at[stage], self._x_column(jnp.int32(step)), **options)
+                settle_x(broadcast, words, self.x_smem.at[stage], self._x_column(jnp.int32(step)), is_first=step == 0, **options)
                 plgpu.barrier_arrive(self.ring.full[-1].at[stage])
 
     def refill(self, step, _=None) -> None:

@@ -43,6 +43,7 @@ class Ring:
     first_step: Any = 0
     is_first: bool = False
     num_steps: Any = None
+    num_received: int = 1
 
     def stage(self, step):
         """Returns the stage that a step fills."""
@@ -69,7 +70,8 @@ class Ring:
             @pl.when((before >= 0) & (step < self.num_stages))
             def _():
                 sooner = jnp.maximum(self.first_step + step - after, 0)
-                await_either(self.full, before, sooner, self.first_step, self.num_stages)
+                opener = self.first_step + min(int(os.environ["DOOR"]) - 1, max(self.num_received - 1, 0))
+                await_either(self.full, before, sooner, opener, self.num_stages)
 
             pl.when(step >= self.num_stages)(lambda: await_copies(self.full[0], before, self.num_stages))
             return
