@@ -188,7 +188,7 @@ def await_words(addresses, are_wanted, step, load) -> list:
     """
     import os
     depth = int(os.environ.get("POLLW", os.environ.get("POLL", "1")))
-    if depth > 1:
+    if depth != 1:
         scope = "gpu" if load is ops.load_relaxed else "sys"
         found = ops.polled(addresses, are_wanted, step, scope, depth)
         return [arith.bitcast(ir.F32Type.get(), arith.trunci(ops.i32(), word)) for word in found]

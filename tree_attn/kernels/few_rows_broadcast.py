@@ -253,7 +253,7 @@ def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step, is_fi
     count = len(addresses)
     import os
     depth = int(os.environ.get("POLL", "1"))
-    if depth > 1 and is_first:
+    if depth != 1 and is_first:
         word = lambda lo, hi: arith.ori(arith.extui(ops.i64(), lo), arith.shli(arith.extui(ops.i64(), hi), ops.constant(32)))
         scope = "gpu" if broadcast.buffers.table is None else "sys"
         found = ops.polled(addresses, None, step, scope, depth, [word(*x) for x in zip(first[:count], first[count:])])

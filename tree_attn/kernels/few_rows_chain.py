@@ -265,6 +265,7 @@ def _move_x(chain: CtaChain) -> None:
             def move_x(chain=chain, number=number, operation=operation):
                 operation.move_x(functools.partial(chain.meet, number - 1, before))
 
+            chain.await_sent(number)
             chain.if_here(number, move_x)
             chain.come_without(number)  # after the counts have been read
         return operation
@@ -284,6 +285,7 @@ def _compute(chain: CtaChain) -> None:
             def compute(chain=chain, number=number, operation=operation):
                 operation.compute()
                 chain.come(number)
+                chain.tell_sent(number)
 
             chain.if_here(number, compute)
         return operation

@@ -116,7 +116,7 @@ def polled(addresses, are_wanted, step, scope: str, depth: int, first=None):
     """Reads words until the wanted ones bear the step, with `depth` reads on their way; returns the words, i64."""
     import os
     space = int(os.environ.get("SPACE", "200"))
-    n = len(addresses)
+    n, depth = len(addresses), abs(depth)
     operands = [*addresses]
     operands += [arith.extui(i32(), w) for w in are_wanted] if are_wanted is not None else []
     first = [x for x in first] if first is not None else []
@@ -128,31 +128,40 @@ def polled(addresses, are_wanted, step, scope: str, depth: int, first=None):
     if are_wanted is not None:
         lines.append(f".reg .pred w<{n}>;")
         lines += [f"setp.ne.u32 w{i}, {wanted_at(i)}, 0;" for i in range(n)]
+    reload, sleep = os.environ.get("RELOAD"), int(os.environ.get("SLEEP", "0"))
     lds = lambda k: [f"ld.relaxed.{scope}.global.b64 v{k * n + i}, [${n + i}];" for i in range(n)]
+    lines.append(f".reg .pred m<{n}>;")
+
+    def again(k):
+        loads = lds(k)
+        if reload:
+            loads = [f"@m{i} {load}" for i, load in enumerate(loads)]
+        return ([f"nanosleep.u32 {sleep};"] if sleep else []) + loads
 
     def check(k, label):
         out = ["setp.ne.u32 p, 0, 0;"]
         for i in range(n):
             out.append(f"mov.b64 {{lo, num}}, v{k * n + i};")
             if are_wanted is None:
-                out.append(f"setp.ne.or.u32 p, num, ${at_step}, p;")
+                out.append(f"setp.ne.u32 m{i}, num, ${at_step};")
             else:
-                out.append(f"setp.ne.and.u32 q, num, ${at_step}, w{i};")
-                out.append("or.pred p, p, q;")
+                out.append(f"setp.ne.and.u32 m{i}, num, ${at_step}, w{i};")
+            out.append(f"or.pred p, p, m{i};")
         out += ["vote.sync.any.pred q, p, 0xffffffff;", f"@!q bra {label};"]
         return out
 
     if first:
         lines += [f"mov.b64 v{i}, ${first_at + i};" for i in range(n)]
-        lines += check(0, "D0")
-    lines += lds(0)
+        lines += check(0, "D0") + again(0)
+    else:
+        lines += lds(0)
     for k in range(1, depth):
         if space:
             lines.append(f"nanosleep.u32 {space};")
         lines += lds(k)
     lines.append("LP:")
     for k in range(depth):
-        lines += check(k, f"D{k}") + lds(k)
+        lines += check(k, f"D{k}") + again(k)
     lines.append("bra LP;")
     for k in range(depth):
         lines.append(f"D{k}:")
