@@ -186,12 +186,6 @@ def await_words(addresses, are_wanted, step, load) -> list:
     Args:
       load: `ops.load_from_peers`, or `ops.load_relaxed` of words that this device writes.
     """
-    import os
-    depth = int(os.environ.get("POLLW", os.environ.get("POLL", "1")))
-    if depth != 1:
-        scope = "gpu" if load is ops.load_relaxed else "sys"
-        found = ops.polled(addresses, are_wanted, step, scope, depth)
-        return [arith.bitcast(ir.F32Type.get(), arith.trunci(ops.i32(), word)) for word in found]
     until = scf.WhileOp([ops.i64()] * len(addresses), [])
     with ir.InsertionPoint(until.before.blocks.append()):
         found = list(map(load, addresses))
@@ -200,9 +194,6 @@ def await_words(addresses, are_wanted, step, load) -> list:
             number = arith.trunci(ops.i32(), arith.shrui(word, ops.constant(32)))
             is_old = arith.cmpi(arith.CmpIPredicate.ne, number, step)
             is_missing = arith.ori(is_missing, arith.andi(is_old, is_wanted))
-        import os
-        if os.environ.get("NOWAIT"):
-            is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
         scf.ConditionOp(is_missing, found)
     with ir.InsertionPoint(until.after.blocks.append(*[ops.i64()] * len(addresses))):
         scf.YieldOp([])

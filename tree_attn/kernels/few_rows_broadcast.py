@@ -213,7 +213,7 @@ def peek_x(broadcast: Broadcast, column, *, shape: FewRowsShape, config: FewRows
     return emit(*arguments)
 
 
-def settle_x(broadcast: Broadcast, peeked, smem, column, *, is_first=False, shape: FewRowsShape, config: FewRowsConfig) -> None:
+def settle_x(broadcast: Broadcast, peeked, smem, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
     """Reads words until they bear the step, and writes a stage's x to shared memory, as copies would.
 
     What devices add to x is added in the order of ranks.
@@ -233,7 +233,7 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, is_first=False, shap
         peeked, (*_, step, _) = (payloads, numbers), values
         addresses, step = _addresses(broadcast, values, shape, config), step.registers.item()
         first = [vector.extract(x, [], [0]) for array in peeked for x in array.registers]
-        sums = awaited_sums(broadcast, addresses, first, step, is_first)
+        sums = awaited_sums(broadcast, addresses, first, step)
         base, column = shared_address(smem), arith.index_cast(ops.i32(), thread())
         for block, row in _words_of_stage(shape, config):
             target = arith.addi(base, place_of_x(ops.int32(block * config.x_rows(shape) + row), column, config))
@@ -244,31 +244,19 @@ def settle_x(broadcast: Broadcast, peeked, smem, column, *, is_first=False, shap
     emit(smem, *arguments, *peeked)
 
 
-def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step, is_first=False) -> Iterator:
+def awaited_sums(broadcast: Broadcast, addresses: list, first: list, step) -> Iterator:
     """Emits reads of words until all bear the step, and yields what all ranks add to each element, float32.
 
     Args:
       addresses: of words, for each element those of all ranks; first: what they were once, first their payloads, i32.
     """
     count = len(addresses)
-    import os
-    depth = int(os.environ.get("POLL", "1"))
-    if depth != 1 and is_first:
-        word = lambda lo, hi: arith.ori(arith.extui(ops.i64(), lo), arith.shli(arith.extui(ops.i64(), hi), ops.constant(32)))
-        scope = "gpu" if broadcast.buffers.table is None else "sys"
-        found = ops.polled(addresses, None, step, scope, depth, [word(*x) for x in zip(first[:count], first[count:])])
-        payloads = (arith.bitcast(ir.F32Type.get(), arith.trunci(ops.i32(), x)) for x in found)
-        ranks = broadcast.buffers.num_ranks
-        return (functools.reduce(arith.addf, itertools.islice(payloads, ranks)) for _ in range(count // ranks))
     until = scf.WhileOp([ops.i32()] * 2 * count, first)
     with ir.InsertionPoint(until.before.blocks.append(*[ops.i32()] * 2 * count)) as point:
         found = list(point.block.arguments)
         is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
         for number in found[count:]:
             is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, number, step))
-        import os
-        if os.environ.get("NOWAIT"):
-            is_missing = arith.constant(ir.IntegerType.get_signless(1), 0)
         scf.ConditionOp(is_missing, found)
     with ir.InsertionPoint(until.after.blocks.append(*[ops.i32()] * 2 * count)):
         again = [_halves(broadcast.load(address)) for address in addresses]

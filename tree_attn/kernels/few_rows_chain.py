@@ -227,23 +227,8 @@ def _move_weights(chain: CtaChain) -> None:
     begin_next_kernel()
 
     def move(chain, steps):
-        from tree_attn.kernels.few_rows_chain_messages import is_here
-        operations = list(chain.run(steps))
-        later = []
-        for number, operation in enumerate(operations):
-            if chain.operations[number][0] is not None:
-                later.append((operation, is_here(chain.operations[number][1])))
-        if isinstance(chain, CtaLayers):
-            following = jnp.minimum(chain.layer + 1, chain.num_layers - 1)
-            nexts = chain.of_layer(following, chain.first_step).run(steps)
-            for number, operation in enumerate(nexts):
-                if chain.operations[number][0] is not None:
-                    is_wanted = is_here(chain.operations[number][1]) & (chain.layer + 1 < chain.num_layers)
-                    later.append((operation, is_wanted))
-        for number, operation in enumerate(operations):
-            of = [i for i, (o, _) in enumerate(later) if o is operation]
-            ahead = later[of[0] + 1:] if of else ()
-            chain.if_here(number, functools.partial(operation.move_weights, ahead))
+        for number, operation in enumerate(chain.run(steps)):
+            chain.if_here(number, operation.move_weights)
         return operation
 
     chain.in_turn(Steps(), move)
@@ -265,7 +250,6 @@ def _move_x(chain: CtaChain) -> None:
             def move_x(chain=chain, number=number, operation=operation):
                 operation.move_x(functools.partial(chain.meet, number - 1, before))
 
-            chain.await_sent(number)
             chain.if_here(number, move_x)
             chain.come_without(number)  # after the counts have been read
         return operation
@@ -285,7 +269,6 @@ def _compute(chain: CtaChain) -> None:
             def compute(chain=chain, number=number, operation=operation):
                 operation.compute()
                 chain.come(number)
-                chain.tell_sent(number)
 
             chain.if_here(number, compute)
         return operation

@@ -146,7 +146,7 @@ class CtaAttention:
         """Returns the steps of the CTA, each of which fills a stage with a KV tile."""
         return self.run.num_kv_tiles
 
-    def move_weights(self, ahead=()) -> None:
+    def move_weights(self) -> None:
         """Copies keys and values of all steps."""
         shape, config = self.layout.shape, self.layout.config
 

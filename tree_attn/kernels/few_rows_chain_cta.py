@@ -64,12 +64,6 @@ class CtaChain(ChainMessages):
     def send_before(self, steps: Steps) -> None:
         """Sends what the first operation receives, if it does."""
 
-    def tell_sent(self, number) -> None:
-        pass
-
-    def await_sent(self, number) -> None:
-        pass
-
     def await_before(self) -> None:
         """Waits, in the computing warpgroup, until what is sent so is written."""
 

@@ -35,7 +35,7 @@ def row_of(slab: int, part: int, place: int, group: int, shape: FewRowsShape, co
 
 
 def copy_weights_together(
-    refs, smems, barriers, stage, column, features, *, shape: FewRowsShape, config: FewRowsConfig, to_l2: bool = False
+    refs, smems, barriers, stage, column, features, *, shape: FewRowsShape, config: FewRowsConfig
 ) -> None:
     """Begins the copies of a stage's weights, and of its norm's scale.
 
@@ -63,7 +63,7 @@ def copy_weights_together(
             for scale, scale_target in scales:
                 copy(ctx, scale, (columns,), utils.memref_slice(scale_target, (block,)), is_tiled=False)
 
-    _emit(emit, refs, targets, barriers, stage, num_bytes, [first_tile, column, *features], shape.dtype, to_l2=to_l2)
+    _emit(emit, refs, targets, barriers, stage, num_bytes, [first_tile, column, *features], shape.dtype)
 
 
 def copy_x_together(ref, smem, barriers, stage, column, *, shape: FewRowsShape, config: FewRowsConfig) -> None:
@@ -127,27 +127,6 @@ def await_copies(barriers, step, num_stages: int) -> None:
     emit(address, phase)
 
 
-def await_either(full, step, sooner, first, num_stages: int) -> None:
-    """Waits until weights of `step` are there, or x of `first` and weights of `sooner`."""
-    places = [(full[0], step), (full[-1], first), (full[0], sooner)]
-    scalars = []
-    for barriers, at in places:
-        at = jnp.asarray(at, jnp.int32)
-        scalars.append(address_of_barriers(barriers) + lax.rem(at, num_stages) * BARRIER_BYTES)
-        scalars.append(lax.rem(lax.div(at, num_stages), 2))
-
-    @plgpu.inline_mgpu(arg_types=(_SCALAR,) * 6)
-    def emit(_, *values):
-        text = """{ .reg .pred p;
-        L0: mbarrier.test_wait.parity.shared::cta.b64 p, [$0], $1; @p bra L1;
-        mbarrier.test_wait.parity.shared::cta.b64 p, [$2], $3; @!p bra L0;
-        mbarrier.test_wait.parity.shared::cta.b64 p, [$4], $5; @!p bra L0;
-        L1: }"""
-        ops.asm(text, None, *(x.registers.item() for x in values))
-
-    emit(*scalars)
-
-
 def _barrier_at(address) -> utils.BarrierRef:
     pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address)
     return utils.BarrierRef(pointer, arith.constant(ops.i32(), 0), None, 1)
@@ -158,7 +137,7 @@ def _block_bytes(shape: FewRowsShape, config: FewRowsConfig, rows: int) -> int:
     return rows * config.in_features_of_stage * jnp.dtype(shape.dtype).itemsize
 
 
-def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, dtype, *, num_tiled: int = 1, to_l2=False) -> None:
+def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, dtype, *, num_tiled: int = 1) -> None:
     """Emits one arrival for all bytes, and the copies of `body`; the first `num_tiled` targets lie in tiles."""
     transforms = tiling(dtype, IN_MULTIPLE)
     address = address_of_barriers(barriers) + stage * BARRIER_BYTES
@@ -171,10 +150,8 @@ def _emit(body, refs, targets, barriers, stage, num_bytes: int, scalars, dtype, 
         of_refs, operands = grouped(operands[: len(sources)], refs), operands[len(sources) :]
         address, layer, *places = (x.registers.item() for x in operands[len(targets) :])
         copy = _Copy(address, layer, list(zip(of_refs, operands)))
-        copy.to_l2 = to_l2
         # A barrier of Pallas counts each thread of a warpgroup that arrives at it.
-        if not to_l2:
-            copy.barrier.arrive_expect_tx(num_bytes // utils.WARPGROUP_SIZE)
+        copy.barrier.arrive_expect_tx(num_bytes // utils.WARPGROUP_SIZE)
         body(ctx, copy, *(arith.index_cast(ir.IndexType.get(), place) for place in places))
 
     emit(*sources, *targets, *scalars)
@@ -193,14 +170,6 @@ class _Copy:
 
     def __call__(self, ctx, source, place, target, *, is_tiled: bool = True) -> None:
         itemsize = utils.bitwidth(ir.MemRefType(source[0].type).element_type) // 8
-        if self.to_l2:
-            if not is_tiled:
-                return
-            of = CopiesOfLayer(ctx, source, self.layer).async_prefetch if len(source) > 1 else functools.partial(
-                ctx.async_prefetch, gmem_ref=source[0])
-            of(gmem_slice=place, gmem_transform=(launch_context.TileTransform((GRAIN, IN_MULTIPLE)),),
-               swizzle=IN_MULTIPLE * itemsize, predicate=self.elected)
-            return
         if len(source) > 1:
             copy = CopiesOfLayer(ctx, source, self.layer).async_copy
         else:

@@ -32,7 +32,7 @@ from tree_attn.kernels.meetings import other_side
 
 def layers_barriers() -> dict[str, plgpu.Barrier]:
     """Returns the barriers that several layers need beside those of one, by their names in `CtaChain.smem`."""
-    return {"x_written": plgpu.Barrier(), "sent": plgpu.Barrier(num_barriers=5)}
+    return {"x_written": plgpu.Barrier()}
 
 
 def name_of(argument: str, layer: int) -> str:
@@ -120,22 +120,6 @@ class CtaLayers(CtaChain):
     def await_before(self) -> None:
         """Does `CtaChain.await_before`: a CTA without heads and KV tiles would read the residual before it is there."""
         plgpu.barrier_wait(self.smem["x_written"])
-
-    def tell_sent(self, number) -> None:
-        import os
-        if os.environ.get("LATE"):
-            plgpu.barrier_arrive(self.smem["sent"].at[number])
-
-    def await_sent(self, number) -> None:
-        import os
-        if os.environ.get("LATE"):
-            before = (number - 1) % 5
-            wait = lambda: plgpu.barrier_wait(self.smem["sent"].at[before])
-            if number == 0:
-                from jax.experimental import pallas as pl
-                pl.when(self.layer > 0)(wait)
-            else:
-                self.if_here(before, wait)
 
     def count_steps(self, steps: Steps) -> None:
         """Does `CtaChain.count_steps`, of all layers."""

@@ -104,23 +104,12 @@ class ProductMoves:
         """Returns the steps of the CTA's tiles, each of which fills a stage."""
         return self.config.tiles * self.blocks
 
-    def move_weights(self, ahead=()) -> None:
+    def move_weights(self) -> None:
         """Copies the weights of all steps, each when its stage has been read and few enough are on their way."""
 
         def move(step, _):
-            dataclasses.replace(self.ring, num_received=min(self.num_steps, self.config.num_stages)).await_room(step)
+            self.ring.await_room(step)
             self.copy_weights(step)
-            import os
-            distance, start = int(os.environ.get("PRE", "0")), 0
-            if not distance:
-                return
-            at = step + distance
-            for operation, is_wanted in [(self, jnp.bool_(True)), *ahead]:
-                end = start + operation.num_steps
-                if start < self.num_steps + distance and end > distance:
-                    is_there = (at >= start) & (at < end) & is_wanted
-                    pl.when(is_there)(functools.partial(operation.copy_weights, at - start, to_l2=True))
-                start = end
 
         lax.fori_loop(0, self.num_steps, move, None)
 
@@ -161,7 +150,7 @@ class ProductMoves:
             for step, words in zip(steps, peeked, strict=True):
                 stage = self.ring.stage(step)
                 self.ring.await_free(step)
-                settle_x(broadcast, words, self.x_smem.at[stage], self._x_column(jnp.int32(step)), is_first=step == 0, **options)
+                settle_x(broadcast, words, self.x_smem.at[stage], self._x_column(jnp.int32(step)), **options)
                 plgpu.barrier_arrive(self.ring.full[-1].at[stage])
 
     def refill(self, step, _=None) -> None:
@@ -201,7 +190,7 @@ class ProductMoves:
     def _x_column(self, step):
         return self._column(step) + (0 if self.x_offset is None else self.x_offset())
 
-    def copy_weights(self, step, _=None, to_l2=False) -> None:
+    def copy_weights(self, step, _=None) -> None:
         """Copies a step's weights, and its norm's scale."""
         stage, groups = self.ring.stage(step), self._groups(step)
         full = self.ring.full[0].at[stage]
@@ -211,7 +200,7 @@ class ProductMoves:
                 [self.refs["weights"], *([self.refs["scale"]] if has_scale else [])],
                 [self.weights_smem, *([self.scale_smem] if has_scale else [])],
                 self.ring.full[0], stage, self._column(step), [first for first, _ in groups], shape=self.shape,
-                config=self.config, to_l2=to_l2,
+                config=self.config,
             )  # fmt: skip
             return
         for slab, place, block in blocks_of(self.config):

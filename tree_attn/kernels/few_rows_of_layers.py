@@ -107,9 +107,6 @@ class CopiesOfLayer:
         """Does `LaunchContext.async_copy`, of which `src_ref` is not an argument."""
         launch_context.LaunchContext.async_copy(self, src_ref=self._arrays[0], **options)
 
-    def async_prefetch(self, **options) -> None:
-        launch_context.LaunchContext.async_prefetch(self, gmem_ref=self._arrays[0], **options)
-
     def _get_tma_desc(self, _, *options, **more):
         """Returns the address of the layer's descriptor."""
         all_of = [self._ctx._get_tma_desc(array, *options, **more) for array in self._arrays]

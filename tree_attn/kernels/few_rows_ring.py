@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_copies import await_copies, await_either
+from tree_attn.kernels.few_rows_copies import await_copies
 from tree_attn.kernels.interpreter import is_interpreted
 
 STAGE_ROWS, BLOCK_IN = 128, 128  # of weights in a stage of a chain's ring
@@ -43,7 +43,6 @@ class Ring:
     first_step: Any = 0
     is_first: bool = False
     num_steps: Any = None
-    num_received: int = 1
 
     def stage(self, step):
         """Returns the stage that a step fills."""
@@ -60,21 +59,7 @@ class Ring:
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        import os
-        first, after = int(os.environ.get("FIRST", "1")), int(os.environ.get("AFTER", "0")) or self.in_flight
-        limit = jnp.where(step < self.num_stages, first, after)
-        if os.environ.get("EARLY0"):
-            limit = jnp.where(step < int(os.environ["EARLY0"]), 2, limit)
-        before = self.first_step + step - limit
-        if os.environ.get("DOOR") and not self.is_first:
-            @pl.when((before >= 0) & (step < self.num_stages))
-            def _():
-                sooner = jnp.maximum(self.first_step + step - after, 0)
-                opener = self.first_step + min(int(os.environ["DOOR"]) - 1, max(self.num_received - 1, 0))
-                await_either(self.full, before, sooner, opener, self.num_stages)
-
-            pl.when(step >= self.num_stages)(lambda: await_copies(self.full[0], before, self.num_stages))
-            return
+        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
         pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 

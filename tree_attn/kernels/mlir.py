@@ -112,68 +112,6 @@ def load_from_peers(address):
     return asm("ld.relaxed.sys.global.b64 $0, [$1];", i64(), address)
 
 
-def polled(addresses, are_wanted, step, scope: str, depth: int, first=None):
-    """Reads words until the wanted ones bear the step, with `depth` reads on their way; returns the words, i64."""
-    import os
-    space = int(os.environ.get("SPACE", "200"))
-    n, depth = len(addresses), abs(depth)
-    operands = [*addresses]
-    operands += [arith.extui(i32(), w) for w in are_wanted] if are_wanted is not None else []
-    first = [x for x in first] if first is not None else []
-    at_step = n + n + (n if are_wanted is not None else 0) + len(first)
-    wanted_at = lambda i: f"${2 * n + i}"
-    first_at = 2 * n + (n if are_wanted is not None else 0)
-    operands += first + [step]
-    lines = ["{", f".reg .b64 v<{depth * n}>;", ".reg .b32 lo, num;", ".reg .pred p, q;"]
-    if are_wanted is not None:
-        lines.append(f".reg .pred w<{n}>;")
-        lines += [f"setp.ne.u32 w{i}, {wanted_at(i)}, 0;" for i in range(n)]
-    reload, sleep = os.environ.get("RELOAD"), int(os.environ.get("SLEEP", "0"))
-    lds = lambda k: [f"ld.relaxed.{scope}.global.b64 v{k * n + i}, [${n + i}];" for i in range(n)]
-    lines.append(f".reg .pred m<{n}>;")
-
-    def again(k):
-        loads = lds(k)
-        if reload:
-            loads = [f"@m{i} {load}" for i, load in enumerate(loads)]
-        return ([f"nanosleep.u32 {sleep};"] if sleep else []) + loads
-
-    def check(k, label):
-        out = ["setp.ne.u32 p, 0, 0;"]
-        for i in range(n):
-            out.append(f"mov.b64 {{lo, num}}, v{k * n + i};")
-            if are_wanted is None:
-                out.append(f"setp.ne.u32 m{i}, num, ${at_step};")
-            else:
-                out.append(f"setp.ne.and.u32 m{i}, num, ${at_step}, w{i};")
-            out.append(f"or.pred p, p, m{i};")
-        out += ["vote.sync.any.pred q, p, 0xffffffff;", f"@!q bra {label};"]
-        return out
-
-    if first:
-        lines += [f"mov.b64 v{i}, ${first_at + i};" for i in range(n)]
-        lines += check(0, "D0") + again(0)
-    else:
-        lines += lds(0)
-    for k in range(1, depth):
-        if space:
-            lines.append(f"nanosleep.u32 {space};")
-        lines += lds(k)
-    lines.append("LP:")
-    for k in range(depth):
-        lines += check(k, f"D{k}") + again(k)
-    lines.append("bra LP;")
-    for k in range(depth):
-        lines.append(f"D{k}:")
-        lines += [f"mov.b64 ${i}, v{k * n + i};" for i in range(n)] + ["bra END;"]
-    lines += ["END:", "}"]
-    kinds = [i64()] * n
-    constraints = ",".join(["=&l"] * n + [_LETTERS[str(x.type)] for x in operands])
-    kind = kinds[0] if n == 1 else llvm.StructType.get_literal(kinds)
-    out = llvm.inline_asm(kind, operands, "\n".join(lines), constraints, has_side_effects=True)
-    return [out] if n == 1 else [llvm.extractvalue(kinds[i], out, [i]) for i in range(n)]
-
-
 def store(address, x):
     """Writes an i32 to a global address."""
     asm("st.global.u32 [$0], $1;", None, address, x)
