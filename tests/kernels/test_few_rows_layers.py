@@ -10,7 +10,13 @@ from few_rows_cases import OF_1B, Layer
 from layers_exchange_model import Layers as Exchanges
 from layers_exchange_model import failures
 
-from tree_attn.kernels import few_rows_chain, few_rows_chain_call, few_rows_layers, few_rows_layers_call
+from tree_attn.kernels import (
+    few_rows_chain,
+    few_rows_chain_call,
+    few_rows_layers,
+    few_rows_layers_call,
+    few_rows_ring,
+)
 from tree_attn.kernels.few_rows_chain_call import Unchained
 from tree_attn.kernels.few_rows_chain_layout import chain_buffers, first_attended
 from tree_attn.kernels.few_rows_layers import CtaLayers
@@ -100,29 +106,78 @@ def test_one_slot_does_not_suffice():
     assert any(failures(Exchanges(slots=1)))
 
 
-def test_computing_waits_until_x_is_written(monkeypatch):
-    """A CTA without heads and KV tiles reads the residual at once, which another of its warpgroups writes."""
+@pytest.fixture
+def recorded(monkeypatch):
+    """A CTA of two layers and two operations, all of whose waits and work are only recorded, in `calls`."""
     calls = []
     record = lambda name, result=None: lambda *_, **__: calls.append(name) or result
     for name in ("await_previous_kernel", "begin_next_kernel", "clear"):
         monkeypatch.setattr(few_rows_chain, name, record(name))
     monkeypatch.setattr(few_rows_layers.plgpu, "barrier_wait", lambda barrier: calls.append(f"wait {barrier}"))
     monkeypatch.setattr(few_rows_layers.plgpu, "barrier_arrive", lambda barrier: calls.append(f"arrive {barrier}"))
-    for name in ("begin_steps", "in_turn", "count_steps", "come", "read_counts"):
+    for name in ("begin_steps", "count_steps", "read_counts", "come_without"):
         monkeypatch.setattr(CtaLayers, name, record(name))
+    monkeypatch.setattr(CtaLayers, "come", lambda _, number: calls.append(f"come {number}"))
     monkeypatch.setattr(CtaLayers, "prepared", lambda self: self)
     monkeypatch.setattr(CtaLayers, "of_layer", lambda self, *_: self)
     for name in ("_product", "_broadcast", "steps_of_layer"):
         product = types.SimpleNamespace(send_before=record("send x"))
         monkeypatch.setattr(CtaLayers, name, record(name, product))
-    monkeypatch.setattr(CtaLayers, "refs", property(lambda _: [None]))
-    monkeypatch.setattr(CtaLayers, "operations", property(lambda _: [(0, None)]))
-    fields = dict(shapes=(None,), configs=(types.SimpleNamespace(is_compact=True),), attention=None, buffers=None)
-    fields |= dict(named={"x": None}, outputs=(), ends=[], fulls=[], free=None, smem={"x_written": "x_written"})
-    chain = CtaLayers(**fields, num_layers=2)
-    few_rows_chain._compute(chain)
+    config = types.SimpleNamespace(is_compact=True, num_ctas=1)
+    properties = {"refs": [None], "operations": [(0, config), (1, config)], "broadcasts": []}
+    for name, value in properties.items():
+        monkeypatch.setattr(CtaLayers, name, property(lambda _, value=value: value))
+    operations = [
+        types.SimpleNamespace(move_x=record(f"receive {number}"), compute=record(f"compute {number}"))
+        for number in range(2)
+    ]
+    for name in ("run", "run_to_end"):
+        monkeypatch.setattr(CtaLayers, name, lambda *_: operations)
+    monkeypatch.setattr(CtaLayers, "in_turn", lambda self, steps, body: calls.append("in_turn") or body(self, steps))
+    monkeypatch.setattr(few_rows_layers.pl, "when", lambda condition: lambda body: body() if condition else None)
+    smem = {"x_written": "x_written", "sent": types.SimpleNamespace(at=["sent 0", "sent 1"])}
+    fields = dict(shapes=(None,), configs=(config,), attention=None, buffers=None, named={"x": None}, outputs=())
+    chain = CtaLayers(**fields, ends=[], fulls=[], free=None, smem=smem, num_layers=2)
+    return types.SimpleNamespace(chain=chain, calls=calls)
+
+
+def test_computing_waits_until_x_is_written(recorded):
+    """A CTA without heads and KV tiles reads the residual at once, which another of its warpgroups writes."""
+    calls = recorded.calls
+    few_rows_chain._compute(recorded.chain)
     assert calls.index("wait x_written") < calls.index("in_turn")
     calls.clear()
-    monkeypatch.setattr(CtaLayers, "broadcasts", property(lambda _: []))
-    few_rows_chain._move_x(chain)
-    assert calls.index("read_counts") < calls.index("send x") < calls.index("arrive x_written") < calls.index("come")
+    few_rows_chain._move_x(recorded.chain)
+    assert calls.index("read_counts") < calls.index("send x") < calls.index("arrive x_written") < calls.index("come 1")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_x_is_received_when_the_cta_has_sent_its_part(layer, recorded):
+    """The first layer's x is of no operation."""
+    few_rows_chain._move_x(dataclasses.replace(recorded.chain, layer=layer))
+    awaited = [call for call in recorded.calls if call.startswith(("wait", "receive"))]
+    assert awaited == ["wait sent 1"] * layer + ["receive 0", "wait sent 0", "receive 1"]
+    recorded.calls.clear()
+    few_rows_chain._compute(dataclasses.replace(recorded.chain, layer=layer))
+    of = recorded.calls.index
+    for number in range(2):
+        assert of(f"compute {number}") < of(f"arrive sent {number}")
+
+
+def test_more_weights_are_on_their_way_when_x_is_there(monkeypatch):
+    """Each step waits for weights of the step before, or for x and those of the third step before."""
+    awaited = []
+    monkeypatch.setattr(few_rows_ring, "copies_together", lambda: True)
+    monkeypatch.setattr(few_rows_ring.pl, "when", lambda condition: lambda body: body() if condition else None)
+    monkeypatch.setattr(few_rows_ring, "await_copies", lambda _, step, __: awaited.append(int(step)))
+    monkeypatch.setattr(
+        few_rows_ring, "await_copies_or_x", lambda _, *steps: awaited.append(tuple(map(int, steps[:-1])))
+    )
+    monkeypatch.setattr(few_rows_ring.Ring, "await_free", lambda *_: None)
+    ring = few_rows_ring.Ring(full=[None, None], free=None, num_stages=4, in_flight=3, opens_with_x=True)
+    for first_step in (0, 8):
+        for step in range(6):
+            dataclasses.replace(ring, first_step=first_step).await_room(jnp.int32(step))
+    # Numbers are of the step before, of that of x, and of an earlier one. Of a launch's first step nothing is awaited.
+    of_first = [(0, 0, 0), (1, 0, 0), (2, 0, 0), 1, 2]
+    assert awaited == [*of_first, (7, 8, 5), (8, 8, 6), (9, 8, 7), (10, 8, 8), 9, 10]

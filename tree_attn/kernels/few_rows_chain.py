@@ -218,7 +218,7 @@ def _multiply(names, shapes, configs, attention, buffers, num_layers, *refs):
         free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs, attention and attention.shape),
         **({} if attention is None else attention_barriers()),
-        **({} if num_layers is None else layers_barriers()),
+        **({} if num_layers is None else layers_barriers(len(shapes) + 1)),
         collective_axes="warpgroup",
     )
 
@@ -250,6 +250,7 @@ def _move_x(chain: CtaChain) -> None:
             def move_x(chain=chain, number=number, operation=operation):
                 operation.move_x(functools.partial(chain.meet, number - 1, before))
 
+            chain.await_sent(number)
             chain.if_here(number, move_x)
             chain.come_without(number)  # after the counts have been read
         return operation
@@ -269,6 +270,7 @@ def _compute(chain: CtaChain) -> None:
             def compute(chain=chain, number=number, operation=operation):
                 operation.compute()
                 chain.come(number)
+                chain.tell_sent(number)
 
             chain.if_here(number, compute)
         return operation

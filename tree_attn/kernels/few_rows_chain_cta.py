@@ -67,6 +67,12 @@ class CtaChain(ChainMessages):
     def await_before(self) -> None:
         """Waits, in the computing warpgroup, until what is sent so is written."""
 
+    def tell_sent(self, number: int) -> None:
+        """Tells, in the computing warpgroup, that the CTA has sent its part of an operation's result."""
+
+    def await_sent(self, number: int) -> None:
+        """Waits, where x of an operation is received, until the CTA has sent its part of the one before."""
+
     @property
     def refs(self) -> list[dict]:
         """Returns the arguments of each product by name."""
@@ -76,6 +82,11 @@ class CtaChain(ChainMessages):
     def begins_ring(self) -> bool:
         """Returns whether nothing is on its way when the first operation begins: messages would wait behind weights."""
         return self.attention is not None
+
+    @property
+    def opens_with_x(self) -> bool:
+        """Returns whether more weights may be on their way as soon as x is there; not measured over several devices."""
+        return False
 
     def run(self, steps: Steps) -> "Iterator[CtaProduct | CtaAttention]":
         """Yields the operations as the CTA runs them; what comes of attention is read from memory, in its turn.
@@ -88,7 +99,7 @@ class CtaChain(ChainMessages):
             ring = Ring(
                 full=self.fulls[0 if len(self.fulls) == 1 else number], free=self.free,
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
-                is_first=i == 0 and self.begins_ring,
+                is_first=i == 0 and self.begins_ring, opens_with_x=self.opens_with_x,
             )  # fmt: skip
             options = dict(
                 ring=ring, x_broadcast=self._x_of(i, steps), broadcast=self._broadcast(i, steps),

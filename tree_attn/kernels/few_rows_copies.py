@@ -116,8 +116,7 @@ def await_copies(barriers, step, num_stages: int) -> None:
 
     Unlike `plgpu.barrier_wait` it may leave out steps, and wait for one more than once.
     """
-    phase = lax.div(step, num_stages)
-    address = address_of_barriers(barriers) + lax.rem(step, num_stages) * BARRIER_BYTES
+    address, phase = _barrier_and_phase(barriers, step, num_stages)
 
     @plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR))
     def emit(_, address, phase):
@@ -125,6 +124,44 @@ def await_copies(barriers, step, num_stages: int) -> None:
         _barrier_at(address.registers.item()).wait_parity(parity)
 
     emit(address, phase)
+
+
+def await_copies_or_x(full, step, x_step, earlier, num_stages: int) -> None:
+    """Waits until the weights of a step have arrived, or both x of `x_step` and the weights of an earlier step.
+
+    Args:
+      full: barriers of weights, and of x.
+      step, x_step, earlier: as `await_copies` takes a step.
+    """
+    awaited = (full[0], step), (full[-1], x_step), (full[0], earlier)
+    places = [x for barriers, step in awaited for x in _barrier_and_phase(barriers, step, num_stages)]
+
+    @plgpu.inline_mgpu(arg_types=(_SCALAR,) * len(places))
+    def emit(_, *places):
+        is_there = "mbarrier.test_wait.parity.shared::cta.b64 is_there,"
+        text = f"""{{
+          .reg .pred is_there;
+          AGAIN:
+          {is_there} [$0], $1;
+          @is_there bra DONE;
+          {is_there} [$2], $3;
+          @!is_there bra AGAIN;
+          {is_there} [$4], $5;
+          @!is_there bra AGAIN;
+          DONE:
+        }}"""
+        addresses, phases = ([x.registers.item() for x in places[first::2]] for first in (0, 1))
+        parities = [arith.andi(phase, ops.int32(1)) for phase in phases]
+        ops.asm(text, None, *(x for place in zip(addresses, parities) for x in place))
+
+    emit(*places)
+
+
+def _barrier_and_phase(barriers, step, num_stages: int) -> tuple:
+    """Returns the address of a step's barrier, and the number of its phase."""
+    step = jnp.asarray(step, jnp.int32)
+    address = address_of_barriers(barriers) + lax.rem(step, num_stages) * BARRIER_BYTES
+    return address, lax.div(step, num_stages)
 
 
 def _barrier_at(address) -> utils.BarrierRef:

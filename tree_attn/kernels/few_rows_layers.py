@@ -7,6 +7,10 @@ Each CTA has a part of every product but that of heads. A layer's x comes by wor
 do within a layer (`few_rows_broadcast.py`). The first layer's is sent before the loop. What layers have in common is
 read once. Of what they have of their own, a number chooses (`few_rows_of_layers.py`).
 
+A CTA reads words when it has sent its own part of the result. Before that they cannot all be there, and reads of words
+take the way by which weights come (docs/log/llama.md: "A CTA that reads words when it has sent its own lets weights
+come sooner").
+
 Slots of words are two here too, as `few_rows_broadcast.py` says. But who merges a head's states has waited for those
 who made that head. Others may still receive x for theirs, whose words would be overwritten. So attention's results have
 words of their own in a slot (`tests/kernels/layers_exchange_model.py`).
@@ -18,6 +22,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.exchange_words import Buffers
@@ -30,9 +35,9 @@ from tree_attn.kernels.lean_walk import Run
 from tree_attn.kernels.meetings import other_side
 
 
-def layers_barriers() -> dict[str, plgpu.Barrier]:
+def layers_barriers(num_operations: int) -> dict[str, plgpu.Barrier]:
     """Returns the barriers that several layers need beside those of one, by their names in `CtaChain.smem`."""
-    return {"x_written": plgpu.Barrier()}
+    return {"x_written": plgpu.Barrier(), "sent": plgpu.Barrier(num_barriers=num_operations)}
 
 
 def name_of(argument: str, layer: int) -> str:
@@ -72,6 +77,11 @@ class CtaLayers(CtaChain):
     def begins_ring(self) -> bool:
         """Does `CtaChain.begins_ring`: the layer before sends its result."""
         return False
+
+    @property
+    def opens_with_x(self) -> bool:
+        """Does `CtaChain.opens_with_x`."""
+        return True
 
     @property
     def broadcasts(self) -> list[int]:
@@ -120,6 +130,19 @@ class CtaLayers(CtaChain):
     def await_before(self) -> None:
         """Does `CtaChain.await_before`: a CTA without heads and KV tiles would read the residual before it is there."""
         plgpu.barrier_wait(self.smem["x_written"])
+
+    def tell_sent(self, number: int) -> None:
+        """Does `CtaChain.tell_sent`; each operation has a barrier, for the next may not need x that is received."""
+        plgpu.barrier_arrive(self.smem["sent"].at[number])
+
+    def await_sent(self, number: int) -> None:
+        """Does `CtaChain.await_sent`: until then what is awaited cannot all be there."""
+        before = (number - 1) % len(self.operations)
+        wait = lambda: plgpu.barrier_wait(self.smem["sent"].at[before])
+        if number == 0:
+            pl.when(self.layer > 0)(wait)
+        else:
+            self.if_here(before, wait)
 
     def count_steps(self, steps: Steps) -> None:
         """Does `CtaChain.count_steps`, of all layers."""

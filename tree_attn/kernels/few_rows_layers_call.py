@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from tree_attn.kernels.few_rows_chain import run_layers
 from tree_attn.kernels.few_rows_chain_call import Unchained, WholeLayer
@@ -50,7 +51,9 @@ class Layers:
         steps = sum(config.tiles * config.blocks(shape) for shape, config in zip(shapes[1:], configs[1:]))
         if steps < configs[0].num_stages:
             return f"products after attention fill the ring, which {steps} steps of {configs[0].num_stages} do not"
-        num_bytes = chain_bytes(shapes, configs, layout.shape) + BARRIER_BYTES * len(layers_barriers())
+        barriers = layers_barriers(len(shapes) + 1).values()
+        num_barriers = sum(int(np.prod(barrier.num_barriers)) for barrier in barriers)
+        num_bytes = chain_bytes(shapes, configs, layout.shape) + BARRIER_BYTES * num_barriers
         if num_bytes > SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES:
             return f"several layers take {num_bytes} bytes of an SM's shared memory, more than it has"
         return shapes, configs, layout, tables

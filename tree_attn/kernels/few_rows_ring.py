@@ -5,6 +5,7 @@ every step, whatever it copies then: so all agree on the barriers' phases.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tree_attn.kernels.few_rows_copies import await_copies
+from tree_attn.kernels.few_rows_copies import await_copies, await_copies_or_x
 from tree_attn.kernels.interpreter import is_interpreted
 
 STAGE_ROWS, BLOCK_IN = 128, 128  # of weights in a stage of a chain's ring
@@ -33,6 +34,7 @@ class Ring:
       free: barriers of the stages, at which computing arrives when it has read one.
       num_stages, in_flight: as in `FewRowsConfig`.
       is_first: whether no message is on its way when the operation begins, so that all stages may be.
+      opens_with_x: whether as many may be on their way as soon as x of its first step is there.
       num_steps: of all operations of the CTA; only computing needs it.
     """
 
@@ -42,6 +44,7 @@ class Ring:
     in_flight: int | None = None
     first_step: Any = 0
     is_first: bool = False
+    opens_with_x: bool = False
     num_steps: Any = None
 
     def stage(self, step):
@@ -59,8 +62,14 @@ class Ring:
         if self.in_flight is None or not copies_together():
             return
         # Of the first steps, x may not be there yet, but what CTAs tell each other is on its way.
-        before = self.first_step + step - jnp.where(step < self.num_stages, 1, self.in_flight)
+        may_lack_x = step < self.num_stages
+        before = self.first_step + step - jnp.where(may_lack_x, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
+        if self.opens_with_x:
+            earlier = jnp.maximum(self.first_step + step - self.in_flight, 0)
+            await_any = functools.partial(await_copies_or_x, self.full, before, self.first_step, earlier)
+            pl.when(is_limited & may_lack_x)(functools.partial(await_any, self.num_stages))
+            is_limited &= ~may_lack_x
         pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
     def await_first_x(self) -> None:
