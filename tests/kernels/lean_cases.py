@@ -223,11 +223,11 @@ def variants() -> list[Call]:
     """
     return [
         Call(),
-        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (80, 256)),
-        *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (64, 80, 128, 256)),
+        Call(head_dim=256, **LENGTHS | FIVE_CAUSAL),
+        *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (80, 128, 256)),
         Call(**MANY_HEADS, options=head_scales(600)),
-        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 128)),
-        *(Call(head_dim=head_dim, **FLOAT8, **LENGTHS | WIDE) for head_dim in (128, 256)),
+        Call(head_dim=128, **MANY_HEADS, **LENGTHS | WIDE),
+        Call(head_dim=256, **FLOAT8, **LENGTHS | WIDE),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
         Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAUSAL_CAPPED),
         Call(head_dim=128, dtype="float16", **MANY_HEADS, **LENGTHS),
@@ -243,33 +243,22 @@ def variants() -> list[Call]:
         Call(queries=5, group=11, head_dim=128, lengths=(600, 70), slots=635, **WINDOW),
         Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL),
         # The same in two streams.
-        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
         Call(queries=8, group=8, head_dim=128, lengths=(300, 70), slots=320, **CAPPED_WINDOW),
-        Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL),
-        # 40 and 48 query columns, whose merge is the kernel's too.
-        *(
-            Call(queries=queries, group=group, head_dim=head_dim, **LENGTHS, **CAUSAL)
-            for head_dim, queries, group in ((64, 5, 8), (128, 7, 6))
-        ),
+        # 48 query columns, whose merge is the kernel's too.
+        Call(queries=7, group=6, head_dim=128, **LENGTHS, **CAUSAL),
         # 15 columns, which 8 does not divide: threads copy them, and write their results.
         Call(queries=3, group=5, head_dim=256, **LENGTHS, options=CAUSAL["options"] | WINDOW["options"]),
-        Call(layout="packed", head_dim=128, group=16, **LENGTHS),
         Call(layout="paged", head_dim=128, **LENGTHS | FIVE_CAUSAL),
         Call(layout="paged", head_dim=128, **LENGTHS, **MANY_HEADS, options=head_scales(600)),
-        Call(head_dim=128, slots=WHOLE, **MANY_HEADS, **WIDE),
         Call(**MANY, head_dim=256, **LENGTHS),
-        # More than two KV tiles, so that there is a merge, which takes the other state along.
-        MergedWith(queries=40, group=3, head_dim=128, **LONG),
-        # Numbers of queries that 8 does not divide: threads copy their rows.
-        MergedWith(queries=58, head_dim=128, **LONG),
+        # More than two KV tiles, so that there is a merge, which takes the other state along. 8 divides no number of
+        # queries: threads copy their rows.
         MergedWith(queries=42, group=8, head_dim=128, **LONG),
-        MergedWith(queries=58, head_dim=256, **LONG),
         MergedWith(queries=58, group=4, head_dim=256, slots=703, first=643, lengths=(700, 70)),
         Call(kv_heads=1, group=5, head_dim=80, slots=65_536),  # results and partial states in shared memory
-        *(MergedWith(queries=queries, head_dim=head_dim, **LONG) for queries, head_dim in ((16, 80), (30, 256))),
-        # KV tiles of 128 keys: 32 query columns, and 40, with which no register is left.
-        Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL),
-        *(kind(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED) for kind in (Call, Fused)),
+        MergedWith(queries=30, head_dim=256, **LONG),
+        # KV tiles of 128 keys: 40 query columns, with which no register is left.
+        Fused(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED),
         # Many short output tiles, for three CTAs of an SM.
         Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, slots=222, **CAUSAL),
         # Many output tiles of large heads: two CTAs of one stage.
@@ -282,12 +271,10 @@ def variants() -> list[Call]:
         Call(lengths=(40, 7), slots=40, head_dim=128),  # one KV tile holds a sequence
         # KV tiles that are copied in parts: odd numbers of slots, and small pages.
         Call(head_dim=256, **ODD, **WIDE),
-        Call(head_dim=80, **ODD, **FLOAT8),
         Call(**MANY, head_dim=256, **ODD),
         *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
         Call(page=8, head_dim=128, **PAGES),
-        *(Call(page=16, head_dim=128, queries=7, group=group, **PAGES, **CAUSAL) for group in (6, 8)),
-        Call(page=16, head_dim=128, **PAGES, **FLOAT8 | WIDE),
+        Call(page=16, head_dim=128, queries=7, group=8, **PAGES, **CAUSAL),
         Call(page=16, head_dim=256, **PAGES, **WIDE),
         *exchanges(),
     ]
@@ -297,9 +284,11 @@ def more_variants() -> list[Call]:
     """Returns further calls, each of which is like one of `variants`. When these were chosen, that needed more."""
     return [
         *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
-        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 128)),
+        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 80, 128)),
+        Call(**LENGTHS | WIDE),
         *(Call(head_dim=head_dim, **MANY_HEADS, options=head_scales(600)) for head_dim in (80, 256)),
-        Call(head_dim=256, **MANY_HEADS, **LENGTHS | WIDE),
+        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 256)),
+        Call(head_dim=128, **FLOAT8, **LENGTHS | WIDE),
         *(
             Call(kv_heads=1200, head_dim=head_dim, **LENGTHS | {"queries": 3} | CAUSAL_CAPPED)
             for head_dim in (128, 256)
@@ -318,9 +307,16 @@ def more_variants() -> list[Call]:
                 (128, 7, 11, {"slots": 635} | WINDOW),
             )
         ),
+        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
         Call(queries=5, group=11, head_dim=128, lengths=(300, 70), slots=315, **CAUSAL),
         Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="packed", **CAUSAL),
-        Call(queries=4, group=16, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL),
+        *(
+            Call(
+                queries=4, group=16, head_dim=head_dim, lengths=(300, 70), slots=320, layout="paged", page=32, **CAUSAL
+            )
+            for head_dim in (64, 128)
+        ),
+        Call(queries=5, group=8, **LENGTHS, **CAUSAL),
         Call(queries=2, group=3, **LENGTHS, **CAUSAL),  # fewer columns than a copy moves
         Call(queries=4, group=3, head_dim=128, **LENGTHS, **CAUSAL),
         Call(queries=5, group=5, **LENGTHS, **CAUSAL_CAPPED),
@@ -328,14 +324,22 @@ def more_variants() -> list[Call]:
         Call(queries=5, group=3, head_dim=128, slots=WHOLE),
         Call(queries=7, group=6, head_dim=128, **ODD, **CAUSAL_CAPPED),
         *(Call(head_dim=head_dim, slots=WHOLE) for head_dim in (64, 128, 256)),
-        *(Call(head_dim=head_dim, slots=WHOLE, **MANY_HEADS, **WIDE) for head_dim in (64, 256)),
+        *(Call(head_dim=head_dim, slots=WHOLE, **MANY_HEADS, **WIDE) for head_dim in (64, 128, 256)),
+        Call(layout="packed", head_dim=128, group=16, **LENGTHS),
         Call(**MANY, head_dim=64),
         Call(**MANY, head_dim=128, **LENGTHS),
-        *(MergedWith(queries=40, group=group, head_dim=128, **LONG) for group in (1, 8, 16)),
-        *(MergedWith(queries=58, group=group, head_dim=128, **LONG) for group in (2, 4)),
+        *(MergedWith(queries=40, group=group, head_dim=128, **LONG) for group in (1, 3, 8, 16)),
+        *(MergedWith(queries=58, group=group, head_dim=128, **LONG) for group in (1, 2, 4)),
         MergedWith(queries=42, group=8, **LONG),
         MergedWith(queries=133, head_dim=128, dtype="float16", **LONG),
-        *(MergedWith(queries=queries, group=group, head_dim=256, **LONG) for queries, group in ((58, 4), (42, 2))),
+        *(
+            MergedWith(queries=queries, group=group, head_dim=256, **LONG)
+            for queries, group in ((58, 1), (58, 4), (42, 2))
+        ),
+        MergedWith(queries=16, head_dim=80, **LONG),
+        # KV tiles of 128 keys: 32 query columns, and 40.
+        Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL),
+        Call(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED),
         *(Call(queries=58, head_dim=head_dim, **LENGTHS) for head_dim in (128, 256)),
         MergedWith(queries=40, **LONG),
         Call(queries=16, head_dim=128, **LENGTHS),
@@ -354,11 +358,14 @@ def more_variants() -> list[Call]:
         AfterPrefix(slots=1049, first=1000, kv_heads=40, group=8, **AFTER),
         AfterPrefix(batch=40, slots=1096, first=1000, kv_heads=4, group=2, head_dim=256),
         Call(head_dim=64, slots=251),
+        Call(head_dim=80, **ODD, **FLOAT8),
         Call(head_dim=128, **ODD, **FIVE_CAUSAL),
         Call(head_dim=128, slots=37, lengths=(37, 3)),
         Call(**MANY, head_dim=64, **ODD),
         MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
         *(Call(page=page, head_dim=128, **PAGES) for page in (16, 32)),
+        Call(page=16, head_dim=128, queries=7, group=6, **PAGES, **CAUSAL),
+        Call(page=16, head_dim=128, **PAGES, **FLOAT8 | WIDE),
         Call(page=16, head_dim=128, **PAGES, **FIVE_CAUSAL),
         Call(page=128, head_dim=256, **PAGES, **MANY),
     ]
@@ -368,8 +375,7 @@ def variants_elsewhere() -> list[Call]:
     """Returns calls that differ in the kernel compiled for GPUs other than Hopper's, of four kinds."""
     return [
         *(Call(head_dim=head_dim, **LENGTHS, **WIDE) for head_dim in (80, 256)),
-        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS, **WIDE) for head_dim in (128, 256)),
-        Call(**LENGTHS | FIVE_CAUSAL, group=3),
+        Call(head_dim=256, **MANY_HEADS, **LENGTHS, **WIDE),
         Call(layout="packed", head_dim=128, **LENGTHS, **FIVE_CAUSAL),
         Call(layout="paged", page=16, head_dim=128, **LENGTHS, options={"logits_soft_cap": 30.0}),
         *exchanges()[:2],
@@ -385,6 +391,8 @@ def more_variants_elsewhere() -> list[Call]:
         Call(head_dim=128, **MANY_HEADS, options=head_scales(600)),
         Call(head_dim=80, dtype="float16", **ODD, **FIVE_CAUSAL),
         Call(head_dim=128, slots=WHOLE, **MANY_HEADS),
+        Call(head_dim=128, **MANY_HEADS, **LENGTHS, **WIDE),
+        Call(**LENGTHS | FIVE_CAUSAL, group=3),
     ]
 
 

@@ -24,7 +24,6 @@ SINKS_OF_TWO = {"sinks": np.array([0.5, -1.0], np.float32)}
 CALLS = [
     Call(group=4),
     Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
-    Call(head_dim=128, lengths=(250,), group=16),
     Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
     Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three blocks
     Call(
@@ -35,51 +34,37 @@ CALLS = [
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
     Call(logit_size=1e4, lengths=(200, 13)),
     Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
-    Call(**FLOAT8, head_dim=256, slots=192),
     Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
     Call(queries=5, group=8, kv_heads=1, head_dim=128, lengths=(150,), slots=192, **FLOAT8_CAUSAL),  # two blocks
-    *(Call(**FLOAT8, layout=layout, lengths=RAGGED, group=3, head_dim=128) for layout in ("packed", "paged")),
-    *(
-        Call(layout=layout, lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192)
-        for layout in ("packed", "paged")
-    ),
+    Call(**FLOAT8, layout="packed", lengths=RAGGED, group=3, head_dim=128),
+    Call(layout="packed", lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192),
     # Pages that fill a KV tile together, some of which are beyond the table's end, or of no sequence.
     *(
         Call(layout="paged", page=page, lengths=(70, 0, 129, 16), slots=160, **options)
         for page, options in (
             (16, {"queries": 3, "options": CAUSAL | {"local_window_size": (50, 0)}}),
             (32, {"head_dim": 256, "group": 2}),
-            (16, {"head_dim": 128, "queries": 7, "group": 6, "kv_heads": 1, "options": CAUSAL}),
         )
     ),
     Call(**FLOAT8, layout="paged", page=16, lengths=(70, 0, 129), slots=160, head_dim=128),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
     Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     # Queries before the first position see no key, whatever their window has at its right.
-    *(
-        Call(layout=layout, lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": window})
-        for layout, window in (("padded", (4, 1)), ("packed", (None, 1)))
-    ),
+    Call(layout="packed", lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": (None, 1)}),
     Call(lengths=(100,), options={"logits_soft_cap": 1e6}),
 ]
 MANY = [  # queries, which are then rows of the tensor core
-    Call(queries=40, group=4, kv_heads=1),
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
-    *(Call(layout=layout, queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192) for layout in ("packed", "paged")),
-    Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
+    Call(layout="paged", queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
     # Queries of several heads are read in place: an output tile has 128 or 16 of each head of a group, or 32.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
-    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
     Call(queries=9, slots=192, group=16, lengths=(3, 192)),  # not 16
     Call(layout="packed", queries=11, group=3, head_dim=128, lengths=(90, 0, 70), slots=192, logit_size=1e4),
     # Few queries, which have keys of their own.
     Call(queries=8, group=16, kv_heads=1, slots=320, head_dim=128, options=CAUSAL),
     Call(queries=8, group=7, kv_heads=1, slots=320, options=CAUSAL | WINDOW, lengths=(300, 130), logit_size=1e4),
-    *(
-        Call(layout=layout, page=page, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
-        for layout, page in (("packed", 64), ("paged", 16))
-    ),
+    Call(layout="paged", page=16, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL),
     # Of several KV heads.
     Call(queries=8, group=8, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(queries=5, group=11, kv_heads=3, slots=203, dtype="float16", options=CAUSAL, lengths=(200, 5)),
@@ -102,25 +87,41 @@ MORE = [
     Call(queries=20, slots=192, kv_heads=3, lengths=(100, 0)),
     Call(layout="paged", page=32, lengths=(70, 0, 129, 16), slots=160, group=3, head_dim=80, dtype="float16"),
     Call(**FLOAT8, layout="paged", page=32, lengths=(70, 0, 129), slots=160, head_dim=128),
-    Call(layout="paged", queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL),
-]
+    *(
+        Call(layout=layout, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
+        for layout in ("packed", "paged")
+    ),
+    Call(head_dim=128, lengths=(250,), group=16),
+    Call(**FLOAT8, head_dim=256, slots=192),
+    Call(**FLOAT8, layout="paged", lengths=RAGGED, group=3, head_dim=128),
+    Call(layout="paged", lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192),
+    Call(
+        layout="paged", page=16, head_dim=128, queries=7, group=6, kv_heads=1, slots=160, lengths=(70, 0, 129, 16),
+        options=CAUSAL,
+    ),
+    Call(lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": (4, 1)}),
+    Call(queries=40, group=4, kv_heads=1),
+    Call(layout="packed", queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192),
+    Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
+    Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
+]  # fmt: skip
 WHOLE = [  # output tiles that five CTAs share evenly
     Call(batch=5, slots=128, group=2, head_dim=80, options=SINKS | {"logits_soft_cap": 2.0}),
     Call(
         batch=5, slots=72, kv_heads=3, queries=8, group=4, head_dim=128, dtype="float16"
     ),  # three output tiles per CTA
-    Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
     # One KV tile holds a sequence whatever its length.
     Call(lengths=(40, 0, 9, 33, 1), slots=40, head_dim=128, group=2, logit_size=1e4),
     Call(lengths=(64, 3), slots=64, queries=3, options=CAUSAL | {"local_window_size": (20, 0)} | FLOAT8["options"]),
     # Only the device knows the lengths, but output tiles are short, or many for their length.
     Call(lengths=(128, 0, 70, 64, 100), slots=128, group=2, head_dim=80),
-    Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
     Call(layout="paged", lengths=(120, 0, 31), slots=128, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(100, 128), slots=128, queries=40, kv_heads=1),
     Call(lengths=(100, 3), slots=128, queries=7, group=8, options=CAUSAL),
 ]
 MORE_WHOLE = [
+    Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
+    Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
     Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
     Call(batch=5, slots=128, kv_heads=1, queries=30, group=2),
     Call(layout="paged", lengths=(64, 0, 31), slots=64, group=3, stored_dtype="float8_e4m3fn"),
@@ -233,13 +234,13 @@ CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut o
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4),
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
-    Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
     # Few queries, as columns, and as rows in two streams.
     Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),
     Call(lengths=(500, 60, 3), slots=512, queries=7, group=8, head_dim=128, options=CAUSAL),
     Call(lengths=(600, 60, 3), slots=640, queries=40, group=2),  # many queries
 ]
 MORE_CUT = [
+    Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
     Call(batch=4, slots=192, kv_heads=3, group=2),
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(250, 0, 70, 180, 3), queries=5, group=8, head_dim=256, options=CAUSAL),  # in two blocks
@@ -355,20 +356,20 @@ def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, options,
 @pytest.mark.parametrize(
     "call",
     [
-        MergedWith(queries=40, group=4, kv_heads=1),
         MergedWith(
             queries=10, group=4, kv_heads=1, lengths=(250, 100, 0), head_dim=128
         ),  # of two the other state is empty
         MergedWith(queries=136, group=4, lengths=(250, 0), logit_size=1e4),
         MergedWith(queries=32, group=3, head_dim=128),  # three heads do not share a block's rows
-        MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
-        MergedWith(queries=58, kv_heads=3, head_dim=128, slots=200),
+        MergedWith(queries=58, kv_heads=3, head_dim=128, slots=200),  # 8 does not divide them: threads copy rows
         *(MergedWith(queries=queries, kv_heads=3) for queries in (64, 65)),  # rows in one half of a block, and in two
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
         MergedWith(queries=16, group=2, dtype="float16"),
         MergedWith(group=2),  # few queries, which XLA merges
         *thorough(
             [
+                MergedWith(queries=40, group=4, kv_heads=1),
+                MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
                 MergedWith(queries=72, group=2, lengths=(250, 100)),  # two KV heads
                 MergedWith(queries=16, lengths=(250, 100)),  # in columns
                 MergedWith(queries=58, kv_heads=3, head_dim=256, slots=200),
@@ -429,7 +430,6 @@ LANES = {"num_ctas": 6}  # of two heads, or of three: as many lanes, with three 
     "call, num_kernels",
     [
         (Call(slots=512, kv_heads=3), 2),  # all keys: the schedule is static
-        (Call(lengths=(500, 60), slots=512, queries=10, group=3), 2),  # a merge for each output tile
         (Call(lengths=(500, 0, 70, 180, 3), kv_heads=3, logit_size=1e4), 2),  # a merge for each run
         (Call(layout="packed", lengths=(300, 2, 129, 30), slots=512, kv_heads=2, group=3), 2),
         (Call(queries=40, slots=320, lengths=(300, 70)), 2),  # rows of queries
@@ -437,6 +437,7 @@ LANES = {"num_ctas": 6}  # of two heads, or of three: as many lanes, with three 
         (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
         *thorough(
             [
+                (Call(lengths=(500, 60), slots=512, queries=10, group=3), 2),  # a merge for each output tile
                 (Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=2), 2),
                 (Call(layout="paged", lengths=(300, 64, 0), slots=320, kv_heads=2, head_dim=128), 2),
             ]

@@ -192,12 +192,17 @@ WAYS = {
 }
 # 8 x 257 and 8 x 65: a query more than a tile takes, on each device, and on the two that exchange heads.
 MEMORY = [("striped", tokens) for tokens in (1024, 8 * 257, 4096, 32768)] + [("mix", 8 * 65)]
-SLOW_MEMORY = [(way, tokens) for way in WAYS for tokens in (64, 1024, 8 * 257 + 8, 32768)]
+SLOW_MEMORY = [(way, tokens) for way in WAYS for tokens in (8 * 257 + 8, 32768)]
+MORE_MEMORY = [(way, tokens) for way in WAYS for tokens in (64, 1024)]
 
 
 @pytest.mark.parametrize(
     "way, tokens",
-    MEMORY + [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_MEMORY if one not in MEMORY],
+    [
+        *MEMORY,
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_MEMORY if one not in MEMORY),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in MORE_MEMORY if one not in MEMORY),
+    ],
 )
 def test_memory_is_a_small_multiple_of_the_arguments(way, tokens):
     """Compiled, and not run: the probabilities of a hop alone would take more at 4,096 tokens."""
