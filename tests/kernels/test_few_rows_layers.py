@@ -1,6 +1,7 @@
 """Several layers in one launch: what may be one, what their words hold, and every order of their CTAs' operations."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -13,12 +14,15 @@ from layers_exchange_model import failures
 from tree_attn.kernels import (
     few_rows_chain,
     few_rows_chain_call,
+    few_rows_chain_messages,
     few_rows_layers,
     few_rows_layers_call,
     few_rows_ring,
 )
 from tree_attn.kernels.few_rows_chain_call import Unchained
+from tree_attn.kernels.few_rows_chain_cta import CtaChain
 from tree_attn.kernels.few_rows_chain_layout import chain_buffers, first_attended
+from tree_attn.kernels.few_rows_chain_messages import Steps
 from tree_attn.kernels.few_rows_layers import CtaLayers
 from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS, Layers
 from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
@@ -108,7 +112,10 @@ def test_one_slot_does_not_suffice():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """A CTA of two layers and two operations, all of whose waits and work are only recorded, in `calls`."""
+    """A CTA of two layers, all of whose waits and work are only recorded, in `calls`.
+
+    Of its three operations each of two CTAs has a part, but of the first only CTA 0.
+    """
     calls = []
     record = lambda name, result=None: lambda *_, **__: calls.append(name) or result
     for name in ("await_previous_kernel", "begin_next_kernel", "clear"):
@@ -123,20 +130,23 @@ def recorded(monkeypatch):
     for name in ("_product", "_broadcast", "steps_of_layer"):
         product = types.SimpleNamespace(send_before=record("send x"))
         monkeypatch.setattr(CtaLayers, name, record(name, product))
-    config = types.SimpleNamespace(is_compact=True, num_ctas=1)
-    properties = {"refs": [None], "operations": [(0, config), (1, config)], "broadcasts": []}
+    of_heads, of_all = (types.SimpleNamespace(is_compact=True, num_ctas=count) for count in (1, 2))
+    properties = {"refs": [None], "operations": [(0, of_heads), (1, of_all), (2, of_all)], "broadcasts": []}
     for name, value in properties.items():
         monkeypatch.setattr(CtaLayers, name, property(lambda _, value=value: value))
     operations = [
         types.SimpleNamespace(move_x=record(f"receive {number}"), compute=record(f"compute {number}"))
-        for number in range(2)
+        for number in range(3)
     ]
+    monkeypatch.setattr(few_rows_chain_messages.lax, "axis_index", lambda _: 0)
     for name in ("run", "run_to_end"):
         monkeypatch.setattr(CtaLayers, name, lambda *_: operations)
     monkeypatch.setattr(CtaLayers, "in_turn", lambda self, steps, body: calls.append("in_turn") or body(self, steps))
     monkeypatch.setattr(few_rows_layers.pl, "when", lambda condition: lambda body: body() if condition else None)
-    smem = {"x_written": "x_written", "sent": types.SimpleNamespace(at=["sent 0", "sent 1"])}
-    fields = dict(shapes=(None,), configs=(config,), attention=None, buffers=None, named={"x": None}, outputs=())
+    smem = {"x_written": "x_written", "sent": types.SimpleNamespace(at=["sent 0", "sent 1", "sent 2"])}
+    fields = dict(
+        shapes=(None,), configs=(of_heads, of_all), attention=None, buffers=None, named={"x": None}, outputs=()
+    )
     chain = CtaLayers(**fields, ends=[], fulls=[], free=None, smem=smem, num_layers=2)
     return types.SimpleNamespace(chain=chain, calls=calls)
 
@@ -148,20 +158,37 @@ def test_computing_waits_until_x_is_written(recorded):
     assert calls.index("wait x_written") < calls.index("in_turn")
     calls.clear()
     few_rows_chain._move_x(recorded.chain)
-    assert calls.index("read_counts") < calls.index("send x") < calls.index("arrive x_written") < calls.index("come 1")
+    assert calls.index("read_counts") < calls.index("send x") < calls.index("arrive x_written") < calls.index("come 2")
 
 
+@pytest.mark.parametrize("cta", [0, 1])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_x_is_received_when_the_cta_has_sent_its_part(layer, recorded):
-    """The first layer's x is of no operation."""
+def test_x_is_received_when_the_cta_has_sent_its_part(layer, cta, recorded, monkeypatch):
+    """The first layer's x is of no operation. Who makes no heads has none to send."""
+    monkeypatch.setattr(few_rows_chain_messages.lax, "axis_index", lambda _: cta)
     few_rows_chain._move_x(dataclasses.replace(recorded.chain, layer=layer))
     awaited = [call for call in recorded.calls if call.startswith(("wait", "receive"))]
-    assert awaited == ["wait sent 1"] * layer + ["receive 0", "wait sent 0", "receive 1"]
+    heads = [["receive 0", "wait sent 0"], []][cta]
+    assert awaited == ["wait sent 2"] * layer + [*heads, "receive 1", "wait sent 1", "receive 2"]
     recorded.calls.clear()
     few_rows_chain._compute(dataclasses.replace(recorded.chain, layer=layer))
-    of = recorded.calls.index
-    for number in range(2):
-        assert of(f"compute {number}") < of(f"arrive sent {number}")
+    done = [call for call in recorded.calls if call.startswith(("compute", "arrive"))]
+    assert done == [f"{what} {number}" for number in range(cta, 3) for what in ("compute", "arrive sent")]
+
+
+@pytest.mark.parametrize("kind, opens", [(CtaChain, False), (functools.partial(CtaLayers, num_layers=2), True)])
+def test_rings_of_several_layers_open_with_x(kind, opens, monkeypatch):
+    config = types.SimpleNamespace(is_compact=True, num_ctas=1, num_stages=4, in_flight=3)
+    monkeypatch.setattr(CtaChain, "operations", property(lambda _: [(0, config)]))
+    monkeypatch.setattr(CtaChain, "broadcasts", property(lambda _: []))
+    monkeypatch.setattr(CtaChain, "refs", property(lambda _: [None]))
+    monkeypatch.setattr(CtaLayers, "refs", property(lambda _: [None]))
+    monkeypatch.setattr(CtaLayers, "broadcasts", property(lambda _: []))
+    product = lambda _, number, refs, options: types.SimpleNamespace(num_steps=1, ring=options["ring"])
+    monkeypatch.setattr(CtaChain, "_product", product)
+    fields = dict(shapes=(None,), configs=(config,), attention=None, buffers=None, named={}, outputs=(), ends=[None])
+    chain = kind(**fields, fulls=[None], free=None, smem={})
+    assert [operation.ring.opens_with_x for operation in chain.run(Steps())] == [opens]
 
 
 def test_more_weights_are_on_their_way_when_x_is_there(monkeypatch):

@@ -129,9 +129,12 @@ def await_copies(barriers, step, num_stages: int) -> None:
 def await_copies_or_x(full, step, x_step, earlier, num_stages: int) -> None:
     """Waits until the weights of a step have arrived, or both x of `x_step` and the weights of an earlier step.
 
+    Of x the stage may have a later step by then. If that has arrived too, x counts as missing. So the wait may be
+    longer than it need be, but it ends: the weights of `step` arrive in any case.
+
     Args:
       full: barriers of weights, and of x.
-      step, x_step, earlier: as `await_copies` takes a step.
+      step, earlier: as `await_copies` takes a step; x_step: one of which no other than the next may have arrived.
     """
     awaited = (full[0], step), (full[-1], x_step), (full[0], earlier)
     places = [x for barriers, step in awaited for x in _barrier_and_phase(barriers, step, num_stages)]

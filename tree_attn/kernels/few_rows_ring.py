@@ -34,7 +34,7 @@ class Ring:
       free: barriers of the stages, at which computing arrives when it has read one.
       num_stages, in_flight: as in `FewRowsConfig`.
       is_first: whether no message is on its way when the operation begins, so that all stages may be.
-      opens_with_x: whether as many may be on their way as soon as x of its first step is there.
+      opens_with_x: whether `in_flight` stages may be as soon as x of its first step is there.
       num_steps: of all operations of the CTA; only computing needs it.
     """
 
