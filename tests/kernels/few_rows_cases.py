@@ -109,21 +109,30 @@ class Product:
         return result if residual is None else result + residual
 
 
+def of_model(shapes, **options) -> list[Product]:
+    """Returns products of a model on an H200."""
+    return [Product(in_features=i, out_features=o, options=of, ctas=H200_SMS, **options) for i, o, of in shapes]
+
+
 def compiled_products() -> list[Product]:
     """Returns products of the two models that differ in the compiled kernel."""
-    model = lambda shapes, **options: [
-        Product(in_features=i, out_features=o, options=of, ctas=H200_SMS, **options) for i, o, of in shapes
-    ]
     return [
-        *model(LLAMA_8B),
-        *model(LLAMA_8B[2:3], rows=16),
-        *model(LLAMA_8B[:3], rows=16, is_early=True),
-        *model(LLAMA_8B[4:], is_early=True, shares_sm=False),
-        *model(LLAMA_1B[3:4]),
-        *model(LLAMA_1B[1:2], rows=12, dtype="float16"),
-        *model(LLAMA_1B[:1], layout={"stack": 2, "block_in": 128, "num_stages": 6}),
-        *model(LLAMA_1B[3:4], layout={"stack": 4, "block_in": 128, "num_stages": 6}),
-        *model(LLAMA_8B[3:4], rows=16, layout={"stack": 2, "block_in": 128, "num_stages": 6}),
+        *of_model(LLAMA_8B),
+        *of_model(LLAMA_8B[:1], rows=16, is_early=True),
+        *of_model(LLAMA_8B[4:], is_early=True, shares_sm=False),
+        *of_model(LLAMA_1B[3:4]),
+        *of_model(LLAMA_1B[1:2], rows=12, dtype="float16"),
+        *of_model(LLAMA_8B[3:4], rows=16, layout={"stack": 2, "block_in": 128, "num_stages": 6}),
+    ]
+
+
+def more_compiled_products() -> list[Product]:
+    """Returns further products, each of which is like one of `compiled_products`."""
+    return [
+        *of_model(LLAMA_8B[2:3], rows=16),
+        *of_model(LLAMA_8B[1:3], rows=16, is_early=True),
+        *of_model(LLAMA_1B[:1], layout={"stack": 2, "block_in": 128, "num_stages": 6}),
+        *of_model(LLAMA_1B[3:4], layout={"stack": 4, "block_in": 128, "num_stages": 6}),
     ]
 
 
@@ -402,5 +411,11 @@ def compiled_several() -> list[Several]:
     """Returns those that are compiled; with an older JAX each layer is a launch of its own."""
     if jax.__version_info__ < KERNELS_ARE_RECORDED:
         return []
-    layers = Layer(), Layer(batch=2), Layer(batch=4), Layer(**OF_1B), Layer(**OF_1B, batch=4)
-    return [Several(layer=layer) for layer in layers] + [Several(layer=Layer(**OF_1B, batch=2), count=2)]
+    return [Several(layer=layer) for layer in (Layer(), Layer(batch=4), Layer(**OF_1B), Layer(**OF_1B, batch=4))]
+
+
+def more_compiled_several() -> list[Several]:
+    """Returns further ones, each of which is like one of `compiled_several`."""
+    if jax.__version_info__ < KERNELS_ARE_RECORDED:
+        return []
+    return [Several(layer=Layer(batch=2)), Several(layer=Layer(**OF_1B, batch=2), count=2)]

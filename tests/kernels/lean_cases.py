@@ -223,14 +223,12 @@ def variants() -> list[Call]:
     """
     return [
         Call(),
-        Call(head_dim=256, **LENGTHS | FIVE_CAUSAL),
-        *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (80, 128, 256)),
+        *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (128, 256)),
         Call(**MANY_HEADS, options=head_scales(600)),
         Call(head_dim=128, **MANY_HEADS, **LENGTHS | WIDE),
         Call(head_dim=256, **FLOAT8, **LENGTHS | WIDE),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
         Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAUSAL_CAPPED),
-        Call(head_dim=128, dtype="float16", **MANY_HEADS, **LENGTHS),
         Call(
             queries=3,
             group=8,
@@ -248,7 +246,6 @@ def variants() -> list[Call]:
         Call(queries=7, group=6, head_dim=128, **LENGTHS, **CAUSAL),
         # 15 columns, which 8 does not divide: threads copy them, and write their results.
         Call(queries=3, group=5, head_dim=256, **LENGTHS, options=CAUSAL["options"] | WINDOW["options"]),
-        Call(layout="paged", head_dim=128, **LENGTHS | FIVE_CAUSAL),
         Call(layout="paged", head_dim=128, **LENGTHS, **MANY_HEADS, options=head_scales(600)),
         Call(**MANY, head_dim=256, **LENGTHS),
         # More than two KV tiles, so that there is a merge, which takes the other state along. 8 divides no number of
@@ -256,25 +253,20 @@ def variants() -> list[Call]:
         MergedWith(queries=42, group=8, head_dim=128, **LONG),
         MergedWith(queries=58, group=4, head_dim=256, slots=703, first=643, lengths=(700, 70)),
         Call(kv_heads=1, group=5, head_dim=80, slots=65_536),  # results and partial states in shared memory
-        MergedWith(queries=30, head_dim=256, **LONG),
         # KV tiles of 128 keys: 40 query columns, with which no register is left.
         Fused(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED),
         # Many short output tiles, for three CTAs of an SM.
         Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, slots=222, **CAUSAL),
         # Many output tiles of large heads: two CTAs of one stage.
         Call(layout="packed", kv_heads=140, head_dim=256, **LENGTHS | FIVE_CAUSAL),
-        Fused(kv_heads=140, head_dim=256, slots=1024, batch=2),
-        Call(kv_heads=300, group=4, head_dim=128, slots=200),  # an output tile for each of three CTAs of an SM
         # Output tiles that begin with a prefix's states: one CTA of an SM and two, and rows that blocks cut.
         AfterPrefix(slots=1364, first=1000, kv_heads=8, group=7, head_dim=128, **AFTER),
         AfterPrefix(slots=1300, first=1000, kv_heads=16, group=16, head_dim=128, **AFTER),
         Call(lengths=(40, 7), slots=40, head_dim=128),  # one KV tile holds a sequence
         # KV tiles that are copied in parts: odd numbers of slots, and small pages.
         Call(head_dim=256, **ODD, **WIDE),
-        Call(**MANY, head_dim=256, **ODD),
-        *(Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **many) for many in ({}, MANY)),
+        Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **MANY),
         Call(page=8, head_dim=128, **PAGES),
-        Call(page=16, head_dim=128, queries=7, group=8, **PAGES, **CAUSAL),
         Call(page=16, head_dim=256, **PAGES, **WIDE),
         *exchanges(),
     ]
@@ -284,8 +276,8 @@ def more_variants() -> list[Call]:
     """Returns further calls, each of which is like one of `variants`. When these were chosen, that needed more."""
     return [
         *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
-        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 80, 128)),
-        Call(**LENGTHS | WIDE),
+        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 80, 128, 256)),
+        *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (64, 80)),
         *(Call(head_dim=head_dim, **MANY_HEADS, options=head_scales(600)) for head_dim in (80, 256)),
         *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 256)),
         Call(head_dim=128, **FLOAT8, **LENGTHS | WIDE),
@@ -295,6 +287,7 @@ def more_variants() -> list[Call]:
         ),
         Call(kv_heads=1200, head_dim=256, slots=251, **LENGTHS),
         Call(head_dim=80, dtype="float16"),
+        Call(head_dim=128, dtype="float16", **MANY_HEADS, **LENGTHS),
         Call(group=16, head_dim=128, **MANY_HEADS, **LENGTHS, options=head_scales(600) | WINDOW["options"]),
         Call(queries=8, group=4, head_dim=128, **LENGTHS),
         *(
@@ -326,6 +319,7 @@ def more_variants() -> list[Call]:
         *(Call(head_dim=head_dim, slots=WHOLE) for head_dim in (64, 128, 256)),
         *(Call(head_dim=head_dim, slots=WHOLE, **MANY_HEADS, **WIDE) for head_dim in (64, 128, 256)),
         Call(layout="packed", head_dim=128, group=16, **LENGTHS),
+        Call(layout="paged", head_dim=128, **LENGTHS | FIVE_CAUSAL),
         Call(**MANY, head_dim=64),
         Call(**MANY, head_dim=128, **LENGTHS),
         *(MergedWith(queries=40, group=group, head_dim=128, **LONG) for group in (1, 3, 8, 16)),
@@ -336,7 +330,7 @@ def more_variants() -> list[Call]:
             MergedWith(queries=queries, group=group, head_dim=256, **LONG)
             for queries, group in ((58, 1), (58, 4), (42, 2))
         ),
-        MergedWith(queries=16, head_dim=80, **LONG),
+        *(MergedWith(queries=queries, head_dim=head_dim, **LONG) for queries, head_dim in ((16, 80), (30, 256))),
         # KV tiles of 128 keys: 32 query columns, and 40.
         Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL),
         Call(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED),
@@ -348,9 +342,11 @@ def more_variants() -> list[Call]:
         Call(kv_heads=1600, head_dim=128, lengths=(200, 70), queries=2, group=2, layout="paged", page=32),
         Call(**MANY, head_dim=128, slots=200, options=HEAD_SCALES | {"logits_soft_cap": 30.0}),
         *(Call(kv_heads=140, head_dim=256, **options) for options in ({"batch": 2}, LENGTHS | FIVE_CAUSAL, ODD)),
+        Fused(kv_heads=140, head_dim=256, slots=1024, batch=2),
         Fused(kv_heads=140, head_dim=256, slots=1019, lengths=(1000, 70), options={"logits_soft_cap": 100.0}),
         Call(layout="paged", kv_heads=140, head_dim=256, **LENGTHS, **WINDOW),
         *(Call(kv_heads=300, head_dim=head_dim, slots=slots) for head_dim, slots in ((64, 200), (128, 251))),
+        Call(kv_heads=300, group=4, head_dim=128, slots=200),  # an output tile for each of three CTAs of an SM
         Call(kv_heads=300, slots=1024),  # the kernel before it ends first
         Call(head_dim=128, slots=200),
         Call(head_dim=128, **LENGTHS, **CAPPED_WINDOW),
@@ -361,10 +357,11 @@ def more_variants() -> list[Call]:
         Call(head_dim=80, **ODD, **FLOAT8),
         Call(head_dim=128, **ODD, **FIVE_CAUSAL),
         Call(head_dim=128, slots=37, lengths=(37, 3)),
-        Call(**MANY, head_dim=64, **ODD),
+        *(Call(**MANY, head_dim=head_dim, **ODD) for head_dim in (64, 256)),
+        Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0),
         MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
         *(Call(page=page, head_dim=128, **PAGES) for page in (16, 32)),
-        Call(page=16, head_dim=128, queries=7, group=6, **PAGES, **CAUSAL),
+        *(Call(page=16, head_dim=128, queries=7, group=group, **PAGES, **CAUSAL) for group in (6, 8)),
         Call(page=16, head_dim=128, **PAGES, **FLOAT8 | WIDE),
         Call(page=16, head_dim=128, **PAGES, **FIVE_CAUSAL),
         Call(page=128, head_dim=256, **PAGES, **MANY),
@@ -374,9 +371,8 @@ def more_variants() -> list[Call]:
 def variants_elsewhere() -> list[Call]:
     """Returns calls that differ in the kernel compiled for GPUs other than Hopper's, of four kinds."""
     return [
-        *(Call(head_dim=head_dim, **LENGTHS, **WIDE) for head_dim in (80, 256)),
+        Call(head_dim=256, **LENGTHS, **WIDE),
         Call(head_dim=256, **MANY_HEADS, **LENGTHS, **WIDE),
-        Call(layout="packed", head_dim=128, **LENGTHS, **FIVE_CAUSAL),
         Call(layout="paged", page=16, head_dim=128, **LENGTHS, options={"logits_soft_cap": 30.0}),
         *exchanges()[:2],
         Fused(head_dim=128, group=16),  # more accumulators than a kernel that ends in an exchange has
@@ -393,6 +389,8 @@ def more_variants_elsewhere() -> list[Call]:
         Call(head_dim=128, slots=WHOLE, **MANY_HEADS),
         Call(head_dim=128, **MANY_HEADS, **LENGTHS, **WIDE),
         Call(**LENGTHS | FIVE_CAUSAL, group=3),
+        Call(head_dim=80, **LENGTHS, **WIDE),
+        Call(layout="packed", head_dim=128, **LENGTHS, **FIVE_CAUSAL),
     ]
 
 

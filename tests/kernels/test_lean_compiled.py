@@ -152,7 +152,7 @@ def test_kernels_of_sparq_spill_no_register_and_their_ctas_fit(call, compiled):
 def test_no_merge_spills(fixture, request):
     compiled = request.getfixturevalue(fixture)
     merges = [kernel for _, kernels, *_ in compiled.values() for name, kernel in kernels.items() if "merge" in name]
-    assert len(merges) > 10  # of equal ones JAX compiles one
+    assert len(merges) > 5  # of equal ones JAX compiles one
     assert {spilled for _, spilled in merges} == {0}
     assert max(registers for registers, _ in merges) <= MAX_MERGE_REGISTERS
 
