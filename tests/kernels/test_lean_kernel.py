@@ -34,7 +34,6 @@ CALLS = [
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
     Call(logit_size=1e4, lengths=(200, 13)),
     Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
-    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
     Call(queries=5, group=8, kv_heads=1, head_dim=128, lengths=(150,), slots=192, **FLOAT8_CAUSAL),  # two blocks
     Call(**FLOAT8, layout="packed", lengths=RAGGED, group=3, head_dim=128),
     Call(layout="packed", lengths=(70, 2, 129), queries=3, options=CAUSAL | {"local_window_size": (50, 0)}, slots=192),
@@ -48,7 +47,6 @@ CALLS = [
     ),
     Call(**FLOAT8, layout="paged", page=16, lengths=(70, 0, 129), slots=160, head_dim=128),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
-    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     # Queries before the first position see no key, whatever their window has at its right.
     Call(layout="packed", lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": (None, 1)}),
     Call(lengths=(100,), options={"logits_soft_cap": 1e6}),
@@ -91,6 +89,8 @@ MORE = [
         Call(layout=layout, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL)
         for layout in ("packed", "paged")
     ),
+    Call(lengths=(200, 0), kv_heads=1, stored_dtype="float8_e4m3fn", options=WINDOW | SINKS_OF_TWO, group=2),
+    Call(queries=10, group=3, lengths=(150, 0), slots=192, **FLOAT8),  # many queries, which are columns still
     Call(head_dim=128, lengths=(250,), group=16),
     Call(**FLOAT8, head_dim=256, slots=192),
     Call(**FLOAT8, layout="paged", lengths=RAGGED, group=3, head_dim=128),
