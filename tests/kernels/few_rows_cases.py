@@ -118,7 +118,7 @@ def compiled_products() -> list[Product]:
     """Returns products of the two models that differ in the compiled kernel."""
     return [
         *of_model(LLAMA_8B),
-        *of_model(LLAMA_8B[:1], rows=16, is_early=True),
+        *of_model(LLAMA_8B[:1] + LLAMA_8B[2:3], rows=16, is_early=True),
         *of_model(LLAMA_8B[4:], is_early=True, shares_sm=False),
         *of_model(LLAMA_1B[3:4]),
         *of_model(LLAMA_1B[1:2], rows=12, dtype="float16"),
@@ -130,7 +130,7 @@ def more_compiled_products() -> list[Product]:
     """Returns further products, each of which is like one of `compiled_products`."""
     return [
         *of_model(LLAMA_8B[2:3], rows=16),
-        *of_model(LLAMA_8B[1:3], rows=16, is_early=True),
+        *of_model(LLAMA_8B[1:2], rows=16, is_early=True),
         *of_model(LLAMA_1B[:1], layout={"stack": 2, "block_in": 128, "num_stages": 6}),
         *of_model(LLAMA_1B[3:4], layout={"stack": 4, "block_in": 128, "num_stages": 6}),
     ]

@@ -241,6 +241,7 @@ def variants() -> list[Call]:
         Call(queries=5, group=11, head_dim=128, lengths=(600, 70), slots=635, **WINDOW),
         Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL),
         # The same in two streams.
+        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
         Call(queries=8, group=8, head_dim=128, lengths=(300, 70), slots=320, **CAPPED_WINDOW),
         # 48 query columns, whose merge is the kernel's too.
         Call(queries=7, group=6, head_dim=128, **LENGTHS, **CAUSAL),
@@ -252,6 +253,7 @@ def variants() -> list[Call]:
         # queries: threads copy their rows.
         MergedWith(queries=42, group=8, head_dim=128, **LONG),
         MergedWith(queries=58, group=4, head_dim=256, slots=703, first=643, lengths=(700, 70)),
+        MergedWith(queries=16, head_dim=80, **LONG),
         Call(kv_heads=1, group=5, head_dim=80, slots=65_536),  # results and partial states in shared memory
         # KV tiles of 128 keys: 40 query columns, with which no register is left.
         Fused(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED),
@@ -300,7 +302,6 @@ def more_variants() -> list[Call]:
                 (128, 7, 11, {"slots": 635} | WINDOW),
             )
         ),
-        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
         Call(queries=5, group=11, head_dim=128, lengths=(300, 70), slots=315, **CAUSAL),
         Call(queries=4, group=16, head_dim=128, lengths=(300, 70), slots=320, layout="packed", **CAUSAL),
         *(
@@ -330,7 +331,7 @@ def more_variants() -> list[Call]:
             MergedWith(queries=queries, group=group, head_dim=256, **LONG)
             for queries, group in ((58, 1), (58, 4), (42, 2))
         ),
-        *(MergedWith(queries=queries, head_dim=head_dim, **LONG) for queries, head_dim in ((16, 80), (30, 256))),
+        MergedWith(queries=30, head_dim=256, **LONG),
         # KV tiles of 128 keys: 32 query columns, and 40.
         Call(queries=4, group=8, slots=640, lengths=(600, 70), **CAUSAL),
         Call(queries=5, group=8, slots=635, lengths=(600, 70), **CAUSAL_CAPPED),

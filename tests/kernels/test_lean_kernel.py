@@ -54,6 +54,7 @@ CALLS = [
 MANY = [  # queries, which are then rows of the tensor core
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
     Call(layout="paged", queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192),
+    Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
     Call(queries=20, slots=192, head_dim=256, options=SINKS | {"scale": -0.1}, group=2),
     # Queries of several heads are read in place: an output tile has 128 or 16 of each head of a group, or 32.
     Call(queries=130, slots=192, kv_heads=3, lengths=(0, 150)),
@@ -102,7 +103,6 @@ MORE = [
     Call(lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": (4, 1)}),
     Call(queries=40, group=4, kv_heads=1),
     Call(layout="packed", queries=40, kv_heads=1, lengths=(70, 0, 129), slots=192),
-    Call(queries=40, kv_heads=1, lengths=(100,), options={"logits_soft_cap": 1e6}),
     Call(queries=9, slots=192, group=8, lengths=(3, 192), logit_size=1e4),
 ]  # fmt: skip
 WHOLE = [  # output tiles that five CTAs share evenly

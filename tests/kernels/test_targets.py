@@ -13,6 +13,7 @@ FLOAT8 = {"stored_dtype": "float8_e4m3fn", "options": HEAD_SCALES}
 CALLS = [
     (Call(group=4), 2),
     (Call(head_dim=80, lengths=(190, 64), slots=191, dtype="float16"), 2),
+    (Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"), 2),
     (Call(queries=5, group=3, options=CAUSAL, lengths=(250,), slots=251), 2),
     (Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1), 2),
     (Call(queries=8, group=16, kv_heads=1, slots=131, head_dim=128, lengths=(130,)), 2),  # six blocks of columns
@@ -23,7 +24,6 @@ CALLS = [
     (Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4), 2),
 ]
 MORE = [
-    (Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"), 2),
     (Call(**FLOAT8, layout="packed", lengths=RAGGED, group=3, head_dim=128), 2),
     (Call(logit_size=1e4, lengths=(200, 13)), 2),
     (Call(head_dim=96, lengths=(130, 0), slots=192, group=3), 2),

@@ -19,7 +19,7 @@ PROGRAMS += [
     (function, mode, "inside" if mode.startswith("shard_map") and i % 2 else None)
     for i, (mode, function) in enumerate(zip(itertools.cycle(MODES[1:]), 2 * attention.FUNCTIONS))
 ]
-NUM_CACHES = 4
+NUM_CACHES = 6
 
 pytestmark = pytest.mark.slow
 
