@@ -12,17 +12,9 @@ import sys
 os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "JAX_ENABLE_COMPILATION_CACHE": "0"}
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
+import few_rows_cases as cases
 import jax
 import numpy as np
-from few_rows_cases import (
-    compiled_appends,
-    compiled_chains,
-    compiled_layers,
-    compiled_products,
-    compiled_several,
-    more_compiled_products,
-    more_compiled_several,
-)
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,10 +24,11 @@ H200 = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
 def main():
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices), "device"), PartitionSpec())
-    products, chains = [*compiled_products(), *compiled_appends()], [*compiled_chains(), *compiled_layers()]
-    chains += compiled_several()
     if sys.argv[1:] == ["more"]:
-        products, chains = more_compiled_products(), more_compiled_several()
+        products, chains = cases.more_compiled_products(), cases.more_compiled_several()
+    else:
+        products = [*cases.compiled_products(), *cases.compiled_appends()]
+        chains = [*cases.compiled_chains(), *cases.compiled_layers(), *cases.compiled_several()]
     for product in products:
         jax.jit(product.run).trace(*product.shapes(sharding)).lower().compile()
         print(json.dumps({"call": str(product), "ctas_per_sm": product.ctas_per_sm}), flush=True)

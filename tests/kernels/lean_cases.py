@@ -218,8 +218,8 @@ def thorough(parameters: list) -> list:
 def variants() -> list[Call]:
     """Returns calls that differ in the compiled kernel: head dims, dtypes, masks, layouts, query columns.
 
-    Each compiles for seconds. Of calls that need about as many registers one is here, with the most of them. Head dim
-    96 is missing: it is padded to 128 as 80 is, and their kernels need the same.
+    Each compiles for seconds, so CI has these and not `more_variants`. Head dim 96 is in neither: it is padded to 128
+    as 80 is, and their kernels need the same registers.
     """
     return [
         Call(),
@@ -275,7 +275,7 @@ def variants() -> list[Call]:
 
 
 def more_variants() -> list[Call]:
-    """Returns further calls, each of which is like one of `variants`. When these were chosen, that needed more."""
+    """Returns further calls, most of which differ from one of `variants` by a head dim, a layout, or a number."""
     return [
         *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
         *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 80, 128, 256)),

@@ -191,7 +191,7 @@ WAYS = {
     "mix": (ulysses_attention, MIX, {"block_size": 1}),
 }
 # 8 x 257 and 8 x 65: a query more than a tile takes, on each device, and on the two that exchange heads.
-MEMORY = [("striped", tokens) for tokens in (1024, 8 * 257, 4096, 32768)] + [("mix", 8 * 65)]
+MEMORY = [("striped", tokens) for tokens in (64, 1024, 8 * 257, 4096, 32768)] + [("mix", 8 * 65)]
 SLOW_MEMORY = [(way, tokens) for way in WAYS for tokens in (8 * 257 + 8, 32768)]
 MORE_MEMORY = [(way, tokens) for way in WAYS for tokens in (64, 1024)]
 
