@@ -18,8 +18,10 @@ from tree_attn.kernels import (
     few_rows_chain_call,
     few_rows_chain_cta,
     few_rows_chain_messages,
+    few_rows_cta,
     few_rows_moves,
     few_rows_norm,
+    few_rows_ring,
 )
 from tree_attn.kernels.exchange_words import MIN_CTAS, Buffers
 from tree_attn.kernels.few_rows import in_rows
@@ -441,3 +443,53 @@ def test_over_devices_sums_and_heads_end_in_exchanges_and_the_first_x_has_an_off
     assert list(found.values()) == [(True, True), (False, False), (True, False), (True, False)]
     assert (y.shape, query.shape, key.shape) == ((1, 256), (1, 8, 64), (1, 8, 4, 64))
     assert value.shape == key.shape
+
+
+def test_more_weights_are_on_their_way_when_x_is_there(monkeypatch):
+    """Each step waits for weights of the step before, or for x and those of the third step before."""
+    awaited = []
+    monkeypatch.setattr(few_rows_ring, "copies_together", lambda: True)
+    monkeypatch.setattr(few_rows_ring.pl, "when", lambda condition: lambda body: body() if condition else None)
+    monkeypatch.setattr(few_rows_ring, "await_copies", lambda _, step, __: awaited.append(int(step)))
+    monkeypatch.setattr(
+        few_rows_ring, "await_copies_or_x", lambda _, *steps: awaited.append(tuple(map(int, steps[:-1])))
+    )
+    monkeypatch.setattr(few_rows_ring.Ring, "await_free", lambda *_: None)
+    ring = few_rows_ring.Ring(full=[None, None], free=None, num_stages=4, in_flight=3)
+    for first_step in (0, 8):
+        for step in range(6):
+            dataclasses.replace(ring, first_step=first_step).await_room(jnp.int32(step))
+    # Numbers are of the step before, of that of x, and of an earlier one. Of a launch's first step nothing is awaited.
+    of_first = [(0, 0, 0), (1, 0, 0), (2, 0, 0), 1, 2]
+    assert awaited == [*of_first, (7, 8, 5), (8, 8, 6), (9, 8, 7), (10, 8, 8), 9, 10]
+
+
+@pytest.mark.parametrize("end, broadcast, order", [
+    (True, None, ["send", "tell", "receive"]),
+    (True, "words", ["send", "receive", "tell"]),
+    (False, "words", ["write", "tell"]),
+], ids=["in parts", "a sum", "of one device"])  # fmt: skip
+def test_a_product_tells_when_its_last_tile_is_sent(end, broadcast, order, monkeypatch):
+    """Of a sum in parts that is before what other devices add is there."""
+    calls = []
+    record = lambda name: lambda *_, **__: calls.append(name)
+    config = types.SimpleNamespace(tiles=2, is_compact=True, stack=1)
+    shape = types.SimpleNamespace(has_residual=False, heads=None)
+    ring = types.SimpleNamespace(release=record("release"))
+    end = types.SimpleNamespace(send=record("send"), receive=record("receive")) if end else None
+    monkeypatch.setattr(few_rows_cta, "write_rows", record("write"))
+    monkeypatch.setattr(few_rows_cta, "_finish", lambda *_: None)
+    monkeypatch.setattr(few_rows_cta.pl, "when", lambda condition: lambda body: body() if condition else None)
+    for name in ("first_feature", "first_pair"):
+        monkeypatch.setattr(few_rows_cta.CtaProduct, name, lambda *_: 0)
+    monkeypatch.setattr(few_rows_cta.CtaProduct, "_compact_products", lambda *_: ([None], None))
+    monkeypatch.setattr(few_rows_cta.CtaProduct, "blocks", 1)
+    loop = lambda first, count, body, _: [body(tile, None) for tile in range(first, count)]
+    monkeypatch.setattr(few_rows_cta.lax, "fori_loop", loop)
+    product = few_rows_cta.CtaProduct(
+        shape=shape, config=config, refs={}, out_ref=None, ring=ring, weights_smem=None, x_smem=None, end=end,
+        exchange_step=7, broadcast=broadcast,
+    )  # fmt: skip
+    product.compute(record("tell"))
+    first = [call for call in order if call != "tell"]
+    assert calls == ["release", *first, "release", *order]

@@ -1,7 +1,6 @@
 """Several layers in one launch: what may be one, what their words hold, and every order of their CTAs' operations."""
 
 import dataclasses
-import functools
 import types
 
 import jax
@@ -17,12 +16,10 @@ from tree_attn.kernels import (
     few_rows_chain_messages,
     few_rows_layers,
     few_rows_layers_call,
-    few_rows_ring,
 )
 from tree_attn.kernels.few_rows_chain_call import Unchained
 from tree_attn.kernels.few_rows_chain_cta import CtaChain
 from tree_attn.kernels.few_rows_chain_layout import chain_buffers, first_attended
-from tree_attn.kernels.few_rows_chain_messages import Steps
 from tree_attn.kernels.few_rows_layers import CtaLayers
 from tree_attn.kernels.few_rows_layers_call import MAX_LAYERS, Layers
 from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
@@ -131,12 +128,12 @@ def recorded(monkeypatch):
         product = types.SimpleNamespace(send_before=record("send x"))
         monkeypatch.setattr(CtaLayers, name, record(name, product))
     of_heads, of_all = (types.SimpleNamespace(is_compact=True, num_ctas=count) for count in (1, 2))
-    properties = {"refs": [None], "operations": [(0, of_heads), (1, of_all), (2, of_all)], "broadcasts": []}
+    properties = {"refs": [None], "operations": [(0, of_heads), (1, of_all), (2, of_all)], "broadcasts": [0, 1, 2]}
     for name, value in properties.items():
         monkeypatch.setattr(CtaLayers, name, property(lambda _, value=value: value))
+    compute = lambda number: lambda tell_sent: calls.append(f"compute {number}") or tell_sent()
     operations = [
-        types.SimpleNamespace(move_x=record(f"receive {number}"), compute=record(f"compute {number}"))
-        for number in range(3)
+        types.SimpleNamespace(move_x=record(f"receive {number}"), compute=compute(number)) for number in range(3)
     ]
     monkeypatch.setattr(few_rows_chain_messages.lax, "axis_index", lambda _: 0)
     for name in ("run", "run_to_end"):
@@ -176,35 +173,13 @@ def test_x_is_received_when_the_cta_has_sent_its_part(layer, cta, recorded, monk
     assert done == [f"{what} {number}" for number in range(cta, 3) for what in ("compute", "arrive sent")]
 
 
-@pytest.mark.parametrize("kind, opens", [(CtaChain, False), (functools.partial(CtaLayers, num_layers=2), True)])
-def test_rings_of_several_layers_open_with_x(kind, opens, monkeypatch):
-    config = types.SimpleNamespace(is_compact=True, num_ctas=1, num_stages=4, in_flight=3)
-    monkeypatch.setattr(CtaChain, "operations", property(lambda _: [(0, config)]))
-    monkeypatch.setattr(CtaChain, "broadcasts", property(lambda _: []))
-    monkeypatch.setattr(CtaChain, "refs", property(lambda _: [None]))
-    monkeypatch.setattr(CtaLayers, "refs", property(lambda _: [None]))
-    monkeypatch.setattr(CtaLayers, "broadcasts", property(lambda _: []))
-    product = lambda _, number, refs, options: types.SimpleNamespace(num_steps=1, ring=options["ring"])
-    monkeypatch.setattr(CtaChain, "_product", product)
-    fields = dict(shapes=(None,), configs=(config,), attention=None, buffers=None, named={}, outputs=(), ends=[None])
-    chain = kind(**fields, fulls=[None], free=None, smem={})
-    assert [operation.ring.opens_with_x for operation in chain.run(Steps())] == [opens]
-
-
-def test_more_weights_are_on_their_way_when_x_is_there(monkeypatch):
-    """Each step waits for weights of the step before, or for x and those of the third step before."""
-    awaited = []
-    monkeypatch.setattr(few_rows_ring, "copies_together", lambda: True)
-    monkeypatch.setattr(few_rows_ring.pl, "when", lambda condition: lambda body: body() if condition else None)
-    monkeypatch.setattr(few_rows_ring, "await_copies", lambda _, step, __: awaited.append(int(step)))
-    monkeypatch.setattr(
-        few_rows_ring, "await_copies_or_x", lambda _, *steps: awaited.append(tuple(map(int, steps[:-1])))
-    )
-    monkeypatch.setattr(few_rows_ring.Ring, "await_free", lambda *_: None)
-    ring = few_rows_ring.Ring(full=[None, None], free=None, num_stages=4, in_flight=3, opens_with_x=True)
-    for first_step in (0, 8):
-        for step in range(6):
-            dataclasses.replace(ring, first_step=first_step).await_room(jnp.int32(step))
-    # Numbers are of the step before, of that of x, and of an earlier one. Of a launch's first step nothing is awaited.
-    of_first = [(0, 0, 0), (1, 0, 0), (2, 0, 0), 1, 2]
-    assert awaited == [*of_first, (7, 8, 5), (8, 8, 6), (9, 8, 7), (10, 8, 8), 9, 10]
+@pytest.mark.parametrize("cta", [0, 1])
+def test_in_a_chain_x_that_comes_by_words_is_received_so_too(cta, recorded, monkeypatch):
+    monkeypatch.setattr(few_rows_chain_messages.lax, "axis_index", lambda _: cta)
+    for broadcasts in ([], [0, 1]):
+        monkeypatch.setattr(CtaLayers, "broadcasts", broadcasts)
+        for number in range(3):
+            CtaChain.await_sent(recorded.chain, number)
+            CtaChain.tell_sent(recorded.chain, number)
+    heads = [["wait sent 0"], []][cta]
+    assert recorded.calls == ["arrive sent 0", *heads, "arrive sent 1", "wait sent 1"]

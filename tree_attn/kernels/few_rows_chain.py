@@ -42,7 +42,7 @@ from tree_attn.kernels.few_rows_chain_attention import AttentionLayout, attentio
 from tree_attn.kernels.few_rows_chain_cta import HEADS, CtaChain
 from tree_attn.kernels.few_rows_chain_layout import broadcasts, chain_buffers, num_ctas, shared_scratch
 from tree_attn.kernels.few_rows_chain_messages import Steps
-from tree_attn.kernels.few_rows_layers import CtaLayers, layers_barriers, name_of
+from tree_attn.kernels.few_rows_layers import CtaLayers, name_of
 from tree_attn.kernels.few_rows_layout import GRAIN, REDUCTION_BYTES, FewRowsConfig, FewRowsShape
 from tree_attn.kernels.few_rows_moves import full_barriers
 from tree_attn.kernels.few_rows_ring import copies_together
@@ -218,7 +218,8 @@ def _multiply(names, shapes, configs, attention, buffers, num_layers, *refs):
         free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs, attention and attention.shape),
         **({} if attention is None else attention_barriers()),
-        **({} if num_layers is None else layers_barriers(len(shapes) + 1)),
+        sent=plgpu.Barrier(num_barriers=len(shapes) + (attention is not None)),
+        **({} if num_layers is None else {"x_written": plgpu.Barrier()}),
         collective_axes="warpgroup",
     )
 
@@ -268,9 +269,8 @@ def _compute(chain: CtaChain) -> None:
         for number, operation in enumerate(chain.run_to_end(steps)):
 
             def compute(chain=chain, number=number, operation=operation):
-                operation.compute()
+                operation.compute(functools.partial(chain.tell_sent, number))
                 chain.come(number)
-                chain.tell_sent(number)
 
             chain.if_here(number, compute)
         return operation

@@ -199,8 +199,12 @@ class CtaAttention:
         rows = [(2 * stage + number) * block_kv + within for number in range(2)]
         write_over(self.new_smem, self.kv_smem, rows)
 
-    def compute(self) -> None:
-        """Attends, leaves partial states, and merges and broadcasts a part of the result."""
+    def compute(self, tell_sent: Callable = lambda: None) -> None:
+        """Attends, leaves partial states, and merges and broadcasts a part of the result.
+
+        Args:
+          tell_sent: of `CtaProduct.compute`.
+        """
         shape, config, broadcast = self.layout.shape, self.layout.config, self.broadcast
         is_alone = self.layout.buffers is None
         tables = self.refs | ({"rank": broadcast.words_ref} if is_alone else {})
@@ -214,6 +218,7 @@ class CtaAttention:
             query_full=self.query_full, query_free=self.query_free, words_smem=None, merged_at_once=0,
             columns=self.layout.group, writes_results=False, step=broadcast.step if is_alone else self.exchange_step,
         ).compute()  # fmt: skip
+        tell_sent()
 
     def _copy_kv(self, step, output_tile, first) -> None:
         block_kv = self.layout.config.block_kv

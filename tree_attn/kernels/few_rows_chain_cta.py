@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.few_rows_chain_attention import CtaAttention, attention_barriers
 from tree_attn.kernels.few_rows_chain_layout import fold_name
@@ -68,10 +69,20 @@ class CtaChain(ChainMessages):
         """Waits, in the computing warpgroup, until what is sent so is written."""
 
     def tell_sent(self, number: int) -> None:
-        """Tells, in the computing warpgroup, that the CTA has sent its part of an operation's result."""
+        """Tells, in the computing warpgroup, that the CTA has sent its part of an operation's result.
+
+        Each operation has a barrier, for the CTA may have no part of the next.
+        """
+        if number in self.broadcasts:
+            plgpu.barrier_arrive(self.smem["sent"].at[number])
 
     def await_sent(self, number: int) -> None:
-        """Waits, where x of an operation is received, until the CTA has sent its part of the one before."""
+        """Waits, where x of an operation is received, until the CTA has sent its part of the one before.
+
+        Until then a result is not whole. Of heads a CTA needs a part, and waits too.
+        """
+        if number - 1 in self.broadcasts:
+            self.if_here(number - 1, lambda: plgpu.barrier_wait(self.smem["sent"].at[number - 1]))
 
     @property
     def refs(self) -> list[dict]:
@@ -82,11 +93,6 @@ class CtaChain(ChainMessages):
     def begins_ring(self) -> bool:
         """Returns whether nothing is on its way when the first operation begins: messages would wait behind weights."""
         return self.attention is not None
-
-    @property
-    def opens_with_x(self) -> bool:
-        """Returns whether more weights may be on their way as soon as x is there; not measured over several devices."""
-        return False
 
     def run(self, steps: Steps) -> "Iterator[CtaProduct | CtaAttention]":
         """Yields the operations as the CTA runs them; what comes of attention is read from memory, in its turn.
@@ -99,7 +105,7 @@ class CtaChain(ChainMessages):
             ring = Ring(
                 full=self.fulls[0 if len(self.fulls) == 1 else number], free=self.free,
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
-                is_first=i == 0 and self.begins_ring, opens_with_x=self.opens_with_x,
+                is_first=i == 0 and self.begins_ring,
             )  # fmt: skip
             options = dict(
                 ring=ring, x_broadcast=self._x_of(i, steps), broadcast=self._broadcast(i, steps),

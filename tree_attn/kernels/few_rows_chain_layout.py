@@ -217,7 +217,11 @@ def chain_bytes(shapes, configs, attention: LeanShape | None = None) -> int:
         return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
     scratch = shared_scratch(shapes, configs)
-    of_attention = {} if attention is None else attention_scratch(attention)
-    arrays = sum(map(size, (*scratch.pop("ring_smem"), *scratch.values(), *of_attention.values())))
-    num_barriers = NUM_RING_BARRIERS * configs[0].num_stages + (0 if attention is None else 2 * QUERY_PLACES)
+    if attention is not None:
+        scratch |= attention_scratch(attention)
+    arrays = sum(map(size, (*scratch.pop("ring_smem"), *scratch.values())))
+    num_operations = len(shapes) + (attention is not None)
+    of_attention = 0 if attention is None else 2 * QUERY_PLACES
+    # One for each operation, and one that several layers need.
+    num_barriers = NUM_RING_BARRIERS * configs[0].num_stages + num_operations + 1 + of_attention
     return arrays + BARRIER_BYTES * num_barriers

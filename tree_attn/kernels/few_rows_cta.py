@@ -5,6 +5,7 @@ Shapes in comments: O out-features of a tile, cols columns.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,14 +25,18 @@ from tree_attn.kernels.registers import LOG2_E, load
 class CtaProduct(ProductMoves):
     """One product of a CTA, with what is computed of it."""
 
-    def compute(self) -> None:
-        """Multiplies all tiles of the CTA, and writes or sums what they give."""
+    def compute(self, tell_sent: Callable = lambda: None) -> None:
+        """Multiplies all tiles of the CTA, and writes or sums what they give.
+
+        Args:
+          tell_sent: is called when all is sent of which others get x.
+        """
         step, rank = self.exchange_step, self.refs.get("rank")
         is_counted = self.end is not None and step is None
         if is_counted:  # the CTAs of a chain have counted the step before when x is there
             self.ring.await_first_x()
             step = self.end.begin(rank)
-        lax.fori_loop(0, self.config.tiles, functools.partial(self._tile_step, step), None)
+        lax.fori_loop(0, self.config.tiles, functools.partial(self._tile_step, step, tell_sent), None)
         if is_counted:
             self.end.end(rank, step)
 
@@ -46,7 +51,7 @@ class CtaProduct(ProductMoves):
 
         lax.fori_loop(0, self.config.tiles, send, None)
 
-    def _tile_step(self, exchange_step, tile, _) -> None:
+    def _tile_step(self, exchange_step, tell_sent: Callable, tile, _) -> None:
         shape, config, refs = self.shape, self.config, self.refs
         feature, first_pair = self.first_feature(tile), self.first_pair(tile)
         residual = read_residual(refs["residual"], feature, shape, config) if shape.has_residual else None
@@ -64,18 +69,26 @@ class CtaProduct(ProductMoves):
         if config.stack > 1:
             sums = [_folded(x, self.fold_smem, shape, config) for x in sums]
         result = _finish(sums, squares, residual if self.end is None else None, shape)
+        tell_if_last = lambda: pl.when(tile == config.tiles - 1)(tell_sent)
         if self.end is not None and shape.heads is None:
-            of_tile = self.out_ref, result, residual, feature, shape
-            self.end.add(refs.get("rank"), exchange_step, *of_tile, self.broadcast)
+            of_end = refs.get("rank"), exchange_step
+            self.end.send(*of_end, result, residual, feature, shape)
+            if self.broadcast is None:  # others add up what is sent
+                tell_if_last()
+            self.end.receive(*of_end, self.out_ref, result, feature, shape, self.broadcast)
+            if self.broadcast is not None:
+                tell_if_last()
             return
         if shape.heads is None:
             write_rows(self.out_ref, result, feature, shape, config, self.broadcast)
+            tell_if_last()
             return
         slots, angles = places or read_places()
         result = turned(result, angles, self.fold_smem if turns_in_fold(shape, config) else self.turn_smem)
         gathering = self.end and Gathering(refs.get("rank"), self.end.buffers, exchange_step)
         heads = self.out_ref, refs["key"], refs["value"]
         write_heads(heads, result, slots, first_pair, shape, config, gathering, self.broadcast)
+        tell_if_last()
 
     def _products(self, tile, *accs):
         """Returns the tile's products, float32 `[64, stack * cols]` for each part, and squares as threads have them."""

@@ -35,11 +35,6 @@ from tree_attn.kernels.lean_walk import Run
 from tree_attn.kernels.meetings import other_side
 
 
-def layers_barriers(num_operations: int) -> dict[str, plgpu.Barrier]:
-    """Returns the barriers that several layers need beside those of one, by their names in `CtaChain.smem`."""
-    return {"x_written": plgpu.Barrier(), "sent": plgpu.Barrier(num_barriers=num_operations)}
-
-
 def name_of(argument: str, layer: int) -> str:
     """Returns the name of an argument that each layer has its own of."""
     return f"{argument} of layer {layer}"
@@ -77,11 +72,6 @@ class CtaLayers(CtaChain):
     def begins_ring(self) -> bool:
         """Does `CtaChain.begins_ring`: the layer before sends its result."""
         return False
-
-    @property
-    def opens_with_x(self) -> bool:
-        """Does `CtaChain.opens_with_x`."""
-        return True
 
     @property
     def broadcasts(self) -> list[int]:
@@ -131,18 +121,11 @@ class CtaLayers(CtaChain):
         """Does `CtaChain.await_before`: a CTA without heads and KV tiles would read the residual before it is there."""
         plgpu.barrier_wait(self.smem["x_written"])
 
-    def tell_sent(self, number: int) -> None:
-        """Does `CtaChain.tell_sent`; each operation has a barrier, for the next may not need x that is received."""
-        plgpu.barrier_arrive(self.smem["sent"].at[number])
-
     def await_sent(self, number: int) -> None:
-        """Does `CtaChain.await_sent`: until then a result is not whole. Of heads a CTA needs a part, and waits too."""
-        before = (number - 1) % len(self.operations)
-        wait = lambda: plgpu.barrier_wait(self.smem["sent"].at[before])
+        """Does `CtaChain.await_sent`, also of the layer before."""
+        super().await_sent(number)
         if number == 0:
-            pl.when(self.layer > 0)(wait)
-        else:
-            self.if_here(before, wait)
+            pl.when(self.layer > 0)(lambda: plgpu.barrier_wait(self.smem["sent"].at[self._last]))
 
     def count_steps(self, steps: Steps) -> None:
         """Does `CtaChain.count_steps`, of all layers."""

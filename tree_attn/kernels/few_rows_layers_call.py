@@ -4,16 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from tree_attn.kernels.few_rows_chain import run_layers
 from tree_attn.kernels.few_rows_chain_call import Unchained, WholeLayer
-from tree_attn.kernels.few_rows_chain_layout import chain_bytes, num_ctas, receives_in_vain
-from tree_attn.kernels.few_rows_layers import layers_barriers
-from tree_attn.kernels.kv_parts import BARRIER_BYTES
+from tree_attn.kernels.few_rows_chain_layout import num_ctas, receives_in_vain
 from tree_attn.kernels.launch_order import KERNELS_ARE_RECORDED
-from tree_attn.kernels.registers import RESERVED_SMEM_BYTES
-from tree_attn.kernels.targets import SMEM_BYTES_PER_SM
 
 # A launch has parameters for each of its layers: 8 descriptors of 128 bytes, and two addresses, of 32,764 bytes.
 MAX_LAYERS = 16
@@ -51,11 +46,6 @@ class Layers:
         steps = sum(config.tiles * config.blocks(shape) for shape, config in zip(shapes[1:], configs[1:]))
         if steps < configs[0].num_stages:
             return f"products after attention fill the ring, which {steps} steps of {configs[0].num_stages} do not"
-        barriers = layers_barriers(len(shapes) + 1).values()
-        num_barriers = sum(int(np.prod(barrier.num_barriers)) for barrier in barriers)
-        num_bytes = chain_bytes(shapes, configs, layout.shape) + BARRIER_BYTES * num_barriers
-        if num_bytes > SMEM_BYTES_PER_SM - RESERVED_SMEM_BYTES:
-            return f"several layers take {num_bytes} bytes of an SM's shared memory, more than it has"
         return shapes, configs, layout, tables
 
     def run(self):

@@ -84,12 +84,15 @@ def storing(ref, shape: FewRowsShape, broadcast, sending):
 
     def store(x, place):
         if send is not None:
-            row, feature = place
-            width = arith.constant(ir.IndexType.get(), shape.out_features)
-            send(arith.addi(arith.muli(row, width), feature), x)
+            send(element_of(shape, *place), x)
         memref.store(narrowed(x, ref), ref, place)
 
     return store
+
+
+def element_of(shape: FewRowsShape, row, feature):
+    """Returns the number of an element of a result, an index."""
+    return arith.addi(arith.muli(row, arith.constant(ir.IndexType.get(), shape.out_features)), feature)
 
 
 def places(feature, shape: FewRowsShape, config: FewRowsConfig):

@@ -19,12 +19,12 @@ from tree_attn.kernels import mlir as ops
 from tree_attn.kernels.epilogue import SCALAR, begin_step, inline
 from tree_attn.kernels.exchange_words import MAX_CTAS, THREADS, Buffers, count_step, transport
 from tree_attn.kernels.few_rows_layout import FewRowsConfig, FewRowsShape
-from tree_attn.kernels.few_rows_results import LAYOUT, places, storing
+from tree_attn.kernels.few_rows_results import LAYOUT, element_of, places, storing
 
 
 @dataclasses.dataclass(frozen=True)
 class SumEnd:
-    """The exchange in which a product ends. Each CTA begins, adds its tiles or gathers them, and ends.
+    """The exchange in which a product ends. Each CTA begins, sends and receives its tiles or gathers them, and ends.
 
     All that is in its first warpgroup.
 
@@ -54,49 +54,56 @@ class SumEnd:
         returned = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
         return inline(self.buffers, emit, rank_ref, returned=returned)
 
-    def add(
-        self, rank_ref, step, out_ref, result, residual, feature, shape: FewRowsShape, broadcast=None
-    ) -> None:  # fmt: skip
-        """Writes the sum of all devices' results of a tile, float32 `[64, cols]`, and of the residual if there is one.
+    def send(self, rank_ref, step, result, residual, feature, shape: FewRowsShape) -> None:
+        """Sends a tile's results to all devices, float32 `[64, cols]`; of the first rank with the residual, if any.
 
         Args:
           feature: the tile's first.
-          broadcast: as of `few_rows_results.write_rows`.
         """
-        sending = [] if broadcast is None else broadcast.operands
 
-        def emit(place, out, result, step, feature, *values):
-            residual, sending = (values[:-2], values[-2:]) if broadcast is not None else (values, ())
-            store = storing(out, shape, broadcast, sending)
+        def emit(place, result, step, feature, *residual):
             at, is_inside = places(feature, shape, self.config)
             exchange = transport(self.buffers, place, step.registers.item())
-            wheres: list = []
             of_first = arith.cmpi(arith.CmpIPredicate.eq, place.rank, ops.constant(0))
             zero = arith.constant(ir.F32Type.get(), 0.0)
             added: list = []  # in the order in which places of the result come
             for x in residual:
                 x.foreach(lambda x, _: added.append(arith.select(of_first, x, zero)))
-
-            def element(where):
-                row, feature = at(*where)
-                width = arith.constant(ir.IndexType.get(), shape.out_features)
-                return arith.addi(arith.muli(row, width), feature)
+            of_place = iter(added)
 
             def send_own(x, where):
-                x = arith.addf(x, added[len(wheres)]) if added else x
-                wheres.append(where)
+                x = arith.addf(x, next(of_place)) if added else x
                 with utils.when(is_inside(*where)):
-                    exchange.send(element(where), x)
+                    exchange.send(element_of(shape, *at(*where)), x)
 
             result.foreach(send_own)
+
+        operands = [(result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
+        operands += [] if residual is None else [(residual, LAYOUT)]
+        inline(self.buffers, emit, rank_ref, *operands)
+
+    def receive(self, rank_ref, step, out_ref, result, feature, shape: FewRowsShape, broadcast=None) -> None:
+        """Writes the sum of what all devices have sent of a tile.
+
+        Args:
+          result, feature: of `send`; of the result only its places count.
+          broadcast: as of `few_rows_results.write_rows`.
+        """
+        sending = [] if broadcast is None else broadcast.operands
+
+        def emit(place, out, result, step, feature, *sending):
+            store = storing(out, shape, broadcast, sending)
+            at, is_inside = places(feature, shape, self.config)
+            exchange = transport(self.buffers, place, step.registers.item())
+            wheres: list = []
+            result.foreach(lambda _, where: wheres.append(where))
             are_inside = [is_inside(*where) for where in wheres]
-            of_ranks = exchange.received(map(element, wheres), are_inside)
+            of_ranks = exchange.received((element_of(shape, *at(*where)) for where in wheres), are_inside)
             for where, inside, parts in zip(wheres, are_inside, of_ranks, strict=True):
                 with utils.when(inside):
                     store(functools.reduce(arith.addf, parts), at(*where))
 
-        operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR)]
-        operands += ([] if residual is None else [(residual, LAYOUT)]) + sending
+        operands = [(out_ref, plgpu.RefType()), (result, LAYOUT), (step, SCALAR), (feature, SCALAR), *sending]
         inline(self.buffers, emit, rank_ref, *operands)
 
     def end(self, rank_ref, step) -> None:
