@@ -25,6 +25,7 @@ CASES = (
     (1, 1, None, SMALL), (2, 1, None, SMALL), (3, 1, None, SMALL), (4, 1, None, SMALL), (1, 3, None, SMALL),
     (2, 1, 100, SMALL), (8, 1, None, SMALL), (16, 1, None, SMALL), (1, 4, None, SMALL), (3, 3, None, SMALL),
     (1, 1, None, LARGE), (2, 1, None, LARGE), (3, 1, None, LARGE), (1, 1, None, TINY), (2, 1, None, TINY),
+    (4, 1, None, LARGE),
 )  # fmt: skip
 
 
