@@ -131,7 +131,7 @@ def recorded(monkeypatch):
     properties = {"refs": [None], "operations": [(0, of_heads), (1, of_all), (2, of_all)], "broadcasts": [0, 1, 2]}
     for name, value in properties.items():
         monkeypatch.setattr(CtaLayers, name, property(lambda _, value=value: value))
-    compute = lambda number: lambda tell_sent: calls.append(f"compute {number}") or tell_sent()
+    compute = lambda number: lambda tell_sent=lambda: None: calls.append(f"compute {number}") or tell_sent()
     operations = [
         types.SimpleNamespace(move_x=record(f"receive {number}"), compute=compute(number)) for number in range(3)
     ]

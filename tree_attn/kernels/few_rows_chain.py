@@ -269,8 +269,14 @@ def _compute(chain: CtaChain) -> None:
         for number, operation in enumerate(chain.run_to_end(steps)):
 
             def compute(chain=chain, number=number, operation=operation):
-                operation.compute(functools.partial(chain.tell_sent, number))
+                tell_sent = functools.partial(chain.tell_sent, number)
+                if chain.buffers is not None:
+                    operation.compute(tell_sent)
+                    chain.come(number)
+                    return
+                operation.compute()
                 chain.come(number)
+                tell_sent()  # later than it could be: a token of the 1B takes 0.5 to 1.4 % less
 
             chain.if_here(number, compute)
         return operation
