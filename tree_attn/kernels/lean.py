@@ -237,13 +237,9 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     arrival_smem=None,
 ):  # fmt: skip
-    reads_early = begins_early(shape, config) and shape.target.is_hopper and "runs" in tables and not shape.is_gathered
     if begins_early(shape, config):
         begin_next_kernel(shape.target)
-        if reads_early:
-            pl.when(lax.axis_index("warpgroup") == 0)(lambda: await_previous_kernel(shape.target))
-        else:
-            await_previous_kernel(shape.target)
+        await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
 
@@ -262,7 +258,7 @@ def _attend_runs_scoped(
             plgpu.copy_gmem_to_smem(columns, query_smem.at[place], query_full.at[place])
 
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
-        move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers, early=reads_early)
+        move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers)
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():

@@ -17,7 +17,6 @@ from tree_attn.kernels.lean_layout import (
     has_whole_output_tiles,
 )
 from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slots, walk
-from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows
 
 MAX_TRIMMED_ACCUMULATORS = 8192  # query columns times padded head dims, from which on a register is spilled
@@ -35,7 +34,7 @@ class Barriers(NamedTuple):
 
 def move_tiles(
     tables, shape: LeanShape, config: LeanConfig, run: Run, move_query, num_queries: int, refs, smems, barriers,
-    stream=0, early=False,
+    stream=0,
 ) -> None:  # fmt: skip
     """Moves the query of every output tile that the run touches, and all KV tiles of the run.
 
@@ -57,8 +56,7 @@ def move_tiles(
         def _():
             plgpu.barrier_wait(query_free.at[query_place])
 
-        if not early:
-            move_query(output_tile, query_place)
+        move_query(output_tile, query_place)
 
         def kv_tile_step(i, _):
             kv_tile = segment.kv_tiles_done + i
@@ -90,16 +88,7 @@ def move_tiles(
             columns = slice(None) if value_dims == shape.head_dim else pl.ds(output_tile.index * 0, value_dims)
             copy(value_ref, value_smem, value_full, tilings[1], columns)
 
-        num_early = 0
-        if early:
-            is_first = segment.output_tiles_done == 0
-            first, _ = tile_slots(shape, config, output_tile, segment.kv_tile)
-            num_old = jnp.clip(lax.div(output_tile.span_end - 1 - first, config.block_kv), 0, segment.num_kv_tiles)
-            num_early = jnp.where(is_first, jnp.minimum(num_old, stages), 0)
-            lax.fori_loop(0, num_early, kv_tile_step, None)
-            pl.when(is_first)(lambda: await_previous_kernel(shape.target))
-            move_query(output_tile, query_place)
-        lax.fori_loop(num_early, segment.num_kv_tiles, kv_tile_step, None)
+        lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
 
     num_output_tiles = walk(run, tables, shape, config, move_segment, is_first_to_read=True)
 
