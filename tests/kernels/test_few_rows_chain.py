@@ -470,7 +470,7 @@ def test_more_weights_are_on_their_way_when_x_is_there(monkeypatch):
     (False, "words", ["write", "tell"]),
 ], ids=["in parts", "a sum", "of one device"])  # fmt: skip
 def test_a_product_tells_when_its_last_tile_is_sent(end, broadcast, order, monkeypatch):
-    """Of a sum in parts that is before what other devices add is there."""
+    """The product waits for nothing where a sum comes in parts."""
     calls = []
     record = lambda name: lambda *_, **__: calls.append(name)
     config = types.SimpleNamespace(tiles=2, is_compact=True, stack=1)

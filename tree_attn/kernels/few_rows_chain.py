@@ -9,7 +9,10 @@ result, and copies x of the next product when all have come. The kernel has no m
 
 Attention can be one of the operations: it follows the product that makes heads (`few_rows_chain_attention.py`), and a
 whole layer is one launch then. Then, and over several devices, results of few rows are broadcast
-(`few_rows_broadcast.py`). CTAs receive x of the stages whose weights wait already, and meet for the rest.
+(`few_rows_broadcast.py`). CTAs receive x of the stages whose weights wait already, and meet for the rest. A CTA reads
+words of a result when it has sent its own part of that. Before, the result cannot be whole, and with fewer reads that
+find nothing a token takes less time (docs/log/llama.md: "Words that a CTA reads when it has sent its own take 2 to 3 %
+off a token of the 1B").
 
 Over several devices the products with a residual end in the sum over them (`few_rows_sum.py`): each has a part of their
 in-features. Where rows are few, CTAs read what each device adds, and add it themselves. Heads are gathered, since each

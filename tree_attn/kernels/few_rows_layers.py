@@ -7,10 +7,6 @@ Each CTA has a part of every product but that of heads. A layer's x comes by wor
 do within a layer (`few_rows_broadcast.py`). The first layer's is sent before the loop. What layers have in common is
 read once. Of what they have of their own, a number chooses (`few_rows_of_layers.py`).
 
-A CTA reads words of a result when it has sent its own part of that. Before, the result cannot be whole, and with fewer
-reads that find nothing a token takes less time (docs/log/llama.md: "Words that a CTA reads when it has sent its own
-take 2 to 3 % off a token of the 1B").
-
 Slots of words are two here too, as `few_rows_broadcast.py` says. But who merges a head's states has waited for those
 who made that head. Others may still receive x for theirs, whose words would be overwritten. So attention's results have
 words of their own in a slot (`tests/kernels/layers_exchange_model.py`).
