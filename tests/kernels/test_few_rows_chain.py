@@ -455,29 +455,53 @@ def test_more_weights_are_on_their_way_when_x_is_there(monkeypatch):
         few_rows_ring, "await_copies_or_x", lambda _, *steps: awaited.append(tuple(map(int, steps[:-1])))
     )
     monkeypatch.setattr(few_rows_ring.Ring, "await_free", lambda *_: None)
-    ring = few_rows_ring.Ring(full=[None, None], free=None, num_stages=4, in_flight=3)
+    ring = few_rows_ring.Ring(full=[None, None], free=None, num_stages=4, in_flight=3, opens_with_x=True)
     for first_step in (0, 8):
         for step in range(6):
             dataclasses.replace(ring, first_step=first_step).await_room(jnp.int32(step))
     # Numbers are of the step before, of that of x, and of an earlier one. Of a launch's first step nothing is awaited.
     of_first = [(0, 0, 0), (1, 0, 0), (2, 0, 0), 1, 2]
     assert awaited == [*of_first, (7, 8, 5), (8, 8, 6), (9, 8, 7), (10, 8, 8), 9, 10]
+    awaited.clear()
+    for step in range(6):
+        dataclasses.replace(ring, first_step=8, opens_with_x=False).await_room(jnp.int32(step))
+    assert awaited == [7, 8, 9, 10, 9, 10]
 
 
-@pytest.mark.parametrize("end, broadcast, order", [
-    (True, None, ["send", "tell", "receive"]),
-    (True, "words", ["send", "receive", "tell"]),
-    (False, "words", ["write", "tell"]),
-], ids=["in parts", "a sum", "of one device"])  # fmt: skip
-def test_a_product_tells_when_its_last_tile_is_sent(end, broadcast, order, monkeypatch):
+@pytest.mark.parametrize("broadcasts", [[], [0]])
+def test_rings_open_with_x_where_results_are_broadcast(broadcasts, monkeypatch):
+    config = types.SimpleNamespace(is_compact=True, num_ctas=1, num_stages=4, in_flight=3)
+    fields = {"operations": [(0, config)], "broadcasts": broadcasts, "refs": [None], "in_parts": []}
+    for name, value in fields.items():
+        monkeypatch.setattr(few_rows_chain_cta.CtaChain, name, value)
+    product = lambda _, number, refs, options: types.SimpleNamespace(num_steps=1, ring=options["ring"])
+    monkeypatch.setattr(few_rows_chain_cta.CtaChain, "_product", product)
+    chain = few_rows_chain_cta.CtaChain(
+        shapes=(None,), configs=(config,), attention=None, buffers=None, named={}, outputs=(), ends=[None],
+        fulls=[None], free=None, smem={},
+    )  # fmt: skip
+    rings = [operation.ring for operation in chain.run(few_rows_chain_messages.Steps())]
+    assert [ring.opens_with_x for ring in rings] == [bool(broadcasts)]
+
+
+@pytest.mark.parametrize("end, broadcast, heads, order", [
+    (True, None, None, ["send", "tell", "receive"]),
+    (True, "words", None, ["send", "receive", "tell"]),
+    (False, "words", None, ["write", "tell"]),
+    (False, "words", "heads", ["write heads", "tell"]),
+], ids=["in parts", "a sum", "of one device", "heads"])  # fmt: skip
+def test_a_product_tells_when_its_last_tile_is_sent(end, broadcast, heads, order, monkeypatch):
     """The product waits for nothing where a sum comes in parts."""
     calls = []
     record = lambda name: lambda *_, **__: calls.append(name)
     config = types.SimpleNamespace(tiles=2, is_compact=True, stack=1)
-    shape = types.SimpleNamespace(has_residual=False, heads=None)
+    shape = types.SimpleNamespace(has_residual=False, heads=heads, columns=8)
     ring = types.SimpleNamespace(release=record("release"))
     end = types.SimpleNamespace(send=record("send"), receive=record("receive")) if end else None
     monkeypatch.setattr(few_rows_cta, "write_rows", record("write"))
+    monkeypatch.setattr(few_rows_cta, "write_heads", record("write heads"))
+    for name, value in {"read_places_of": (None, None), "turned": None, "turns_in_fold": True}.items():
+        monkeypatch.setattr(few_rows_cta, name, lambda *_, value=value: value)
     monkeypatch.setattr(few_rows_cta, "_finish", lambda *_: None)
     monkeypatch.setattr(few_rows_cta.pl, "when", lambda condition: lambda body: body() if condition else None)
     for name in ("first_feature", "first_pair"):
@@ -487,9 +511,9 @@ def test_a_product_tells_when_its_last_tile_is_sent(end, broadcast, order, monke
     loop = lambda first, count, body, _: [body(tile, None) for tile in range(first, count)]
     monkeypatch.setattr(few_rows_cta.lax, "fori_loop", loop)
     product = few_rows_cta.CtaProduct(
-        shape=shape, config=config, refs={}, out_ref=None, ring=ring, weights_smem=None, x_smem=None, end=end,
-        exchange_step=7, broadcast=broadcast,
+        shape=shape, config=config, refs={"key": None, "value": None}, out_ref=None, ring=ring, weights_smem=None,
+        x_smem=None, end=end, exchange_step=7, broadcast=broadcast,
     )  # fmt: skip
     product.compute(record("tell"))
-    first = [call for call in order if call != "tell"]
+    first = [call for call in order if call != "tell"]  # of two tiles
     assert calls == ["release", *first, "release", *order]

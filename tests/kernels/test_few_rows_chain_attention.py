@@ -8,6 +8,7 @@ over in one, and what the lean kernel's computing makes of it.
 import dataclasses
 import functools
 import types
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -234,3 +235,13 @@ def test_without_waiting_for_the_new_row_it_has_a_race(monkeypatch):
     await_copies_only = lambda self, step: plgpu.barrier_wait(self.full[0].at[self.stage(step)])
     monkeypatch.setattr(Ring, "await_full", await_copies_only)
     assert has_race(STEPS[1], or_is_unawaited=True)
+
+
+def test_attention_tells_when_it_has_sent_its_part(monkeypatch):
+    calls = []
+    computing = types.SimpleNamespace(compute=lambda: calls.append("compute"))
+    monkeypatch.setattr(few_rows_chain_attention, "RunCompute", lambda **_: computing)
+    monkeypatch.setattr(few_rows_chain_attention, "products_of", lambda _: lambda **_: None)
+    of_cta = types.MethodType(CtaAttention.compute, unittest.mock.MagicMock(refs={}))
+    of_cta(lambda: calls.append("tell"))
+    assert calls == ["compute", "tell"]

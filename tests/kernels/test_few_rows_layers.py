@@ -173,6 +173,12 @@ def test_x_is_received_when_the_cta_has_sent_its_part(layer, cta, recorded, monk
     assert done == [f"{what} {number}" for number in range(cta, 3) for what in ("compute", "arrive sent")]
 
 
+def test_over_devices_an_operation_tells_itself_that_it_has_sent(recorded):
+    few_rows_chain._compute(dataclasses.replace(recorded.chain, buffers="of others"))
+    done = [call for call in recorded.calls if call.startswith(("compute", "arrive", "come"))]
+    assert done == [f"{what} {number}" for number in range(3) for what in ("compute", "arrive sent", "come")]
+
+
 @pytest.mark.parametrize("cta", [0, 1])
 def test_in_a_chain_x_that_comes_by_words_is_received_so_too(cta, recorded, monkeypatch):
     monkeypatch.setattr(few_rows_chain_messages.lax, "axis_index", lambda _: cta)

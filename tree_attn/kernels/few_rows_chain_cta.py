@@ -71,7 +71,7 @@ class CtaChain(ChainMessages):
     def tell_sent(self, number: int) -> None:
         """Tells, in the computing warpgroup, that the CTA has sent its part of an operation's result.
 
-        Each operation has a barrier, for the CTA may have no part of the next.
+        Each operation has a barrier, for the next may need no x that is received.
         """
         if number in self.broadcasts:
             plgpu.barrier_arrive(self.smem["sent"].at[number])
@@ -94,6 +94,11 @@ class CtaChain(ChainMessages):
         """Returns whether nothing is on its way when the first operation begins: messages would wait behind weights."""
         return self.attention is not None
 
+    @property
+    def opens_with_x(self) -> bool:
+        """Returns `Ring.opens_with_x`: where results are broadcast; where CTAs meet after all it was not timed."""
+        return bool(self.broadcasts)
+
     def run(self, steps: Steps) -> "Iterator[CtaProduct | CtaAttention]":
         """Yields the operations as the CTA runs them; what comes of attention is read from memory, in its turn.
 
@@ -105,7 +110,7 @@ class CtaChain(ChainMessages):
             ring = Ring(
                 full=self.fulls[0 if len(self.fulls) == 1 else number], free=self.free,
                 num_stages=self.configs[0].num_stages, in_flight=self.configs[0].in_flight, first_step=first_step,
-                is_first=i == 0 and self.begins_ring,
+                is_first=i == 0 and self.begins_ring, opens_with_x=self.opens_with_x,
             )  # fmt: skip
             options = dict(
                 ring=ring, x_broadcast=self._x_of(i, steps), broadcast=self._broadcast(i, steps),

@@ -103,8 +103,8 @@ class FewRowsConfig:
     is_compact:   whether x has no rows in shared memory that pad it (`few_rows_mma.py`); of up to `COMPACT_ROWS`, in
                   blocks of 128 or more in-features
     in_flight:    stages whose weights are on their way at once, at most `num_stages`, or None: all that are free; in a
-                  product's first `num_stages` steps one is, or all if it is a whole layer's first; of several layers
-                  one is until x is there
+                  product's first `num_stages` steps one is, or all if it is a whole layer's first; where results are
+                  broadcast one is until x of the first step is there
     """
 
     tile: int

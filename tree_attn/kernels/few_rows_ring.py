@@ -34,6 +34,7 @@ class Ring:
       free: barriers of the stages, at which computing arrives when it has read one.
       num_stages, in_flight: as in `FewRowsConfig`.
       is_first: whether no message is on its way when the operation begins, so that all stages may be.
+      opens_with_x: whether `in_flight` stages may be as soon as x of its first step is there.
       num_steps: of all operations of the CTA; only computing needs it.
     """
 
@@ -43,6 +44,7 @@ class Ring:
     in_flight: int | None = None
     first_step: Any = 0
     is_first: bool = False
+    opens_with_x: bool = False
     num_steps: Any = None
 
     def stage(self, step):
@@ -63,10 +65,12 @@ class Ring:
         may_lack_x = step < self.num_stages
         before = self.first_step + step - jnp.where(may_lack_x, 1, self.in_flight)
         is_limited = step >= self.num_stages if self.is_first else before >= 0
-        earlier = jnp.maximum(self.first_step + step - self.in_flight, 0)
-        await_any = functools.partial(await_copies_or_x, self.full, before, self.first_step, earlier)
-        pl.when(is_limited & may_lack_x)(functools.partial(await_any, self.num_stages))
-        pl.when(is_limited & ~may_lack_x)(lambda: await_copies(self.full[0], before, self.num_stages))
+        if self.opens_with_x:
+            earlier = jnp.maximum(self.first_step + step - self.in_flight, 0)
+            await_any = functools.partial(await_copies_or_x, self.full, before, self.first_step, earlier)
+            pl.when(is_limited & may_lack_x)(functools.partial(await_any, self.num_stages))
+            is_limited &= ~may_lack_x
+        pl.when(is_limited)(lambda: await_copies(self.full[0], before, self.num_stages))
 
     def await_first_x(self) -> None:
         """Waits until x of the first step is there."""
