@@ -58,7 +58,9 @@ def test_it_is_what_xla_computes_and_no_thread_races(call):
 
 @needs_interpreter
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("group, reallocate", [(1, True), (2, False), (4, True)])
+@pytest.mark.parametrize(
+    "group, reallocate", [(2, False), (4, True), pytest.param(1, True, marks=pytest.mark.thorough)]
+)
 def test_shards_choose_together(group, reallocate):
     """The shards are mapped, and not on devices, whose barriers the interpreter confuses."""
     call = Call(lengths=(900, 3), slots=1024, heads=1, group=group, queries=1 if reallocate else 3,
