@@ -215,13 +215,14 @@ def _multiply(names, shapes, configs, attention, buffers, num_layers, *refs):
             pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(work, chain))
 
     fulls = [full_barriers(shape, config) for shape, config in zip(shapes, configs)]
+    tells = broadcasts(shapes, configs, attention, buffers is not None)
     pl.run_scoped(
         multiply,
         fulls=fulls[:1] if copies_together() else fulls,  # then all are alike
         free=plgpu.Barrier(num_barriers=configs[0].num_stages),
         **shared_scratch(shapes, configs, attention and attention.shape),
         **({} if attention is None else attention_barriers()),
-        sent=plgpu.Barrier(num_barriers=len(shapes) + (attention is not None)),
+        **({"sent": plgpu.Barrier(num_barriers=len(shapes) + (attention is not None))} if tells else {}),
         **({} if num_layers is None else {"x_written": plgpu.Barrier()}),
         collective_axes="warpgroup",
     )
