@@ -173,10 +173,15 @@ def test_x_is_received_when_the_cta_has_sent_its_part(layer, cta, recorded, monk
     assert done == [f"{what} {number}" for number in range(cta, 3) for what in ("compute", "arrive sent")]
 
 
-def test_over_devices_an_operation_tells_itself_that_it_has_sent(recorded):
-    few_rows_chain._compute(dataclasses.replace(recorded.chain, buffers="of others"))
+@pytest.mark.parametrize(
+    "kind, order",
+    [(CtaChain, ("compute", "arrive sent", "come")), (CtaLayers, ("compute", "come", "arrive sent"))],
+)
+def test_a_chain_tells_within_its_operations_and_layers_tell_last(kind, order, recorded, monkeypatch):
+    monkeypatch.setattr(CtaLayers, "compute", kind.compute)
+    few_rows_chain._compute(recorded.chain)
     done = [call for call in recorded.calls if call.startswith(("compute", "arrive", "come"))]
-    assert done == [f"{what} {number}" for number in range(3) for what in ("compute", "arrive sent", "come")]
+    assert done == [f"{what} {number}" for number in range(3) for what in order]
 
 
 @pytest.mark.parametrize("cta", [0, 1])

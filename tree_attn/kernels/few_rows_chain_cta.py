@@ -68,6 +68,11 @@ class CtaChain(ChainMessages):
     def await_before(self) -> None:
         """Waits, in the computing warpgroup, until what is sent so is written."""
 
+    def compute(self, number: int, operation: "CtaProduct | CtaAttention") -> None:
+        """Computes an operation of which the CTA has a part, tells when that is sent, and comes to the meeting."""
+        operation.compute(functools.partial(self.tell_sent, number))
+        self.come(number)
+
     def tell_sent(self, number: int) -> None:
         """Tells, in the computing warpgroup, that the CTA has sent its part of an operation's result.
 
@@ -96,7 +101,7 @@ class CtaChain(ChainMessages):
 
     @property
     def opens_with_x(self) -> bool:
-        """Returns `Ring.opens_with_x`: where results are broadcast; where CTAs meet after all it was not timed."""
+        """Returns `Ring.opens_with_x`: where results are broadcast. Where CTAs meet instead it was not timed."""
         return bool(self.broadcasts)
 
     def run(self, steps: Steps) -> "Iterator[CtaProduct | CtaAttention]":
