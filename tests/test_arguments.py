@@ -28,15 +28,15 @@ OPTIONS = {field.name: field.default for field in dataclasses.fields(AttentionOp
 WITHOUT = {
     tree_attn.attend: (),
     tree_attn.tree_decode: (),
-    ring_decode: (),
-    ring_attention: ("query_positions",),
-    ulysses_attention: ("query_positions",),
-    tree_attn.lean_decode: ("key_value_seq_lengths", "query_positions"),
-    tree_attn.paged_decode: ("query_positions",),
-    tree_attn.hydragen_decode: ("query_positions", "local_window_size"),
-    tree_attn.bifurcated_decode: ("query_positions", "local_window_size"),
-    tree_attn.energy: ("logits_soft_cap", "key_scale", "value_scale", "implementation"),
-    tree_attn.attention_moments: ("logits_soft_cap", "key_scale", "value_scale", "implementation"),
+    ring_decode: ("num_new",),
+    ring_attention: ("query_positions", "num_new"),
+    ulysses_attention: ("query_positions", "num_new"),
+    tree_attn.lean_decode: ("key_value_seq_lengths", "query_positions", "num_new"),
+    tree_attn.paged_decode: ("query_positions", "num_new"),
+    tree_attn.hydragen_decode: ("query_positions", "local_window_size", "num_new"),
+    tree_attn.bifurcated_decode: ("query_positions", "local_window_size", "num_new"),
+    tree_attn.energy: ("logits_soft_cap", "key_scale", "value_scale", "implementation", "num_new"),
+    tree_attn.attention_moments: ("logits_soft_cap", "key_scale", "value_scale", "implementation", "num_new"),
 }
 DEFAULTS = {(function, "is_causal"): True for function in (ring_attention, ulysses_attention)}
 DEFAULTS |= {(tree_attn.paged_decode, "key_value_seq_lengths"): inspect._empty}

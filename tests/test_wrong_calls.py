@@ -180,6 +180,11 @@ ATTEND = {
         ValueError,
         r"query_positions must be integers, got dtype float64",
     ),
+    "negative_number_of_new_keys": (
+        lambda _: local(num_new=-1),
+        ValueError,
+        r"num_new must be an integer of at least 0, got -1",
+    ),
     "negative_window": (lambda _: local(local_window_size=-1), ValueError, r"local_window_size must be .*, got -1"),
     "window_of_three": (
         lambda _: local(local_window_size=(1, 2, 3)),

@@ -55,6 +55,7 @@ class OptionArguments(RaggedOptionArguments, total=False):
 
     key_value_seq_lengths: Int[AnyArray, " B"] | None
     query_positions: Int[AnyArray, "B T"] | Int[AnyArray, " T"] | None
+    num_new: int | None
 
 
 _DEFAULTS = {"is_causal": False}  # None for every other option
@@ -111,6 +112,8 @@ class AttentionOptions(_Fields):
         check_flag("is_causal", self.is_causal)
         _check_positions(self.query_positions, batch, num_queries)
         check_window_size(self.local_window_size)
+        if self.num_new is not None:
+            check_integer("num_new", self.num_new, minimum=0)
         cap, scale = self.logits_soft_cap, self.scale
         if cap is not None and not (is_real(cap) and _SMALLEST <= cap <= _LARGEST):
             raise ValueError(

@@ -63,7 +63,7 @@ class CacheReads:
     ) -> Any:
         """Attends to the tokens held: `attention(query, **self.operands(layer, num_new=num_new), **options)`.
 
-        Keys, values, lengths, scales, mesh, axis and placement come from the cache. An attention with `value_mean` or
+        Keys, values, lengths, scales, mesh, axis and placement come from the cache, and `num_new` is passed on. An attention with `value_mean` or
         `key_by_component`, such as `sparq_decode`, gets these too, where the cache keeps them. (Causal queries after
         one another see fewer values than are held: they get no mean.)
 
@@ -74,7 +74,8 @@ class CacheReads:
           query: `[B, T, N, H]`, the same on every device of the sequence.
           layer: of a layered cache; traced too, where layers are stacked.
           attention: `tree_decode`, `ring_decode`, `sparq_decode`, or another function with their keywords.
-          num_new: tokens of each sequence that `write` has written and `advance` has not counted yet.
+          num_new: tokens of each sequence that `write` has written and `advance` has not counted yet. All others were
+            written before: `tree_decode` gets it as `num_new`, unless it is 0.
           options: other options of `attention`, such as `is_causal` (for T > 1), `reduction` or `return_lse`.
         Returns:
           As `attention` does.
@@ -201,6 +202,9 @@ class CacheReads:
         is_one_mean = query.shape[1] == 1 or not all_options.get("is_causal", False)
         if "value_mean" in parameters and self.arrays.value_sum is not None and is_one_mean:
             operands["value_mean"] = self.value_mean(operands["key_value_seq_lengths"], layer)
+        # Slots of a window are in no order. Without `num_new`, tokens may have been written and counted just before.
+        if "num_new" in parameters and num_new and not self.rolls:
+            operands["num_new"] = num_new
         return operands
 
     def _check_attend(self, attention: Callable[..., Any], parameters, options: dict[str, Any]) -> None:

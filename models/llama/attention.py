@@ -188,8 +188,8 @@ def _single(implementation: str | None) -> tuple[Callable, Callable]:
         return merge(state, query, key, prefixes, **model_options)
 
     # All keys are on one device, where storage order is the natural one.
-    def attend_to_all(query, key, value, *, axis_name, mesh, block_size, batch_axis_name=None, **options):
-        return attend(query, key, value, **options).out
+    def attend_to_all(query, key, value, *, axis_name, mesh, block_size, num_new, batch_axis_name=None, **options):
+        return attend(query, key, value, num_new=num_new, **options).out
 
     def attend_after_prefixes(query, prefixes, key, value, *, axis_name, mesh, block_size, **options):
         return hydragen_decode(query, prefixes, key, value, **options)

@@ -70,6 +70,8 @@ def attend(
       sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`); infinity takes all weight.
       scale: multiplies the logits, default `H ** -0.5`.
       key_scale, value_scale: float32 `[K]`, factors of the stored keys and values of each head; default 1.
+      num_new: how many of each sequence's last keys may be new. A promise: the kernel that precedes attention in the
+        program writes no others, and `mosaic_gpu` may read those while it ends. None: it may have written any.
       shard: the shard of the sequence that `key` is; default: the whole sequence.
       implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn". None takes that of the first three that is predicted
         to be fastest (`tree_attn/local/prediction.py`), or the first that can run, and logs its name and why.
