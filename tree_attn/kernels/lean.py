@@ -25,6 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tree_attn.kernels.kv_parts import kv_tilings
+from tree_attn.kernels.interpreter import is_interpreted
+from tree_attn.kernels.lean_fetch import fetch_first_tiles
 from tree_attn.kernels.lean_compute import LeanStages, RunCompute
 from tree_attn.kernels.lean_layout import (
     MAX_SPARE_COLUMNS,
@@ -239,6 +241,9 @@ def _attend_runs_scoped(
 ):  # fmt: skip
     if begins_early(shape, config):
         begin_next_kernel(shape.target)
+        import os
+        if os.environ.get("PF") and shape.page_size is None and shape.num_slots % 8 == 0 and shape.target.is_hopper and not is_interpreted():
+            pl.when(lax.axis_index("warpgroup") == 1)(lambda: fetch_first_tiles(tables, shape, config, key_ref, value_ref))
         await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
