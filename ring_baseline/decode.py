@@ -42,7 +42,7 @@ def ring_decode(
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
     variant: str = ..., rotation: str | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
-@takes_options()
+@takes_options(without=("reads_keys_early",))
 def ring_decode(
     query: Float[AnyArray, "B T N H"],
     key: Num[AnyArray, "B S K H"],

@@ -16,7 +16,9 @@ from tree_attn.sharded import is_local
 PLACEMENT = ("axis_name", "mesh", "batch_axis_name", "block_size")  # the operands that are no arrays
 
 
-@takes_options(without=("query_positions", "key_value_seq_lengths", "key_scale", "value_scale"), is_causal=True)
+@takes_options(
+    without=("query_positions", "key_value_seq_lengths", "key_scale", "value_scale", "reads_keys_early"), is_causal=True
+)
 def ring_prefill(
     cache: KVCache,
     query: Float[AnyArray, "B S N H"],

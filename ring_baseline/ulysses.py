@@ -46,7 +46,7 @@ def ulysses_attention(
     axis_name: AxisName, mesh: Mesh | None = ..., batch_axis_name: AxisName | None = ..., block_size: Placement = ...,
     rotation: str | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B S N Hv"] | tuple[Float[Array, "B S N Hv"], Float[Array, "B S N"]]: ...  # fmt: skip
-@takes_options(without=("query_positions",), is_causal=True)
+@takes_options(without=("query_positions", "reads_keys_early"), is_causal=True)
 def ulysses_attention(
     query: Float[AnyArray, "B S N H"],
     key: Num[AnyArray, "B S K H"],

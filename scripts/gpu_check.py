@@ -22,6 +22,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 import numpy as np
+from early_checks import early_checks
 from float8_checks import float8_checks
 from garbage_checks import gradient_checks, ragged_checks
 from llama_checks import llama_checks
@@ -53,8 +54,9 @@ def main() -> int:
     parser.add_argument(
         "--only",
         "--how",
-        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, float8, sparq, activations, "
-        "llama, prefill or prompt_gradients; or part of the name of a strategy, e.g. fused (default: all checks)",
+        help="a local backend, e.g. mosaic_gpu; or prefix, ragged, gradients, parts, float8, early, sparq, "
+        "activations, llama, prefill or prompt_gradients; or part of the name of a strategy, e.g. fused (default: "
+        "all checks)",
     )
     parser.add_argument("--trials", type=int, metavar="N", help="N random calls on each count of devices instead")
     parser.add_argument("--seed", type=int, default=0, help="of --trials")
@@ -141,7 +143,7 @@ def _checks(num_devices: int, only: str | None, done: Collection[str]) -> Iterat
 
     on_one = {
         "prefix": prefix_checks, "ragged": ragged_checks, "gradients": gradient_checks, "parts": part_checks,
-        "float8": float8_checks,
+        "float8": float8_checks, "early": early_checks,
     }  # fmt: skip
     if only in on_one:
         return on_one[only]()

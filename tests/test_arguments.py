@@ -28,15 +28,15 @@ OPTIONS = {field.name: field.default for field in dataclasses.fields(AttentionOp
 WITHOUT = {
     tree_attn.attend: (),
     tree_attn.tree_decode: (),
-    ring_decode: (),
-    ring_attention: ("query_positions",),
-    ulysses_attention: ("query_positions",),
-    tree_attn.lean_decode: ("key_value_seq_lengths", "query_positions"),
-    tree_attn.paged_decode: ("query_positions",),
-    tree_attn.hydragen_decode: ("query_positions", "local_window_size"),
-    tree_attn.bifurcated_decode: ("query_positions", "local_window_size"),
-    tree_attn.energy: ("logits_soft_cap", "key_scale", "value_scale", "implementation"),
-    tree_attn.attention_moments: ("logits_soft_cap", "key_scale", "value_scale", "implementation"),
+    ring_decode: ("reads_keys_early",),
+    ring_attention: ("query_positions", "reads_keys_early"),
+    ulysses_attention: ("query_positions", "reads_keys_early"),
+    tree_attn.lean_decode: ("key_value_seq_lengths", "query_positions", "reads_keys_early"),
+    tree_attn.paged_decode: ("query_positions", "reads_keys_early"),
+    tree_attn.hydragen_decode: ("query_positions", "local_window_size", "reads_keys_early"),
+    tree_attn.bifurcated_decode: ("query_positions", "local_window_size", "reads_keys_early"),
+    tree_attn.energy: ("logits_soft_cap", "key_scale", "value_scale", "implementation", "reads_keys_early"),
+    tree_attn.attention_moments: ("logits_soft_cap", "key_scale", "value_scale", "implementation", "reads_keys_early"),
 }
 DEFAULTS = {(function, "is_causal"): True for function in (ring_attention, ulysses_attention)}
 DEFAULTS |= {(tree_attn.paged_decode, "key_value_seq_lengths"): inspect._empty}
@@ -45,9 +45,12 @@ DEFAULTS |= {(tree_attn.paged_decode, "key_value_seq_lengths"): inspect._empty}
 def test_options_have_one_list():
     """A field for each keyword; arrays are leaves of the pytree, the others static."""
     assert set(OPTIONS) == {*RaggedOptionArguments.__annotations__, *OptionArguments.__annotations__}
-    assert {name: False if name == "is_causal" else None for name in OPTIONS} == OPTIONS
+    flags = ("is_causal", "reads_keys_early")
+    assert {name: False if name in flags else None for name in OPTIONS} == OPTIONS
     arrays = {name: np.zeros(2) for name in OPTIONS}
-    leaves, structure = jax.tree.flatten(AttentionOptions(**arrays | {"is_causal": True, "scale": 2.0}))
+    leaves, structure = jax.tree.flatten(
+        AttentionOptions(**arrays | {"is_causal": True, "reads_keys_early": False, "scale": 2.0})
+    )
     assert len(leaves) == len(("key_value_seq_lengths", "query_positions", "sinks", "key_scale", "value_scale"))
     assert jax.tree.unflatten(structure, leaves).scale == 2.0
 

@@ -180,6 +180,11 @@ ATTEND = {
         ValueError,
         r"query_positions must be integers, got dtype float64",
     ),
+    "reads_keys_early_is_a_number": (
+        lambda _: local(reads_keys_early=1),
+        TypeError,
+        r"reads_keys_early must be True or False, got 1",
+    ),
     "negative_window": (lambda _: local(local_window_size=-1), ValueError, r"local_window_size must be .*, got -1"),
     "window_of_three": (
         lambda _: local(local_window_size=(1, 2, 3)),

@@ -55,9 +55,10 @@ class OptionArguments(RaggedOptionArguments, total=False):
 
     key_value_seq_lengths: Int[AnyArray, " B"] | None
     query_positions: Int[AnyArray, "B T"] | Int[AnyArray, " T"] | None
+    reads_keys_early: bool
 
 
-_DEFAULTS = {"is_causal": False}  # None for every other option
+_DEFAULTS = {"is_causal": False, "reads_keys_early": False}  # None for every other option
 _OPTIONS = typing.get_type_hints(OptionArguments)
 
 
@@ -111,6 +112,7 @@ class AttentionOptions(_Fields):
         check_flag("is_causal", self.is_causal)
         _check_positions(self.query_positions, batch, num_queries)
         check_window_size(self.local_window_size)
+        check_flag("reads_keys_early", self.reads_keys_early)
         cap, scale = self.logits_soft_cap, self.scale
         if cap is not None and not (is_real(cap) and _SMALLEST <= cap <= _LARGEST):
             raise ValueError(

@@ -40,7 +40,7 @@ from tree_attn.state import SoftmaxState, finite_max, from_sums, numerator_and_d
 MAX_ORDER = 4
 
 
-@takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))
+@takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation", "reads_keys_early"))
 def energy(
     query: Float[AnyArray, "B T N H"],
     key: Num[AnyArray, "B S K H"],
@@ -95,7 +95,7 @@ def energy(
     return state.lse
 
 
-@takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation"))
+@takes_options(without=("logits_soft_cap", "key_scale", "value_scale", "implementation", "reads_keys_early"))
 def attention_moments(
     query: Float[AnyArray, "B T N H"],
     key: Num[AnyArray, "B S K H"],

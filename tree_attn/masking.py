@@ -15,7 +15,7 @@ from tree_attn.state import SoftmaxState, merge_state
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["lengths", "query_positions", "shard", "is_strict"],
-    meta_fields=["num_slots", "is_causal", "window", "is_diagonal"],
+    meta_fields=["num_slots", "is_causal", "window", "is_diagonal", "num_new"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visibility:
@@ -31,6 +31,7 @@ class Visibility:
     is_causal, window: the rules; a window is `(left, right)`, inclusive, None for unlimited
     is_diagonal:      query t sees the slots up to t, as in a kernel's own causal mask; with `is_strict` up to t - 1
     is_strict:        bool; None if it is known to be False when compiling
+    num_new:          of each sequence's last keys, those that may have been written just before; None: any may be
     """
 
     lengths: Int[Array, " B"] | None
@@ -41,6 +42,7 @@ class Visibility:
     window: Window | None
     is_diagonal: bool = False
     is_strict: Bool[Array, ""] | None = None
+    num_new: int | None = None
 
     @property
     def by_length_only(self) -> bool:
@@ -152,6 +154,7 @@ def visibility(
         window=window,
         is_diagonal=is_diagonal,
         is_strict=jnp.asarray(query_shard.index < shard.index) if is_diagonal and not is_own else None,
+        num_new=num_queries if options.reads_keys_early else None,
     )
 
 

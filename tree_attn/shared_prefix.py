@@ -73,7 +73,7 @@ def hydragen_decode(
     batch_axis_name: AxisName | None = ..., block_size: Placement = ..., shard_suffix: str = ...,
     reduction: str | tuple[str, ...] | None = ..., return_lse: bool, **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
-@takes_options(without=("query_positions", "local_window_size"))
+@takes_options(without=("query_positions", "local_window_size", "reads_keys_early"))
 def hydragen_decode(
     query: Float[AnyArray, "B T N H"],
     levels: Sequence[PrefixLevel],
@@ -182,7 +182,7 @@ def bifurcated_decode(
     shard_suffix: str = ..., reduction: str | tuple[str, ...] | None = ..., return_lse: bool,
     **options: Unpack[OptionArguments],
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]: ...  # fmt: skip
-@takes_options(without=("query_positions", "local_window_size"))
+@takes_options(without=("query_positions", "local_window_size", "reads_keys_early"))
 def bifurcated_decode(
     query: Float[AnyArray, "B T N H"],
     prefix_key: Num[AnyArray, "S K H"],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tree_attn.arguments import AttentionOptions
 from tree_attn.cache import KVCache
+from tree_attn.cache_layer import LayerTuple
 from tree_attn.decode import tree_decode
 from tree_attn.local import attend, attend_shard, check_implementation, slot_multiple
 from tree_attn.models.llama.attention_choice import (
@@ -43,7 +44,8 @@ class Attention:
         and `[B, S, K, H]`. The levels of `prefixes` precede the sequences, and every query sees them whole.
       decode: `(query, cache, layer, prefixes, **options) -> out`; query `[B, T, N, H]` of the newest T tokens,
         which the layer of the cache holds already and does not count yet. The options of both are
-        `config.attention_options`.
+        `config.attention_options`. `decode` takes `is_later` too: a layer before was alike, and attended to older
+        tokens.
       sparq: the choice of keys for `sparq`; None: decoding attends to all keys.
       is_replaceable: whether a launch that also multiplies may decode in its place: to all keys of the cache, by the
         kernel `mosaic_gpu`, and over several devices with the reduction `fused`.
@@ -197,7 +199,7 @@ def _single(implementation: str | None) -> tuple[Callable, Callable]:
     return prefill, functools.partial(_decode, attend_to_all, attend_after_prefixes, implementation=implementation)
 
 
-def _sparq_decode(query, cache: KVCache, layer, prefixes=(), **options) -> jax.Array:
+def _sparq_decode(query, cache: KVCache, layer, prefixes=(), *, is_later: bool = False, **options) -> jax.Array:
     if prefixes:
         raise NotImplementedError(f"attention='sparq' {CANNOT_SHARE}")
     if any(scale is not None for scale in cache.scales().values()):
@@ -207,14 +209,17 @@ def _sparq_decode(query, cache: KVCache, layer, prefixes=(), **options) -> jax.A
 
 
 def _decode(
-    decode: Callable, prefix_decode: Callable, query, cache: KVCache, layer, prefixes=(), **options
-) -> jax.Array:
+    decode: Callable, prefix_decode: Callable, query, cache: KVCache, layer, prefixes=(), *, is_later: bool = False,
+    **options,
+) -> jax.Array:  # fmt: skip
     """Attends to one layer of a cache by `decode`, or, after prefixes, by `prefix_decode`."""
     num_new = query.shape[1]
     options |= dict(is_causal=num_new > 1)
     if prefixes:
         _check_no_window(options)
         return prefix_decode(query, prefixes, **cache.operands(layer, num_new=num_new), **options)
+    if is_later and decode is not ring_decode and isinstance(cache.arrays, LayerTuple):  # else layers are copied
+        options |= dict(reads_keys_early=True)
     return cache.attend(query, layer=layer, num_new=num_new, attention=decode, **options)
 
 

@@ -23,6 +23,11 @@ def in_layer(config: LlamaConfig, layer: jax.Array | int, attend: Callable[..., 
     return jax.lax.cond(jnp.asarray(is_global)[layer], *kinds)
 
 
+def is_later(config: LlamaConfig, layer: jax.Array | int) -> bool:
+    """Returns whether it is known when compiling that a layer before attends alike."""
+    return isinstance(layer, int) and layer > 0 and not config.has_layer_kinds
+
+
 def rotations(config: LlamaConfig, positions: jax.Array) -> Callable[[jax.Array | int], tuple[jax.Array, jax.Array]]:
     """Returns a function from a layer to its `rope.rotation` of these positions, which layers of a kind share."""
     everywhere = rotation(config, positions)

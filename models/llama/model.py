@@ -13,7 +13,7 @@ from tree_attn.models.llama.attention import Attention
 from tree_attn.models.llama.attention_choice import NO_WINDOWED_PREFIXES
 from tree_attn.models.llama.config import LlamaConfig
 from tree_attn.models.llama.layer_caches import AnyCache, of_kind
-from tree_attn.models.llama.layer_kinds import in_layer, rotations
+from tree_attn.models.llama.layer_kinds import in_layer, is_later, rotations
 from tree_attn.models.llama.layers import LlamaLayer, RMSNorm
 from tree_attn.models.llama.parameters import Create, Parameter, of_layer
 from tree_attn.models.llama.prefix import Prefix, num_tokens_before
@@ -177,7 +177,9 @@ class Llama(nnx.Module):
         def attend(query, key, value, cache, layer):
             cache = cache if key is None else cache.write(key, value, layer=layer)
             levels = [prefix.level(layer) for prefix in prefixes]
-            read = lambda kind, **options: attention.decode(query, *of_kind(cache, layer, kind), levels, **options)
+            read = lambda kind, **options: attention.decode(
+                query, *of_kind(cache, layer, kind), levels, is_later=is_later(self.config, layer), **options
+            )
             return in_layer(self.config, layer, read), cache
 
         more = _decoding_options(self, attention, prefixes)

@@ -57,6 +57,7 @@ class Call:
     logit_size: float = 1.0
     page: int = PAGE
     spare: int | None = None
+    is_early: bool = False  # for the padded layout: old keys are read before the previous kernel has ended
     options: dict = dataclasses.field(default_factory=dict)
 
     def __str__(self):
@@ -116,7 +117,7 @@ class Call:
         if self.layout == "paged":
             return paged_decode(query, key, value, *rest, return_lse=True, **options)
         lengths = {"key_value_seq_lengths": rest[0]} if rest else {}
-        return attend(query, key, value, **lengths, **options)
+        return attend(query, key, value, reads_keys_early=self.is_early, **lengths, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,9 @@ class Fused(Call):
 
     def run(self, query, key, value, *lengths):
         lengths = {"key_value_seq_lengths": lengths[0]} if lengths else {}
-        options = AttentionOptions(implementation="mosaic_gpu", **lengths, **self.options)
+        options = AttentionOptions(
+            implementation="mosaic_gpu", reads_keys_early=self.is_early, **lengths, **self.options
+        )
         buffers = Buffers(table=0x5D00_0000_0000, num_ranks=4, capacity=fused.MAX_ELEMENTS)
         exchange = fused.Exchange(None, buffers)
         return shard_attention(query, key, value, options, Shard()).run(exchange=exchange)
@@ -227,6 +230,10 @@ def variants() -> list[Call]:
         Call(**MANY_HEADS, options=head_scales(600)),
         Call(head_dim=128, **MANY_HEADS, **LENGTHS | WIDE),
         Call(head_dim=256, **FLOAT8, **LENGTHS | WIDE),
+        # A Llama's step, which reads old keys early; a kernel whose KV tiles are copied in parts; one that exchanges.
+        Call(slots=8192, kv_heads=4, group=4, head_dim=128, lengths=(8000,), is_early=True),
+        Call(head_dim=256, **ODD, **FIVE_CAUSAL, is_early=True),
+        Fused(head_dim=128, slots=1024, lengths=(1000, 70), is_early=True),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
         Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAUSAL_CAPPED),
         Call(
@@ -277,6 +284,11 @@ def variants() -> list[Call]:
 def more_variants() -> list[Call]:
     """Returns further calls, most of which differ from one of `variants` by a head dim, a layout, or a number."""
     return [
+        *(Call(head_dim=head_dim, is_early=True) for head_dim in (64, 128, 256)),
+        *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL, is_early=True) for head_dim in (64, 80, 128, 256)),
+        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE, is_early=True) for head_dim in (64, 128, 256)),
+        Call(queries=7, group=6, head_dim=128, **ODD, **CAUSAL_CAPPED, is_early=True),
+        Call(kv_heads=1200, head_dim=128, **LENGTHS | {"queries": 3} | CAUSAL_CAPPED, is_early=True),
         *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
         *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 80, 128, 256)),
         *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (64, 80)),

@@ -50,6 +50,8 @@ CALLS = [
     # Queries before the first position see no key, whatever their window has at its right.
     Call(layout="packed", lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": (None, 1)}),
     Call(lengths=(100,), options={"logits_soft_cap": 1e6}),
+    # Old keys are read before the query is.
+    Call(lengths=(200, 0, 3), slots=203, queries=3, options=CAUSAL, is_early=True),
 ]
 MANY = [  # queries, which are then rows of the tensor core
     Call(queries=12, group=3, slots=192, head_dim=128, dtype="float16", options=HEAD_SCALES),
@@ -71,6 +73,9 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=30, slots=192, head_dim=80),
 ]
 MORE = [
+    Call(slots=200, is_early=True),
+    Call(**FLOAT8, lengths=(200, 70), is_early=True),
+    Call(lengths=(250, 130), options=WINDOW, group=4, is_early=True),
     Call(head_dim=96, lengths=(130, 0), slots=192, group=3),
     Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"),
     Call(**FLOAT8, lengths=(200, 70)),

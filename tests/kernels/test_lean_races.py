@@ -30,6 +30,7 @@ pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watche
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short output tiles: two queries are on their way
         (Call(slots=259, kv_heads=1), 2, 2),  # the last KV tile is copied in parts
+        (Call(lengths=(500, 0, 77), slots=512, kv_heads=1, is_early=True), 3, 2),  # old keys are read early
         (Call(layout="paged", page=32, lengths=(250, 77), slots=256, kv_heads=1), 2, 2),  # every one is
     ],
     ids=str,

@@ -142,7 +142,7 @@ OPTIONS = {
     "is_causal": FLAG, "local_window_size": WINDOW, "logits_soft_cap": CAP, "scale": SCALE,
     "sinks": array(N, dtypes=("bool", "complex")), "key_scale": HEAD_SCALE, "value_scale": HEAD_SCALE,
     "implementation": (*CHOICE, "'cudnn'", "'flash_attn'"), "key_value_seq_lengths": LENGTHS,
-    "query_positions": integers(B, T, low=None),
+    "query_positions": integers(B, T, low=None), "reads_keys_early": FLAG,
 }  # fmt: skip
 SHARDED = {"axis_name": (*AXES, "None"), "mesh": (*MESH, "None"), "block_size": BLOCK, "return_lse": FLAG}
 REDUCED = SHARDED | {"reduction": (*CHOICE, "'hierarchical'", "('gather', 'gather')")}
@@ -155,10 +155,11 @@ def without(options: dict, *names: str) -> dict:
     return {name: wrong for name, wrong in options.items() if name not in names}
 
 
-RAGGED = without(OPTIONS, "key_value_seq_lengths", "query_positions")
-NO_POSITIONS = without(OPTIONS, "query_positions")
+RAGGED = without(OPTIONS, "key_value_seq_lengths", "query_positions", "reads_keys_early")
+NO_POSITIONS = without(OPTIONS, "query_positions", "reads_keys_early")
+OF_RING = without(OPTIONS, "reads_keys_early")
 OF_PREFIXES = without(NO_POSITIONS, "local_window_size")
-OF_ENERGY = without(OPTIONS, "logits_soft_cap", "key_scale", "value_scale", "implementation")
+OF_ENERGY = without(OPTIONS, "logits_soft_cap", "key_scale", "value_scale", "implementation", "reads_keys_early")
 LEVELS = ("None", "3", "'text'", "level()", "{}", "[{}]", "[None]", "[level(sequences=((0.5, 1),))]",
           "[level(sequences=((True,),))]", "[level(sequences=((0, 0),))]", "[level(sequences=((2,),))]",
           "[level(sequences=(0, 1))]", "[level(sequences=None)]", "[level(key=floats(1, 16, 2, 9))]",
@@ -196,7 +197,7 @@ CALLS = {
         (("shard_heads", "True"), ("reduction", "'gather'")),
         (("axis_name", "('seq', 'other')"),),
         (("reduction", "('gather', 'nonsense')"),))),
-    "ring_decode": Call("ring_decode", _SHARDED, ATTENTION | OPTIONS | SHARDED | {"variant": CHOICE}),
+    "ring_decode": Call("ring_decode", _SHARDED, ATTENTION | OF_RING | SHARDED | {"variant": CHOICE}),
     "ring_attention": Call(
         "ring_attention", _PROMPT, ATTENTION | {"query": PROMPT} | NO_POSITIONS | SHARDED, (
             (("query", "floats(2, 8, 4, 8)"),),)),

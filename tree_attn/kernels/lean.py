@@ -237,9 +237,11 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     arrival_smem=None,
 ):  # fmt: skip
+    reads_early = begins_early(shape, config) and shape.num_new is not None
     if begins_early(shape, config):
         begin_next_kernel(shape.target)
-        await_previous_kernel(shape.target)
+        if not reads_early:
+            await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
 
@@ -258,10 +260,14 @@ def _attend_runs_scoped(
             plgpu.copy_gmem_to_smem(columns, query_smem.at[place], query_full.at[place])
 
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
-        move_tiles(tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers)
+        move_tiles(
+            tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers, reads_early=reads_early
+        )  # fmt: skip
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
+        if reads_early:  # else it has waited already
+            await_previous_kernel(shape.target)
         RunCompute(
             tables=tables, shape=shape, config=config, run=run, epilogue=epilogue, products=products, results=results,
             outputs=outputs, stages=LeanStages(

@@ -190,7 +190,7 @@ class LeanCall:
 
 def plan_call(
     query, key, spans, *, num_slots: int, scale: float, logits_soft_cap: float | None, scales=None, pages=None,
-    is_packed: bool = False, leaves_whole: bool = False, leaves_partials: bool = False,
+    is_packed: bool = False, leaves_whole: bool = False, leaves_partials: bool = False, num_new: int | None = None,
     config: LeanConfig | None = None,
 ) -> LeanCall:  # fmt: skip
     """Plans a call: the static shape, the tuned layout and the schedule. Arguments are checked already.
@@ -206,6 +206,7 @@ def plan_call(
         queries may be rows of the many-query kernel. Not for a call that is merged with a state over other keys, or
         with other devices.
       leaves_partials: all output tiles leave partial states, which the caller merges, also those that no run cuts.
+      num_new: of each sequence's last keys, those that the kernel before may have written; None: any.
       config: default: as tuned.
     """
     batch, num_queries, num_heads, _ = query.shape
@@ -214,6 +215,8 @@ def plan_call(
         query, key, num_slots=num_slots, scale=scale, logits_soft_cap=logits_soft_cap, page_size=page_size,
         is_packed=is_packed, allows_rows=leaves_whole,
     )  # fmt: skip
+    if shape.target.is_hopper and not (shape.is_many_query or shape.is_gathered or is_packed):
+        shape = shape.replace(num_new=num_new)
     config = config or tuning.lean_config(shape, is_static=spans is None, leaves_whole=leaves_whole)
     if page_size is not None and page_size % config.block_kv and page_size % ROWS == 0:
         config = dataclasses.replace(config, block_kv=ROWS)  # a KV tile lies within one page

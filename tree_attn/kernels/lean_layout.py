@@ -128,6 +128,8 @@ class LeanShape:
     dtype:               of the query, in which tensor cores multiply
     key_dtype:           of K and V as stored; float8_e4m3fn is widened in registers
     target:              what the GPU offers
+    num_new:             of each sequence's last keys, those that the kernel before may have written: the lean kernel
+                         reads others before that has ended; None where it reads none so
     prefix:              with whose states output tiles begin (`lean_prefix.Prefix`), or None
     """
 
@@ -149,6 +151,7 @@ class LeanShape:
     dtype: Any
     key_dtype: Any
     target: Target = HOPPER
+    num_new: int | None = None
     prefix: Any = None
 
     replace = dataclasses.replace

@@ -16,7 +16,8 @@ from tree_attn.kernels.lean_layout import (
     grain_of,
     has_whole_output_tiles,
 )
-from tree_attn.kernels.lean_walk import OutputTile, Run, span_of_keys, tile_slots, walk
+from tree_attn.kernels.lean_walk import OutputTile, Run, Segment, span_of_keys, tile_slots, walk
+from tree_attn.kernels.overlap import await_previous_kernel
 from tree_attn.kernels.plain_copies import copy_rows
 
 MAX_TRIMMED_ACCUMULATORS = 8192  # query columns times padded head dims, from which on a register is spilled
@@ -34,7 +35,7 @@ class Barriers(NamedTuple):
 
 def move_tiles(
     tables, shape: LeanShape, config: LeanConfig, run: Run, move_query, num_queries: int, refs, smems, barriers,
-    stream=0,
+    stream=0, reads_early: bool = False,
 ) -> None:  # fmt: skip
     """Moves the query of every output tile that the run touches, and all KV tiles of the run.
 
@@ -43,6 +44,7 @@ def move_tiles(
       num_queries: places for queries.
       refs, smems: of keys and of values.
       stream: which of `shape.streams` it is, each with places, stages and barriers of its own.
+      reads_early: begin with old keys, and wait for the previous kernel then: the caller has not.
     """
     (key_ref, value_ref), (key_smem, value_smem) = refs, smems
     query_free, key_full, key_free, value_full, value_free = barriers
@@ -55,8 +57,6 @@ def move_tiles(
         @pl.when(segment.output_tiles_done >= num_queries)
         def _():
             plgpu.barrier_wait(query_free.at[query_place])
-
-        move_query(output_tile, query_place)
 
         def kv_tile_step(i, _):
             kv_tile = segment.kv_tiles_done + i
@@ -88,7 +88,13 @@ def move_tiles(
             columns = slice(None) if value_dims == shape.head_dim else pl.ds(output_tile.index * 0, value_dims)
             copy(value_ref, value_smem, value_full, tilings[1], columns)
 
-        lax.fori_loop(0, segment.num_kv_tiles, kv_tile_step, None)
+        num_early = 0
+        if reads_early:
+            num_early = num_early_kv_tiles(shape, config, output_tile, segment)
+            lax.fori_loop(0, num_early, kv_tile_step, None)
+            pl.when(segment.output_tiles_done == 0)(lambda: await_previous_kernel(shape.target))
+        move_query(output_tile, query_place)
+        lax.fori_loop(num_early, segment.num_kv_tiles, kv_tile_step, None)
 
     num_output_tiles = walk(run, tables, shape, config, move_segment, is_first_to_read=True)
 
@@ -97,6 +103,18 @@ def move_tiles(
 
     if num_queries > 1:
         lax.fori_loop(jnp.maximum(num_output_tiles - num_queries, 0), num_output_tiles, await_last, None)
+
+
+def num_early_kv_tiles(shape: LeanShape, config: LeanConfig, output_tile: OutputTile, segment: Segment):
+    """Returns how many KV tiles of a segment may be read before the previous kernel has ended.
+
+    They hold old keys only (`LeanShape.num_new`), and have stages that are free from the start: the first of a run.
+    """
+    first, _ = tile_slots(shape, config, output_tile, segment.kv_tile)
+    end = shape.num_slots if output_tile.span_end is None else output_tile.span_end
+    num_old = lax.div(jnp.maximum(end - shape.num_new - first, 0), config.block_kv)
+    with_stages = jnp.minimum(segment.num_kv_tiles, config.num_stages)
+    return jnp.where(segment.output_tiles_done == 0, jnp.minimum(num_old, with_stages), 0)
 
 
 def stage_of(kv_tile, config: LeanConfig):

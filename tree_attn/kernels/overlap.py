@@ -1,7 +1,9 @@
 """Programmatic dependent launch, by which a kernel begins while the one before it ends.
 
-A kernel that begins so waits before it reads or writes any memory of the GPU: the memory that a kernel may write was
-free to XLA only when the kernels before it had ended. What it has done by then, and the launch itself, cost nothing.
+A kernel that begins so waits before it writes any memory of the GPU: that was free to XLA only when the kernels before
+it had ended. It waits before it reads too, but for what was there before: weights, and keys of which the caller says so
+(`reads_keys_early` of `tree_attn.attend`), with the schedule that an earlier attention has read. What it has done by
+then, and the launch itself, cost nothing.
 Attention, and kernels that read weights early, let the next kernel begin as soon as all their CTAs have begun. It finds
 room where their first CTAs have ended, and waits for them, as they wait for the kernel before. CTAs that begin early
 take the first SMs with room. A kernel of fewer CTAs than fit must take the memory of the SM

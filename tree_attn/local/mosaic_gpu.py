@@ -203,7 +203,7 @@ def _lean_padded(
         state = no_keys(query) if merge_with is None else merge_state(no_keys(query), merge_with)
         return state if exchange is None else exchange.merge(state)
     spans = None if visible.is_total else visible.slot_ranges()
-    options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales)
+    options = dict(scale=scale, logits_soft_cap=logits_soft_cap, scales=scales, num_new=visible.num_new)
     return lean_state(
         query, key, value, spans, num_slots=key.shape[1], merge_with=merge_with, exchange=exchange, **options
     )

@@ -48,7 +48,7 @@ def test_with_all_components_and_keys_tokens_are_those_of_dense_attention(tiny_m
         np.testing.assert_allclose(logits, of_dense, atol=2e-5)
 
 
-def on_one_device(query, cache, layer, prefixes=()):
+def on_one_device(query, cache, layer, prefixes=(), is_later=False):
     """SparQ from keys and values alone."""
     options = dict(key_value_seq_lengths=cache.lengths + 1, **dataclasses.asdict(WITH_MEAN))
     return sparq_decode(query, cache.key[layer], cache.value[layer], **options)

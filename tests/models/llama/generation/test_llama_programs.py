@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tree_attn.cache import KVCache
 from tree_attn.measure.memory import bytes_per_device
 from tree_attn.models.llama import (
     Generator,
@@ -22,6 +23,7 @@ from tree_attn.models.llama import (
 )
 from tree_attn.models.llama.generation import memory
 from tree_attn.models.llama.generation import programs as programs_module
+from tree_attn.models.llama.storage import empty_cache
 from tree_attn.sparq import SparqOptions
 
 
@@ -137,6 +139,39 @@ def test_steps_of_few_launches_follow_one_another_in_one_turn_of_the_loop(tiny_m
     in_loop, unrolled = tokens_and_loops(False), tokens_and_loops(True)
     assert unrolled[0] == in_loop[0] and len(in_loop[0]) == 30
     assert (in_loop[1], unrolled[1]) == (1, num_loops)
+
+
+@pytest.mark.parametrize(
+    "name, has_layer_kinds, stacks_layers, expected",
+    [
+        ("single", False, False, [False, True, True]),
+        ("tree", False, False, [False, True, True]),
+        ("ring", False, False, [False] * 3),
+        ("single", False, True, [False] * 3),  # a layer of stacked ones is a copy
+        ("single", True, False, [False] * 3),  # the first layers of both kinds make a schedule
+    ],
+)
+def test_layers_after_one_that_is_alike_read_old_keys_early(
+    tiny_config, tiny_model, monkeypatch, name, has_layer_kinds, stacks_layers, expected
+):
+    kinds = dict(window=8, global_layers=(1,)) if has_layer_kinds else {}
+    config, sharding = dataclasses.replace(tiny_config, num_layers=3, **kinds), tiny_model(1).sharding
+    found, attend = [], KVCache.attend
+    monkeypatch.setattr(
+        KVCache,
+        "attend",
+        lambda cache, query, **options: (
+            found.append(options.get("reads_keys_early", False)) or attend(cache, query, **options)
+        ),
+    )
+
+    def step(tokens):
+        model = Llama(config, sharding, parameters.random(sharding, jnp.float32), unroll_layers=True)
+        cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.float32, stacks_layers=stacks_layers)
+        return model.decode(tokens, cache, by_name(name, sharding))[0]
+
+    jax.eval_shape(step, jnp.zeros((1, 1), jnp.int32))
+    assert found == expected
 
 
 @pytest.mark.slow
