@@ -69,7 +69,8 @@ def merge_cut(partials, written, tables, shape: LeanShape, config: LeanConfig):
 
 def merged_at_once(shape: LeanShape, config: LeanConfig) -> int:
     """Returns how many partial states the lean kernel reads together where it merges them."""
-    elements = MERGED_ELEMENTS if config.num_ctas <= num_sms() else MERGED_ELEMENTS_OF_TWO
+    import os
+    elements = 1024 * int(os.environ.get('AT', '16')) if config.num_ctas <= num_sms() else MERGED_ELEMENTS_OF_TWO
     return max(1, elements // (shape.padded_head_dim * shape.cols))
 
 

@@ -41,6 +41,10 @@ def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -
     entry = _table().get(device_kind(), {}).get(table_key(shape, sms, is_static))
     if entry is None:
         return formula(shape, sms, is_static, leaves_whole)
+    import os
+    if shape.num_new is not None and os.environ.get("LEAN"):
+        block_kv, stages, ctas = map(int, os.environ["LEAN"].split(","))
+        return LeanConfig(block_kv=block_kv, num_stages=stages, num_ctas=ctas)
     block_kv = entry["block_kv"]
     num_ctas = even_ctas(shape, entry["ctas_per_sm"] * sms, is_static, block_kv if leaves_whole else None)
     return LeanConfig(block_kv=block_kv, num_stages=entry["num_stages"], num_ctas=num_ctas)
