@@ -734,6 +734,16 @@ WINDOW = {
         ValueError,
         r"query_positions must be None for a cache that keeps a window",
     ),
+    "attend_early_to_a_window": (
+        lambda g: g.rolling.attend(QUERY[:, :1], reads_keys_early=True),
+        ValueError,
+        r"reads_keys_early must be False for a cache that keeps a window",
+    ),
+    "attend_early_to_a_window_by_a_partial": (
+        lambda g: g.rolling.attend(QUERY[:, :1], attention=partial(tree_decode, reads_keys_early=True)),
+        ValueError,
+        r"reads_keys_early must be False for a cache that keeps a window",
+    ),
     "attend_to_a_window_by_sparq": (
         lambda g: g.rolling.attend(QUERY[:, :1], attention=partial(sparq_decode, num_components=2, num_keys=4)),
         NotImplementedError,

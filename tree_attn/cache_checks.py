@@ -213,7 +213,7 @@ def check_rolling_read(query, num_new: int, attention, parameters, options: dict
     """Returns the options of attention to a cache that rolls, without the window, which its slots are already.
 
     Raises:
-      ValueError: more than one query or new token, another window, or positions of queries.
+      ValueError: more than one query or new token, another window, positions of queries, or keys to be read early.
       NotImplementedError: an attention that chooses keys by their positions.
     """
     check_one_new("query", query.shape[1], cache)
@@ -226,6 +226,8 @@ def check_rolling_read(query, num_new: int, attention, parameters, options: dict
             raise ValueError(f"attention must not bind {name} for a cache that keeps a window, got {bound[name]!r}")
     if options.get("query_positions") is not None:
         raise ValueError("query_positions must be None for a cache that keeps a window: its slots have no order")
+    if (bound | options).get("reads_keys_early", False):
+        raise ValueError("reads_keys_early must be False for a cache that keeps a window: any slot may hold a new key")
     check_same_window(options.get("local_window_size"), cache)
     return {name: value for name, value in options.items() if name != "local_window_size"}
 

@@ -218,7 +218,8 @@ def _decode(
     if prefixes:
         _check_no_window(options)
         return prefix_decode(query, prefixes, **cache.operands(layer, num_new=num_new), **options)
-    if is_later and decode is not ring_decode and isinstance(cache.arrays, LayerTuple):  # else layers are copied
+    # Layers that do not lie apart are copied before. Of a window any slot may hold the newest token.
+    if is_later and decode is not ring_decode and isinstance(cache.arrays, LayerTuple) and not cache.rolls:
         options |= dict(reads_keys_early=True)
     return cache.attend(query, layer=layer, num_new=num_new, attention=decode, **options)
 

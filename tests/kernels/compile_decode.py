@@ -2,7 +2,8 @@
 
 `launches` are those of the second of three layers, by the scopes that they come from; `kernels` are this library's, of
 all layers and of what follows; `others` are how many kernels of XLA's run between two of these; `copies` are shapes
-of copies. The last line is of the program that a generation compiles, which has several steps without a loop.
+of copies. `schedules` is how many pairs of tables attention's launches have. The last line is of the program that a
+generation compiles, which has several steps without a loop.
 """
 
 import dataclasses
@@ -94,7 +95,7 @@ def made(config: LlamaConfig, products: str, mesh: Mesh):
 
 
 def launched(text: str) -> dict:
-    launches, kernels, copies, order = [], [], [], []
+    launches, kernels, copies, order, schedules = [], [], [], [], set()
     for computation in re.split(r"\n\n", text):
         if re.match(r"%?(fused|wrapped|command_buffer)", computation.lstrip()):
             continue
@@ -103,10 +104,14 @@ def launched(text: str) -> dict:
                 launches.append(scope[1])
             kernels += (found := re.findall(r" custom-call\(.*?(\w+)/mpmd_map\"", line))
             order += found or re.findall(r" (fusion)\(", line)
+            if found == ["lean_attention"]:
+                _, _, _, *tables = re.search(r" custom-call\((.*?)\)", line)[1].split(", ")  # query, key and value
+                schedules.add(tuple(tables[:2]))
             copies += re.findall(r"= (\S+?)(?:\{\S*)? copy\(", line)
     ours = [place for place, name in enumerate(order) if name != "fusion"]
     others = [after - before - 1 for before, after in itertools.pairwise(ours)]
-    return {"launches": launches, "kernels": kernels, "others": others, "copies": copies}
+    found = {"launches": launches, "kernels": kernels, "others": others, "copies": copies}
+    return found | {"schedules": len(schedules)}
 
 
 if __name__ == "__main__":

@@ -230,7 +230,9 @@ def variants() -> list[Call]:
         Call(**MANY_HEADS, options=head_scales(600)),
         Call(head_dim=128, **MANY_HEADS, **LENGTHS | WIDE),
         Call(head_dim=256, **FLOAT8, **LENGTHS | WIDE),
-        Call(slots=8192, kv_heads=4, group=4, head_dim=128, lengths=(8000,), is_early=True),  # old keys are read early
+        # Old keys are read early, also where an exchange ends the kernel.
+        Call(slots=8192, kv_heads=4, group=4, head_dim=128, lengths=(8000,), is_early=True),
+        Fused(head_dim=128, slots=1024, lengths=(1000, 70), is_early=True),
         # So many output tiles that their last KV tiles are read to a multiple of 8 keys.
         Call(kv_heads=1200, head_dim=128, layout="packed", **LENGTHS | {"queries": 3} | CAUSAL_CAPPED),
         Call(
@@ -283,7 +285,6 @@ def more_variants() -> list[Call]:
     return [
         *(Call(head_dim=head_dim, is_early=True) for head_dim in (64, 128, 256)),
         Call(head_dim=256, **ODD, **FIVE_CAUSAL, is_early=True),
-        Fused(head_dim=128, slots=1024, lengths=(1000, 70), is_early=True),
         *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL, is_early=True) for head_dim in (64, 80, 128, 256)),
         *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE, is_early=True) for head_dim in (64, 128, 256)),
         Call(queries=7, group=6, head_dim=128, **ODD, **CAUSAL_CAPPED, is_early=True),

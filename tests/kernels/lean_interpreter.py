@@ -10,7 +10,7 @@ from assertions import assert_attention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lean_cases import Call
 
-from tree_attn.kernels import lean_call, tuning
+from tree_attn.kernels import lean, lean_call, tuning
 from tree_attn.kernels.interpreter import interpreted_kernels
 from tree_attn.kernels.lean_layout import LeanConfig
 
@@ -24,6 +24,7 @@ def set_layout(monkeypatch, *, merge_kv_tiles: int = -1000, **layout):
     monkeypatch.setattr(lean_call, "MERGE_KV_TILES", merge_kv_tiles)
     config = LeanConfig(**{"num_ctas": 5, "block_kv": 64, "num_stages": 2} | layout)
     monkeypatch.setattr(tuning, "lean_config", lambda shape, **_: config)
+    monkeypatch.setattr(lean, "num_sms", lambda: config.num_ctas)  # as where a GPU is full
 
 
 @contextlib.contextmanager

@@ -31,5 +31,7 @@ def test_a_layer_by_the_kernel_is_five_launches_or_one_and_copies_no_cache():
     # After a head two choose the token, and one looks up its row: all else is made for all steps at first.
     assert straight["others"] == [0, 3, 0, 3, 0]
     assert len(launches["xla"]) > 10
+    # Layers after the first read old keys early, by the schedule that the first has read.
+    assert [row["schedules"] for row in rows if row["products"] in ("xla", "mosaic_gpu")] == [1, 1]
     for row in rows:
         assert [shape for shape in row["copies"] if "bf16" in shape] == []

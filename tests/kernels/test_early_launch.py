@@ -70,6 +70,8 @@ def test_warpgroups_wait_apart_where_old_keys_are_read_early():
     waits = [traced(132, num_new=num_new).count("griddepcontrol_wait") for num_new in (None, 1)]
     assert waits == ([1, 2] if overlap.overlaps() else [0, 0])
     assert "griddepcontrol_wait" not in traced(160, num_new=1)  # a kernel that does not begin early
+    # So few CTAs that those of several kernels have room at once.
+    assert traced(66, num_new=1).count("griddepcontrol_wait") == int(overlap.overlaps())
 
 
 # Of 507 slots the last KV tile begins earlier, to end with the array.

@@ -181,6 +181,12 @@ def begins_early(shape: LeanShape, config: LeanConfig) -> bool:
     return overlaps(shape.target) and (is_even or shape.num_slots <= FEW_KV_TILES * config.block_kv)
 
 
+def reads_early(shape: LeanShape, config: LeanConfig) -> bool:
+    """Returns whether the kernel reads old keys before the previous one has ended (`overlap.py`)."""
+    is_large = 2 * config.num_ctas > num_sms()
+    return shape.num_new is not None and is_large and begins_early(shape, config)
+
+
 def _attend_runs(names, shape: LeanShape, config: LeanConfig, epilogue, query_ref, key_ref, value_ref, *refs):
     tables, outputs = dict(zip(names, refs)), refs[len(names) :]
     dtype, cols, block_kv, stages = shape.dtype, shape.cols, config.block_kv, config.num_stages
@@ -237,10 +243,10 @@ def _attend_runs_scoped(
     query_smem, key_smem, value_smem, query_full, query_free, key_full, key_free, value_full, value_free,
     arrival_smem=None,
 ):  # fmt: skip
-    reads_early = begins_early(shape, config) and shape.num_new is not None
+    is_early = reads_early(shape, config)
     if begins_early(shape, config):
         begin_next_kernel(shape.target)
-        if not reads_early:
+        if not is_early:
             await_previous_kernel(shape.target)
     run = run_of_cta(tables, shape, config)
     barriers = Barriers(query_free, key_full, key_free, value_full, value_free)
@@ -261,12 +267,12 @@ def _attend_runs_scoped(
 
         refs, smems = (key_ref, value_ref), (key_smem, value_smem)
         move_tiles(
-            tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers, reads_early=reads_early
+            tables, shape, config, run, move_query, query_smem.shape[0], refs, smems, barriers, reads_early=is_early
         )  # fmt: skip
 
     @pl.when(lax.axis_index("warpgroup") == 0)
     def _compute():
-        if reads_early:  # else it has waited already
+        if is_early:  # else it has waited already
             await_previous_kernel(shape.target)
         RunCompute(
             tables=tables, shape=shape, config=config, run=run, epilogue=epilogue, products=products, results=results,

@@ -4,6 +4,12 @@ A kernel that begins so waits before it writes any memory of the GPU: that was f
 it had ended. It waits before it reads too, but for what was there before: weights, and keys of which the caller says so
 (`reads_keys_early` of `tree_attn.attend`), with the schedule that an earlier attention has read. What it has done by
 then, and the launch itself, cost nothing.
+
+A kernel lets the next begin before it has waited itself, so several might be under way. Attention reads early only
+where its CTAs take the memory of more than half of the SMs (`lean.reads_early`). The second kernel after it begins when
+all CTAs of the first have begun. Those of a large one have no room until some of attention's have ended, which have
+waited. Between attentions of a Llama are such kernels, or XLA's, which let none begin early.
+
 Attention, and kernels that read weights early, let the next kernel begin as soon as all their CTAs have begun. It finds
 room where their first CTAs have ended, and waits for them, as they wait for the kernel before. CTAs that begin early
 take the first SMs with room. A kernel of fewer CTAs than fit must take the memory of the SM
@@ -32,7 +38,7 @@ def overlaps(target: Target = HOPPER) -> bool:
 
 
 def await_previous_kernel(target: Target = HOPPER) -> None:
-    """Waits until the previous kernel has ended, and what it wrote is there. All threads of a kernel call this."""
+    """Waits until the previous kernel has ended, and what it wrote is there. Each CTA has threads that call this."""
     if overlaps(target) and not is_interpreted():
         plgpu.griddepcontrol_wait()
 

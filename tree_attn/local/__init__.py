@@ -70,9 +70,10 @@ def attend(
       sinks: float32 `[N]`, one extra logit per head in the denominator (hence in `lse`); infinity takes all weight.
       scale: multiplies the logits, default `H ** -0.5`.
       key_scale, value_scale: float32 `[K]`, factors of the stored keys and values of each head; default 1.
-      reads_keys_early: True is a promise: all keys but each sequence's last T were written before an earlier attention
-        of the same program, and that differs by query, key and value only. So it is in each layer of a model but the
-        first. `mosaic_gpu` may then read them while the kernel before it ends.
+      reads_keys_early: True is a promise, with which `mosaic_gpu` may read old keys while the kernel before it ends.
+        This query depends on the result of an earlier attention of the program, which differs by query, key and value
+        only, and read the same schedule. All keys but each sequence's last T were written before that one, and are
+        read where they lie: a slice of stacked layers, a cast, `jax.vmap` and other sharding are copies.
       shard: the shard of the sequence that `key` is; default: the whole sequence.
       implementation: "mosaic_gpu", "cudnn", "xla" or "flash_attn". None takes that of the first three that is predicted
         to be fastest (`tree_attn/local/prediction.py`), or the first that can run, and logs its name and why.

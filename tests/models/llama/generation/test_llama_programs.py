@@ -142,20 +142,21 @@ def test_steps_of_few_launches_follow_one_another_in_one_turn_of_the_loop(tiny_m
 
 
 @pytest.mark.parametrize(
-    "name, has_layer_kinds, stacks_layers, expected",
+    "name, windows, options, expected",
     [
-        ("single", False, False, [False, True, True]),
-        ("tree", False, False, [False, True, True]),
-        ("ring", False, False, [False] * 3),
-        ("single", False, True, [False] * 3),  # a layer of stacked ones is a copy
-        ("single", True, False, [False] * 3),  # the first layers of both kinds make a schedule
+        ("single", {}, {}, [False, True, True]),
+        ("tree", {}, {}, [False, True, True]),
+        ("tree", {"window": 8}, {}, [False, True, True]),
+        ("ring", {}, {}, [False] * 3),
+        ("single", {}, {"stacks_layers": True}, [False] * 3),  # a layer of stacked ones is a copy
+        ("single", {"window": 8, "global_layers": (1,)}, {}, [False] * 3),  # the first layer of each kind has its own
+        ("single", {"window": 8}, {"window": 8}, [False] * 3),  # slots are in no order
     ],
 )
 def test_layers_after_one_that_is_alike_read_old_keys_early(
-    tiny_config, tiny_model, monkeypatch, name, has_layer_kinds, stacks_layers, expected
+    tiny_config, tiny_model, monkeypatch, name, windows, options, expected
 ):
-    kinds = dict(window=8, global_layers=(1,)) if has_layer_kinds else {}
-    config, sharding = dataclasses.replace(tiny_config, num_layers=3, **kinds), tiny_model(1).sharding
+    config, sharding = dataclasses.replace(tiny_config, num_layers=3, **windows), tiny_model(1).sharding
     found, attend = [], KVCache.attend
     monkeypatch.setattr(
         KVCache,
@@ -167,7 +168,8 @@ def test_layers_after_one_that_is_alike_read_old_keys_early(
 
     def step(tokens):
         model = Llama(config, sharding, parameters.random(sharding, jnp.float32), unroll_layers=True)
-        cache = empty_cache(config, sharding, batch=1, capacity=16, dtype=jnp.float32, stacks_layers=stacks_layers)
+        sizes = dict(batch=1, capacity=16, dtype=jnp.float32, stacks_layers=False)
+        cache = empty_cache(config, sharding, **sizes | options)
         return model.decode(tokens, cache, by_name(name, sharding))[0]
 
     jax.eval_shape(step, jnp.zeros((1, 1), jnp.int32))
