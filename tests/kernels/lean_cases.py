@@ -283,7 +283,8 @@ def variants() -> list[Call]:
 def more_variants() -> list[Call]:
     """Returns further calls, most of which differ from one of `variants` by a head dim, a layout, or a number."""
     return [
-        *(Call(head_dim=head_dim, is_early=True) for head_dim in (64, 128, 256)),
+        # Of so many keys that CTAs have most SMs.
+        *(Call(head_dim=head_dim, slots=8192, kv_heads=8, is_early=True) for head_dim in (64, 128, 256)),
         Call(head_dim=256, **ODD, **FIVE_CAUSAL, is_early=True),
         *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL, is_early=True) for head_dim in (64, 80, 128, 256)),
         *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE, is_early=True) for head_dim in (64, 128, 256)),
