@@ -26,7 +26,9 @@ from tree_attn import (
     topology,
     tree_decode,
 )
+from tree_attn.arguments import AttentionOptions
 from tree_attn.ring_baseline import ring_attention, ring_decode, ulysses_attention
+from tree_attn.sharded import pad_keys
 
 RNG = np.random.default_rng(0)
 QUERY, PROMPT, KEY, VALUE = (
@@ -250,3 +252,11 @@ def test_keys_on_explicit_axes_of_another_mesh_are_refused():
     key = jax.device_put(KEY, NamedSharding(other, P(None, "x")))
     with pytest.raises(ValueError, match=r"key must be sharded over axes of the mesh \('seq',\), got \['x'\]"):
         tree_decode(QUERY, key, VALUE, axis_name="seq", mesh=make_mesh({"seq": 2}))
+
+
+@pytest.mark.parametrize("num_devices, is_early", [(4, True), (3, False)])
+def test_keys_that_are_padded_are_new(num_devices, is_early):
+    """Three devices do not divide 16 keys, so that they are copied."""
+    options = AttentionOptions(reads_keys_early=True)
+    where = dict(axes=("seq",), mesh=make_mesh({"seq": num_devices}), block_size=None)
+    assert pad_keys(KEY, VALUE, options, **where)[2].reads_keys_early == is_early

@@ -199,7 +199,7 @@ def pad_keys(
         check_shards_are_full(key, axes=axes, mesh=mesh, block_size=block_size)
     # A traced length may be too long; clipped later it would be clipped to the padded size.
     lengths = jnp.full(key.shape[:1], num_keys, jnp.int32) if lengths is None else clip_to_int32(lengths, 0, num_keys)
-    options = dataclasses.replace(options, key_value_seq_lengths=lengths, reads_keys_early=False)  # not copies
+    options = dataclasses.replace(options, key_value_seq_lengths=lengths, reads_keys_early=False)  # copies are new
     chosen, widths = _mesh_with(axes, mesh), [(0, 0), (0, padding), (0, 0), (0, 0)]
 
     def padded(x):

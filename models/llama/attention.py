@@ -44,8 +44,8 @@ class Attention:
         and `[B, S, K, H]`. The levels of `prefixes` precede the sequences, and every query sees them whole.
       decode: `(query, cache, layer, prefixes, **options) -> out`; query `[B, T, N, H]` of the newest T tokens,
         which the layer of the cache holds already and does not count yet. The options of both are
-        `config.attention_options`. `decode` takes `is_later` too: a layer before was alike, and attended to older
-        tokens.
+        `config.attention_options`. `decode` takes `is_later` too: whether an earlier layer of the program attends
+        alike. Then it may read old keys early (`tree_attn.attend`).
       sparq: the choice of keys for `sparq`; None: decoding attends to all keys.
       is_replaceable: whether a launch that also multiplies may decode in its place: to all keys of the cache, by the
         kernel `mosaic_gpu`, and over several devices with the reduction `fused`.

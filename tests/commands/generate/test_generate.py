@@ -45,11 +45,7 @@ def run(capsys, *arguments: str) -> tuple[int, list[str], str]:
 @pytest.mark.parametrize(
     ("arguments", "described"),
     [
-        pytest.param(  # the demo's test has the tree on eight devices
-            ["--reduction", "hierarchical"],
-            {"attention": "tree", "reduction": "hierarchical", "n_devices": 8},
-            marks=pytest.mark.thorough,
-        ),
+        (["--reduction", "hierarchical"], {"attention": "tree", "reduction": "hierarchical", "n_devices": 8}),
         (["--attention", "ring", "--devices", "3"], {"attention": "ring", "reduction": None, "n_devices": 3}),
     ],
 )
@@ -95,22 +91,19 @@ def test_several_prompts_through_fewer_rows(capsys):
     questions = [PROMPT, "What is 2 + 2? Answer with a number.", PROMPT]
     arguments = [part for question in questions for part in ("--prompt", question)]
     arguments += ["--max-batch", "2", "--prefill-chunk", "24", "--cache-dtype", "int8", "--attention", "single"]
-    status, (line,), _ = run(capsys, *arguments, "--max-new-tokens", "12", "--json")
-    document = json.loads(line)
+    status, lines, error = run(capsys, *arguments, "--max-new-tokens", "12")
     assert status == 0
+    ending = "7 new tokens up to a stop token"
+    assert lines[:2] == [f"--- prompt 1 of 3, {ending}", ANSWER] and lines[-2:] == [
+        f"--- prompt 3 of 3, {ending}",
+        ANSWER,
+    ]
+    assert error.startswith("3 prompts, ") and error.endswith(" tokens a second together on 1 device by single\n")
+    _, (line,), _ = run(capsys, *arguments, "--max-new-tokens", "12", "--json")
+    document = json.loads(line)
     assert [one["text"] for one in document["generations"]][::2] == [ANSWER] * 2
     assert document["generations"][0]["new_ids"] == [504, 3575, 282, 4649, 314, 7042, 30]
     assert (document["attention"], document["reduction"], document["n_devices"]) == ("single", None, 1)
-
-
-@pytest.mark.usefixtures("tiny_checkpoint")
-def test_several_texts_have_their_numbers(capsys):
-    arguments = ["--prompt", "name a river", "--prompt", "name a lake", "--max-batch", "1", "--attention", "single"]
-    status, lines, error = run(capsys, *arguments, "--max-new-tokens", "2")
-    assert status == 0 and len(lines) == 4
-    ending = "2 new tokens up to the limit of --max-new-tokens"
-    assert lines[::2] == [f"--- prompt {number} of 2, {ending}" for number in (1, 2)]
-    assert error.startswith("2 prompts, ") and error.endswith(" tokens a second together on 1 device by single\n")
 
 
 @pytest.mark.slow
