@@ -13,8 +13,8 @@ graphs, in a process of its own. Copies of K and V rotate, so that no cache hold
 kernel times.
 
 `--workers` processes compile all programs before anything is timed, and `--threads` others FlashInfer's kernels, of
-which the first call of each kind compiles one. A program of which another way has the same is timed once, and its row
-says so.
+which the first call of each kind compiles one. `--threads 0` is for kernels that were compiled before. A program of
+which another way has the same is timed once, and its row says so.
 
 A row is written as soon as it is there. `--go-on` leaves out the rows that the file has of this commit, but for those
 that a second try may mend. `--build` compiles FlashInfer's kernels for all cases, and times nothing.
@@ -85,7 +85,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts", help="also time these of the lean kernel, CTAs per SM x keys x stages: 2x64x1,1x64x3"
     )
-    parser.add_argument("--threads", type=int, default=4, help="processes that compile FlashInfer's kernels")
+    parser.add_argument("--threads", type=int, default=4, help="processes that compile FlashInfer's kernels, or 0")
     parser.add_argument("--workers", type=int, default=4, help="processes that compile programs ahead")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
@@ -185,7 +185,7 @@ class Sweep:
         start = time.monotonic()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             is_over = lambda: time.monotonic() > self._end
-            wanted = cases if self._flashinfer is not None else []
+            wanted = cases if self._flashinfer is not None and self._args.threads else []
             building = pool.submit(build, wanted, self._args, self._is_missing, is_over) if wanted else None
             try:
                 compilers.await_all(until=self._end)
