@@ -227,8 +227,6 @@ def variants() -> list[Call]:
     return [
         Call(),
         *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (128, 256)),
-        Call(**MANY_HEADS, options=head_scales(600)),
-        Call(head_dim=128, **MANY_HEADS, **LENGTHS | WIDE),
         Call(head_dim=256, **FLOAT8, **LENGTHS | WIDE),
         # Old keys are read early, also where an exchange ends the kernel.
         Call(slots=8192, kv_heads=4, group=4, head_dim=128, lengths=(8000,), is_early=True),
@@ -247,7 +245,6 @@ def variants() -> list[Call]:
         Call(queries=5, group=11, head_dim=128, lengths=(600, 70), slots=635, **WINDOW),
         Call(queries=8, group=16, head_dim=128, lengths=(600, 70), slots=640, layout="paged", page=16, **CAUSAL),
         # The same in two streams.
-        Call(queries=8, group=8, lengths=(600, 70), slots=640, **CAUSAL_CAPPED),
         Call(queries=8, group=8, head_dim=128, lengths=(300, 70), slots=320, **CAPPED_WINDOW),
         # 48 query columns, whose merge is the kernel's too.
         Call(queries=7, group=6, head_dim=128, **LENGTHS, **CAUSAL),
@@ -274,7 +271,6 @@ def variants() -> list[Call]:
         # KV tiles that are copied in parts: odd numbers of slots, and small pages.
         Call(head_dim=256, **ODD, **WIDE),
         Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **MANY),
-        Call(page=8, head_dim=128, **PAGES),
         Call(page=16, head_dim=256, **PAGES, **WIDE),
         *exchanges(),
     ]
@@ -293,8 +289,8 @@ def more_variants() -> list[Call]:
         *(Call(head_dim=head_dim) for head_dim in (80, 128, 256)),
         *(Call(head_dim=head_dim, **LENGTHS | FIVE_CAUSAL) for head_dim in (64, 80, 128, 256)),
         *(Call(head_dim=head_dim, **LENGTHS | WIDE) for head_dim in (64, 80)),
-        *(Call(head_dim=head_dim, **MANY_HEADS, options=head_scales(600)) for head_dim in (80, 256)),
-        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 256)),
+        *(Call(head_dim=head_dim, **MANY_HEADS, options=head_scales(600)) for head_dim in (64, 80, 256)),
+        *(Call(head_dim=head_dim, **MANY_HEADS, **LENGTHS | WIDE) for head_dim in (64, 128, 256)),
         Call(head_dim=128, **FLOAT8, **LENGTHS | WIDE),
         *(
             Call(kv_heads=1200, head_dim=head_dim, **LENGTHS | {"queries": 3} | CAUSAL_CAPPED)
@@ -311,6 +307,7 @@ def more_variants() -> list[Call]:
                 (64, 5, 11, {"slots": 635} | WINDOW),
                 (64, 7, 11, {"slots": 635} | WINDOW),
                 (64, 8, 16, {"slots": 640, "layout": "paged", "page": 16} | CAUSAL),
+                (64, 8, 8, {"slots": 640} | CAUSAL_CAPPED),
                 (128, 8, 8, {"slots": 640} | CAUSAL_CAPPED),
                 (128, 7, 11, {"slots": 635} | WINDOW),
             )
@@ -374,7 +371,7 @@ def more_variants() -> list[Call]:
         *(Call(**MANY, head_dim=head_dim, **ODD) for head_dim in (64, 256)),
         Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0),
         MergedWith(queries=40, head_dim=128, slots=703, first=643, lengths=(700, 70)),
-        *(Call(page=page, head_dim=128, **PAGES) for page in (16, 32)),
+        *(Call(page=page, head_dim=128, **PAGES) for page in (8, 16, 32)),
         *(Call(page=16, head_dim=128, queries=7, group=group, **PAGES, **CAUSAL) for group in (6, 8)),
         Call(page=16, head_dim=128, **PAGES, **FLOAT8 | WIDE),
         Call(page=16, head_dim=128, **PAGES, **FIVE_CAUSAL),

@@ -14,16 +14,16 @@ ODD_SLOTS = [
     (Call(slots=131, batch=2, kv_heads=1, group=3, head_dim=128), 2),
     (Call(slots=67, lengths=(67, 3), queries=3, options=CAUSAL | {"local_window_size": (40, 0)}), 1),
     (Call(slots=37, lengths=(37, 0, 9), head_dim=128), 1),  # output tiles of one KV tile, read up to their ends
-    (Call(slots=1, batch=2), 1),
     (Call(slots=67, head_dim=80, **FLOAT8), 1),
     (Call(layout="packed", lengths=(70, 2, 69), slots=72, spare=0), 2),
 ]
 SMALL_PAGES = [
     (Call(layout="paged", page=16, lengths=(200, 0, 77), slots=208, kv_heads=1), 2),  # tiles beyond the table's end
-    (Call(layout="paged", page=8, lengths=(72, 0, 31), slots=72, **FLOAT8), 1),
     (Call(layout="paged", page=5, lengths=(70, 129), slots=130), 2),
 ]
 MORE = [
+    (Call(slots=1, batch=2), 1),
+    (Call(layout="paged", page=8, lengths=(72, 0, 31), slots=72, **FLOAT8), 1),
     (Call(slots=131, lengths=(131, 70), **MANY), 2),
     (Call(layout="paged", page=32, lengths=(96, 70), slots=96, head_dim=128, kv_heads=1), 1),
     (Call(slots=203, lengths=(203, 0, 77, 1), group=2), 2),

@@ -23,8 +23,6 @@ FLOAT8_CAUSAL = {"stored_dtype": "float8_e4m3fn", "options": CAUSAL | {"logits_s
 SINKS_OF_TWO = {"sinks": np.array([0.5, -1.0], np.float32)}
 CALLS = [
     Call(group=4),
-    Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
-    Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
     Call(queries=5, group=16, kv_heads=1, slots=192, head_dim=256, options=CAUSAL, lengths=(100,)),  # three blocks
     Call(
         queries=7, group=6, kv_heads=1, head_dim=128, options=CAUSAL, lengths=(250, 0)
@@ -32,7 +30,6 @@ CALLS = [
     Call(queries=2, group=3, head_dim=96, options=CAUSAL | WINDOW, lengths=(130, 3)),  # fewer than a copy moves
     Call(slots=200, options={"logits_soft_cap": 2.0}, logit_size=4.0),  # a last tile in part, known when compiling
     Call(options=WINDOW | SINKS, group=2, lengths=(200, 0)),
-    Call(logit_size=1e4, lengths=(200, 13)),
     Call(**FLOAT8, head_dim=80, dtype="float16", slots=192, group=3),
     Call(queries=5, group=8, kv_heads=1, head_dim=128, lengths=(150,), slots=192, **FLOAT8_CAUSAL),  # two blocks
     Call(**FLOAT8, layout="packed", lengths=RAGGED, group=3, head_dim=128),
@@ -45,11 +42,9 @@ CALLS = [
             (32, {"head_dim": 256, "group": 2}),
         )
     ),
-    Call(**FLOAT8, layout="paged", page=16, lengths=(70, 0, 129), slots=160, head_dim=128),
     Call(layout="packed", lengths=(0, 0, 9, 0), slots=64, options=SINKS, group=2),
     # Queries before the first position see no key, whatever their window has at its right.
     Call(layout="packed", lengths=(2, 0, 70), slots=192, queries=5, options={"local_window_size": (None, 1)}),
-    Call(lengths=(100,), options={"logits_soft_cap": 1e6}),
     # Old keys are read before the query is.
     Call(lengths=(200, 0, 3), slots=203, queries=3, options=CAUSAL, is_early=True),
 ]
@@ -67,12 +62,17 @@ MANY = [  # queries, which are then rows of the tensor core
     Call(queries=8, group=7, kv_heads=1, slots=320, options=CAUSAL | WINDOW, lengths=(300, 130), logit_size=1e4),
     Call(layout="paged", page=16, queries=6, group=10, kv_heads=1, slots=320, lengths=(0, 300), options=CAUSAL),
     # Of several KV heads.
-    Call(queries=8, group=8, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(queries=5, group=11, kv_heads=3, slots=203, dtype="float16", options=CAUSAL, lengths=(200, 5)),
     # In columns too.
     Call(queries=30, slots=192, head_dim=80),
 ]
 MORE = [
+    Call(head_dim=80, lengths=(190, 64), slots=192, dtype="float16"),
+    Call(queries=5, group=3, options=CAUSAL, lengths=(250,)),
+    Call(logit_size=1e4, lengths=(200, 13)),
+    Call(**FLOAT8, layout="paged", page=16, lengths=(70, 0, 129), slots=160, head_dim=128),
+    Call(lengths=(100,), options={"logits_soft_cap": 1e6}),
+    Call(queries=8, group=8, slots=512, head_dim=128, options=CAUSAL, lengths=(450, 0, 3)),
     Call(slots=200, is_early=True),
     Call(**FLOAT8, lengths=(200, 70), is_early=True),
     Call(lengths=(250, 130), options=WINDOW, group=4, is_early=True),
@@ -119,12 +119,12 @@ WHOLE = [  # output tiles that five CTAs share evenly
     Call(lengths=(40, 0, 9, 33, 1), slots=40, head_dim=128, group=2, logit_size=1e4),
     Call(lengths=(64, 3), slots=64, queries=3, options=CAUSAL | {"local_window_size": (20, 0)} | FLOAT8["options"]),
     # Only the device knows the lengths, but output tiles are short, or many for their length.
-    Call(lengths=(128, 0, 70, 64, 100), slots=128, group=2, head_dim=80),
     Call(layout="paged", lengths=(120, 0, 31), slots=128, group=3, stored_dtype="float8_e4m3fn"),
     Call(lengths=(100, 128), slots=128, queries=40, kv_heads=1),
     Call(lengths=(100, 3), slots=128, queries=7, group=8, options=CAUSAL),
 ]
 MORE_WHOLE = [
+    Call(lengths=(128, 0, 70, 64, 100), slots=128, group=2, head_dim=80),
     Call(batch=5, slots=64, head_dim=96, group=16, **FLOAT8),
     Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=4),
     Call(batch=5, slots=64, head_dim=256, logit_size=1e4),
@@ -241,12 +241,12 @@ CUT = [  # more output tiles than the five CTAs: runs hold some whole, and cut o
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4),
     Call(layout="packed", lengths=(1000, 2, 129, 30), slots=1024, kv_heads=2, group=3),
     Call(layout="paged", lengths=(500, 64, 0), slots=512, kv_heads=2, head_dim=128),
-    # Few queries, as columns, and as rows in two streams.
-    Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),
+    # Few queries, as rows in two streams.
     Call(lengths=(500, 60, 3), slots=512, queries=7, group=8, head_dim=128, options=CAUSAL),
     Call(lengths=(600, 60, 3), slots=640, queries=40, group=2),  # many queries
 ]
 MORE_CUT = [
+    Call(lengths=(250, 0, 70, 180, 3), queries=3, group=3, options=CAUSAL),  # as columns
     Call(lengths=(500, 60), slots=512, kv_heads=1, queries=10, group=3),  # few output tiles, one of them uncut
     Call(batch=4, slots=192, kv_heads=3, group=2),
     Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, stored_dtype="float8_e4m3fn"),
@@ -264,7 +264,6 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
     "call, num_ctas",
     [
         (CUT[0], 5),
-        (CUT[1], 5),
         (CUT[2], 6),
         (Call(lengths=(190, 250), kv_heads=2), 8),  # 1, 3, 1, 2, 2 lanes
         # Few queries as rows, in two streams, of which one has no run.
@@ -275,6 +274,7 @@ def test_output_tiles_that_runs_cut_are_merged_beside_others(call):
         *thorough(
             [
                 (CUT[0], 6),
+                (CUT[1], 5),
                 (Call(lengths=(250, 0, 70, 180, 3), slots=320, queries=8, group=8, options=CAUSAL), 5),
                 (Call(lengths=(650, 70, 0), slots=700, queries=8, group=16, head_dim=128, options=CAUSAL), 5),  # blocks
             ]
@@ -369,12 +369,13 @@ def test_a_state_that_would_have_to_be_padded_is_merged_by_xla(queries, options,
         MergedWith(queries=136, group=4, lengths=(250, 0), logit_size=1e4),
         MergedWith(queries=32, group=3, head_dim=128),  # three heads do not share a block's rows
         MergedWith(queries=58, kv_heads=3, head_dim=128, slots=200),  # 8 does not divide them: threads copy rows
-        *(MergedWith(queries=queries, kv_heads=3) for queries in (64, 65)),  # rows in one half of a block, and in two
+        MergedWith(queries=65, kv_heads=3),  # rows in both halves of a block
         MergedWith(queries=10, kv_heads=3, head_dim=80, lengths=(250, 100, 0), logit_size=1e4),
-        MergedWith(queries=16, group=2, dtype="float16"),
         MergedWith(group=2),  # few queries, which XLA merges
         *thorough(
             [
+                MergedWith(queries=64, kv_heads=3),  # rows in one half of a block
+                MergedWith(queries=16, group=2, dtype="float16"),
                 MergedWith(queries=40, group=4, kv_heads=1),
                 MergedWith(queries=70, group=2, lengths=(250, 100)),  # 8 does not divide them: threads copy rows
                 MergedWith(queries=72, group=2, lengths=(250, 100)),  # two KV heads
@@ -414,11 +415,11 @@ def test_an_exchange_merges_partial_states_or_else_the_state(call, num_kernels, 
     [
         ("padded", {"num_ctas": 40}),  # more CTAs than KV tiles
         ("packed", {"num_ctas": 1}),  # one CTA for all output tiles
-        ("padded", {"num_stages": 1}),
         ("packed", {"block_kv": 128, "num_ctas": 3}),
         *thorough(
             [
                 ("packed", {"num_stages": 1}),
+                ("padded", {"num_stages": 1}),
                 ("padded", {"num_stages": 3}),
             ]
         ),
@@ -438,12 +439,12 @@ LANES = {"num_ctas": 6}  # of two heads, or of three: as many lanes, with three 
     [
         (Call(slots=512, kv_heads=3), 2),  # all keys: the schedule is static
         (Call(lengths=(500, 0, 70, 180, 3), kv_heads=3, logit_size=1e4), 2),  # a merge for each run
-        (Call(layout="packed", lengths=(300, 2, 129, 30), slots=512, kv_heads=2, group=3), 2),
         (Call(queries=40, slots=320, lengths=(300, 70)), 2),  # rows of queries
         (MergedWith(group=2, lengths=(500, 100)), None),
         (Exchanged(lengths=(500, 77, 0), slots=512, group=3), 2),
         *thorough(
             [
+                (Call(layout="packed", lengths=(300, 2, 129, 30), slots=512, kv_heads=2, group=3), 2),
                 (Call(lengths=(500, 60), slots=512, queries=10, group=3), 2),  # a merge for each output tile
                 (Call(lengths=(192, 0, 129, 64, 1, 128, 70, 192), slots=192, kv_heads=2), 2),
                 (Call(layout="paged", lengths=(300, 64, 0), slots=320, kv_heads=2, head_dim=128), 2),

@@ -8,7 +8,7 @@ import pathlib
 import types
 
 import pytest
-from lean_cases import Call
+from lean_cases import Call, thorough
 from lean_interpreter import check, has_race, needs_interpreter, set_layout
 
 from tree_attn.kernels import kv_parts, lean_compute, lean_merge, lean_moves, tall_cta
@@ -23,15 +23,19 @@ pytestmark = [needs_interpreter, pytest.mark.usefixtures("small_layout", "watche
     [
         (Call(slots=512), 2, 1),  # two output tiles for two CTAs: nothing to merge
         (Call(slots=512, kv_heads=1), 2, 2),
-        (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1, head_dim=256), 1, 2),  # K and V refill as soon as used
-        (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
         (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1, stored_dtype="float8_e4m3fn"), 2, 2),
         (Call(queries=70, group=2, lengths=(500, 77), slots=512, kv_heads=1), 2, 2),
         (Call(lengths=(40, 3, 0, 64), slots=64), 2, 1),  # short output tiles: two queries are on their way
         (Call(slots=259, kv_heads=1), 2, 2),  # the last KV tile is copied in parts
         (Call(lengths=(500, 0, 77), slots=512, kv_heads=1, is_early=True), 3, 2),  # old keys are read early
         (Call(layout="paged", page=32, lengths=(250, 77), slots=256, kv_heads=1), 2, 2),  # every one is
+        *thorough(
+            [
+                (Call(lengths=(500, 0, 77), slots=512, kv_heads=1), 3, 2),
+                (Call(layout="packed", lengths=(300, 9, 200), slots=512, kv_heads=1), 2, 2),
+            ]
+        ),
     ],
     ids=str,
 )

@@ -11,19 +11,19 @@ CAUSAL, WINDOW = {"is_causal": True}, {"local_window_size": (70, 0)}
 RAGGED = (200, 0, 77, 1)
 FLOAT8 = {"stored_dtype": "float8_e4m3fn", "options": HEAD_SCALES}
 CALLS = [
-    (Call(group=4), 2),
     (Call(head_dim=80, lengths=(190, 64), slots=191, dtype="float16"), 2),
     (Call(head_dim=256, lengths=(100,), slots=192, group=3, dtype="float16"), 2),
     (Call(queries=5, group=3, options=CAUSAL, lengths=(250,), slots=251), 2),
-    (Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1), 2),
     (Call(queries=8, group=16, kv_heads=1, slots=131, head_dim=128, lengths=(130,)), 2),  # six blocks of columns
     (Call(**FLOAT8, layout="paged", lengths=RAGGED, group=3, head_dim=128), 2),
     (Call(layout="packed", lengths=(70, 2, 129), queries=3, options=CAUSAL | WINDOW, slots=192, spare=1), 2),
-    (Call(layout="paged", page=24, lengths=(70, 2, 129), queries=3, slots=192), 2),
     (Call(lengths=(40, 0, 9, 33, 1), slots=40, head_dim=80, group=2, logit_size=1e4), 1),
     (Call(lengths=(250, 0, 70, 180, 3), kv_heads=3, logit_size=1e4), 2),
 ]
 MORE = [
+    (Call(group=4), 2),
+    (Call(queries=8, group=4, options=CAUSAL | WINDOW, lengths=(130, 3), head_dim=128, kv_heads=1), 2),
+    (Call(layout="paged", page=24, lengths=(70, 2, 129), queries=3, slots=192), 2),
     (Call(**FLOAT8, layout="packed", lengths=RAGGED, group=3, head_dim=128), 2),
     (Call(logit_size=1e4, lengths=(200, 13)), 2),
     (Call(head_dim=96, lengths=(130, 0), slots=192, group=3), 2),
