@@ -73,7 +73,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the drawn cases")
     parser.add_argument("--cases", type=int, default=0, help="number of drawn cases")
     parser.add_argument("--table", action="store_true", help="the sixteen fixed steps, before the drawn ones")
-    parser.add_argument("--numbers", help='draw these cases, and not the first --cases: "3,17"')
+    parser.add_argument(
+        "--numbers", help='draw these cases, and not the first --cases: "3,17", or "41:3" for one of another seed'
+    )
     parser.add_argument("--only", default=",".join(FAMILIES), help='leave out the other families: "dense,ragged"')
     parser.add_argument("--ways", help='only ways with one of these in their name: "None,cudnn"')
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("sweep.jsonl"), help="JSONL file of rows")
@@ -99,8 +101,8 @@ def _arguments() -> argparse.Namespace:
     args.layouts = args.layouts.split(",") if args.layouts else []
     if wrong := [layout for layout in args.layouts if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", layout)]:
         parser.error(f"--layouts must be of three numbers each, as 2x64x1, got {', '.join(wrong)}")
-    if args.numbers is not None and not re.fullmatch(r"\d+(,\d+)*", args.numbers):
-        parser.error(f"--numbers must be numbers of cases, as 3,17, got {args.numbers}")
+    if args.numbers is not None and not re.fullmatch(r"(\d+:)?\d+(,(\d+:)?\d+)*", args.numbers):
+        parser.error(f"--numbers must be numbers of cases, as 3,17 or 41:3, got {args.numbers}")
     if args.iters < 32:
         parser.error(f"--iters must be at least 32, got {args.iters}")
     return args
@@ -108,8 +110,9 @@ def _arguments() -> argparse.Namespace:
 
 def drawn(args: argparse.Namespace) -> list[Step]:
     """Returns the cases that the arguments name."""
-    numbers = range(args.cases) if args.numbers is None else map(int, args.numbers.split(","))
-    return (table() if args.table else []) + [draw(args.seed, i) for i in numbers]
+    names = map(str, range(args.cases)) if args.numbers is None else args.numbers.split(",")
+    of_seeds = (name if ":" in name else f"{args.seed}:{name}" for name in names)
+    return (table() if args.table else []) + [draw(*map(int, name.split(":"))) for name in of_seeds]
 
 
 def parse_options(text: str | None) -> dict[str, str | bool | int]:

@@ -31,7 +31,7 @@ DRAWN = [sweep_cases.draw(11, i) for i in range(210)]
 
 
 def test_cases_follow_from_the_seed_alone():
-    assert [sweep_cases.draw(11, i) for i in (5, 3)] == [DRAWN[5], DRAWN[3]]
+    assert [sweep_cases.draw(11, i) for i in (5, 3)] == [DRAWN[5], DRAWN[3], sweep_cases.draw(12, 3)]
     assert all(sweep_cases.draw(12, i) != DRAWN[i] for i in range(7))
 
 
@@ -146,12 +146,12 @@ def test_options_of_xla(text, options):
 
 
 def test_numbers_choose_among_the_drawn_cases(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--seed", "11", "--numbers", "5,3"])
-    assert bench_sweep.drawn(bench_sweep._arguments()) == [DRAWN[5], DRAWN[3]]
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--seed", "11", "--numbers", "5,3,12:3"])
+    assert bench_sweep.drawn(bench_sweep._arguments()) == [DRAWN[5], DRAWN[3], sweep_cases.draw(12, 3)]
     monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--numbers", "3,x"])
     with pytest.raises(SystemExit):
         bench_sweep._arguments()
-    assert "--numbers must be numbers of cases, as 3,17, got 3,x" in capsys.readouterr().err
+    assert "--numbers must be numbers of cases, as 3,17 or 41:3, got 3,x" in capsys.readouterr().err
 
 
 @pytest.fixture
