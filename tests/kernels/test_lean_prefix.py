@@ -100,6 +100,16 @@ def test_a_kernel_begins_so_where_that_is_faster(batch, slots, group, reason):
     assert found is None if reason is None else reason in found
 
 
+@pytest.mark.parametrize(
+    "sequences, has_lengths, is_merged", [(127, True, True), (127, False, False), (30, True, False)]
+)
+def test_output_tiles_of_unknown_lengths_do_not_read_in_many_rounds(sequences, has_lengths, is_merged):
+    """A block of 127 rows has 8 partial states for each of 16 heads, of which a warpgroup reads four together."""
+    lengths = np.linspace(10, 1051, sequences) if has_lengths else None
+    found = planned(sequences, 1, 16, 1, 1051, lengths).why_not_after(planned(1, sequences, 16, 1, 5696))
+    assert "in so many rounds" in found if is_merged else found is None
+
+
 @pytest.mark.parametrize("slots, is_able", [(256, False), (600, True)])
 def test_short_prefixes_of_given_lengths_have_results_and_no_partial_states(slots, is_able):
     found = planned(64, 1, 8, 4, 128).why_not_after(planned(2, 32, 8, 4, slots, lengths=[60, 190]))

@@ -316,6 +316,39 @@ def test_three_ctas_of_an_sm_have_an_output_tile_each_where_two_are_too_few(outp
 
 
 @pytest.mark.parametrize(
+    "batch, heads, slots, changes, static, of_lengths",
+    [
+        # One output tile for each CTA, where two CTAs of an SM are enough and one is not.
+        (18, 8, 1882, {}, 144, 264), (13, 16, 2157, {}, 208, 264), (16, 8, 1882, {}, None, None),
+        (18, 8, 8192, {}, 144, 264), (18, 8, 8193, {}, None, None), (18, 8, 512, {}, None, None),
+        (18, 8, 1882, {"head_dim": 64}, None, None), (18, 8, 1882, {"cols": 16}, None, None),
+        (18, 8, 1882, {"key_dtype": jnp.dtype("float8_e4m3fn")}, None, None),
+        # Many KV heads: all CTAs are in lanes.
+        (181, 32, 1302, {}, 264, 264), (181, 16, 1302, {}, None, None), (12, 40, 20_000, {}, 260, 260),
+    ],
+)  # fmt: skip
+def test_two_ctas_of_an_sm_have_an_output_tile_each_or_many_heads(
+    batch, heads, slots, changes, static, of_lengths, monkeypatch
+):
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
+    shape = SHAPE.replace(batch=batch, num_kv_heads=heads, num_slots=slots, **changes)
+    for is_static, num_ctas in ((True, static), (False, of_lengths)):
+        found = tuning._two_ctas(shape, 132, is_static, leaves_whole=True)
+        assert found == (None if num_ctas is None else LeanConfig(block_kv=64, num_stages=2, num_ctas=num_ctas))
+        assert found in (None, lean_config(shape, is_static=is_static, leaves_whole=True))
+
+
+@pytest.mark.parametrize("last, runs", [(2157, 26), (1000, 33)])
+def test_equal_output_tiles_of_two_ctas_are_not_cut(last, runs):
+    """Though only the device knows the lengths. Others are cut by all CTAs of a lane, of which there are eight."""
+    shape = SHAPE.replace(batch=13, num_kv_heads=16, num_slots=2157)
+    ends = jnp.array((2157,) * 12 + (last,))[:, None]
+    config = tuning._two_ctas(shape, 132, False, leaves_whole=False)
+    _, table = schedule_tables(jnp.zeros_like(ends), ends, shape, config)
+    assert int((table[:, 3] > 0).sum()) == runs
+
+
+@pytest.mark.parametrize(
     "output_tiles, cols, expected",
     [(8, 64, (4, 8)), (24, 48, (2, 8)), (66, 32, (1, 8)), (133, 8, (1, 8)), (7, 8, (4, 8))],
 )

@@ -15,6 +15,7 @@ from lean_launches import count_launches, num_launches
 
 from tree_attn import Shard, attend, lean_decode, make_mesh, paged_decode, tree_decode
 from tree_attn.arguments import AttentionOptions
+from tree_attn.kernels import tuning
 from tree_attn.local import mosaic_gpu
 from tree_attn.masking import visibility
 from tree_attn.state import SoftmaxState
@@ -23,6 +24,11 @@ from tree_attn.state import SoftmaxState
 @pytest.fixture
 def anywhere(monkeypatch):
     monkeypatch.setattr(mosaic_gpu, "unavailable", lambda: None)
+
+
+@pytest.fixture
+def as_on_an_h200(anywhere, monkeypatch):
+    monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
 
 
 def lowered(function, *shapes) -> str:
@@ -39,7 +45,7 @@ def without_exchange(calls: list) -> list:
 @pytest.mark.skipif(
     "TREE_ATTN_TEST_CUDA_WHEELS" in os.environ, reason="test_lean_compiled.py counts the kernels of the same calls"
 )
-@pytest.mark.usefixtures("anywhere")
+@pytest.mark.usefixtures("as_on_an_h200")
 @pytest.mark.parametrize("call", without_exchange(variants()) + thorough(without_exchange(more_variants())), ids=str)
 def test_variants_lower_to_one_kernel_and_a_merge(call):
     assert count_launches(lowered(call.run, *call.shapes())) == num_launches(call)

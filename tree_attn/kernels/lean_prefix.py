@@ -43,6 +43,7 @@ MAX_ROUNDS = 4  # how often it reads so at most: CTAs of a merge share what take
 # Reading delays an output tile by up to a microsecond. What another launch and its gap take is as much as that of so
 # many output tiles of a CTA; of longer ones, whose keys and values take so many bytes, memory is the limit meanwhile.
 MAX_SHORT_OUTPUT_TILES, LONG_BYTES = 6, 128 * 1024
+MAX_RAGGED_READS = 8  # of a CTA; output tiles whose lengths only the device knows may be short
 MAX_ELEMENTS = 16384  # weighted values of an output tile; a state beyond them leaves no registers for another
 
 
@@ -129,6 +130,10 @@ class Prefix:
         is_long = 2 * suffix.num_slots * suffix.head_dim * suffix.key_itemsize >= LONG_BYTES
         if suffix.num_output_tiles > MAX_SHORT_OUTPUT_TILES * config.num_ctas and not is_long:
             return "so many short output tiles would take longer than another launch"
+        rounds = -(-self.most_partials // self.read_at_once(suffix, config))
+        is_ragged = suffix.static_kv_tiles is None
+        if is_ragged and rounds > 1 and suffix.num_output_tiles * rounds > MAX_RAGGED_READS * config.num_ctas:
+            return "output tiles of unknown lengths would read in so many rounds for longer than another launch takes"
         if self.rows_of_sequence > self.tokens:
             return "a sequence has more rows than a block of the prefix's"
         if self.are_cut and self.heads_are_apart:

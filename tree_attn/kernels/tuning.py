@@ -18,10 +18,13 @@ MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 12
 # The same of query columns times padded head dims, where K and V are widened in registers; and for 128 keys of one CTA.
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and two stages were faster on Hopper
-MAX_SLOTS_OF_ONE_EACH = 8192  # with which three CTAs per SM that have an output tile each gain anything
+MAX_SLOTS_OF_ONE_EACH = 8192  # with which CTAs that have an output tile each gain anything
+MIN_SLOTS_OF_TWO_CTAS = 512  # with which that was measured for two CTAs of an SM
+MIN_HEADS_OF_TWO_CTAS = 32  # KV heads with which two CTAs of an SM read faster than one with larger KV tiles
 MANY_FOR_SHORT = 8  # output tiles of each of three CTAs of an SM, with which their latency counts most
 MAX_SHORT_KV_TILES = 4
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
+MIN_SHARE_OF_TWO_CTAS = 0.98  # which work where there are two for each SM
 MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
@@ -29,7 +32,8 @@ TABLE = pathlib.Path(__file__).with_name("tuning.json")
 def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -> LeanConfig:
     """Returns the layout for `shape` on this process's first device: the table's, if it has an entry for such calls.
 
-    Where three CTAs of an SM have an output tile each, that comes before the table.
+    The table does not know how many output tiles there are. Where CTAs have one each, and with many KV heads,
+    layouts that depend on it come before.
 
     Args:
       is_static: the schedule is known when compiling, because there are no lengths.
@@ -37,6 +41,8 @@ def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -
     """
     sms = num_sms()
     if is_static and leaves_whole and (config := _one_each(shape, sms)):
+        return config
+    if config := _two_ctas(shape, sms, is_static, leaves_whole):
         return config
     entry = _table().get(device_kind(), {}).get(table_key(shape, sms, is_static))
     if entry is None:
@@ -96,6 +102,24 @@ def _one_each(shape: LeanShape, sms: int) -> LeanConfig | None:
     return config if smem_bytes <= shape.target.smem_bytes_per_sm else None
 
 
+def _two_ctas(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool) -> LeanConfig | None:
+    """Returns a layout of two CTAs per SM, if these have an output tile each and one has not, or KV heads are many.
+
+    Then output tiles of equal length are not cut, and others are cut less unevenly (docs/log/lean.md).
+    """
+    is_between = MIN_SLOTS_OF_TWO_CTAS < shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
+    has_one_each = sms < shape.num_output_tiles <= 2 * sms and is_between
+    has_many_heads = shape.num_kv_heads >= MIN_HEADS_OF_TWO_CTAS and shape.num_output_tiles > 2 * sms
+    is_able = shape.cols == 8 and not shape.uses_mma and 64 < shape.head_dim <= 128 and not shape.is_packed
+    if not (is_able and (has_one_each or has_many_heads)) or _is_short(shape, sms, is_static):
+        return None
+    block_kv = ROWS if leaves_whole else None
+    num_ctas = even_ctas(shape, 2 * sms, is_static, block_kv, min_share=MIN_SHARE_OF_TWO_CTAS)
+    config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=num_ctas)
+    smem_bytes = 2 * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES)
+    return config if smem_bytes <= shape.target.smem_bytes_per_sm else None
+
+
 def _orders(shape: LeanShape, sms: int, is_short: bool):
     """Returns layouts `(CTAs per SM, keys of a KV tile, stages)`, of which the first that fits an SM is to be taken."""
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
@@ -137,34 +161,41 @@ def _is_short(shape: LeanShape, sms: int, is_static: bool) -> bool:
     return shape.num_slots <= most_kv_tiles * ROWS and not shape.is_packed
 
 
-def even_ctas(shape: LeanShape, ctas: int, is_static: bool, block_kv: int | None = None) -> int:
+def even_ctas(
+    shape: LeanShape, ctas: int, is_static: bool, block_kv: int | None = None, min_share: float = MIN_SHARE_OF_CTAS
+) -> int:
     """Returns at most `ctas`: a multiple of many lanes, which cuts output tiles of equal length alike.
 
     So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md). With
-    `block_kv`, and if the schedule is known when compiling, none is cut where a merge would take longer.
+    `block_kv`, and if the schedule is known when compiling, none is cut where a merge would take longer. At least
+    `min_share` of the CTAs are in lanes.
     """
     per_sequence = shape.output_tiles_per_sequence
     divisors = (n for n in range(min(per_sequence, ctas), 0, -1) if per_sequence % n == 0)
-    lanes = next(n for n in divisors if ctas // n * n >= MIN_SHARE_OF_CTAS * ctas)
+    lanes = next(n for n in divisors if ctas // n * n >= min_share * ctas)
     runs = ctas // lanes
     if is_static or shape.batch == 1:
         kv_tiles = -(-shape.num_slots // block_kv) if is_static and block_kv else None
-        runs = even_runs(shape, lanes, runs, kv_tiles)
+        runs = even_runs(shape, lanes, runs, kv_tiles, min_share)
     return lanes * runs
 
 
-def even_runs(shape: LeanShape, lanes: int, runs: int, kv_tiles: int | None = None) -> int:
+def even_runs(
+    shape: LeanShape, lanes: int, runs: int, kv_tiles: int | None = None, min_share: float = MIN_SHARE_OF_CTAS
+) -> int:
     """Returns at most `runs`, such that output tiles of equal length, as those of one sequence, are cut alike.
 
     Args:
       runs: of each lane.
       kv_tiles: of each output tile, where none is to be cut if a merge would take longer than a longer run.
+      min_share: of the runs, at least; fewer where that is known to be faster.
     """
     output_tiles = shape.num_output_tiles // lanes
     whole = -(-output_tiles // runs)  # output tiles of a run, if none is cut
     of_whole = -(-output_tiles // whole)
     even = output_tiles * (runs // output_tiles) if output_tiles <= runs else of_whole
-    is_enough = even >= MIN_SHARE_OF_CTAS * runs or _gains_by_fewer_sms(shape, lanes * runs, lanes * even)
+    is_enough = even >= min_share * runs or _gains_by_fewer_sms(shape, lanes * runs, lanes * even)
+    is_enough |= even == output_tiles and _gains_by_fewer_ctas(shape)
     chosen = even if is_enough else runs
     if kv_tiles is not None and output_tiles % of_whole == 0:
         longest_cut = longest_run(output_tiles * kv_tiles, chosen)
@@ -181,6 +212,16 @@ def _gains_by_fewer_sms(shape: LeanShape, ctas: int, even: int) -> bool:
     is_narrow = shape.cols == 8 and shape.head_dim <= 64 and not shape.uses_mma
     sms = num_sms()
     return is_narrow and shape.num_output_tiles < even and ctas <= sms and even >= MIN_SHARE_OF_SMS * sms
+
+
+def _gains_by_fewer_ctas(shape: LeanShape) -> bool:
+    """Returns whether one output tile for each CTA is faster than more CTAs, which cut some: nothing is merged.
+
+    Some SMs have two CTAs and others one, which end at the same time: memory is what both wait for. It was measured for
+    heads of 128, and with at least one output tile per SM. Of longer output tiles the merge is too small a part.
+    """
+    is_able = shape.cols == 8 and not shape.uses_mma and 64 < shape.head_dim <= 128
+    return is_able and shape.num_output_tiles > num_sms() and shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
 
 
 def num_sms() -> int:
