@@ -278,9 +278,9 @@ def test_small_head_dims_of_one_cta_have_large_tiles(head_dim, cols, num_slots, 
     assert (config.block_kv, config.num_stages) == (block_kv, 2) and config.num_ctas <= 132
 
 
-@pytest.mark.parametrize("batch, stages, ctas_per_sm", [(30, 2, 1), (200, 1, 2)])
-def test_many_output_tiles_of_large_heads_have_two_ctas_of_one_stage(batch, stages, ctas_per_sm):
-    shape = SHAPE.replace(head_dim=256, cols=8, batch=batch, num_slots=1024)
+@pytest.mark.parametrize("batch, kv_heads, stages, ctas_per_sm", [(30, 8, 2, 1), (200, 8, 1, 2), (200, 16, 2, 1)])
+def test_many_output_tiles_of_few_large_heads_have_two_ctas_of_one_stage(batch, kv_heads, stages, ctas_per_sm):
+    shape = SHAPE.replace(head_dim=256, cols=8, batch=batch, num_kv_heads=kv_heads, num_slots=1024)
     config = formula(shape, 132, is_static=False)
     assert (config.num_stages, -(-config.num_ctas // 132)) == (stages, ctas_per_sm)
 
@@ -300,12 +300,14 @@ def test_many_short_output_tiles_have_three_ctas(batch, slots, changes, ctas_per
 
 @pytest.mark.parametrize(
     "output_tiles, slots, changes, is_one_each",
-    [(265, 1000, {}, True), (396, 8192, {}, True), (264, 1000, {}, False), (397, 1000, {}, False),
+    [(265, 1000, {}, True), (396, 8192, {}, True), (397, 1000, {}, False),
+     (133, 1000, {}, True), (132, 1000, {}, False),
+     (264, 8192, {}, True), (264, 8193, {}, False), (264, 512, {}, False), (200, 1000, {"head_dim": 64}, False),
      (300, 8193, {}, False), (300, 64, {}, False), (300, 1000, {"cols": 16}, False),
      (300, 1000, {"head_dim": 256}, False), (300, 1000, {"head_dim": 64}, True),
      (300, 1000, {"key_dtype": jnp.dtype("float8_e4m3fn")}, False)],
 )  # fmt: skip
-def test_three_ctas_of_an_sm_have_an_output_tile_each_where_two_are_too_few(output_tiles, slots, changes, is_one_each):
+def test_ctas_of_an_sm_have_an_output_tile_each_where_fewer_are_too_few(output_tiles, slots, changes, is_one_each):
     shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1, num_slots=slots, **changes)
     one_each, sms = LeanConfig(block_kv=64, num_stages=2, num_ctas=output_tiles), tuning.num_sms()
     expected = one_each if is_one_each else formula(shape, sms, is_static=True, leaves_whole=True)
@@ -316,36 +318,19 @@ def test_three_ctas_of_an_sm_have_an_output_tile_each_where_two_are_too_few(outp
 
 
 @pytest.mark.parametrize(
-    "batch, heads, slots, changes, static, of_lengths",
-    [
-        # One output tile for each CTA, where two CTAs of an SM are enough and one is not.
-        (18, 8, 1882, {}, 144, 264), (13, 16, 2157, {}, 208, 264), (16, 8, 1882, {}, None, None),
-        (18, 8, 8192, {}, 144, 264), (18, 8, 8193, {}, None, None), (18, 8, 512, {}, None, None),
-        (18, 8, 1882, {"head_dim": 64}, None, None), (18, 8, 1882, {"cols": 16}, None, None),
-        (18, 8, 1882, {"key_dtype": jnp.dtype("float8_e4m3fn")}, None, None),
-        # Many KV heads: all CTAs are in lanes.
-        (181, 32, 1302, {}, 264, 264), (181, 16, 1302, {}, None, None), (12, 40, 20_000, {}, 260, 260),
-    ],
+    "batch, heads, slots, changes, num_ctas",
+    [(181, 32, 1302, {}, 264), (12, 40, 20_000, {}, 260), (181, 16, 1302, {}, None), (8, 32, 1302, {}, None),
+     (181, 32, 1302, {"head_dim": 64}, None), (181, 32, 1302, {"cols": 16}, None),
+     (181, 32, 1302, {"is_packed": True}, None), (181, 32, 64, {}, None),
+     (181, 32, 1302, {"key_dtype": jnp.dtype("float8_e4m3fn")}, None)],
 )  # fmt: skip
-def test_two_ctas_of_an_sm_have_an_output_tile_each_or_many_heads(
-    batch, heads, slots, changes, static, of_lengths, monkeypatch
-):
+def test_many_heads_have_two_ctas_of_an_sm_all_of_them_in_lanes(batch, heads, slots, changes, num_ctas, monkeypatch):
     monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
     shape = SHAPE.replace(batch=batch, num_kv_heads=heads, num_slots=slots, **changes)
-    for is_static, num_ctas in ((True, static), (False, of_lengths)):
-        found = tuning._two_ctas(shape, 132, is_static, leaves_whole=True)
-        assert found == (None if num_ctas is None else LeanConfig(block_kv=64, num_stages=2, num_ctas=num_ctas))
-        assert found in (None, lean_config(shape, is_static=is_static, leaves_whole=True))
-
-
-@pytest.mark.parametrize("last, runs", [(2157, 26), (1000, 33)])
-def test_equal_output_tiles_of_two_ctas_are_not_cut(last, runs):
-    """Though only the device knows the lengths. Others are cut by all CTAs of a lane, of which there are eight."""
-    shape = SHAPE.replace(batch=13, num_kv_heads=16, num_slots=2157)
-    ends = jnp.array((2157,) * 12 + (last,))[:, None]
-    config = tuning._two_ctas(shape, 132, False, leaves_whole=False)
-    _, table = schedule_tables(jnp.zeros_like(ends), ends, shape, config)
-    assert int((table[:, 3] > 0).sum()) == runs
+    expected = None if num_ctas is None else LeanConfig(block_kv=64, num_stages=2, num_ctas=num_ctas)
+    for is_static in (True, False):
+        assert tuning._many_heads(shape, 132, is_static, leaves_whole=True) == expected
+        assert expected in (None, lean_config(shape, is_static=is_static, leaves_whole=True))
 
 
 @pytest.mark.parametrize(

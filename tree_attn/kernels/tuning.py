@@ -21,6 +21,7 @@ MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and 
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which CTAs that have an output tile each gain anything
 MIN_SLOTS_OF_TWO_CTAS = 512  # with which that was measured for two CTAs of an SM
 MIN_HEADS_OF_TWO_CTAS = 32  # KV heads with which two CTAs of an SM read faster than one with larger KV tiles
+MIN_HEADS_OF_TWO_STAGES = 16  # KV heads with which one CTA of two stages reads faster than two of one
 MANY_FOR_SHORT = 8  # output tiles of each of three CTAs of an SM, with which their latency counts most
 MAX_SHORT_KV_TILES = 4
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
@@ -32,8 +33,8 @@ TABLE = pathlib.Path(__file__).with_name("tuning.json")
 def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -> LeanConfig:
     """Returns the layout for `shape` on this process's first device: the table's, if it has an entry for such calls.
 
-    The table does not know how many output tiles there are. Where CTAs have one each, and with many KV heads,
-    layouts that depend on it come before.
+    The table knows neither how many output tiles there are nor how many KV heads. Layouts that depend on these come
+    before: where each CTA has an output tile, and where KV heads are many.
 
     Args:
       is_static: the schedule is known when compiling, because there are no lengths.
@@ -42,7 +43,7 @@ def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -
     sms = num_sms()
     if is_static and leaves_whole and (config := _one_each(shape, sms)):
         return config
-    if config := _two_ctas(shape, sms, is_static, leaves_whole):
+    if config := _many_heads(shape, sms, is_static, leaves_whole):
         return config
     entry = _table().get(device_kind(), {}).get(table_key(shape, sms, is_static))
     if entry is None:
@@ -87,31 +88,33 @@ def formula(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool = Fa
 
 
 def _one_each(shape: LeanShape, sms: int) -> LeanConfig | None:
-    """Returns a layout of three CTAs per SM, if these are enough to have an output tile each, and two are not.
+    """Returns a layout of two or three CTAs per SM, if these are enough to have an output tile each, and fewer are not.
 
-    Output tiles of equal length are then not cut. Some SMs have two CTAs and others three, which costs less than a
-    merge.
+    Output tiles of equal length are then not cut. Some SMs have a CTA more than others, which costs less than a merge:
+    memory is what all of them wait for.
     """
+    ctas_per_sm = -(-shape.num_output_tiles // sms)
+    min_slots = {2: MIN_SLOTS_OF_TWO_CTAS, 3: ROWS}.get(ctas_per_sm)
     has_registers = shape.cols == 8 and not shape.uses_mma and shape.head_dim <= 128
-    config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=shape.num_output_tiles)
-    is_due = 2 * sms < shape.num_output_tiles <= 3 * sms and ROWS < shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
-    if not (has_registers and is_due):
+    if min_slots is None or not (has_registers and min_slots < shape.num_slots <= MAX_SLOTS_OF_ONE_EACH):
         return None
+    if ctas_per_sm == 2 and shape.head_dim <= 64:
+        return None  # the table's layouts have two, with larger KV tiles
+    config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=shape.num_output_tiles)
     shape = shape.replace(static_kv_tiles=-(-shape.num_slots // ROWS))  # there is no memory for partial states
-    smem_bytes = 3 * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES)
+    smem_bytes = ctas_per_sm * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES)
     return config if smem_bytes <= shape.target.smem_bytes_per_sm else None
 
 
-def _two_ctas(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool) -> LeanConfig | None:
-    """Returns a layout of two CTAs per SM, if these have an output tile each and one has not, or KV heads are many.
+def _many_heads(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool) -> LeanConfig | None:
+    """Returns a layout of two CTAs per SM, if there are many KV heads and more output tiles than CTAs.
 
-    Then output tiles of equal length are not cut, and others are cut less unevenly (docs/log/lean.md).
+    Two CTAs with KV tiles of 64 keys then read faster than one with 128, above all of short sequences. All are in
+    lanes, of which there may be fewer than heads (docs/log/lean.md).
     """
-    is_between = MIN_SLOTS_OF_TWO_CTAS < shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
-    has_one_each = sms < shape.num_output_tiles <= 2 * sms and is_between
-    has_many_heads = shape.num_kv_heads >= MIN_HEADS_OF_TWO_CTAS and shape.num_output_tiles > 2 * sms
+    is_due = shape.num_kv_heads >= MIN_HEADS_OF_TWO_CTAS and shape.num_output_tiles > 2 * sms
     is_able = shape.cols == 8 and not shape.uses_mma and 64 < shape.head_dim <= 128 and not shape.is_packed
-    if not (is_able and (has_one_each or has_many_heads)) or _is_short(shape, sms, is_static):
+    if not (is_due and is_able) or _is_short(shape, sms, is_static):
         return None
     block_kv = ROWS if leaves_whole else None
     num_ctas = even_ctas(shape, 2 * sms, is_static, block_kv, min_share=MIN_SHARE_OF_TWO_CTAS)
@@ -123,8 +126,10 @@ def _two_ctas(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool) -
 def _orders(shape: LeanShape, sms: int, is_short: bool):
     """Returns layouts `(CTAs per SM, keys of a KV tile, stages)`, of which the first that fits an SM is to be taken."""
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
-    if shape.cols == 8 and shape.num_output_tiles > 2 * sms:
-        # Where two stages leave no room for a second CTA: many output tiles gain more by it than by a second stage.
+    gains_by_two = is_short or shape.num_kv_heads < MIN_HEADS_OF_TWO_STAGES
+    if shape.cols == 8 and shape.num_output_tiles > 2 * sms and gains_by_two:
+        # Where two stages leave no room for a second CTA: many output tiles gain more by it than by a second stage, if
+        # KV heads are few.
         orders = *orders[:-1], (2, 64, 1), orders[-1]
     if shape.cols > MAX_COLS_OF_TWO_CTAS:  # one CTA: with 64 keys at a time too few bytes are on their way
         has_large_tiles = shape.head_dim <= 64 and shape.cols <= MAX_COLS_OF_128_KEYS and not is_short
@@ -195,7 +200,6 @@ def even_runs(
     of_whole = -(-output_tiles // whole)
     even = output_tiles * (runs // output_tiles) if output_tiles <= runs else of_whole
     is_enough = even >= min_share * runs or _gains_by_fewer_sms(shape, lanes * runs, lanes * even)
-    is_enough |= even == output_tiles and _gains_by_fewer_ctas(shape)
     chosen = even if is_enough else runs
     if kv_tiles is not None and output_tiles % of_whole == 0:
         longest_cut = longest_run(output_tiles * kv_tiles, chosen)
@@ -212,16 +216,6 @@ def _gains_by_fewer_sms(shape: LeanShape, ctas: int, even: int) -> bool:
     is_narrow = shape.cols == 8 and shape.head_dim <= 64 and not shape.uses_mma
     sms = num_sms()
     return is_narrow and shape.num_output_tiles < even and ctas <= sms and even >= MIN_SHARE_OF_SMS * sms
-
-
-def _gains_by_fewer_ctas(shape: LeanShape) -> bool:
-    """Returns whether one output tile for each CTA is faster than more CTAs, which cut some: nothing is merged.
-
-    Some SMs have two CTAs and others one, which end at the same time: memory is what both wait for. It was measured for
-    heads of 128, and with at least one output tile per SM. Of longer output tiles the merge is too small a part.
-    """
-    is_able = shape.cols == 8 and not shape.uses_mma and 64 < shape.head_dim <= 128
-    return is_able and shape.num_output_tiles > num_sms() and shape.num_slots <= MAX_SLOTS_OF_ONE_EACH
 
 
 def num_sms() -> int:
