@@ -21,7 +21,6 @@ MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and 
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which CTAs that have an output tile each gain anything
 MIN_SLOTS_OF_TWO_CTAS = 512  # with which that was measured for two CTAs of an SM
 MIN_HEADS_OF_TWO_CTAS = 32  # KV heads with which two CTAs of an SM read faster than one with larger KV tiles
-MIN_HEADS_OF_TWO_STAGES = 16  # KV heads with which one CTA of two stages reads faster than two of one
 MANY_FOR_SHORT = 8  # output tiles of each of three CTAs of an SM, with which their latency counts most
 MAX_SHORT_KV_TILES = 4
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
@@ -126,10 +125,8 @@ def _many_heads(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool)
 def _orders(shape: LeanShape, sms: int, is_short: bool):
     """Returns layouts `(CTAs per SM, keys of a KV tile, stages)`, of which the first that fits an SM is to be taken."""
     orders = ((2, 128, 2), (2, 64, 2), (1, 64, 2)) if shape.head_dim <= 64 else ((2, 64, 2), (1, 64, 2))
-    gains_by_two = is_short or shape.num_kv_heads < MIN_HEADS_OF_TWO_STAGES
-    if shape.cols == 8 and shape.num_output_tiles > 2 * sms and gains_by_two:
-        # Where two stages leave no room for a second CTA: many output tiles gain more by it than by a second stage, if
-        # KV heads are few.
+    if shape.cols == 8 and shape.num_output_tiles > 2 * sms:
+        # Where two stages leave no room for a second CTA: many output tiles gain more by it than by a second stage.
         orders = *orders[:-1], (2, 64, 1), orders[-1]
     if shape.cols > MAX_COLS_OF_TWO_CTAS:  # one CTA: with 64 keys at a time too few bytes are on their way
         has_large_tiles = shape.head_dim <= 64 and shape.cols <= MAX_COLS_OF_128_KEYS and not is_short
