@@ -103,6 +103,8 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"--layouts must be of three numbers each, as 2x64x1, got {', '.join(wrong)}")
     if args.numbers is not None and not re.fullmatch(r"(\d+:)?\d+(,(\d+:)?\d+)*", args.numbers):
         parser.error(f"--numbers must be numbers of cases, as 3,17 or 41:3, got {args.numbers}")
+    if args.build and args.threads < 1:
+        parser.error(f"--build takes at least one of --threads, got {args.threads}")
     if args.iters < 32:
         parser.error(f"--iters must be at least 32, got {args.iters}")
     return args

@@ -310,6 +310,7 @@ def test_many_short_output_tiles_have_three_ctas(batch, slots, changes, ctas_per
 def test_ctas_of_an_sm_have_an_output_tile_each_where_fewer_are_too_few(output_tiles, slots, changes, is_one_each):
     shape = SHAPE.replace(batch=output_tiles, num_kv_heads=1, num_slots=slots, **changes)
     one_each, sms = LeanConfig(block_kv=64, num_stages=2, num_ctas=output_tiles), tuning.num_sms()
+    assert tuning._one_each(shape, sms) == (one_each if is_one_each else None)
     expected = one_each if is_one_each else formula(shape, sms, is_static=True, leaves_whole=True)
     assert lean_config(shape, is_static=True, leaves_whole=True) == expected
     assert lean_config(shape, is_static=True) == formula(shape, sms, is_static=True), "a state of other keys is merged"

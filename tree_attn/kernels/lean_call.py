@@ -335,7 +335,7 @@ def schedule_tables(first, end, shape: LeanShape, config: LeanConfig, *, leaves_
     count = lanes(shape, config)
     num_runs, per_sequence = config.num_ctas // count, shape.output_tiles_per_sequence // count
     offsets = sequence_offsets(kv_tiles, per_sequence)
-    # Output tiles of one length are cut alike, as where that is known when compiling.
+    # Output tiles of one length are cut alike, where that leaves few runs empty.
     even = tuning.even_runs(shape, count, num_runs)
     max_runs = jnp.where(jnp.min(kv_tiles) == jnp.max(kv_tiles), even, num_runs)
     bounds = dict(max_runs=max_runs, short_runs=config.short_runs)
