@@ -31,7 +31,7 @@ DRAWN = [sweep_cases.draw(11, i) for i in range(210)]
 
 
 def test_cases_follow_from_the_seed_alone():
-    assert [sweep_cases.draw(11, i) for i in (5, 3)] == [DRAWN[5], DRAWN[3], sweep_cases.draw(12, 3)]
+    assert [sweep_cases.draw(11, i) for i in (5, 3)] == [DRAWN[5], DRAWN[3]]
     assert all(sweep_cases.draw(12, i) != DRAWN[i] for i in range(7))
 
 
