@@ -360,7 +360,7 @@ def axes_of_collectives(text: str, mesh) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 @pytest.mark.parametrize(
-    "name", ["seq", "data_seq", pytest.param("seq_data", marks=pytest.mark.thorough), "data_model_seq"]
+    "name", ["seq", "data_seq", pytest.param("seq_data", marks=pytest.mark.slow), "data_model_seq"]
 )
 def test_meshes_of_one_to_three_axes_take_every_function_and_send_over_the_sequence_only(name, kind):
     """Arrays are sharded over batch and heads too. Auto axes of the batch are named, those of heads are not used."""
