@@ -20,8 +20,6 @@ from tree_attn.cost.step import DecodeStep
 
 LIBTPU = os.environ.get("TREE_ATTN_TEST_LIBTPU")
 TOPOLOGIES = {"v5e:2x4": ("TPU v5 lite", 8), "v6e:2x2": ("TPU v6 lite", 4), "tpu7x:2x2x1": ("TPU7x", 8)}
-# CI has one generation before v7.
-IN_TESTS = [x if "v6e" not in x else pytest.param(x, marks=pytest.mark.thorough) for x in TOPOLOGIES]
 KEYS_PER_DEVICE, NUM_HEADS, HEAD_DIM = 65_536, 32, 128
 NUM_LAYERS, HIDDEN_SIZE = 2, 4096
 LOGITS_BYTES = 4 * NUM_HEADS * KEYS_PER_DEVICE  # float32, of one shard
@@ -68,23 +66,20 @@ def bytes_sent(row: dict) -> float:
     return sum(sent * count for _, _, sent, count in row["sent"])
 
 
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_devices_are_those_that_were_asked_for(topology):
     found = programs(topology)["devices"]
     assert (found["kind"], found["count"]) == TOPOLOGIES[topology]
 
 
-@pytest.mark.parametrize(
-    "topology, links, in_order",
-    [("v5e:2x4", 12, 14), pytest.param("v6e:2x2", 4, 6, marks=pytest.mark.thorough), ("tpu7x:2x2x1", 4, 6)],
-)
+@pytest.mark.parametrize("topology, links, in_order", [("v5e:2x4", 12, 14), ("v6e:2x2", 4, 6), ("tpu7x:2x2x1", 4, 6)])
 def test_a_ring_over_make_mesh_crosses_fewer_links_than_in_order(topology, links, in_order):
     found = programs(topology)["devices"]
     assert (found["links"], found["links_in_order"]) == (links, in_order)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_attention_runs_the_collectives_of_the_equations(topology, name):
     """Equations 10 and 14, and a packed gather: as often, and to the byte, as on every other platform."""
     step, row = make_step(topology), programs(topology)[name]
@@ -101,7 +96,7 @@ def test_attention_runs_the_collectives_of_the_equations(topology, name):
     assert bytes_sent(row) == pytest.approx(predict.bytes_sent_per_device(step, *STRATEGIES[name]))
 
 
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_attention_holds_what_the_equations_say(topology):
     """Equation 9 within 1 %; three shards in a ring that overlaps, three and a half in the public one."""
     step, found = make_step(topology), programs(topology)
@@ -112,14 +107,14 @@ def test_attention_holds_what_the_equations_say(topology):
     assert extra == pytest.approx(step.key_value_bytes_per_device / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_ring_attends_while_it_transfers(topology):
     """The schedule reads keys and values between the begin and the end of every transfer."""
     step = make_step(topology)
     assert programs(topology)["overlapped"]["reads_beside"] == [2] * 2 * (step.n_devices - 1)
 
 
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_attention_reads_keys_and_values_once(topology):
     """The compiler's count within 2 %: keys and values once, and the logits thrice, which are written and read twice.
 
@@ -136,7 +131,7 @@ def test_attention_reads_keys_and_values_once(topology):
         assert found[name]["accessed_bytes"] == pytest.approx(expected, rel=0.02), name
 
 
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_llama_step_runs_the_collectives_of_its_sharding(topology):
     """A layer gathers its new query, key and value, then its states, and sums twice; the embedding is summed once.
 
@@ -156,7 +151,7 @@ def test_a_llama_step_runs_the_collectives_of_its_sharding(topology):
     }
 
 
-@pytest.mark.parametrize("topology", IN_TESTS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_llama_step_writes_its_cache_in_place_and_copies_none_of_it(topology):
     row = programs(topology)["llama"]
     assert row["argument_bytes"] == pytest.approx(row["weights"] + row["cache"], rel=1e-4)
