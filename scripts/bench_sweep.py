@@ -87,7 +87,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--layouts", help="also time these of the lean kernel, CTAs per SM x keys x stages: 2x64x1,1x64x3"
     )
-    parser.add_argument("--threads", type=int, default=4, help="processes that compile FlashInfer's kernels, or 0")
+    parser.add_argument(
+        "--threads", type=int, default=4, help="processes that compile FlashInfer's kernels ahead; 0: all are compiled"
+    )
     parser.add_argument("--workers", type=int, default=4, help="processes that compile programs ahead")
     parser.add_argument("--flashinfer", metavar="FOLDER", help="where FlashInfer lies, if it is not installed")
     parser.add_argument("--build", action="store_true", help="compile FlashInfer's kernels for the cases, time nothing")
@@ -103,8 +105,8 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"--layouts must be of three numbers each, as 2x64x1, got {', '.join(wrong)}")
     if args.numbers is not None and not re.fullmatch(r"(\d+:)?\d+(,(\d+:)?\d+)*", args.numbers):
         parser.error(f"--numbers must be numbers of cases, as 3,17 or 41:3, got {args.numbers}")
-    if args.build and args.threads < 1:
-        parser.error(f"--build takes at least one of --threads, got {args.threads}")
+    if args.threads < (1 if args.build else 0):
+        parser.error(f"--threads must be at least 0, and 1 with --build, got {args.threads}")
     if args.iters < 32:
         parser.error(f"--iters must be at least 32, got {args.iters}")
     return args
@@ -114,7 +116,8 @@ def drawn(args: argparse.Namespace) -> list[Step]:
     """Returns the cases that the arguments name."""
     names = map(str, range(args.cases)) if args.numbers is None else args.numbers.split(",")
     of_seeds = (name if ":" in name else f"{args.seed}:{name}" for name in names)
-    return (table() if args.table else []) + [draw(*map(int, name.split(":"))) for name in of_seeds]
+    cases = dict.fromkeys(tuple(map(int, name.split(":"))) for name in of_seeds)  # each once
+    return (table() if args.table else []) + [draw(*case) for case in cases]
 
 
 def parse_options(text: str | None) -> dict[str, str | bool | int]:

@@ -140,13 +140,21 @@ def test_the_summary_says_how_far_chains_of_the_same_kernels_are_apart():
     )
 
 
+@pytest.mark.parametrize("arguments", [["--threads", "-1"], ["--build", "--threads", "0"]])
+def test_kernels_are_compiled_by_a_number_of_processes(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench_sweep._arguments()
+    assert f"--threads must be at least 0, and 1 with --build, got {arguments[-1]}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text, options", [(None, {}), ("--a=true,b=3,c=X+Y", {"a": True, "b": 3, "c": "X,Y"})])
 def test_options_of_xla(text, options):
     assert bench_sweep.parse_options(text) == options
 
 
 def test_numbers_choose_among_the_drawn_cases(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--seed", "11", "--numbers", "5,3,12:3"])
+    monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--seed", "11", "--numbers", "5,3,12:3,11:5"])
     assert bench_sweep.drawn(bench_sweep._arguments()) == [DRAWN[5], DRAWN[3], sweep_cases.draw(12, 3)]
     monkeypatch.setattr(sys, "argv", ["bench_sweep.py", "--numbers", "3,x"])
     with pytest.raises(SystemExit):
