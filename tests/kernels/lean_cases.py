@@ -268,10 +268,9 @@ def variants() -> list[Call]:
         AfterPrefix(slots=1364, first=1000, kv_heads=8, group=7, head_dim=128, **AFTER),
         AfterPrefix(slots=1300, first=1000, kv_heads=16, group=16, head_dim=128, **AFTER),
         Call(lengths=(40, 7), slots=40, head_dim=128),  # one KV tile holds a sequence
-        # Two CTAs of an SM: an output tile each, and many KV heads, also where an exchange ends the kernel.
+        # Two CTAs of an SM: an output tile each, and many KV heads.
         Call(kv_heads=144, head_dim=128, slots=1880),
         Call(kv_heads=160, group=4, head_dim=128, slots=1304, lengths=(1300, 70)),
-        Fused(kv_heads=160, group=4, head_dim=128, slots=1024, lengths=(1000, 70)),
         # KV tiles that are copied in parts: odd numbers of slots, and small pages.
         Call(head_dim=256, **ODD, **WIDE),
         Call(layout="packed", head_dim=128, lengths=(250, 71), spare=0, **MANY),

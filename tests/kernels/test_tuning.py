@@ -325,13 +325,14 @@ def test_ctas_of_an_sm_have_an_output_tile_each_where_fewer_are_too_few(output_t
      (181, 32, 1302, {"is_packed": True}, None), (181, 32, 64, {}, None),
      (181, 32, 1302, {"key_dtype": jnp.dtype("float8_e4m3fn")}, None)],
 )  # fmt: skip
-def test_many_heads_have_two_ctas_of_an_sm_all_of_them_in_lanes(batch, heads, slots, changes, num_ctas, monkeypatch):
+def test_many_heads_have_two_ctas_of_an_sm(batch, heads, slots, changes, num_ctas, monkeypatch):
     monkeypatch.setattr(tuning, "device_kind", lambda: "NVIDIA H200")
     shape = SHAPE.replace(batch=batch, num_kv_heads=heads, num_slots=slots, **changes)
     expected = None if num_ctas is None else LeanConfig(block_kv=64, num_stages=2, num_ctas=num_ctas)
     for is_static in (True, False):
-        assert tuning._many_heads(shape, 132, is_static, leaves_whole=True) == expected
+        assert tuning._many_heads(shape, 132, is_static) == expected
         assert expected in (None, lean_config(shape, is_static=is_static, leaves_whole=True))
+        assert expected is None or lean_config(shape, is_static=is_static) != expected, "a state of others is merged"
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ MAX_COLS_OF_128_KEYS = 40  # with which one CTA has registers for KV tiles of 12
 MAX_WIDENED_OF_TWO_CTAS, MAX_WIDENED_OF_128_KEYS = 1024, 2048
 MIN_KV_TILES_OF_128_KEYS = 4  # of a CTA, widened: with fewer, smaller ones and two stages were faster on Hopper
 MAX_SLOTS_OF_ONE_EACH = 8192  # with which CTAs that have an output tile each gain anything
-MIN_SLOTS_OF_TWO_CTAS = 512  # with which two CTAs of an SM do; 1,868 to 3,072 slots were measured
+MIN_SLOTS_OF_TWO_CTAS = 512  # beyond which two CTAs of an SM gain so; 1,868 to 3,072 slots were measured
 MIN_HEADS_OF_TWO_CTAS = 32  # KV heads with which two CTAs of an SM read faster than one with larger KV tiles
 MANY_FOR_SHORT = 8  # output tiles of each of three CTAs of an SM, with which their latency counts most
 MAX_SHORT_KV_TILES = 4
 MIN_SHARE_OF_CTAS = 0.9  # which work: a few that do not cost nothing
-MIN_SHARE_OF_TWO_CTAS = 0.98  # which work where there are two for each SM
+MIN_SHARE_OF_TWO_CTAS = 0.98  # the same where there are two for each SM and many KV heads
 MIN_SHARE_OF_SMS = 0.84  # with a CTA, where that cuts output tiles alike: 112 of 132 read faster (docs/log/lean.md)
 TABLE = pathlib.Path(__file__).with_name("tuning.json")
 
@@ -33,7 +33,8 @@ def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -
     """Returns the layout for `shape` on this process's first device: the table's, if it has an entry for such calls.
 
     The table knows neither how many output tiles there are nor how many KV heads. Layouts that depend on these come
-    before: where each CTA has an output tile, and where KV heads are many.
+    before: where each CTA has an output tile, and where KV heads are many. They are for results that are merged with no
+    others, for so they were measured.
 
     Args:
       is_static: the schedule is known when compiling, because there are no lengths.
@@ -42,7 +43,7 @@ def lean_config(shape: LeanShape, is_static: bool, leaves_whole: bool = False) -
     sms = num_sms()
     if is_static and leaves_whole and (config := _one_each(shape, sms)):
         return config
-    if config := _many_heads(shape, sms, is_static, leaves_whole):
+    if leaves_whole and (config := _many_heads(shape, sms, is_static)):
         return config
     entry = _table().get(device_kind(), {}).get(table_key(shape, sms, is_static))
     if entry is None:
@@ -105,18 +106,17 @@ def _one_each(shape: LeanShape, sms: int) -> LeanConfig | None:
     return config if smem_bytes <= shape.target.smem_bytes_per_sm else None
 
 
-def _many_heads(shape: LeanShape, sms: int, is_static: bool, leaves_whole: bool) -> LeanConfig | None:
+def _many_heads(shape: LeanShape, sms: int, is_static: bool) -> LeanConfig | None:
     """Returns a layout of up to two CTAs per SM, if there are many KV heads and more output tiles than CTAs.
 
     Two CTAs with KV tiles of 64 keys then read faster than one with 128, above all of short sequences. Nearly all are
-    in lanes, of which there may be fewer than heads (docs/log/lean.md). There are fewer where none is cut then.
+    in lanes, of which there may be fewer than heads (docs/log/lean.md). CTAs are fewer where they cut nothing so.
     """
     is_due = shape.num_kv_heads >= MIN_HEADS_OF_TWO_CTAS and shape.num_output_tiles > 2 * sms
     is_able = shape.cols == 8 and not shape.uses_mma and 64 < shape.head_dim <= 128 and not shape.is_packed
     if not (is_due and is_able) or _is_short(shape, sms, is_static):
         return None
-    block_kv = ROWS if leaves_whole else None
-    num_ctas = even_ctas(shape, 2 * sms, is_static, block_kv, min_share=MIN_SHARE_OF_TWO_CTAS)
+    num_ctas = even_ctas(shape, 2 * sms, is_static, ROWS, min_share=MIN_SHARE_OF_TWO_CTAS)
     config = LeanConfig(block_kv=ROWS, num_stages=2, num_ctas=num_ctas)
     smem_bytes = 2 * (max_smem_bytes(shape, config) + RESERVED_SMEM_BYTES)
     return config if smem_bytes <= shape.target.smem_bytes_per_sm else None
@@ -169,8 +169,8 @@ def even_ctas(
     """Returns at most `ctas`: a multiple of many lanes, which cuts output tiles of equal length alike.
 
     So at any moment CTAs read the same keys of many heads, which memory serves faster (docs/log/lean.md). With
-    `block_kv`, and if the schedule is known when compiling, none is cut where a merge would take longer. At least
-    `min_share` of the CTAs are in lanes.
+    `block_kv`, and if the schedule is known when compiling, none is cut where a merge would take longer. Lanes
+    have at least `min_share` of the CTAs, or fewer where that is known to be faster.
     """
     per_sequence = shape.output_tiles_per_sequence
     divisors = (n for n in range(min(per_sequence, ctas), 0, -1) if per_sequence % n == 0)
